@@ -29,6 +29,8 @@ _RETRY = "try again in a moment"
 _CUT = "what came is not all of it; `penstock status` and `penstock events` say what happened"
 _NO_PENSTOCK = "is it a Penstock's address? --host and PENSTOCK_HOST name it"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
+JOIN_GROUP = "sudo usermod -aG penstock-users $USER, then log in again"
+"""To whom the socket does not let in."""
 _HINTS_BY_CODE = MappingProxyType(
     {"draining": "penstock resume takes requests again, unless the daemon was told to stop"}
 )
@@ -318,7 +320,7 @@ def _explained(address: Address) -> Iterator[None]:
         raise PermissionRefused(
             "permission denied: you are not in the socket's group",
             where=where,
-            hint="sudo usermod -aG penstock-users $USER, then log in again",
+            hint=JOIN_GROUP,
         ) from error
     except TimeoutError as error:
         hint = "it is very busy, or hangs: `penstock doctor` and its journal say more"

@@ -21,7 +21,7 @@ from appliance.frame.protocol import Frame, RequestFrame
 from tui import feed, keys
 from tui import view as console_view
 from tui.lines import clean
-from tui.view import READ_ONLY, WINDOWS_S, Caller, DaemonLink, RequestListing, View
+from tui.view import READ_ONLY, WINDOWS_S, Caller, RequestListing, View
 from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
 from tui.widgets.main_screen import ALL_CLASSES, THEMES, MainScreen
 from tui.widgets.panel import (
@@ -129,7 +129,7 @@ class Console(App[None]):
         if self._latest.link.is_live or not self._latest.link.why:
             self._down_since_s = now_s
         self._retry_at_s = now_s + message.retry_in_s
-        self._latest = self._latest.over(DaemonLink(message.loss.word, str(message.loss)))
+        self._latest = self._latest.over(message.loss.link)
         self._tick()
 
     def on_caller_known(self, message: CallerKnown) -> None:

@@ -17,9 +17,10 @@ from urllib.parse import quote
 import h11
 import msgspec
 
+from appliance.client import JOIN_GROUP, DaemonUnreachable, PermissionRefused
 from appliance.frame.protocol import Frame, RequestFrame
 from tui.panels.header import version_problem
-from tui.view import Caller
+from tui.view import Caller, DaemonLink
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 5.0
@@ -34,16 +35,29 @@ class FeedLost(Exception):
     """The daemon cannot be reached, or does not speak as agreed."""
 
     word = "DISCONNECTED"
-    exit_code = 3
-    """Of a command that cannot go on without the daemon, as docs/cli.md has them."""
+    is_absent = False
+    """Whether nothing listens there."""
+    exit_code = DaemonUnreachable.exit_code
+    """Of a command that cannot go on without the daemon."""
     hint = "`penstock serve` starts one; `penstock doctor` looks at what is there"
+
+    @property
+    def link(self) -> DaemonLink:
+        """How the console then stands with the daemon."""
+        return DaemonLink(self.word, str(self), is_absent=self.is_absent)
+
+
+class FeedAbsent(FeedLost):
+    """No daemon listens there."""
+
+    is_absent = True
 
 
 class FeedForbidden(FeedLost):
     """The daemon's socket does not let this user in."""
 
-    exit_code = 4
-    hint = "sudo usermod -aG penstock-users $USER, then log in again"
+    exit_code = PermissionRefused.exit_code
+    hint = JOIN_GROUP
 
 
 class FeedIncompatible(FeedLost):
@@ -128,9 +142,9 @@ async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
             reader, writer = await asyncio.open_unix_connection(socket_path)
         yield _Exchange(reader, writer)
     except FileNotFoundError:
-        raise FeedLost(f"no daemon: there is no socket {socket_path}") from None
+        raise FeedAbsent(f"no daemon: there is no socket {socket_path}") from None
     except ConnectionRefusedError:
-        raise FeedLost(f"no daemon listens on {socket_path}") from None
+        raise FeedAbsent(f"no daemon listens on {socket_path}") from None
     except PermissionError:
         raise FeedForbidden(f"no permission to open {socket_path}") from None
     except TimeoutError:

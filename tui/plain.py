@@ -17,7 +17,7 @@ from tui import feed
 from tui.lines import Line, clean, folded, text_of, to_ascii
 from tui.panels import gauges, header, lanes
 from tui.panels import requests as table
-from tui.view import DaemonLink, View
+from tui.view import View
 
 _POOL_LINES = 5
 
@@ -79,7 +79,7 @@ async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
         nonlocal view
         if view.frame is None:
             raise loss
-        view = view.over(DaemonLink(loss.word, str(loss)))
+        view = view.over(loss.link)
         _write([f"{loss.word}: {loss}; retry in {fig.seconds(retry_in_s)}"], is_ascii=is_ascii)
 
     await feed.follow(socket_path, on_frame, on_lost)

@@ -337,6 +337,8 @@ class DaemonLink:
     why: str = ""
     down_s: float | None = None
     retry_in_s: float | None = None
+    is_absent: bool = False
+    """Nothing listens where the daemon is looked for."""
 
     @property
     def is_live(self) -> bool:

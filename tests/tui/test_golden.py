@@ -25,7 +25,9 @@ from tui.view import DaemonLink, View
 from tui.widgets import main_screen
 
 GOLDEN = Path(__file__).parent / "golden"
-LOST = DaemonLink("DISCONNECTED", "no daemon listens on /run/penstock/penstock.sock", 3.0, 2.0)
+LOST = DaemonLink(
+    "DISCONNECTED", "no daemon listens on /run/penstock/penstock.sock", 3.0, 2.0, True
+)
 
 
 @functools.cache

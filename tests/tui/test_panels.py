@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from appliance.frame import figures
 from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame, fields
 from tests.tui import frames
+from tui import feed
 from tui.lines import text_of, width_of
 from tui.panels import gauges, header, lanes, requests
 from tui.panels.glossary import GLOSSARY, REQUEST, glossary
@@ -111,6 +112,17 @@ def test_a_reading_of_a_daemon_that_is_gone_says_since_when_it_is_stale():
     assert stale in text_of(header.alert_line(lost, 120))
     assert stale in header.summary(lost)
     assert "stale" not in text_of(header.alert_line(View().over(lost.link), 120))
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (feed.FeedAbsent("nobody listens"), "  no daemon; start one with: penstock serve"),
+        (feed.FeedLost("no daemon speaks so"), "  no daemon speaks so"),
+    ],
+)
+def test_an_empty_table_says_how_to_start_a_daemon_where_there_is_none(loss, told):
+    assert text_of(requests.placeholder(View().over(loss.link))) == told
 
 
 def test_a_pool_that_all_share_is_named_once():

@@ -17,7 +17,6 @@ from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, wrap
 from tui.replay import PastRequest
 from tui.view import REPLAY, RequestListing, View
 
-_ABSENT = "no daemon"
 _MARGIN = 2
 _ROOMY = 100
 """From here on columns stand two cells apart, below it one."""
@@ -183,9 +182,10 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
 
 def placeholder(view: View) -> Line:
     """What stands in an empty table."""
+    if view.frame is None and view.link.is_absent:
+        return [Run("  no daemon; start one with: penstock serve", Tone.MUTED)]
     if view.frame is None and view.link.why:
-        start = "; start one with: penstock serve" if view.link.why.startswith(_ABSENT) else ""
-        return [Run(f"  {_ABSENT if start else view.link.why}{start}", Tone.MUTED)]
+        return [Run(f"  {view.link.why}", Tone.MUTED)]
     if view.frame is None:
         return [Run("  waiting for the first frame", Tone.MUTED)]
     if view.listing.filter.text:
