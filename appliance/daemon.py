@@ -104,33 +104,33 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         log.warning("%s", about)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
-    placed, _ = check(config)
+    policy, placed, _ = check(config)
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
     stacks_fd = wait_for_signal(config.state_dir)
     try:
-        return asyncio.run(_Daemon(config, load_config, placed, inherited, stacks_fd).run())
+        return asyncio.run(_Daemon(config, load_config, placed, inherited, stacks_fd).run(policy))
     finally:
         os.close(lock_fd)
 
 
-def check(config: ServeConfig) -> tuple[PlacedModel | None, list[str]]:
+def check(config: ServeConfig) -> tuple[AccessPolicy, PlacedModel | None, list[str]]:
     """Find what a start would refuse, without making, locking or timing anything.
 
     Returns:
-        the model where it would be served, None if it has to be downloaded first; and a sentence
-        on each of the others that a request may name.
+        who may do what; the model where it would be served, None if it has to be downloaded first;
+        and a sentence on each of the others that a request may name.
 
     Raises:
         ConfigError: naming what is wrong.
         PenstockError: a disk hangs.
     """
-    AccessPolicy.from_config(config)
+    policy = AccessPolicy.from_config(config)
     check_directories(config)
     check_path(config.socket)
     look = partial(_look_at_models, config)
     disks = f"a disk of {', '.join(map(str, config.models))}, or " if config.models else ""
-    return asyncio.run(read_in_thread(disks + _disk(config), look, log.warning))
+    return policy, *asyncio.run(read_in_thread(disks + _disk(config), look, log.warning))
 
 
 def _look_at_models(config: ServeConfig) -> tuple[PlacedModel | None, list[str]]:
@@ -180,13 +180,16 @@ class _Daemon:
         self._drain = asyncio.Event()
         self._stop_now = asyncio.Event()
 
-    async def run(self) -> int:
-        """Start, serve, drain, and take down in reverse what has been started."""
+    async def run(self, policy: AccessPolicy) -> int:
+        """Start, serve, drain, and take down in reverse what has been started.
+
+        Args:
+            policy: until a reload brings another.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         async with contextlib.AsyncExitStack() as stack:
-            policy = AccessPolicy.from_config(self._config)
             request_log = RequestLog(self._config.log_path, _log_limits(self._config))
             self._request_log = request_log
             stack.push_async_exit(self._close_log)

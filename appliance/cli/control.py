@@ -225,7 +225,7 @@ def _check(settings: config.ServeConfig) -> None:
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
-    placed, others = daemon.check(settings)
+    _, placed, others = daemon.check(settings)
     placed = placed or place(settings)  # which says what to pull, where a start pulls it
     sentence, where = check_plan(settings, placed)
     for each in (settings, *settings.models.values()):  # a start finds it when the model is loaded

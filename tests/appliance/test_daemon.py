@@ -1,5 +1,6 @@
-"""A start whose model lies on a disk that does not answer."""
+"""A start: what it goes on with, and a model on a disk that does not answer."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from appliance import daemon, process
 from appliance.configuration.config import ServeConfig
 from appliance.log.writer import RequestLog
 from engine.errors import PenstockError
+from tests.appliance.model_folder import make_model
 
 
 def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:
@@ -35,7 +37,7 @@ def test_a_start_gives_up_a_disk_that_hangs_and_names_the_model(tmp_path, monkey
 
 @pytest.mark.parametrize("hanging", [1, 2], ids=["config and weights", "tokenizer"])
 async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
-    tiny_llama, tmp_path, monkeypatch, caplog, hanging
+    tmp_path, monkeypatch, caplog, hanging
 ):
     num_reads = 0
 
@@ -47,16 +49,37 @@ async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
             raise PenstockError(f"{what} hangs")
         return read()
 
-    config = config_of(tiny_llama, tmp_path)
+    config = config_of(make_model(tmp_path / "m"), tmp_path)
     monkeypatch.setattr(daemon, "read_in_thread", read)
     one = daemon._Daemon(config, lambda: config, None, [], -1)
     monkeypatch.setattr(one, "_start_workers", lambda plan: setattr(one, "_plan", plan))
     one._request_log = RequestLog(tmp_path / "log.db")
     try:
-        with pytest.raises(PenstockError, match=r"the disk of .*tiny-llama hangs"):
+        with pytest.raises(PenstockError, match=r"the disk of /.*/m hangs"):
             await one._start_model()
-        assert "tiny-llama is slow" in caplog.text
+        assert "/m is slow" in caplog.text
     finally:
         one._request_log.close()
         if hanging == 2:
             one._plan.close()
+
+
+async def test_who_may_do_what_is_what_was_checked(tmp_path, monkeypatch):
+    keys = tmp_path / "keys"
+    keys.write_text(f"ann operator sha256:{'a' * 64}\n")
+    keys.chmod(0o600)
+    config = config_of(make_model(tmp_path / "m"), tmp_path, api_keys=keys)
+    config.state_dir.mkdir()
+    policy, placed, _ = await asyncio.to_thread(daemon.check, config)
+    keys.unlink()
+    one = daemon._Daemon(config, lambda: config, placed, [], -1)
+    bound = []
+
+    def bind(policy):
+        bound.extend(policy.keys)
+        raise PenstockError("no more of it")
+
+    monkeypatch.setattr(one, "_bind", bind)
+    with pytest.raises(PenstockError, match="no more of it"):
+        await one.run(policy)
+    assert [key.name for key in bound] == ["ann"]
