@@ -49,7 +49,7 @@ async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
             raise PenstockError(f"{what} hangs")
         return read()
 
-    config = config_of(make_model(tmp_path / "m"), tmp_path)
+    config = config_of(make_model(tmp_path / "m").parent, tmp_path)
     monkeypatch.setattr(daemon, "read_in_thread", read)
     one = daemon._Daemon(config, lambda: config, None, [], -1)
     monkeypatch.setattr(one, "_start_workers", lambda plan: setattr(one, "_plan", plan))
@@ -68,7 +68,7 @@ async def test_who_may_do_what_is_what_was_checked(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
     keys.write_text(f"ann operator sha256:{'a' * 64}\n")
     keys.chmod(0o600)
-    config = config_of(make_model(tmp_path / "m"), tmp_path, api_keys=keys)
+    config = config_of(make_model(tmp_path / "m").parent, tmp_path, api_keys=keys)
     config.state_dir.mkdir()
     policy, placed, _ = await asyncio.to_thread(daemon.check, config)
     keys.unlink()
