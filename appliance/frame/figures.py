@@ -292,9 +292,15 @@ def restored_from(reason: object) -> str:
 
 
 def phase_text(request: Mapping[str, Any]) -> str:
-    """`prefilling 62%`, `handing off`, `decoding`; of one that has ended how it ended."""
+    """`prefilling 62%`, `handing off`, `decoding`; of one that has ended how it ended.
+
+    `waiting` is a prompt that has its blocks, and whose worker computes others before it.
+    """
     if request.get("finish_reason"):
         return str(request["finish_reason"])
+    has_turn = request.get("queue_ms") is not None or not request.get("waits_for")
+    if request.get("phase") == "prefilling" and not has_turn:
+        return "waiting"
     text = str(request.get("phase") or ABSENT).replace("_", " ")
     computed, num_tokens = request.get("computed_tokens"), request.get("prompt_tokens")
     if text == "prefilling" and num_tokens and computed is not None:

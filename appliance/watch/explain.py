@@ -173,7 +173,8 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
     admitted = [s for s in router.at.running.values() if s.phase is Phase.PREFILLING and s.worker]
     for sequence in sorted(admitted, key=_has_begun, reverse=True):
         worker = sequence.worker or ""
-        if not _has_begun(sequence):
+        # what fits into one step with those before it may be in the one that is being computed
+        if not _has_begun(sequence) and left[worker] >= router.max_step_tokens:
             found[sequence.seq_id] = _turn(sequence, worker, left[worker], now_ns)
         left[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
     under_way = PromptsAhead(router.at.running.values(), now_ns)

@@ -66,8 +66,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                   "device meters, shared by step time", "larger batches cost less a token"),
         ),
         "requests": (
-            Entry("phase", "queued, prefilling, handing off, paused, decoding; then how it ended; "
-                  "prefilling begins with a wait for its turn, which counts as queue",
+            Entry("phase", "queued, waiting, prefilling, handing off, paused, decoding; then how "
+                  "it ended; waiting: its worker computes others first, which counts as queue",
                   "the least advanced sequence", "enter shows where its time went"),
             _TTFT,
             Entry("time", "since its arrival; of one that has ended, how long it took",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.fleet.placement import BLOCK_SIZE
+from appliance.frame.figures import phase_text
 from appliance.frame.protocol import LatencyFrame
 from appliance.watch.explain import QueueWaits, limit, slow_because, waits
 from appliance.watch.telemetry import UsualTimes
@@ -156,8 +157,9 @@ def machine(tiny_llama: Path, tmp_path: Path) -> Iterator[Machine]:
     yield from make_machine(tiny_llama, tmp_path)
 
 
-def told(machine: Machine) -> list[str]:
-    return [request["waits_for"].partition(";")[0] for request in machine.frame["requests"]]
+def told(machine: Machine) -> list[str | None]:
+    found = [request["waits_for"] for request in machine.frame["requests"]]
+    return [words and words.partition(";")[0] for words in found]
 
 
 def test_before_a_worker_is_there_a_prompt_waits_for_one(machine: Machine) -> None:
@@ -172,8 +174,10 @@ def test_a_prompt_waits_behind_the_tokens_before_it(machine: Machine) -> None:
     for _ in range(3):  # two steps' worth are admitted, the third waits in the queue
         machine.submit(num_prompt_tokens=64)
     assert [request["phase"] for request in machine.frame["requests"]][2] == "queued"
+    texts = [phase_text(request) for request in machine.frame["requests"]]
+    assert texts == ["prefilling 0%", "waiting", "queued"]
     assert told(machine) == [
-        "its turn on worker prefill: it is the next",
+        None,  # it may be in the step that is being computed
         "its turn on worker prefill: 64 prompt tokens are before it",
         "its turn on worker prefill: 128 prompt tokens are before it",
     ]
@@ -209,6 +213,7 @@ def test_one_that_has_begun_waits_for_nothing(machine: Machine) -> None:
     machine.start_workers()
     request = machine.submit()
     request.sequences[0].stamps.started_ns = 1
+    assert phase_text(machine.frame["requests"][0]) == "prefilling 0%"
     assert machine.frame["requests"][0]["waits_for"] is None
 
 
