@@ -30,7 +30,7 @@ from appliance.fleet.boot import BootPlan, check_files, is_to_be_fetched, make_p
 from appliance.fleet.placer import StepMemory, is_two_better, key_of, pair_times, programme
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.supervisor import Supervisor
-from appliance.fleet.swaps import SwapLimits, Swaps
+from appliance.fleet.swaps import Swap, SwapLimits, Swaps
 from appliance.frame.latency import Histograms
 from appliance.frame.protocol import (
     FRAME_VERSION,
@@ -475,7 +475,6 @@ class Swapping:
             first,
             list(self._configs),
             prepare=self._prepare,
-            swap=self._swap,
             idle=service.idle,
             limits=self._limits,
             refused=service.refused_before_queue,
@@ -487,31 +486,33 @@ class Swapping:
         num_bytes = BYTES_PER_TOKEN * config.max_queued_tokens
         return SwapLimits(config.min_stay_s, config.max_queued, num_bytes, config.max_queue_wait_s)
 
-    async def _prepare(self, name: str) -> None:
+    async def _prepare(self, name: str) -> Swap:
         config = self._configs[name]
         if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
             await Fetching(config.model, self._request_log).run()
         what = f"the model folder of {name}"
-        await read_in_thread(what, partial(check_files, config), self._waits)
+        tokenizer = await read_in_thread(what, partial(check_files, config), self._waits)
+        return partial(self._swap, name, tokenizer)
 
     def _waits(self, about: str) -> None:
         self._service.event("warning", "model.slow", about)
 
-    async def _swap(self, name: str) -> str | None:
+    async def _swap(self, name: str, tokenizer: Tokenizer) -> str | None:
         """Serve another model; None, or why it is still the old one.
 
         Raises:
             PenstockError: the old one could not be started again either.
         """
-        before, began_s = self.swaps.current, time.monotonic()
+        before, tokenizer_before = self.swaps.current, self._service.tokenizer
+        began_s = time.monotonic()
         self._service.event("info", "model.swapping", f"{name} takes the place of {before}")
         self._service.availability.is_rehearsing = True  # until it has
         try:
-            await self._serve(name)
+            await self._serve(name, tokenizer)
         except (PenstockError, OSError) as error:
             about = str(error)
             self._service.event("error", "model.swap_failed", f"{name} cannot be served: {about}")
-            await self._return_to(before)
+            await self._return_to(before, tokenizer_before)
             took_s = time.monotonic() - began_s
             self._service.event("info", "model.back", f"serving {before} again, {took_s:.1f} s on")
             return about
@@ -520,26 +521,24 @@ class Swapping:
         self._service.event("info", "model.swapped", done)
         return None
 
-    async def _return_to(self, name: str) -> None:
+    async def _return_to(self, name: str, tokenizer: Tokenizer) -> None:
         """Serve the model that was there before: it did, so what ended it now may be over soon."""
         for wait_s in BACK_AFTER_S:
             try:
-                await self._serve(name)
+                await self._serve(name, tokenizer)
                 return
             except (PenstockError, OSError) as error:
                 about = f"{name} did not come back, and is tried again in {wait_s} s: {error}"
                 self._service.event("error", "model.back_failed", about)
                 await asyncio.sleep(wait_s)
-        await self._serve(name)
+        await self._serve(name, tokenizer)
 
-    async def _serve(self, name: str) -> None:
+    async def _serve(self, name: str, tokenizer: Tokenizer) -> None:
         """End the workers that there are, and start those of a model."""
         await self._stop()
         what = f"the model folder of {name}"
         plan = await read_in_thread(what, partial(self._plan, name), self._waits, BootPlan.close)
         router, supervisor = self._start(plan)
-        read = partial(Tokenizer.from_folder, plan.checkpoint.folder)
-        tokenizer = await read_in_thread(f"the tokenizer of {name}", read, self._waits)
         self._service.change_model(plan, router, supervisor, tokenizer)
         await self._load()
         self._service.make_frame()

@@ -364,15 +364,18 @@ def _of_table(name: str, error: ConfigError) -> ConfigError:
     return ConfigError(error.what, where=where, hint=error.hint)
 
 
-def check_files(config: ServeConfig) -> None:
+def check_files(config: ServeConfig) -> Tokenizer:
     """Look at a model's files alone: memory is another's as long as that one is served.
+
+    Returns:
+        what they hold of it that is used as it is.
 
     Raises:
         ConfigError: it cannot be served.
     """
     folder = model_folder(config.model)
-    Checkpoint.open(folder)
-    Tokenizer.from_folder(folder)
+    checkpoint = Checkpoint.open(folder)
+    return Tokenizer.from_folder(checkpoint.folder)
 
 
 def _setups(

@@ -69,6 +69,10 @@ RefusedRequest = Callable[[IncomingRequest, RequestFrame | None, RequestError | 
 """Who asked; how it waited, None if it did not at all; what it is told, None if its client left."""
 
 
+Swap = Callable[[], Awaitable[str | None]]
+"""Serves another model; where it cannot, it says why, and the old one is back."""
+
+
 @dataclass(slots=True, eq=False)
 class _WaitingRequest:
     name: str
@@ -92,8 +96,7 @@ class Swaps(AbstractContextManager[None]):
         current: str,
         names: Collection[str],
         *,
-        prepare: Callable[[str], Awaitable[None]],
-        swap: Callable[[str], Awaitable[str | None]],
+        prepare: Callable[[str], Awaitable[Swap]],
         idle: asyncio.Event,
         limits: Callable[[], SwapLimits],
         refused: RefusedRequest = lambda *_: None,
@@ -106,7 +109,6 @@ class Swaps(AbstractContextManager[None]):
             names: all that there are, it among them.
             prepare: while the old one still serves, brings the files of another, and looks
                 at them; raises PenstockError.
-            swap: serves another; where it cannot, it says why, and the old one is back.
             idle: set while no request that came in is under way.
             limits: as they are now.
             refused: called for each request that does not come in.
@@ -116,7 +118,7 @@ class Swaps(AbstractContextManager[None]):
         self.names = names
         self.next: str | None = None
         """The model that is being swapped to; nobody comes in meanwhile."""
-        self._prepare, self._swap, self._idle = prepare, swap, idle
+        self._prepare, self._idle = prepare, idle
         self._limits, self._refused = limits, refused
         self._first, self._aliases = current, aliases
         self._since_s = time.monotonic()
@@ -318,7 +320,7 @@ class Swaps(AbstractContextManager[None]):
 
     async def _swap_to(self, name: str) -> None:
         try:
-            await self._prepare(name)
+            swap = await self._prepare(name)
         except (PenstockError, OSError) as error:
             log.warning("%s cannot be served: %s", name, error)
             self._refuse(_cannot(name, str(error)), name)
@@ -328,16 +330,16 @@ class Swaps(AbstractContextManager[None]):
             # nobody is kept waiting for a model that whoever asked for it no longer waits for
             while self._waits_for(name):
                 if not self._num_entering and self._idle.is_set():
-                    await self._do_swap(name)
+                    await self._do(swap, name)
                     return
                 await (self._change() if self._num_entering else self._change_or_idle())
         finally:
             self.next, self._is_loading = None, False
 
-    async def _do_swap(self, name: str) -> None:
+    async def _do(self, swap: Swap, name: str) -> None:
         began_s = time.monotonic()
         self._is_loading = True
-        about = await self._swap(name)
+        about = await swap()
         now_s = self._since_s = time.monotonic()
         if about is None:
             self.current = name

@@ -1,17 +1,23 @@
-"""A start on one device with two workers: timed, and by that one of them is left out or not."""
+"""Two workers on one device: timed, and by that one of them is left out or not. Swaps of models."""
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from appliance import loading
+from appliance.configuration.config import ServeConfig
 from appliance.fleet.placer import MeasuredModel, StepMemory
-from appliance.loading import Rehearsing
+from appliance.loading import Rehearsing, Swapping
 from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, PREFILL, make_places
+from engine.errors import PenstockError
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
+from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Rehearse, Rehearsed, RehearsedStep
+from tests.appliance.model_folder import make_model
 
 PROMPT_MS, DECODE_MS = 200.0, 10.0
 
@@ -100,3 +106,48 @@ def test_a_start_that_fails_while_it_tries_two_workers_is_remembered(tmp_path: P
     assert about is not None
     assert "could not be timed" in about
     assert memory.read() == MeasuredModel(is_trying=True)
+
+
+async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_path, monkeypatch):
+    folders = {name: make_model(tmp_path / name).parent for name in ("a", "b")}
+    a, b = (
+        ServeConfig(model=each, socket=tmp_path / "s", state_dir=tmp_path)
+        for each in folders.values()
+    )
+    a.models["b"] = b
+    served: list[tuple[str, Tokenizer]] = []
+    failing = ["b", "a"]
+    service = SimpleNamespace(
+        model=SimpleNamespace(model_id="a"),
+        tokenizer=Tokenizer.from_folder(folders["a"]),
+        idle=asyncio.Event(),
+        refused_before_queue=None,
+        availability=SimpleNamespace(),
+        event=lambda *_: None,
+        make_frame=lambda: None,
+    )
+
+    def change_model(plan: str, router: object, workers: object, tokenizer: Tokenizer) -> None:
+        served.append((plan, tokenizer))
+        service.tokenizer = tokenizer
+
+    async def stop() -> None:
+        """There is nothing."""
+
+    async def load() -> None:
+        if failing and failing.pop(0):
+            raise PenstockError("its worker died")
+
+    service.change_model = change_model
+    monkeypatch.setattr(loading, "BACK_AFTER_S", (0,))
+    monkeypatch.setattr(Swapping, "_plan", lambda self, name: name)
+    started = (None, None)
+    swapping = Swapping(lambda: a, service, None, start=lambda _: started, stop=stop, load=load)
+    first, swap = service.tokenizer, await swapping._prepare("b")
+    for folder in folders.values():
+        (folder / "tokenizer.json").unlink()
+    assert await swap() == "its worker died"
+    assert [name for name, _ in served] == ["b", "a", "a"]
+    assert service.tokenizer is first
+    assert await swap() is None
+    assert served[-1] == ("b", served[0][1])

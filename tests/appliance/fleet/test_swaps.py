@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.fleet.swaps import IncomingRequest, SwapLimits, Swaps
+from appliance.fleet.swaps import IncomingRequest, Swap, SwapLimits, Swaps
 from appliance.frame.protocol import RequestFrame
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
 
@@ -36,7 +37,6 @@ class House:
             "a",
             ["a", "b", "c"],
             prepare=self._prepare,
-            swap=self._swap,
             idle=self.idle,
             limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000, self.max_wait_s),
             refused=self._note_refused,
@@ -48,9 +48,10 @@ class House:
     ) -> None:
         self.refused.append((waited and asker.owner, error and error.code))
 
-    async def _prepare(self, name: str) -> None:
+    async def _prepare(self, name: str) -> Swap:
         if name in self.broken:
             raise PenstockError("no such folder")
+        return partial(self._swap, name)
 
     async def _swap(self, name: str) -> str | None:
         assert self.num_live == 0, "a model was taken down under a request"
@@ -157,7 +158,7 @@ async def test_a_model_is_said_to_be_loaded_when_the_last_reply_of_the_other_has
     async def swap(name: str) -> None:
         waited.update(each.waits_for for each in house.swaps.requests(0))
 
-    house.swaps._swap = swap
+    house._swap = swap
     first = asyncio.create_task(house.request("a", end))
     await until(lambda: house.num_live == 1)
     second = asyncio.create_task(house.request("b"))
@@ -331,7 +332,6 @@ async def test_an_alias_means_the_first_model_whichever_is_served() -> None:
         "a",
         ["a", "b"],
         prepare=house._prepare,
-        swap=house._swap,
         idle=house.idle,
         limits=house.swaps._limits,
         aliases=["gpt-*"],
