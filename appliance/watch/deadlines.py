@@ -272,12 +272,13 @@ class Deadlines:
         """Requests of which a sequence has been too long in its stage, and what to say of it."""
         marks, late = {}, []
         for request in live:
+            has_begun = any(sequence.generation for sequence in request.sequences)
             for sequence in request.sequences:
                 if sequence.is_finished:
                     continue
                 mark = self._mark(sequence, now_ns)
                 marks[sequence.seq_id] = mark
-                if error := self._error(sequence, (now_ns - mark.since_ns) / 1e9):
+                if error := self._error(sequence, (now_ns - mark.since_ns) / 1e9, has_begun):
                     late.append((request, error))
                     break
         self._marks = marks
@@ -295,10 +296,11 @@ class Deadlines:
         last = self._marks.get(sequence.seq_id)
         return last if last is not None and last[:3] == mark[:3] else mark
 
-    def _error(self, sequence: Sequence, elapsed_s: float) -> RequestError | None:
+    def _error(self, sequence: Sequence, elapsed_s: float, has_begun: bool) -> RequestError | None:
         if sequence.phase is Phase.QUEUED and not sequence.generation:
             limit_s = self.max_queue_wait_s
-            if not limit_s or elapsed_s <= limit_s:
+            # what waits behind others of its request waits for that, and turns keep coming
+            if has_begun or not limit_s or elapsed_s <= limit_s:
                 return None
             return Unavailable(
                 f"it waited {elapsed_s:.0f} s for its turn, longer than max_queue_wait",

@@ -1,5 +1,7 @@
 """Whatever can wait is ended some time, with a reply, a row and a word to the operator."""
 
+import time
+
 import msgspec
 import pytest
 
@@ -58,6 +60,24 @@ def test_who_waited_too_long_for_a_turn_is_told_when_to_come_back(machine, clock
     machine.service.close(request, 503)
     (row,) = machine.log_rows()
     assert (row["finish_reason"], row["http_status"]) == ("error", 503)
+
+
+def test_a_request_that_has_had_a_turn_is_not_ended_for_its_own_length(machine, clock):
+    machine.service.deadlines.set_queue_limits(8, 100, 60.0)
+    request, other = machine.submit(num_sequences=3), machine.submit()
+    first, *others = request.sequences
+    machine.router.queue.forget(first)
+    first.where, first.generation = On(Leg("prefill", 1)), 1
+    keep(machine, clock, after_s=61)
+    assert other.failure.code == "queue_timeout"
+    first.num_computed_tokens += 1  # it moves
+    keep(machine, clock, after_s=61)
+    machine.router.finish(first, FinishReason.LENGTH, time.monotonic_ns())
+    keep(machine, clock, after_s=61)
+    assert request.failure is None
+    assert first.finish_reason is FinishReason.LENGTH
+    assert not any(each.is_finished for each in others)
+    assert len(machine.router.queue) == len(others)
 
 
 def test_a_target_for_the_first_token_is_a_limit_of_its_own(machine, clock):
