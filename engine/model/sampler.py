@@ -6,7 +6,7 @@ A draw inverts its cumulative distribution, likeliest token first, at one unifor
 splitmix64 hash of the hashed seed and the output index. So a sequence draws the same tokens in
 any batch, on any worker, after any recovery. A temperature below 1e-5 is greedy. Logits that are
 not finite mean a broken model: NaN counts as impossible, infinity as the largest float32, and a
-row with nothing possible yields token 0.
+row with nothing possible yields token 0, or NO_TOKEN where a device chooses.
 
 Owns: SamplingParams' fields that look at tokens rather than at the distribution; what
 SamplingParams say about the distribution.
@@ -150,6 +150,8 @@ NO_DRAW = (0.0, 0.0, 1.0, 0.0, 0.0)
 NUM_DRAW_FIELDS = len(NO_DRAW)
 """Temperature (0: greedy), uniform number, top_p, min_p, top_k; engine.model.triton_ops reads
 them by their places."""
+NO_TOKEN = -1
+"""What a device chooses where the token's logit is NaN or infinite: the model is broken."""
 
 
 def sample(
@@ -199,14 +201,16 @@ def draw_of(params: SamplingParams, index: int) -> tuple[float, ...]:
 def sample_rows(logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """The tokens [n] that `sample` draws for plain parameters, without a look from the host.
 
+    A token of which the logit is no finite number is NO_TOKEN: nobody else sees the logits.
+
     Args:
         logits: [n, vocab_size] float32; not changed.
         draws: [n, NUM_DRAW_FIELDS] float64, each as draw_of() has it; None: all are greedy.
     """
-    logits = _without_nan(logits)
+    raw_logits, logits = logits, _without_nan(logits)
     best = logits.argmax(-1, keepdim=True)
     if draws is None:
-        return best[:, 0]
+        return _numbers_alone(best, raw_logits)
     temperature, u, top_p, min_p, top_k = draws[:, :, None].unbind(1)
     top = logits.gather(-1, best)
     is_drawn = (temperature > 0) & (top > -torch.inf)
@@ -224,7 +228,12 @@ def sample_rows(logits: torch.Tensor, draws: torch.Tensor | None = None) -> torc
     place = torch.searchsorted(cumulative, u * kept, right=True)
     last = (ordered > 0).sum(-1, keepdim=True) - 1  # u * kept may be rounded up to the very end
     drawn = token_ids.gather(-1, torch.minimum(place, last).clamp_(min=0))
-    return torch.where(is_drawn, drawn, best)[:, 0]
+    return _numbers_alone(torch.where(is_drawn, drawn, best), raw_logits)
+
+
+def _numbers_alone(token_ids: torch.Tensor, raw_logits: torch.Tensor) -> torch.Tensor:
+    """Tokens [n] of [n, 1], NO_TOKEN where the logit is no number."""
+    return torch.where(raw_logits.gather(-1, token_ids).isfinite(), token_ids, NO_TOKEN)[:, 0]
 
 
 def logprobs(

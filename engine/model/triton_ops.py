@@ -15,7 +15,7 @@ import triton.language as tl
 
 from engine.folder.model_config import ACTIVATIONS
 from engine.model.attention import next_power_of_2
-from engine.model.sampler import NUM_DRAW_FIELDS
+from engine.model.sampler import NO_TOKEN, NUM_DRAW_FIELDS
 
 _OVERFLOWN = tl.constexpr(6e4)
 """The largest key or value that is stored, as in engine.model.attention."""
@@ -265,11 +265,12 @@ def _place_kernel(
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _BELOW_ALL = tl.constexpr(-(2**31))
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _DRAW_TILE = 8192
 
 
 def sample_rows(logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
-    """Choose one token per row: [n] int64.
+    """Choose one token per row: [n] int64; NO_TOKEN where its logit is NaN or infinite.
 
     Args:
         logits: [n, vocab_size] float32, rows contiguous; not changed.
@@ -409,4 +410,5 @@ def _sample_kernel(
         draw = draws + index * NUM_FIELDS
         if (tl.load(draw) > 0) & (best > -float("inf")):
             token_id = _drawn(row, vocab_size, best, draw, TILE)
-    tl.store(token_ids + index, token_id.to(tl.int64))
+    is_number = tl.abs(tl.load(row + token_id)) <= _LARGEST  # neither NaN nor infinite
+    tl.store(token_ids + index, tl.where(is_number, token_id, _NO_TOKEN).to(tl.int64))

@@ -215,7 +215,8 @@ class DecodeGraphs:
 
         def step() -> None:
             token_ids, positions, slots, _, sources = fields.long()
-            last = self._tokens[sources.clamp(min=0)]
+            # NO_TOKEN ends its sequence, of which this may be the step too many
+            last = self._tokens[sources.clamp(min=0)].clamp(min=0)
             batch = StepBatch(
                 input_ids=torch.where(sources >= 0, last, token_ids),
                 positions=positions,

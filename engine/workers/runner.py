@@ -20,6 +20,7 @@ import torch
 from engine.errors import WorkerFailed
 from engine.model.sampler import (
     NO_DRAW,
+    NO_TOKEN,
     NothingAllowedError,
     adjust,
     draw_of,
@@ -201,7 +202,12 @@ class Runner:
             return [Sampled()] * len(launched.planned)
         if launched.token_ids is not None:
             tokens = zip(map(id, launched.sampling), launched.token_ids(), strict=True)
-            sampled = {of: Sampled([token_id]) for of, token_id in tokens}
+            sampled = {
+                of: Sampled(error=_NO_NUMBERS, is_fault=True)
+                if token_id == NO_TOKEN
+                else Sampled([token_id])
+                for of, token_id in tokens
+            }
             return [sampled.get(id(r)) or Sampled() for r, _ in launched.planned]
         if launched.wait is not None:
             launched.wait()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.model.sampler import sample, uniform
+from engine.model.sampler import NO_TOKEN, draw_of, sample, sample_rows, uniform
 from tests.engine.kernel_cases import check_draws, sample_on
 from tests.engine.model.test_sampler import noise, params, reference
 
@@ -54,18 +54,20 @@ def test_equal_logits_are_drawn_in_the_order_of_their_ids():
 
 
 @pytest.mark.parametrize(
-    ("row", "drawable"),
+    ("row", "chosen"),
     [
-        ([torch.nan, 1.0, -torch.inf], {1}),
-        ([torch.inf, 1.0, 2.0], {0}),
-        ([-torch.inf] * 3, {0}),
-        ([torch.nan] * 3, {0}),
+        ([torch.nan, 1.0, -torch.inf], 1),
+        ([torch.inf, 1.0, 2.0], NO_TOKEN),
+        ([-torch.inf] * 3, NO_TOKEN),
+        ([torch.nan] * 3, NO_TOKEN),
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # a difference of the largest floats
-def test_a_broken_models_logits_still_yield_a_token(row, drawable, temperature):
-    p = params(temperature=temperature, top_p=0.9, top_k=2)
-    (drawn,) = sample_on("cpu", torch.tensor([row]), [p], [3])
-    assert drawn in drawable
-    assert drawn == sample(torch.tensor([row]), [p], [3])[0][0]
+def test_of_a_broken_models_logits_only_numbers_yield_a_token(row, chosen, temperature):
+    p, logits = params(temperature=temperature, top_p=0.9, top_k=2), torch.tensor([row])
+    assert sample_on("cpu", logits, [p], [3]) == [chosen]
+    draws = torch.tensor([draw_of(p, 3)], dtype=torch.float64)
+    assert sample_rows(logits, draws).tolist() == [chosen]
+    assert sample_rows(logits).tolist() == [chosen]
+    assert chosen in (NO_TOKEN, sample(logits, [p], [3])[0][0])

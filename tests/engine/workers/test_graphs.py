@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import math
 import random
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -219,6 +221,50 @@ def test_a_sequence_that_ends_by_a_stop_id_is_released_after_the_step_too_many(f
     assert mine[releases[0]].num_scheduled_tokens == 0
     assert len(machine.tokens(2)) == 20
     machine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_without_numbers_ends_its_sequence_by_a_fault_and_no_other(machines, temperature):
+    for machine in machines:
+        machine.tell(admit(1, 4, 12, temperature=temperature), admit(2, 6, 12))
+        machine.run()
+    tokens, others = machines[0].tokens(1), machines[0].tokens(2)
+    asked, other = admit(1, 4, 12, temperature=temperature), admit(2, 6, 12)
+    # the step that reads this token yields no numbers: of those that come once and late the last
+    read_by_others = {*asked.token_ids, *other.token_ids, *others}
+    firsts = [t for i, t in enumerate(tokens[:-1]) if t not in tokens[:i]]
+    bad = [t for t in firsts if t not in read_by_others][-1]
+    alone = msgspec.structs.replace(admit(3, 1, 12, temperature=temperature), token_ids=[bad])
+    for machine in machines:
+        with nan_embedding(machine, bad):
+            machine.entries.clear()
+            machine.tell(alone)
+            machine.run()
+            machine.tell(asked, other)
+            machine.run()
+        assert machine.tokens(1) == tokens[: tokens.index(bad) + 1]
+        assert machine.tokens(2) == others
+        assert machine.tokens(3) == []
+        faults = {e.seq_id: e for e in machine.entries if e.is_fault}
+        assert set(faults) == {1, 3}
+        assert {e.finish_reason for e in faults.values()} == {"error"}
+        assert faults[3].error == "the model has computed NaN or infinity in place of logits"
+        # what the token itself was computed to is nothing that others may find
+        assert faults[1].num_computed_tokens == 4 + tokens.index(bad)
+        assert faults[3].num_computed_tokens == 0
+
+
+@contextlib.contextmanager
+def nan_embedding(machine, token_id):
+    """While it lasts, a step that reads the token yields no numbers."""
+    model = machine.harness.worker._runner._transformer
+    with machine.device.accelerator.on():
+        row = model._embedding.data[token_id]
+        kept = row.clone()
+        row.fill_(math.nan)
+    yield
+    with machine.device.accelerator.on():
+        row.copy_(kept)
 
 
 def test_a_step_of_more_sequences_than_the_largest_graph_goes_without_one(folder):
