@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -437,6 +437,8 @@ def _error(said: dict[str, Any], code: int | None) -> PenstockError:
 # Never: decides which model is next or when: that is swaps.
 
 
+T = TypeVar("T")
+
 BYTES_PER_TOKEN = 4
 """Of a body: what waits for another model has not been tokenized yet."""
 BACK_AFTER_S = (1, 2, 4, 8)
@@ -471,6 +473,8 @@ class Swapping:
         self._config = config
         first = service.model.model_id
         self._configs = {first: config(), **config().models}
+        self._being_read: list[str] = []
+        """Models in whose folders a thread reads."""
         self.swaps = Swaps(
             first,
             list(self._configs),
@@ -488,11 +492,33 @@ class Swapping:
 
     async def _prepare(self, name: str) -> Swap:
         config = self._configs[name]
-        if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
-            await Fetching(config.model, self._request_log).run()
-        what = f"the model folder of {name}"
-        tokenizer = await read_in_thread(what, partial(check_files, config), self._waits)
+        try:
+            if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
+                await Fetching(config.model, self._request_log).run()
+            if name in self._being_read:
+                raise PenstockError("its folder still does not answer to who read it last")
+            tokenizer = await self._read(name, partial(check_files, config))
+        except (PenstockError, OSError) as error:
+            self._tell_failed(name, str(error))
+            raise
         return partial(self._swap, name, tokenizer)
+
+    async def _read(
+        self, name: str, read: Callable[[], T], late: Callable[[T], None] = lambda _: None
+    ) -> T:
+        """Read of a model's folder; as long as that hangs the model is in _being_read."""
+
+        def read_noted() -> T:
+            self._being_read.append(name)
+            try:
+                return read()
+            finally:
+                self._being_read.remove(name)
+
+        return await read_in_thread(f"the model folder of {name}", read_noted, self._waits, late)
+
+    def _tell_failed(self, name: str, about: str) -> None:
+        self._service.event("error", "model.swap_failed", f"{name} cannot be served: {about}")
 
     def _waits(self, about: str) -> None:
         self._service.event("warning", "model.slow", about)
@@ -511,7 +537,7 @@ class Swapping:
             await self._serve(name, tokenizer)
         except (PenstockError, OSError) as error:
             about = str(error)
-            self._service.event("error", "model.swap_failed", f"{name} cannot be served: {about}")
+            self._tell_failed(name, about)
             await self._return_to(before, tokenizer_before)
             took_s = time.monotonic() - began_s
             self._service.event("info", "model.back", f"serving {before} again, {took_s:.1f} s on")
@@ -536,8 +562,7 @@ class Swapping:
     async def _serve(self, name: str, tokenizer: Tokenizer) -> None:
         """End the workers that there are, and start those of a model."""
         await self._stop()
-        what = f"the model folder of {name}"
-        plan = await read_in_thread(what, partial(self._plan, name), self._waits, BootPlan.close)
+        plan = await self._read(name, partial(self._plan, name), BootPlan.close)
         router, supervisor = self._start(plan)
         self._service.change_model(plan, router, supervisor, tokenizer)
         await self._load()

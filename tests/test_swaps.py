@@ -101,27 +101,33 @@ def test_a_worker_that_dies_after_a_swap_comes_back_on_the_new_model(
 def test_a_model_that_has_become_bad_is_an_error_and_the_old_one_goes_on(
     start_daemon, tiny_llama, other, tmp_path
 ):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in other.iterdir():
-        (copy / path.name).symlink_to(path)
-    daemon = start_with(copy, start_daemon, tiny_llama, tmp_path)
-    (copy / "config.json").unlink()
-    assert refused(daemon).startswith("small cannot be served: ")
+    bad, hung = tmp_path / "bad", tmp_path / "hung"
+    for folder in (bad, hung):
+        folder.mkdir()
+        for path in other.iterdir():
+            (folder / path.name).symlink_to(path)
+    text = f'min_stay = 0\n[models.small]\nmodel = "{bad}"\n[models.hung]\nmodel = "{hung}"\n'
+    daemon = start_daemon(*ALONE, *settings(tmp_path, text), model=tiny_llama).wait_ready()
+    (bad / "config.json").unlink()
+    for _ in range(2):
+        assert refused(daemon).startswith("small cannot be served: ")
+    failed = [e for e in daemon.fresh_state()["events"] if e["code"] == "model.swap_failed"]
+    assert len(failed) == 1, "it is left alone for a while"
     assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     assert "takes the place" not in daemon.stderr, "the old one was never taken down"
-    os.mkfifo(copy / "config.json")  # a file that never answers
+    (hung / "config.json").unlink()
+    os.mkfifo(hung / "config.json")  # a file that never answers
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(refused, daemon, "draining")
+        asked = pool.submit(refused, daemon, "draining", "hung")
         daemon.wait_for(lambda: daemon.state()["swaps"]["num_waiting"])
         assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
         assert daemon.stop() == 0
         assert "draining" in asked.result()
 
 
-def refused(daemon, code="swap_failed"):
+def refused(daemon, code="swap_failed", model="small"):
     """What a request for the other model is told."""
-    reply = daemon.http.post("/v1/completions", json={"model": "small", "prompt": "a"})
+    reply = daemon.http.post("/v1/completions", json={"model": model, "prompt": "a"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, code)
     assert code == "draining" or int(reply.headers["retry-after"]) >= 1
     return reply.json()["error"]["message"]

@@ -11,7 +11,6 @@ Never: starts or stops a process itself.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection
@@ -25,10 +24,9 @@ from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
 from engine.schedule.queue import WaitingLimit
 
-log = logging.getLogger("penstock")
-
 REST_S = 30.0
-"""That a model is left alone which could not be started: each try takes the served one down."""
+"""That a model is left alone which could not be served: a try takes the served one down, and while
+its files are looked at no other model has its turn."""
 
 
 class SwapLimits(NamedTuple):
@@ -108,7 +106,7 @@ class Swaps(AbstractContextManager[None]):
             current: the model that is served.
             names: all that there are, it among them.
             prepare: while the old one still serves, brings the files of another, and looks
-                at them; raises PenstockError.
+                at them; raises PenstockError or OSError.
             idle: set while no request that came in is under way.
             limits: as they are now.
             refused: called for each request that does not come in.
@@ -322,8 +320,7 @@ class Swaps(AbstractContextManager[None]):
         try:
             swap = await self._prepare(name)
         except (PenstockError, OSError) as error:
-            log.warning("%s cannot be served: %s", name, error)
-            self._refuse(_cannot(name, str(error)), name)
+            self._rest(name, str(error))
             return
         self.next = name
         try:
@@ -345,7 +342,11 @@ class Swaps(AbstractContextManager[None]):
             self.current = name
             self._num_swaps, self._last_swap_ms = self._num_swaps + 1, 1e3 * (now_s - began_s)
             return
-        self._resting[name] = _FailedModel(about, now_s + REST_S)
+        self._rest(name, about)
+
+    def _rest(self, name: str, about: str) -> None:
+        """Leave alone a model that cannot be served, and tell those who wait for it."""
+        self._resting[name] = _FailedModel(about, time.monotonic() + REST_S)
         self._refuse(_cannot(name, about, REST_S), name)
 
     def _check(self, one: _WaitingRequest) -> None:
@@ -411,6 +412,6 @@ def _draining() -> Unavailable:
     return Unavailable("the appliance is draining", code="draining")
 
 
-def _cannot(name: str, about: str, rest_s: float = 1.0) -> Unavailable:
+def _cannot(name: str, about: str, rest_s: float) -> Unavailable:
     what, after_ms = f"{name} cannot be served: {about}", math.ceil(rest_s) * 1000
     return Unavailable(what, code="swap_failed", retry_after_ms=after_ms)

@@ -1,12 +1,13 @@
 """Two workers on one device: timed, and by that one of them is left out or not. Swaps of models."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from appliance import loading
+from appliance import loading, process
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.placer import MeasuredModel, StepMemory
 from appliance.loading import Rehearsing, Swapping
@@ -108,24 +109,32 @@ def test_a_start_that_fails_while_it_tries_two_workers_is_remembered(tmp_path: P
     assert memory.read() == MeasuredModel(is_trying=True)
 
 
-async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_path, monkeypatch):
-    folders = {name: make_model(tmp_path / name).parent for name in ("a", "b")}
+def two_models(tmp_path):
+    """Settings of model a, which know b; a service of a, as far as swaps ask it; its events."""
     a, b = (
-        ServeConfig(model=each, socket=tmp_path / "s", state_dir=tmp_path)
-        for each in folders.values()
+        ServeConfig(
+            model=make_model(tmp_path / name).parent, socket=tmp_path / "s", state_dir=tmp_path
+        )
+        for name in ("a", "b")
     )
     a.models["b"] = b
-    served: list[tuple[str, Tokenizer]] = []
-    failing = ["b", "a"]
+    events: list[tuple[str, str]] = []
     service = SimpleNamespace(
         model=SimpleNamespace(model_id="a"),
-        tokenizer=Tokenizer.from_folder(folders["a"]),
+        tokenizer=Tokenizer.from_folder(a.model),
         idle=asyncio.Event(),
         refused_before_queue=None,
         availability=SimpleNamespace(),
-        event=lambda *_: None,
+        event=lambda _, code, message: events.append((code, message)),
         make_frame=lambda: None,
     )
+    return a, service, events
+
+
+async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_path, monkeypatch):
+    a, service, _ = two_models(tmp_path)
+    served: list[tuple[str, Tokenizer]] = []
+    failing = ["b", "a"]
 
     def change_model(plan: str, router: object, workers: object, tokenizer: Tokenizer) -> None:
         served.append((plan, tokenizer))
@@ -144,10 +153,45 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
     started = (None, None)
     swapping = Swapping(lambda: a, service, None, start=lambda _: started, stop=stop, load=load)
     first, swap = service.tokenizer, await swapping._prepare("b")
-    for folder in folders.values():
-        (folder / "tokenizer.json").unlink()
+    for each in (a, a.models["b"]):
+        (each.model / "tokenizer.json").unlink()
     assert await swap() == "its worker died"
     assert [name for name, _ in served] == ["b", "a", "a"]
     assert service.tokenizer is first
     assert await swap() is None
     assert served[-1] == ("b", served[0][1])
+
+
+async def test_files_that_cannot_be_read_are_an_event_of_their_model(tmp_path):
+    a, service, events = two_models(tmp_path)
+    swapping = Swapping(lambda: a, service, None, start=None, stop=None, load=None)
+    (a.models["b"].model / "tokenizer.json").unlink()
+    with pytest.raises(PenstockError, match="tokenizer"):
+        await swapping._prepare("b")
+    [(code, message)] = events
+    assert code == "model.swap_failed"
+    assert message.startswith("b cannot be served: ")
+
+
+async def test_a_folder_that_still_hangs_gets_no_second_reader(tmp_path, monkeypatch):
+    for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.1)):
+        monkeypatch.setattr(process, name, value)
+    a, service, events = two_models(tmp_path)
+    swapping = Swapping(lambda: a, service, None, start=None, stop=None, load=None)
+    answers, readers = threading.Event(), []
+
+    def hang(config):
+        readers.append(threading.current_thread())
+        answers.wait()
+
+    monkeypatch.setattr(loading, "check_files", hang)
+    with pytest.raises(PenstockError, match="does not answer for"):
+        await swapping._prepare("b")
+    with pytest.raises(PenstockError, match="still does not answer to who read it last"):
+        await swapping._prepare("b")
+    assert len(readers) == 1
+    assert [code for code, _ in events].count("model.swap_failed") == 2
+    answers.set()
+    await asyncio.to_thread(readers[0].join)
+    await swapping._prepare("b")
+    assert len(readers) == 2

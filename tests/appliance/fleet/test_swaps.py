@@ -32,7 +32,7 @@ class House:
         """Models whose files are bad."""
         self.dying: set[str] = set()
         """Models whose workers die."""
-        self.num_live = 0
+        self.num_live = self.num_prepared = 0
         self.swaps = Swaps(
             "a",
             ["a", "b", "c"],
@@ -49,6 +49,7 @@ class House:
         self.refused.append((waited and asker.owner, error and error.code))
 
     async def _prepare(self, name: str) -> Swap:
+        self.num_prepared += 1
         if name in self.broken:
             raise PenstockError("no such folder")
         return partial(self._swap, name)
@@ -193,9 +194,14 @@ async def test_without_a_name_it_is_whatever_is_served_or_comes() -> None:
 async def test_what_cannot_be_served_is_an_error_for_those_who_asked_and_for_nobody_else() -> None:
     house = House()
     house.broken.add("b")
-    with pytest.raises(Unavailable, match="no such folder"):
+    with pytest.raises(Unavailable, match="no such folder") as first:
         await house.request("b")
+    assert (first.value.code, first.value.retry_after_ms) == ("swap_failed", 30_000)
     assert [await house.request("a"), await house.request("c")] == ["a", "c"]
+    house.broken.clear()
+    with pytest.raises(Unavailable, match="no such folder"):
+        await house.request("b")  # its files are not looked at again so soon
+    assert house.num_prepared == 2
 
 
 async def test_a_model_that_dies_at_its_start_is_left_alone_for_a_while() -> None:
