@@ -8,6 +8,7 @@ Never: imports torch or any backend.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -27,7 +28,9 @@ from engine.folder.model_config import ModelConfig
 # Never: installs anything.
 
 
-_IMPORT_LIMIT_S = 60.0
+_IMPORT_LIMIT_S, _IMPORT_TOLD_S, _IMPORT_LOOK_S = 60.0, 5.0, 1.0
+
+log = logging.getLogger("penstock")
 
 
 def triton_fault(
@@ -67,20 +70,35 @@ def flash_attn_fault() -> str | None:
 def import_fault(statement: str) -> str | None:
     """The last line of what a Python says to an import; None: nothing."""
     try:
-        tried = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-c", statement],
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            check=False,
-            timeout=_IMPORT_LIMIT_S,
-        )
+        ) as tried:
+            said = _said(tried, statement).strip().splitlines()
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"not imported: {error}"
     if not tried.returncode:
         return None
-    said = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
+    said = said or [f"exit code {tried.returncode}"]
     return f"not imported: {said[-1][:200]}"
+
+
+def _said(tried: subprocess.Popen[str], statement: str) -> str:
+    """What a process writes until its end, on stderr; raises TimeoutExpired."""
+    waited_s = 0.0
+    while True:
+        try:
+            return tried.communicate(timeout=_IMPORT_LOOK_S)[1]
+        except subprocess.TimeoutExpired:  # a look shows whoever waits for us that we go on
+            waited_s += _IMPORT_LOOK_S
+            if waited_s >= _IMPORT_LIMIT_S:
+                tried.kill()
+                raise subprocess.TimeoutExpired(statement, waited_s) from None
+            if waited_s == _IMPORT_TOLD_S:
+                log.info("waiting for `%s`, at most %g s", statement, _IMPORT_LIMIT_S)
 
 
 # --------------------------------------------------------------------------------------------------

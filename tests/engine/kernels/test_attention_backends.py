@@ -158,10 +158,13 @@ def test_flash_attn_counts_if_its_function_imports(
     assert "flash_attn" not in sys.modules
 
 
-def test_an_import_that_kills_its_python_or_never_ends_is_a_fault(monkeypatch):
+def test_an_import_that_kills_its_python_or_never_ends_is_a_fault(monkeypatch, caplog):
     assert import_fault("import os; os.kill(os.getpid(), 11)") == "not imported: exit code -11"
-    monkeypatch.setattr(attention_backends, "_IMPORT_LIMIT_S", 0.1)
+    for name, value in (("LIMIT", 0.15), ("TOLD", 0.05), ("LOOK", 0.05)):
+        monkeypatch.setattr(attention_backends, f"_IMPORT_{name}_S", value)
+    caplog.set_level("INFO", "penstock")
     assert "timed out" in import_fault("import time; time.sleep(9)")
+    assert caplog.messages == ["waiting for `import time; time.sleep(9)`, at most 0.15 s"]
 
 
 def test_triton_needs_a_compiler_and_pythons_headers(tmp_path):
