@@ -31,7 +31,7 @@ from engine.cache.places import DRAM, SSD
 from engine.errors import PenstockError
 from engine.schedule.router import Router
 from engine.tiers.arena import CacheArena, StagedDisk, WorkerCopies
-from engine.tiers.disk import RESERVE_BYTES, Disk, Reclaimed, Slabs, probe
+from engine.tiers.disk import RESERVE_BYTES, Disk, Reclaimed, Slabs, full_text, probe
 from engine.tiers.files import DIGEST_BYTES, PAGE, BusyError, SlabContents, SlabHead, slab_bytes
 from engine.tiers.index import SlabIndex
 from engine.tiers.jobs import Context, CopyDeadlines, Job
@@ -145,12 +145,14 @@ class SsdAllowance:
     """Of the disk, that stays free."""
     asked_bytes: int | None = None
     """What was asked for, where the disk allows less."""
+    full: str = ""
+    """That the disk is full: there is what lies in the folder, and more when it has room again."""
 
     @property
     def words(self) -> str:
         """Why it is less than was asked for; empty where it is not."""
         if self.asked_bytes is None:
-            return ""
+            return self.full
         return (
             f"asked for {size_text(self.asked_bytes)}, the disk allows {size_text(self.cap_bytes)}"
         )
@@ -171,11 +173,16 @@ def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if (problem := _problem(folder, there)) is not None:
         return problem
-    free_bytes = shutil.disk_usage(there).free + slab_bytes(folder)
+    held_bytes = slab_bytes(folder)
+    free_bytes = shutil.disk_usage(there).free + held_bytes
     reserve_bytes, most_bytes = RESERVE_BYTES, min(free_bytes // FREE_SHARE, MAX_DEFAULT_BYTES)
     if isinstance(asked, int):
         share = max(free_bytes // ASKED_RESERVE_SHARE, MIN_RESERVE_BYTES)
         reserve_bytes, most_bytes = min(share, RESERVE_BYTES), asked
+    if held_bytes > max(free_bytes - reserve_bytes, 0):  # it has become full since they were made
+        most_bytes = asked if isinstance(asked, int) else MAX_DEFAULT_BYTES
+        full = full_text(free_bytes - held_bytes, reserve_bytes)
+        return SsdAllowance(min(2 * held_bytes, most_bytes), reserve_bytes, full=full)
     cap_bytes = min(most_bytes, free_bytes - reserve_bytes)
     if cap_bytes <= 0:
         free, reserve = size_text(free_bytes), size_text(reserve_bytes)
@@ -430,7 +437,7 @@ class SsdCache:
     def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance, placement: Placement) -> None:
         if dropped := _dropped(slabs.reclaimed):
             self._tell("warning", "ssd.reclaimed", f"the SSD cache has dropped {dropped}")
-        if allowed.words:
+        if allowed.words and not allowed.full:  # of which there is an alert
             self._tell("warning", "ssd.limited", f"SSD cache in {self.folder}: {allowed.words}")
         way = (
             "" if slabs.is_direct else "; by the page cache, for the file system has no direct I/O"
@@ -503,8 +510,11 @@ def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
     """Raises as _slabs()."""
     slabs, allowed = _slabs(folder, asked, blocks.num_bytes, blocks.fingerprint)
     try:
-        return _OpenedSlabs(slabs, slabs.open(), probe(slabs), allowed)
-    except OSError:
+        found = slabs.open()
+        if allowed.full and not found and (about := slabs.limit()) is not None:
+            raise PenstockError(about)  # all that was there has been dropped
+        return _OpenedSlabs(slabs, found, probe(slabs), allowed)
+    except (OSError, PenstockError):
         slabs.close()
         raise
 

@@ -115,6 +115,12 @@ class _Slab:
     fd: int
 
 
+def full_text(free_bytes: int, reserve_bytes: int) -> str:
+    """Why a cache does not grow: of its disk so much is free, and so much stays so."""
+    free, reserve = size_text(free_bytes), size_text(reserve_bytes)
+    return f"its disk is full: {free} are free, and {reserve} stay so"
+
+
 class Slabs:
     """The folder of one daemon.
 
@@ -274,8 +280,12 @@ class Slabs:
         is_at_cap = self._claimed_bytes() + need > self._slab_cap_bytes
         if is_at_cap or free_bytes - need >= self._reserve_bytes:
             return None
-        free, reserve = size_text(max(free_bytes, 0)), size_text(self._reserve_bytes)
-        return f"its disk is full: {free} are free, and {reserve} stay so"
+        return full_text(free_bytes, self._reserve_bytes)
+
+    def any_slab(self) -> int | None:
+        """A descriptor of one; None: there is none."""
+        with self._growing:
+            return next((slab.fd for slab in self._slabs.values()), None)
 
     def remake_folder(self) -> None:
         """If somebody has deleted the folder, or the lock in it, make it again and take it.
@@ -529,10 +539,23 @@ class Disk:
 def probe(slabs: Slabs) -> float:
     """Write and read a file of its own in the folder; bytes per second of reading.
 
+    Where the disk has no room for that file, a slab is read, if there is one.
+
     Raises:
         OSError: it cannot be done, or what was read is not what was written.
     """
     slabs.remake_folder()
+    try:
+        return _probe_file(slabs)
+    except OSError as error:
+        slab = slabs.any_slab()
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or slab is None:
+            raise
+        memory = mmap.mmap(-1, slabs.probe_bytes)
+        return _read_timed(slab, memory)
+
+
+def _probe_file(slabs: Slabs) -> float:
     path = slabs.folder / PROBE_NAME
     path.unlink(missing_ok=True)  # of a process that was killed
     size = slabs.probe_bytes
@@ -542,18 +565,23 @@ def probe(slabs: Slabs) -> float:
     fd = slabs.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         if os.pwritev(fd, [memory], 0) != size:
-            raise OSError(0, "a file could not be written to its end")
+            raise OSError(errno.ENOSPC, "a file could not be written to its end")
         memory[:] = bytes(size)
-        started_ns = time.monotonic_ns()
-        os.preadv(fd, [memory], 0)
-        elapsed_ns = max(time.monotonic_ns() - started_ns, 1)
+        bytes_per_s = _read_timed(fd, memory)
     finally:
         os.close(fd)
         with suppress(OSError):
             path.unlink()
     if memory[:] != pattern:
         raise OSError(0, "what was read is not what was written")
-    return size / elapsed_ns * 1e9
+    return bytes_per_s
+
+
+def _read_timed(fd: int, memory: mmap.mmap) -> float:
+    """Read a file's beginning; bytes per second."""
+    started_ns = time.monotonic_ns()
+    num_bytes = os.preadv(fd, [memory], 0)
+    return num_bytes / max(time.monotonic_ns() - started_ns, 1) * 1e9
 
 
 def _be_idle() -> None:

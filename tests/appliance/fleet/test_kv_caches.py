@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import threading
 from collections import namedtuple
 from dataclasses import replace
@@ -16,7 +17,10 @@ from appliance.fleet import kv_caches
 from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_forecast
 from appliance.fleet.placement import Placement
 from engine.cache.places import Places
+from engine.errors import PenstockError
+from engine.tiers.disk import RecordBuffer
 from engine.tiers.files import BusyError, lock
+from engine.tiers.index import RecordPlace
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")
@@ -79,6 +83,37 @@ def test_on_a_small_disk_a_size_that_was_asked_for_leaves_a_part_of_it(disk, tmp
     assert allowance(tmp_path, 20 * GIB).cap_bytes == 5 * GIB
     disk(GIB)
     assert isinstance(allowance(tmp_path, 20 * GIB), str)
+
+
+@pytest.mark.parametrize("asked", ["auto", 64 << 20])
+def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
+    asked, disk, tmp_path
+):
+    def blocks(fingerprint):
+        return kv_caches.BlockFormat(bytes([fingerprint]) * 32, 4096, {}, range(0))
+
+    disk(100 * GIB)
+    opened = kv_caches._open(tmp_path, 64 << 20, blocks(1))
+    slab = opened.slabs.grow()
+    buffer = RecordBuffer(4096)
+    opened.slabs.write(RecordPlace(slab.number, 0), b"1" * 16, 1, 0, buffer)
+    opened.close()
+    disk(444 << 20)
+    why = r"its disk is full: 444 MiB are free, and 1?[01]\.0 GiB stay so"
+    assert re.search(why, said(tmp_path, asked))
+    opened = kv_caches._open(tmp_path, asked, blocks(1))
+    ((_, record),) = opened.found[0].records
+    assert record.block_hash == b"1" * 16
+    assert opened.slabs.grow() is None
+    assert re.fullmatch(why, opened.slabs.limit())
+    disk(100 * GIB)
+    assert opened.slabs.limit() is None
+    assert opened.slabs.grow() is not None
+    opened.close()
+    disk(444 << 20)
+    with pytest.raises(PenstockError, match="MiB are free"):
+        kv_caches._open(tmp_path, asked, blocks(2))  # another model's, so that nothing is left
+    os.close(lock(tmp_path))
 
 
 @pytest.mark.parametrize("asked", ["auto", GIB])

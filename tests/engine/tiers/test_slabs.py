@@ -105,6 +105,18 @@ def test_the_disk_keeps_its_reserve(folder):
     slabs.close()
 
 
+def test_a_probe_of_a_disk_without_any_room_reads_what_lies_there(slabs, folder, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(module.os, "pwritev", write)
+    assert probe(slabs) > 0
+    (folder / "slab-000000.kv").unlink()
+    slabs.forget_lost()
+    with pytest.raises(OSError, match="no space left"):
+        probe(slabs)
+
+
 def test_a_cap_that_is_reached_is_no_shortage(slabs):
     while slabs.grow() is not None:
         assert slabs.limit() is None
