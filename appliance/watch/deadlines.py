@@ -28,7 +28,8 @@ from engine.schedule.step_times import StepLoad
 # what the worker's longest step is predicted to take, at least ten seconds. Only where no step of
 # its kind has been seen, which may take minutes on a slow machine, CPU time is a sign of life for a
 # while. A worker that loads, at the first start, again or in a swap, is heard after each part of
-# that; how long a part takes is not known either, and a disk may let it wait without CPU time.
+# that; how long a part takes is not known either, and a disk may let it wait without CPU time. Each
+# page of a mapped file that has come is as good as a word, so that a slow disk is no hang.
 # Invariant: time in which the daemon's own loop stood still counts as one look at most; a worker is
 # never named that has nothing to do, or whose cores another computes on.
 # Never: ends a process, or changes what it looks at.
@@ -51,8 +52,8 @@ class WorkerReading(NamedTuple):
     """What the watchdog sees of one worker at one moment."""
 
     pid: int | None
-    num_reports: int
-    """Messages from all its processes so far."""
+    num_signs: int
+    """Messages from all its processes so far; while it loads also pages that it waited for."""
     has_work: bool
     """It has something to compute, to load, to let go of, or a start to finish."""
     step_ms: float | None
@@ -73,7 +74,7 @@ class WorkerSilence:
     def look(self, reading: WorkerReading, elapsed_s: float) -> None:
         """Take in the next reading."""
         last, self.last = self.last, reading
-        is_same = (last.pid, last.num_reports) == (reading.pid, reading.num_reports)
+        is_same = (last.pid, last.num_signs) == (reading.pid, reading.num_signs)
         if not is_same or not reading.has_work:
             self.silent_s = self.unknown_s = 0.0
             self.patience_s = MIN_PATIENCE_S
@@ -244,12 +245,13 @@ class Deadlines:
         is_loading = state.state == "loading" and not self._supervisor.waits_for_others(name)
         is_owing = state.state == "ready" and owes_something(router, name)
         has_work = is_loading or (is_owing and not router.roles.cores.is_parked(name))
-        step_ms = cpu_s = None
-        if has_work:
-            if not is_loading:
-                step_ms = router.roles.slowest_ms(name, self._longest_step(name))
-            cpu_s = None if step_ms is not None else _cpu_s(state.pid)
-        return WorkerReading(state.pid, state.num_reports, has_work, step_ms, cpu_s, is_loading)
+        num_signs, step_ms, cpu_s = state.num_reports, None, None
+        if has_work and not is_loading:
+            step_ms = router.roles.slowest_ms(name, self._longest_step(name))
+        if has_work and step_ms is None:
+            cpu_s, num_faults = _used(state.pid)
+            num_signs += num_faults if is_loading else 0
+        return WorkerReading(state.pid, num_signs, has_work, step_ms, cpu_s, is_loading)
 
     def _longest_step(self, worker: str) -> StepLoad:
         """All that the worker could be computing at once."""
@@ -318,13 +320,13 @@ class Deadlines:
         )
 
 
-def _cpu_s(pid: int | None) -> float | None:
-    """CPU time of a process so far, in clock ticks; None if it is gone."""
+def _used(pid: int | None) -> tuple[float | None, int]:
+    """Of a process so far: CPU time in clock ticks, None if it is gone; major page faults."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return float(fields[11]) + float(fields[12])
+        return None, 0
+    return float(fields[11]) + float(fields[12]), int(fields[9])
 
 
 # Whether new work is taken, and if not why: loading, draining, or no worker is there.

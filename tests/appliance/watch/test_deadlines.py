@@ -1,5 +1,8 @@
 """Whatever can wait is ended some time, with a reply, a row and a word to the operator."""
 
+import itertools
+import os
+import resource
 import time
 
 import msgspec
@@ -7,6 +10,7 @@ import pytest
 
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.supervisor import WorkerState
+from appliance.watch import deadlines
 from appliance.watch.deadlines import (
     HANDOFF_S,
     LOADING_PATIENCE_S,
@@ -146,7 +150,7 @@ def test_a_stage_without_progress_ends_and_one_with_progress_goes_on(
 # --------------------------------------------------------------------------------------------------
 # Workers without progress are avoided, then ended; those that are slow, idle or gone are not.
 
-STILL = WorkerReading(pid=1, num_reports=7, has_work=True, step_ms=40.0)
+STILL = WorkerReading(pid=1, num_signs=7, has_work=True, step_ms=40.0)
 
 
 IDLE = STILL._replace(has_work=False)
@@ -178,7 +182,7 @@ def test_a_long_step_has_its_time_also_when_it_is_read_about_once():
 
 
 @pytest.mark.parametrize(
-    "sign_of_life", [{"num_reports": 8}, {"has_work": False}, {"pid": 2}, {"pid": None}]
+    "sign_of_life", [{"num_signs": 8}, {"has_work": False}, {"pid": 2}, {"pid": None}]
 )
 def test_any_sign_of_life_begins_the_wait_again(sign_of_life):
     watchdog = silent_for(STILL, MIN_PATIENCE_S - 1)
@@ -226,7 +230,37 @@ def test_a_worker_that_loads_is_trusted_as_long_as_it_computes_or_says_something
 
     assert not busy(UNKNOWN_PATIENCE_S - LOADING_PATIENCE_S - 2, cpu_s=1.5).hung
     assert busy(UNKNOWN_PATIENCE_S, cpu_s=1.5).hung  # it turns in circles
-    assert not busy(UNKNOWN_PATIENCE_S - 2, num_reports=8).hung
+    assert not busy(UNKNOWN_PATIENCE_S - 2, num_signs=8).hung
+
+
+@pytest.mark.parametrize("is_slow", [True, False], ids=["a slow disk", "circles"])
+def test_a_worker_whose_weights_come_slowly_is_left_alone(clock, machine, monkeypatch, is_slow):
+    ticks, ended = itertools.count(), []
+    plan, setup = machine.plan.workers[0]
+    supervisor = machine.supervisor
+    supervisor.workers[plan.name] = WorkerState(plan, setup, "loading", pid=0)
+    supervisor.end_hung = lambda *told: ended.append(told)
+
+    def used(pid):
+        tick = next(ticks)
+        return float(tick), tick // 50 if is_slow else 0  # a page in 25 seconds
+
+    monkeypatch.setattr(deadlines, "_used", used)
+    for _ in range(2 * int(UNKNOWN_PATIENCE_S) + 100):
+        clock[0] += 0.5
+        machine.service.deadlines.keep()
+    assert bool(ended) != is_slow
+
+
+def test_what_a_process_has_used_is_its_cpu_time_and_the_pages_that_it_waited_for():
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_ticks, num_faults = deadlines._used(os.getpid())
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert before.ru_majflt <= num_faults <= after.ru_majflt
+    cpu_s, ticks_s = cpu_ticks / os.sysconf("SC_CLK_TCK"), 3 / os.sysconf("SC_CLK_TCK")
+    assert before.ru_utime + before.ru_stime - ticks_s <= cpu_s
+    assert cpu_s <= after.ru_utime + after.ru_stime + ticks_s
+    assert deadlines._used(None) == (None, 0)
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["at the first start", "again"])
