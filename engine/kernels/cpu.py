@@ -433,9 +433,8 @@ class PromptTrial:
     step_tokens: int
     """Of prompts, in a step: more would be hardly faster."""
     second_core_gain: MeasuredRatio | None
-    """How much faster two cores compute them than one; None: there is one, or it is unknown."""
-    has_tiles: bool = False
-    """They are multiplied by a unit for matrices, of which virtual CPUs may share one."""
+    """How much faster two cores compute them than one with a unit for matrices (tiles), of which
+    virtual CPUs may share one; None: there is one core, or no such unit."""
     costs: Mapping[int, MeasuredRatio] = field(default_factory=dict)
     """A prompt token's time in steps of other sizes, of that in steps of step_tokens."""
     is_decided: bool = True
@@ -445,7 +444,7 @@ class PromptTrial:
     def lends(self) -> bool:
         """False: a second core is no help to a prompt, beyond the spread."""
         gain = self.second_core_gain
-        return not self.has_tiles or gain is None or gain.high >= CORE_GAIN
+        return gain is None or gain.high >= CORE_GAIN
 
     @property
     def why(self) -> str:
@@ -455,20 +454,23 @@ class PromptTrial:
             others = (f"{cost} in steps of {size:,}" for size, cost in self.costs.items())
             said += f" (a token takes {', '.join(others)}, against 1)"
         if not self.is_decided:
-            said += ", too near to call: the largest that may be quicker"
+            said += f", too near to call: of those that may be best the one nearest to {_USUAL}"
         gain, is_decided = self.second_core_gain, self.is_decided
         if gain is not None:
             said += f"; two cores compute a prompt {gain}x as fast as one"
-            if self.has_tiles and gain.low < CORE_GAIN <= gain.high:
+            if not self.lends:
+                said += ", so that it has its worker's own cores alone"
+            elif gain.low >= CORE_GAIN:
+                said += ", so that it borrows them"
+            else:
                 said += ": undecided, so that it borrows them"
                 is_decided = False
-            elif not self.lends:
-                said += ", so that a prompt has its worker's own cores alone"
         return said if is_decided else f"{said}; {AGAIN}"
 
 
 STEP_TOKENS = (128, 256, 512)
 """Of prompts in a step; those who decode beside it, and whoever comes next, wait for its end."""
+_USUAL = STEP_TOKENS[-1]
 MIXTURE_STEP_TOKENS = (*STEP_TOKENS, 1024, 2048)
 """An expert gets but a few of them."""
 RATE = 0.97
@@ -506,7 +508,8 @@ def try_prompts(
         *_MIXTURE_INPUTS, *STEP_TOKENS,
     )  # fmt: skip
     calls = {count: trial.call(count, _PROMPT_ROWS, _way(ways, count)) for count in counts}
-    on_two = trial.call(most, _PROMPT_ROWS, _way(ways, most), 2) if num_cores > 1 else None
+    has_choice = num_cores > 1 and _way(ways, most) == TILES
+    on_two = trial.call(most, _PROMPT_ROWS, TILES, 2) if has_choice else None
     for call in (*calls.values(), on_two or calls[most]):
         call()  # threads and pages are there from now on
     costs: list[dict[int, float]] = []
@@ -531,7 +534,6 @@ def try_prompts(
     return PromptTrial(
         size,
         MeasuredRatio.of(gains) if gains else None,
-        has_tiles=_way(ways, most) == TILES,
         costs=others,
         is_decided=is_decided,
     )
@@ -597,7 +599,7 @@ def best_step_tokens(rounds: Sequence[Mapping[int, float]]) -> tuple[int, bool]:
         )
 
     least, most = fewest(lambda spread: spread.low), fewest(lambda spread: spread.high)
-    return min(max(STEP_TOKENS[-1], least), most), least == most
+    return min(max(_USUAL, least), most), least == most
 
 
 class _Trial:

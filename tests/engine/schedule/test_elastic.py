@@ -293,7 +293,7 @@ def test_what_is_chosen_follows_from_what_the_trial_at_start_has_timed(
     cost_of_512, core_gain, ttft_ms, chunks
 ):
     size, is_decided = best_step_tokens([{128: 1.0, 256: 1.0, 512: cost_of_512}] * 3)
-    trial = PromptTrial(size, MeasuredRatio.of([core_gain] * 3), has_tiles=True)
+    trial = PromptTrial(size, MeasuredRatio.of([core_gain] * 3))
     assert is_decided
     follows = {"max_step_tokens": trial.step_tokens, "lends_for_prompts": trial.lends}
     asked = set()
