@@ -204,6 +204,16 @@ class _ByteMark:
     """Received, or less the more is unread: it grows with whatever the client does."""
 
 
+class _ReplyTransport(asyncio.Transport):
+    """The transport as uvicorn's reply has it, which closes it at once after the last one."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        super().__init__()
+        self.write = transport.write  # type: ignore[method-assign]
+        self.is_closing = transport.is_closing  # type: ignore[method-assign]
+        self.close = close  # type: ignore[method-assign]
+
+
 class ClientProtocol(H11Protocol):
     """HTTP/1.1 that knows its client.
 
@@ -241,6 +251,8 @@ class ClientProtocol(H11Protocol):
         self._refuse_early = refuse_early
         self._limits = limits
         self._is_half_closed = False
+        self._is_lingering = False
+        """The last reply is out, and what is still to come of its request is dropped."""
         self._num_received = 0
         self._num_requests = 0
         self._mark: _ByteMark | None = None
@@ -254,6 +266,7 @@ class ClientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From here on the client's time runs."""
         super().connection_made(transport)
+        self._reply_transport = _ReplyTransport(transport, self._close_after_reply)
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._mark = self._observe(time.monotonic())
         self._opened_at = self._mark.since
@@ -262,6 +275,8 @@ class ClientProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Count, for the slow; say at once what a flood would be told anyway."""
         self._num_received += len(data)
+        if self._is_lingering:
+            return
         is_between = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
         if (
             is_between
@@ -278,6 +293,25 @@ class ClientProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY and self._num_announced():
             # of a chunk that is too large nothing may ever come: who reads the body looks now
             self.cycle.message_event.set()
+
+    def handle_events(self) -> None:
+        """As uvicorn does; a reply that has begun has yet to run, and closes as we do."""
+        super().handle_events()
+        if self.cycle is not None:
+            self.cycle.transport = self._reply_transport
+
+    def _close_after_reply(self) -> None:
+        """Close; while more of the request is on its way, our side alone.
+
+        What comes to a socket that is closed makes the close a reset, which takes the reply with
+        it. look() ends the wait if the client does not.
+        """
+        if self.conn.their_state is not h11.SEND_BODY:
+            self.transport.close()
+            return
+        self._is_lingering = True
+        if self.transport.can_write_eof():  # not on TLS
+            self.transport.write_eof()
 
     def _num_announced(self) -> int:
         """Bytes that are left of the chunk that has begun; h11 has no word for them but its own."""
@@ -303,6 +337,8 @@ class ClientProtocol(H11Protocol):
         """Nothing follows on a connection that is half closed, but what came before that."""
         self._num_requests += 1
         super().on_response_complete()
+        if self._is_lingering:  # nothing follows
+            self._unset_keepalive_if_required()
         if self._is_half_closed and self.cycle.response_complete:
             self.transport.close()
 
@@ -323,7 +359,8 @@ class ClientProtocol(H11Protocol):
             ConnectionPhase.IDLE,
         ):
             return False
-        self.shutdown()
+        if not self._is_lingering:
+            self.shutdown()
         return True
 
     def look(self, now: float) -> None:
@@ -424,7 +461,7 @@ class ClientProtocol(H11Protocol):
         if self.flow.write_paused or self.transport.is_closing():
             return ConnectionPhase.UNREAD
         if self.conn.their_state is h11.SEND_BODY:
-            if is_answered:
+            if is_answered or self._is_lingering:
                 return ConnectionPhase.LINGER
             # While reading is paused it is our turn, however little has come.
             return ConnectionPhase.REPLY if self.flow.read_paused else ConnectionPhase.BODY

@@ -414,9 +414,12 @@ async def test_a_slow_but_steady_body_is_waited_for(running, appliance):
     assert b" 200 OK" in await read_all(reader)
 
 
-async def test_a_body_that_goes_on_after_its_reply_is_not_listened_to_for_long(running):
+@pytest.mark.parametrize("extra", ["", "Connection: close\r\n"], ids=["keep-alive", "close"])
+async def test_a_body_that_goes_on_after_its_reply_is_not_listened_to_for_long(running, extra):
     reader, writer = await running.connect()
-    writer.write(post(b"", "/nothing").replace(b"Content-Length: 0", b"Content-Length: 999999999"))
+    writer.write(
+        post(b"", "/nothing", extra).replace(b"Content-Length: 0", b"Content-Length: 999999999")
+    )
 
     async def flood():
         with contextlib.suppress(ConnectionError):
@@ -427,7 +430,28 @@ async def test_a_body_that_goes_on_after_its_reply_is_not_listened_to_for_long(r
 
     task = asyncio.create_task(flood())
     assert b" 404 " in await read_all(reader)
-    task.cancel()
+    async with asyncio.timeout(10):
+        await task
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+@pytest.mark.parametrize("ending", ["HTTP/1.0", "HTTP/1.1\r\nConnection: close"])
+async def test_a_refusal_before_the_body_is_read_whatever_the_connection_header_says(
+    appliance, tmp_path, ending, tcp
+):
+    whole = post(b" " * (4 * MAX_BODY_BYTES)).replace(b"HTTP/1.1", ending.encode())
+    whole = whole.replace(b"Host: x", b"Host: localhost")
+    async with Running(appliance, tmp_path, limits=ClientLimits(linger_s=60)) as running:
+        reader, writer = await running.connect(tcp=tcp)
+        writer.write(whole[:1000])
+        await until(lambda: any(one._is_lingering for one in running.server._connections))
+        writer.write(whole[1000:])  # more than buffers take: it is read, or this ends in a reset
+        await writer.drain()
+        refusal = (401, "invalid_api_key") if tcp else (413, "body_too_large")
+        async with asyncio.timeout(10):
+            assert code_of(await reader.read()) == refusal
+        writer.close()
+        await until(lambda: not any(one._is_lingering for one in running.server._connections))
 
 
 async def test_a_wait_for_us_is_never_cut(running, appliance):
