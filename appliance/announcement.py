@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance.frame.protocol import Frame
 from appliance.request import ModelInfo
-from engine.units import size_text, without_figures
+from engine.units import size_text
 
 IS_OPEN = "is open to the network: who reaches it and has a key can use it"
 GENERATION_FILE = "generation_config.json"
@@ -56,7 +56,7 @@ def announcement(
         yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
         yield from (f"    {line}" for line in abouts.get(worker.name, ()))
     if rehearsed is not None:
-        yield f"  {without_figures(rehearsed)}"
+        yield f"  {rehearsed}"
     if is_elastic_static:
         yield "  elastic roles act as static ones: both workers share one device"
     if frame.transport is not None:

@@ -84,6 +84,7 @@ class FakeAppliance:
         self.submitted: list[Request] = []
         self.closed: list[tuple[str, int]] = []
         """Request ids and HTTP statuses, in order."""
+        self.events: list[tuple[str, str, str]] = []
         self.stopped: list[tuple[int, int]] = []
         self.frame_seq = 1
         self._last_seq_id = 0
@@ -152,6 +153,9 @@ class FakeAppliance:
     def owner_of(self, request_id: str) -> str | None:
         request = self.live.get(request_id)
         return None if request is None else request.peer.name
+
+    def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
+        self.events.append((severity, code, message))
 
     def drain(self, by: str) -> None:
         self.drained_by = by

@@ -96,6 +96,9 @@ class Appliance(Protocol):
         Each aborted sequence gets a last TokensEmitted with finish reason `abort`.
         """
 
+    def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
+        """Tell the operator: journal, console and log, which also keeps whose doing it was."""
+
     def drain(self, by: str) -> None:
         """Take no new work; what is accepted goes on. Nothing happens if it drains already."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import http
-import logging
 import math
 import re
 import secrets
@@ -164,8 +163,6 @@ _ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
 _EVERYTHING = "/*"
 """The path of `OPTIONS *`."""
 
-_log = logging.getLogger(__name__)
-
 
 class ApiApplication(Starlette):
     """The ASGI application in front of an appliance.
@@ -278,7 +275,8 @@ async def _on_disconnect(http: Request, error: Exception) -> Response:
 async def _on_bug(http: Request, error: Exception) -> Response:
     """Starlette raises the error again after this reply, and the server logs the traceback."""
     request_id = reply_headers(http)["x-request-id"]
-    _log.error("request %s failed: %r", request_id, error)
+    about = f"{request_id}: {type(error).__name__} in {http.method} {http.scope['path'][:200]}"
+    appliance_of(http).event("error", "request.internal", f"{about}; the journal says where")
     what = f"internal error in request {request_id}"
     return error_response(
         http, RequestError(what, code="internal", status=500, kind="server_error")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import llguidance
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.text.tokenizer import Tokenizer
 
@@ -196,7 +196,9 @@ def lark_grammar(text: str) -> str:
         )
     try:
         return lark_of(any_to_lark(text))
-    except (GbnfToLarkError, RecursionError, ValueError, LookupError) as error:
+    except IndexError as error:  # it looks at what follows a backslash
+        raise GrammarError("it ends within an escape sequence") from error
+    except Exception as error:
         raise GrammarError(shorten(str(error))) from error
 
 

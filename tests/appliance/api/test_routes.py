@@ -254,7 +254,10 @@ async def test_a_bug_is_an_error_object_with_the_id_to_look_for(appliance):
     appliance.request_frames = broken
     reply = await client_of(appliance, ALICE).get("/v1/requests")
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal")
-    assert reply.headers["x-request-id"] in reply.json()["error"]["message"]
+    request_id = reply.headers["x-request-id"]
+    assert request_id in reply.json()["error"]["message"]
+    about = f"{request_id}: ZeroDivisionError in GET /v1/requests; the journal says where"
+    assert appliance.events == [("error", "request.internal", about)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -311,9 +311,20 @@ def test_half_a_surrogate_pair_is_refused(write):
         validate(write("a\ud800"))
 
 
-def test_gbnf_that_is_none_is_refused():
-    with pytest.raises(GrammarError):
-        lark_grammar('root ::= ("a"')
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ('root ::= ("a"', "Expected ')' at line 1"),
+        ("root ::= nope", "Rule 'nope' not found"),
+        ('x ::= "a"', "No 'root' rule found"),
+        ("", "No 'root' rule found"),
+        ('root ::= "\\', "it ends within an escape sequence"),
+        ("root ::= [\\", "it ends within an escape sequence"),
+    ],
+)
+def test_gbnf_that_is_none_is_refused(text, about):
+    with pytest.raises(GrammarError, match=re.escape(about)):
+        lark_grammar(text)
 
 
 @pytest.mark.parametrize("grammar", [json_grammar(), json_grammar({"type": "object"})])
