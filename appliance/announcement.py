@@ -15,6 +15,7 @@ from appliance.frame.protocol import Frame
 from appliance.request import ModelInfo
 from engine.units import size_text
 
+OPEN_CODE = "listen.open"
 IS_OPEN = "is open to the network: who reaches it and has a key can use it"
 GENERATION_FILE = "generation_config.json"
 ADVISED_TEMPERATURE = 0.3

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 
-from appliance.announcement import IS_OPEN, announcement
+from appliance.announcement import IS_OPEN, OPEN_CODE, announcement
 from appliance.api.routes import build_app
 from appliance.configuration import paths
 from appliance.configuration.address import TcpAddress
@@ -473,7 +473,7 @@ class _Daemon:
         ):
             log.info("%s", line)
         if self._config.is_open_to_network:
-            self._service.event("warning", "listen.open", f"{self._addresses[-1]} {IS_OPEN}")
+            self._service.event("warning", OPEN_CODE, f"{self._addresses[-1]} {IS_OPEN}")
 
 
 def _is_looked_for(address: str) -> bool:

@@ -15,15 +15,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from appliance.announcement import sampling_advice, sampling_text
+from appliance.announcement import OPEN_CODE, sampling_advice, sampling_text
 from appliance.client import Client
-from appliance.configuration import config
-from appliance.configuration.address import TcpAddress, is_of_this_machine
+from appliance.configuration import config, paths
+from appliance.configuration.address import TcpAddress, UnixAddress, is_of_this_machine
 from appliance.devices.inventory import list_gpus
 from appliance.devices.machine import Devices
 from appliance.doctor.gpu_checks import Finding, GpuHost, gpu_findings
@@ -125,6 +126,7 @@ def _config(repository: hub.Repository, folder: Path) -> ModelConfig:
 
 
 MIN_FREE_BYTES = 1 << 30
+_IF_MEANT = "that is meant if other machines are to use it: mind who can reach it, and who has keys"
 
 
 def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
@@ -154,6 +156,8 @@ def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> 
     yield _dynamo()
     for sentence in config.unknown_variables():
         yield Finding("environment", "note", sentence, "`penstock config show` lists the settings")
+    if (opened := _open_daemon(state, client)) is not None:
+        yield opened
     if isinstance(found, PenstockError):
         yield from gpu_findings(GpuHost.of_machine())
         yield _bad("configuration", found)
@@ -162,14 +166,19 @@ def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> 
         if found.devices != "cpu":
             yield from gpu_findings(GpuHost.of_machine(), *_model_bytes(checkpoint))
         looked_at = partial(_looked_at, settings)
-        if found.listen is not None:
-            yield looked_at("network", lambda: _network(found))
+        if opened is None and found.listen is not None:
+            yield looked_at("network", lambda: _network(found, here))
         if isinstance(here, PenstockError) or settings.get("model") is not None:
             yield looked_at("model", lambda: _model(found))
         else:
             yield looked_at("model", partial(_served, here, found))
-        yield looked_at("state", lambda: _state_dir(found.state_dir))
-        yield looked_at("log", lambda: _log(found.log_path))
+        whose = _whose(found.state_dir, here, client)
+        for check, look in (
+            ("state", partial(_state_dir, found.state_dir)),
+            ("log", partial(_log, found.log_path)),
+        ):
+            finding = looked_at(check, look)
+            yield replace(finding, found=finding.found + whose)
         yield looked_at("ssd", lambda: _ssd(found, here))
     yield _daemon(state)
     yield from _alerts(state)
@@ -299,17 +308,50 @@ def _open_files(wanted: int) -> Finding:
     return Finding("limits", "ok", found)
 
 
-def _network(found: config.ServeConfig) -> Finding:
-    """Who can reach it on TCP, and what they must show."""
+def _open_daemon(
+    state: dict[str, Any] | PenstockError, client: Callable[[], Client]
+) -> Finding | None:
+    """That the daemon that runs is open to the network, by what it said at its start."""
+    if isinstance(state, PenstockError):
+        return None
+    began = datetime.fromisoformat(state["at"]) - timedelta(seconds=state["uptime_s"] + 1)
+    query = {"severity": "warning", "since": began.isoformat(), "after": "0"}  # the oldest first
+    try:
+        events = client().get("/v1/penstock/events", query)["data"]
+    except PenstockError as error:
+        about = f"whether the daemon is open to the network could not be asked: {error}"
+        return Finding("network", "note", about, error.hint)
+    said = [event["message"] for event in events if event["code"] == OPEN_CODE]
+    return Finding("network", "note", f"the daemon: {said[0]}", _IF_MEANT) if said else None
+
+
+def _network(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
+    """Who can reach what the settings name on TCP, and what they must show."""
     policy = AccessPolicy.from_config(found)
     assert found.listen is not None
     where = TcpAddress(*found.listen, is_tls=policy.tls is not None)
     about = f"{where}, {len(policy.keys)} API keys"
     about += "; /metrics without a key" if policy.has_open_metrics else ""
+    is_by_settings = not isinstance(state, PenstockError)
+    about += "; by the settings here, not the daemon's" if is_by_settings else ""
     if not found.is_open_to_network:
         return Finding("network", "ok", about)
-    hint = "that is meant if other machines are to use it: mind who can reach it, and who has keys"
-    return Finding("network", "note", f"{about}: open to the network", hint)
+    return Finding("network", "note", f"{about}: open to the network", _IF_MEANT)
+
+
+def _whose(
+    folder: Path, state: dict[str, Any] | PenstockError, client: Callable[[], Client]
+) -> str:
+    """Words for a state folder that is not seen to be that of the daemon that runs."""
+    if isinstance(state, PenstockError):
+        return ""
+    address, other = client().address, paths.socket_of(folder)
+    if isinstance(address, UnixAddress) and (
+        other and os.path.realpath(other) == os.path.realpath(address.path)
+    ):
+        return ""
+    of = f", of the daemon at {other}" if other else ""
+    return f"; by the settings here{of}: PENSTOCK_STATE_DIR names the asked daemon's folder"
 
 
 def _model(found: config.ServeConfig) -> Finding:

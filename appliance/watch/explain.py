@@ -77,7 +77,9 @@ def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Itera
         if actual_ms is not None and stage == "queue":
             actual_ms = max(actual_ms - swap_wait_ms, 0.0)
         if actual_ms is not None:
-            yield _Cause(actual_ms, text.format(duration(actual_ms)), usual_ms)
+            # a wait that is no longer than is usual is not put beside it: that would deny itself
+            told_ms = usual_ms if usual_ms is not None and actual_ms > usual_ms else None
+            yield _Cause(actual_ms, text.format(duration(actual_ms)), told_ms)
 
 
 def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:

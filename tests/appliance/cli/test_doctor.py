@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,8 +175,9 @@ def test_a_link_that_is_down_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     worker = {"name": "prefill", "state": "ready", "attention": "torch", "device": "gpu0"}
     state = {"alerts": [alert], "links": [link], "workers": [worker], "model": "m"}
     state |= {"state": "ready", "roles": "static", "dtype": "float32", "max_model_len": 9}
+    state |= {"at": "2026-11-22T10:00:00Z", "uptime_s": 9.0}
     monkeypatch.setattr(checks, "_state", lambda client: state)
-    found = checks.examine({"state_dir": str(tmp_path)}, lambda: Client(UnixAddress(tmp_path)))
+    found = checks.examine({"state_dir": str(tmp_path)}, lambda: _Asked(tmp_path))
     (told,) = [each for each in found if "gpu0 to gpu1" in each.found]
     assert (told.check, told.verdict) == ("alert", "note")
     assert "tried again" in told.hint
@@ -251,6 +254,45 @@ def test_what_needs_this_machines_files_is_refused_for_a_daemon_elsewhere(
     assert "the daemon is on another" in ended.stderr
     assert "hint: run it there" in ended.stderr
     assert not (tmp_path / "report.tgz").exists()
+
+
+class _Asked(Client):
+    """A daemon on a socket that has told of some events."""
+
+    def __init__(self, socket: Path, *events: dict[str, str]) -> None:
+        super().__init__(UnixAddress(socket))
+        self.queries = list[Mapping[str, str]]()
+        self._events = events
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
+        self.queries.append(query or {})
+        return {"data": list(self._events)}
+
+
+def test_that_a_daemon_is_open_to_the_network_is_told_by_what_it_said_itself() -> None:
+    state = {"at": "2026-11-23T10:00:10Z", "uptime_s": 9.0}
+    message = "https://0.0.0.0:8443 is open to the network"
+    opened = _Asked(Path("/s"), {"code": "listen.open", "message": message})
+    found = checks._open_daemon(state, lambda: opened)
+    assert found is not None
+    assert (found.verdict, found.found) == ("note", f"the daemon: {message}")
+    assert opened.queries[0]["since"] == "2026-11-23T10:00:00+00:00"
+    other = _Asked(Path("/s"), {"code": "slo.missed", "message": "slow"})
+    assert checks._open_daemon(state, lambda: other) is None
+    assert checks._open_daemon(PenstockError("no daemon"), lambda: opened) is None
+
+
+def test_a_folder_that_is_not_the_running_daemons_is_said_to_be_that_of_the_settings(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "lock").write_text(f"7 {tmp_path}/own.sock\n")
+    asked = {name: _Asked(tmp_path / name) for name in ("own.sock", "other.sock")}
+    assert checks._whose(tmp_path, {}, lambda: asked["own.sock"]) == ""
+    words = checks._whose(tmp_path, {}, lambda: asked["other.sock"])
+    assert words.startswith(f"; by the settings here, of the daemon at {tmp_path}/own.sock: ")
+    unknown = checks._whose(tmp_path / "none", {}, lambda: asked["other.sock"])
+    assert unknown.startswith("; by the settings here: PENSTOCK_STATE_DIR")
+    assert checks._whose(tmp_path, PenstockError("no"), lambda: asked["other.sock"]) == ""
 
 
 def test_a_variable_that_sets_nothing_is_told(environ: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def live(phase, **changes):
 )
 def test_the_stage_that_took_most_too_much_is_named(changes, because):
     assert slow_because(finished(**changes), USUAL) == because
+
+
+def test_a_wait_shorter_than_is_usual_is_told_without_what_is_usual():
+    usual = replace(USUAL, queue_ms=2000.0)
+    because = "queue: it waited 1.8s for its turn"
+    assert slow_because(finished(queue_ms=1800.0), usual) == because
+    assert slow_because(finished(queue_ms=2500.0), usual) == (
+        "queue: it waited 2.5s for its turn, usually 2.0s"
+    )
 
 
 def test_a_wait_for_another_model_is_told_from_a_wait_for_a_turn():
