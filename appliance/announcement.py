@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance.frame.protocol import Frame
 from appliance.request import ModelInfo
-from engine.units import size_text
+from engine.units import size_text, without_figures
 
 OPEN_CODE = "listen.open"
 IS_OPEN = "is open to the network: who reaches it and has a key can use it"
@@ -57,7 +57,7 @@ def announcement(
         yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
         yield from (f"    {line}" for line in abouts.get(worker.name, ()))
     if rehearsed is not None:
-        yield f"  {rehearsed}"
+        yield f"  {without_figures(rehearsed)}"
     if is_elastic_static:
         yield "  elastic roles act as static ones: both workers share one device"
     if frame.transport is not None:

@@ -31,6 +31,7 @@ from appliance.fleet.placer import StepMemory, is_two_better, key_of, pair_times
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
+from appliance.frame.figures import things
 from appliance.frame.latency import Histograms
 from appliance.frame.protocol import (
     FRAME_VERSION,
@@ -55,7 +56,7 @@ from engine.schedule.roles_in_force import Rehearsal, steps
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
-from engine.units import part_text, size_text
+from engine.units import part_text, size_text, with_figures
 from engine.wire.messages import Command, CoresUsed, Rehearsed, Report
 
 TIMEOUT_S = 10.0
@@ -119,9 +120,10 @@ class Rehearsing:
         memory.write(msgspec.structs.replace(memory.read(), pair=times, is_trying=False))
         has_two, why = is_two_better(times)
         if has_two:
-            return f"both workers go on: {why}"
+            return with_figures("both workers go on", why)
         router.switch_roles("colocated", time.monotonic_ns())
-        return f"{decode} does everything, and the next start has no other worker: {why}"
+        said = f"{decode} does everything, and the next start has no other worker"
+        return with_figures(said, why)
 
     async def _rehearse(self, rehearsal: Rehearsal) -> Rehearsal:
         """Until it is over, or has lasted too long."""
@@ -155,23 +157,25 @@ class Rehearsing:
             self._is_over.set()
 
 
-MISSED = (
-    ". No larger ones, as the machine was busy: until such steps have been seen, prompts that need "
-    f"them go as with static roles; {AGAIN}"
-)
-
-
 def _words(rehearsal: Rehearsal, elapsed_s: float, largest: int) -> str:
-    """`timed 48 steps in 0.5 s, by which each prompt gets its worker: ...`."""
+    """What elastic roles go by, and the figures."""
     made = rehearsal.made
-    size = max((step.num_tokens for step in made), default=0)
-    depth = max((step.num_before for step in made if step.num_tokens == size), default=0)
-    batch = max((step.num_sequences for step in made), default=0)
-    missed = "" if size >= largest // 2 else MISSED
-    return (
-        f"timed {len(made)} steps in {elapsed_s:.1f} s, by which each prompt gets its worker: "
-        f"chunks of up to {size} tokens after up to {depth:,}; up to {batch} replies together"
-        f"{missed}"
+    if not made:
+        return f"elastic roles act as static ones: the machine was too busy to time steps; {AGAIN}"
+    said = "elastic roles choose each prompt's worker by what steps take here"
+    size = max(step.num_tokens for step in made)
+    depth = max(step.num_before for step in made if step.num_tokens == size)
+    batch = max(step.num_sequences for step in made)
+    if size < largest // 2:
+        said += (
+            f", but as with static roles for steps of more than {size} tokens, until some have "
+            f"been seen: the machine was busy; {AGAIN}"
+        )
+    before = f" after up to {depth:,} others" if depth else ""
+    return with_figures(
+        said,
+        f"{things(len(made), 'step')} in {elapsed_s:.1f} s, of up to {things(size, 'prompt token')}"
+        f"{before}, or of up to {things(batch, 'sequence')} together",
     )
 
 

@@ -1,6 +1,7 @@
 """Numbers of bytes in words: binary units by their binary names, everywhere the same.
 
-Owns: how sizes read for people. Invariant: pure; the unit is never left out.
+Owns: how sizes read for people, and where in what a trial says its figures begin.
+Invariant: pure; the unit is never left out.
 Never: reads a size; what a person may write is the settings'.
 """
 
@@ -24,3 +25,16 @@ def part_text(num_bytes: float, total_bytes: float, between: str = " of ") -> st
     """`9.0 of 23.0 GiB`, both in the unit of the total."""
     number, unit = size_text(total_bytes).split()
     return f"{num_bytes / 1024 ** SIZE_UNITS.index(unit):.1f}{between}{number} {unit}"
+
+
+_TIMED = ". Timed: "
+
+
+def with_figures(said: str, figures: str) -> str:
+    """What a trial has chosen, a sentence, and then the figures that it was chosen by."""
+    return f"{said}{_TIMED}{figures}"
+
+
+def without_figures(trial: str) -> str:
+    """What it has chosen."""
+    return trial.partition(_TIMED)[0]

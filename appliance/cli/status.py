@@ -32,6 +32,7 @@ from appliance.frame.figures import (
     tokens_per_s,
     watts,
 )
+from engine.units import without_figures
 
 # The daemon's state as text: a page, or a line.
 # Never: judges a figure, or shows one that the daemon did not send.
@@ -58,7 +59,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     if frame.get("limit"):
         lines.append(("limit", str(frame["limit"])))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
-    lines += [("trial", trial) for trial in frame.get("trials") or ()]
+    lines += [("trial", without_figures(trial)) for trial in frame.get("trials") or ()]
     if frame.get("kv"):
         lines += _note_lines("kv", "KV is ", frame["kv"])
     lines += [("pool", _pool_text(pool)) for pool in frame.get("pools") or ()]

@@ -40,7 +40,7 @@ from engine.folder.checkpoint import Checkpoint
 from engine.folder.gguf import find_gguf
 from engine.folder.model_config import ModelConfig
 from engine.kernels.cpu import AGAIN, find_attention_way, find_ways, load_kernels, try_prompts
-from engine.units import part_text, size_text
+from engine.units import part_text, size_text, without_figures
 
 # What a model on the hub is, and where it would fit, without its weights.
 # Invariant: nothing of it stays in the cache. Never: downloads weights.
@@ -255,17 +255,18 @@ def _kernels(state: dict[str, Any] | PenstockError, model: Checkpoint | None = N
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
     if not isinstance(state, PenstockError) and (chosen := state.get("trials")):
-        about = f"compiled, for {level}; chosen at the daemon's start: {'; '.join(chosen)}"
+        said = "; ".join(map(without_figures, chosen))
+        about = f"compiled, for {level}; chosen at the daemon's start: {said}"
         hint = "when nothing else runs here: penstock drain --wait, then start the daemon again"
         return Finding("kernels", "note" if AGAIN in about else "ok", about, hint)
     products = find_ways(kernels, level)
     prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
-    found = f"compiled, for {level}; tried now: weights in bfloat16 are {products.why}"
+    said = without_figures(products.why)
+    found = f"compiled, for {level}; tried now: weights in bfloat16 are {said}"
     if model is not None and (share := _quantised_ratio(model)) > 0.5:
         found += f" (this says little of this model: {share:.0%} of its bytes are quantised)"
-    found = f"{found}; {prompts.why}"
-    if attention := find_attention_way(kernels, level).why:
-        found = f"{found}; {attention}"
+    attention = find_attention_way(kernels, level)
+    found = "; ".join(filter(None, (found, *map(without_figures, (prompts.why, attention.why)))))
     return Finding("kernels", "ok", found)
 
 

@@ -45,7 +45,7 @@ from engine.folder.checkpoint import Checkpoint, gpu_layout
 from engine.kernels.attention_backends import this_machine
 from engine.text.tokenizer import Tokenizer
 from engine.tiers.arena import num_slots_for
-from engine.units import size_text
+from engine.units import size_text, without_figures
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
@@ -215,7 +215,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
     attention = tried_attention(dtype, placement)
     trials = tuple(filter(None, (weights.trial, prompts_trial, attention.why)))
     for trial in trials:
-        log.info("timed at start: %s", trial)
+        log.info("timed at start: %s", without_figures(trial))
     num_staging = _num_staging_blocks(config, placement)
     arena = _arena(num_arena_blocks + num_staging, placement.block_bytes)
     workers, fds = _setups(

@@ -27,6 +27,7 @@ from typing import Protocol, cast
 from engine.folder.checkpoint import expected_shapes
 from engine.folder.model_config import ModelConfig
 from engine.folder.quantisation import packed_shape
+from engine.units import with_figures
 
 # What a kernel has to move and to multiply at least, from its shapes.
 # Invariant: bytes that must cross the device's memory once, no more; products and sums as two
@@ -328,7 +329,8 @@ def judge_attention(is_right: bool, widened_s: float, tiled_s: float) -> Attenti
     gain = widened_s / tiled_s
     way = TILES if gain > 1 else WIDENED
     said = "by tiles" if way == TILES else "without tiles"
-    return AttentionTrial(way, f"attention of prompts {said}, which are {gain:.2g}x as fast at it")
+    why = with_figures(f"attention of prompts {said}", f"tiles are {gain:.2g}x as fast at it")
+    return AttentionTrial(way, why)
 
 
 def try_attention(kernels: Kernels, num_tokens: int = 512) -> tuple[bool, float, float]:
@@ -411,19 +413,20 @@ def judge(
     if not gains:
         return TrialResult(None, f"{_STORED}{said}")
     counts = tuple(times_s)
-    tried = (
-        f"{gains[0]}x as fast for {counts[0]} token at a time, {gains[-1]}x for {counts[-1]}{said}"
+    figures = (
+        f"rearranged they are {gains[0]}x as fast for {counts[0]} token at a time, "
+        f"{gains[-1]}x for {counts[-1]}"
     )
     if gains[-1].low >= GAIN and min(gain.low for gain in gains) >= LOSS:
         ways = ProductWays(counts, tuple(best))
         how = "rearranged at start for this CPU's bfloat16 instructions"
-        return TrialResult(ways, f"{how}: {tried}")
+        return TrialResult(ways, with_figures(f"{how}{said}", figures))
     if gains[-1].high >= GAIN and min(gain.high for gain in gains) >= LOSS:
         why = "undecided if they should be rearranged for this CPU's bfloat16 instructions"
-        tried += f"; {AGAIN}"
+        said += f"; {AGAIN}"
     else:
         why = "rearranged for this CPU's bfloat16 instructions they gain too little for prompts"
-    return TrialResult(None, f"{_STORED}: {why}: {tried}")
+    return TrialResult(None, with_figures(f"{_STORED}: {why}{said}", figures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,23 +452,24 @@ class PromptTrial:
     @property
     def why(self) -> str:
         """How large steps of prompts are, whether these get a second core, and by which figures."""
-        said = f"up to {self.step_tokens:,} prompt tokens a step"
+        said, figures = f"up to {self.step_tokens:,} prompt tokens a step", []
         if self.costs:
             others = (f"{cost} in steps of {size:,}" for size, cost in self.costs.items())
-            said += f" (a token takes {', '.join(others)}, against 1)"
+            figures.append(f"a token takes {', '.join(others)}, against 1")
         if not self.is_decided:
             said += f", too near to call: of those that may be best the one nearest to {_USUAL}"
         gain, is_decided = self.second_core_gain, self.is_decided
         if gain is not None:
-            said += f"; two cores compute a prompt {gain}x as fast as one"
+            figures.append(f"two cores compute a prompt {gain}x as fast as one")
             if not self.lends:
-                said += ", so that it has its worker's own cores alone"
+                said += "; a prompt has its worker's own cores alone"
             elif gain.low >= CORE_GAIN:
-                said += ", so that it borrows them"
+                said += "; a prompt borrows idle cores"
             else:
-                said += ": undecided, so that it borrows them"
+                said += "; a prompt borrows idle cores, undecided if it gains by them"
                 is_decided = False
-        return said if is_decided else f"{said}; {AGAIN}"
+        said += "" if is_decided else f"; {AGAIN}"
+        return with_figures(said, "; ".join(figures)) if figures else said
 
 
 STEP_TOKENS = (128, 256, 512)

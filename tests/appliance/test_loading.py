@@ -14,6 +14,7 @@ from appliance.loading import Rehearsing, Swapping
 from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, PREFILL, make_places
 from engine.errors import PenstockError
+from engine.kernels.cpu import AGAIN
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
@@ -160,6 +161,29 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
     assert service.tokenizer is first
     assert await swap() is None
     assert served[-1] == ("b", served[0][1])
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ([], f"elastic roles act as static ones: the machine was too busy to time steps; {AGAIN}"),
+        (
+            [RehearsedStep(1, 16, 0, 2.0)],
+            "elastic roles choose each prompt's worker by what steps take here, but as with static "
+            "roles for steps of more than 16 tokens, until some have been seen: the machine was "
+            f"busy; {AGAIN}. Timed: 1 step in 0.9 s, of up to 16 prompt tokens, or of up to 1 "
+            "sequence together",
+        ),
+        (
+            [RehearsedStep(1, 512, 1024, 2.0), RehearsedStep(8, 8, 0, 1.0)],
+            "elastic roles choose each prompt's worker by what steps take here. Timed: 2 steps in "
+            "0.9 s, of up to 512 prompt tokens after up to 1,024 others, or of up to 8 sequences "
+            "together",
+        ),
+    ],
+)
+def test_what_elastic_roles_go_by_is_a_sentence_and_then_figures(made, expected):
+    assert loading._words(SimpleNamespace(made=made), 0.9, 512) == expected
 
 
 async def test_files_that_cannot_be_read_are_an_event_of_their_model(tmp_path):

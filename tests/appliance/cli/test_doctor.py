@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
@@ -19,6 +20,7 @@ from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
 from engine.errors import PenstockError
 from engine.kernels.cpu import AGAIN, has_kernels
+from engine.units import with_figures, without_figures
 from tests.appliance.cli_process import penstock
 from tests.appliance.logs import write
 from tests.gguf_files import write_gguf
@@ -127,7 +129,9 @@ def test_a_daemon_is_graded_as_status_grades_it() -> None:
 
 
 def test_beside_a_daemon_its_own_choices_are_told_not_measured_anew() -> None:
-    chosen = checks._kernels({"trials": ["up to 96 prompt tokens a step", "two cores"]})
+    chosen = checks._kernels(
+        {"trials": [with_figures("up to 96 prompt tokens a step", "1.3x"), "two cores"]}
+    )
     if not has_kernels():
         assert "torch" in chosen.found
         return
@@ -136,7 +140,10 @@ def test_beside_a_daemon_its_own_choices_are_told_not_measured_anew() -> None:
     undecided = checks._kernels({"trials": [f"two cores: undecided; {AGAIN}"]})
     assert (undecided.verdict, "penstock drain" in undecided.hint) == ("note", True)
     for nothing in ({"trials": []}, {}, PenstockError("no daemon")):
-        assert "tried now: weights in bfloat16 are " in checks._kernels(nothing).found
+        found = checks._kernels(nothing).found
+        assert "tried now: weights in bfloat16 are " in found
+        assert without_figures(found) == found
+        assert re.search(r"\d\.\d", found) is None, "figures are elsewhere"
 
 
 def test_beside_a_daemon_the_model_is_its_own_and_not_that_of_a_new_start() -> None:

@@ -35,6 +35,7 @@ from engine.kernels.cpu import (
 from engine.model.linear import CompiledLinear
 from engine.model.transformer import Transformer
 from engine.model.weights import Weight, load_weights, packed_weight
+from engine.units import with_figures
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_linear import assert_close, levels
 from tests.engine.model.test_transformer import Pool
@@ -197,7 +198,7 @@ def test_attention_by_tiles_is_tried_against_attention_without(level):
 
 def test_tiles_are_taken_for_attention_where_they_are_right_and_sooner():
     assert judge_attention(True, 3.0, 1.0) == AttentionTrial(
-        TILES, "attention of prompts by tiles, which are 3x as fast at it"
+        TILES, "attention of prompts by tiles. Timed: tiles are 3x as fast at it"
     )
     assert judge_attention(True, 1.0, 2.0).way == WIDENED
     wrong = judge_attention(False, 3.0, 1.0)
@@ -217,7 +218,7 @@ def test_each_number_of_inputs_gets_its_fastest_way():
     tiles = judge(times([1, 1, 1, 4, 16], widened=[1, 1, 2, 4, 16], tiles=[2, 2, 1, 1, 4]), [])
     assert tiles.ways == ProductWays(NUM_INPUTS, (WIDENED, WIDENED, TILES, TILES, TILES))
     assert [tiles.ways.way_of(n) for n in (1, 3, 15, 16, 5000)] == [0, 0, 0, 2, 2]
-    assert tiles.why.endswith(": 1.00x as fast for 1 token at a time, 4.00x for 256")
+    assert tiles.why.endswith(" they are 1.00x as fast for 1 token at a time, 4.00x for 256")
     assert EXACT.way_of(9000) == WIDENED
 
 
@@ -250,7 +251,7 @@ def test_this_machine_finds_how_many_prompt_tokens_a_step_is_worth():
     found = try_prompts(*load_kernels(), None, 2)
     assert found.step_tokens in (128, 256, 512)
     assert found.costs.keys() == {128, 256, 512} - {found.step_tokens}
-    assert "prompt tokens a step (a token takes " in found.why
+    assert ". Timed: a token takes " in found.why
     assert (found.second_core_gain, found.lends) == (None, True), "it decides nothing"
     if load_kernels()[1] == "amx":
         tiles = ProductWays((1,), (TILES,))
@@ -312,11 +313,13 @@ def gain(low, high=None):
 
 def test_a_second_core_that_shares_the_unit_for_matrices_is_not_borrowed_for_prompts():
     for ratio, lends, follows in (
-        (1.02, False, "1.02x as fast as one, so that it has its worker's own cores alone"),
-        (1.9, True, "1.90x as fast as one, so that it borrows them"),
+        (1.02, False, "a prompt has its worker's own cores alone"),
+        (1.9, True, "a prompt borrows idle cores"),
     ):
         trial = PromptTrial(512, gain(ratio))
-        assert (trial.lends, trial.why.endswith(follows)) == (lends, True)
+        said = f"up to 512 prompt tokens a step; {follows}"
+        figures = f"two cores compute a prompt {ratio:.2f}x as fast as one"
+        assert (trial.lends, trial.why) == (lends, with_figures(said, figures))
     assert PromptTrial(512, None).lends
 
 
@@ -324,10 +327,10 @@ def test_what_is_undecided_is_said_and_stays_as_is_usual():
     noisy = PromptTrial(512, gain(0.9, 1.6), {128: gain(0.9, 1.2)}, is_decided=False)
     assert noisy.lends
     assert noisy.why == (
-        "up to 512 prompt tokens a step (a token takes 1.20 (0.90 to 1.20) in steps of 128, "
-        "against 1), too near to call: of those that may be best the one nearest to 512; two cores "
-        "compute a prompt 1.60 (0.90 to 1.60)x as fast as one: undecided, so that it borrows them; "
-        "a start while the machine is idle may find out"
+        "up to 512 prompt tokens a step, too near to call: of those that may be best the one "
+        "nearest to 512; a prompt borrows idle cores, undecided if it gains by them; a start while "
+        "the machine is idle may find out. Timed: a token takes 1.20 (0.90 to 1.20) in steps of "
+        "128, against 1; two cores compute a prompt 1.60 (0.90 to 1.60)x as fast as one"
     )
 
 
