@@ -59,6 +59,7 @@ from appliance.log.store import RetentionLimits
 from appliance.log.writer import RequestLog
 from appliance.models.names import HubName
 from appliance.process import (
+    SILENT_S,
     Formatter,
     has_terminal,
     notify,
@@ -354,14 +355,31 @@ class _Daemon:
         """Until all workers are ready and have rehearsed; what there is to say about that."""
         self._service.availability.is_rehearsing = True
         keying = asyncio.create_task(self._service.rekey(self._config, self._plan))
+        telling = asyncio.create_task(self._tell_what_is_awaited(keying))
         try:
             await asyncio.gather(self._supervisor.run(), keying)
+            caches, hasher = self._caches, self._service.hasher
+            await caches.open(self._plan, hasher, self._router, self._supervisor)
+            about = await self._rehearsing.run(self._service.model.max_model_len)
         finally:
             keying.cancel()  # the next model has a key of its own
-        await self._caches.open(self._plan, self._service.hasher, self._router, self._supervisor)
-        about = await self._rehearsing.run(self._service.model.max_model_len)
+            telling.cancel()
         self._service.rehearsed(about)
         return about
+
+    async def _tell_what_is_awaited(self, keying: asyncio.Task[None]) -> None:
+        """A line whenever nothing was to be said for long, less and less often."""
+        silence_s = SILENT_S
+        while True:
+            await asyncio.sleep(silence_s)
+            awaited = self._supervisor.awaited(silence_s)
+            if not keying.done():
+                awaited.append("the weights' hashes (each file's are kept)")
+            elif self._supervisor.is_started:
+                awaited.append("the caches and the rehearsal of steps")
+            if awaited:
+                log.info("still waiting for %s", ", ".join(awaited))
+                silence_s *= 2
 
     def _on_signal(self) -> None:
         self._num_signals += 1

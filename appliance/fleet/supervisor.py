@@ -259,6 +259,13 @@ class WorkerState:
         return f"{so_far}, and is tried again {self.pause_s:g} s after its last end"
 
     @property
+    def stage(self) -> str:
+        """How far its start is, in words."""
+        if not self.total_bytes:
+            return "starting"
+        return "loading" if self.loaded_bytes < self.total_bytes else "preparing its first step"
+
+    @property
     def maps_files(self) -> bool:
         """Whether its weights are the checkpoint's files themselves, mapped as all workers do."""
         return self.setup.weights is None and self.setup.gpu is None
@@ -380,6 +387,12 @@ class Supervisor:
         if started is None or not started.done() or started.cancelled():
             return False
         return started.exception() is None
+
+    def awaited(self, silence_s: float) -> list[str]:
+        """Workers that are not ready, and how far each is; none while lines say how they load."""
+        if time.monotonic() - self._logged_at_s < silence_s:
+            return []
+        return [f"worker {n} ({w.stage})" for n, w in self.workers.items() if w.state != "ready"]
 
     def waits_for_others(self, name: str) -> bool:
         """Whether a worker that loads has done its part, and cannot go on before others have."""

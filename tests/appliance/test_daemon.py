@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from appliance.configuration.config import ServeConfig
 from appliance.log.writer import RequestLog
 from engine.errors import PenstockError
 from tests.appliance.model_folder import make_model
+from tests.fakes import until
 
 
 def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:
@@ -83,3 +85,25 @@ async def test_who_may_do_what_is_what_was_checked(tmp_path, monkeypatch):
     with pytest.raises(PenstockError, match="no more of it"):
         await one.run(policy)
     assert [key.name for key in bound] == ["ann"]
+
+
+async def test_a_start_that_is_silent_for_long_says_what_it_waits_for(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(daemon, "SILENT_S", 0.001)
+    caplog.set_level("INFO", "penstock")
+    one = daemon._Daemon(config_of(tmp_path, tmp_path), lambda: None, None, [], -1)
+    awaited = ["worker a (starting)"]
+    one._supervisor = SimpleNamespace(awaited=lambda _: list(awaited), is_started=False)
+    hashed = asyncio.Event()
+    keying = asyncio.create_task(hashed.wait())
+    telling = asyncio.create_task(one._tell_what_is_awaited(keying))
+    try:
+        await until(lambda: "(starting), the weights' hashes" in caplog.text)
+        hashed.set()
+        await until(lambda: caplog.text.endswith("for worker a (starting)\n"))
+        awaited.clear()
+        one._supervisor.is_started = True
+        await until(lambda: caplog.text.endswith("the caches and the rehearsal of steps\n"))
+    finally:
+        telling.cancel()

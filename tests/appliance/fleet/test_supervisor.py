@@ -192,6 +192,25 @@ def test_who_has_loaded_waits_for_the_others_and_then_for_nobody() -> None:
     assert waits == [False, False, True, False, False, False]
 
 
+def test_who_is_awaited_is_said_with_how_far_it_is_unless_lines_say_so() -> None:
+    supervisor = Supervisor(
+        two_workers(),
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: None,
+        on_died=lambda *died: None,
+        on_lost=lambda *lost: None,
+    )
+    a, b = supervisor.workers.values()
+    assert supervisor.awaited(0.0) == ["worker a (starting)", "worker b (starting)"]
+    a.loaded_bytes, a.total_bytes, b.loaded_bytes, b.total_bytes = 1, 2, 2, 2
+    assert supervisor.awaited(0.0) == ["worker a (loading)", "worker b (preparing its first step)"]
+    supervisor._log_progress()
+    assert supervisor.awaited(1e9) == []
+    a.state = b.state = "ready"
+    assert supervisor.awaited(0.0) == []
+
+
 async def test_a_worker_that_keeps_dying_is_tried_less_and_less_often_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
