@@ -257,7 +257,10 @@ def _kernels(state: dict[str, Any] | PenstockError, model: Checkpoint | None = N
     if not isinstance(state, PenstockError) and (chosen := state.get("trials")):
         said = "; ".join(map(without_figures, chosen))
         about = f"compiled, for {level}; chosen at the daemon's start: {said}"
-        hint = "when nothing else runs here: penstock drain --wait, then start the daemon again"
+        hint = (
+            "when nothing else runs here: stop the daemon and start it again (Ctrl-C or SIGTERM, "
+            "then penstock serve; of a service: systemctl restart penstock)"
+        )
         return Finding("kernels", "note" if AGAIN in about else "ok", about, hint)
     products = find_ways(kernels, level)
     prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
