@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import logging
 import math
 import os
 import sqlite3
@@ -258,6 +259,7 @@ def _one(db: sqlite3.Connection, sql: str, *values: object) -> Any:
 
 _APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
 _BACKUP = ".before-"
+_LOG = logging.getLogger("penstock.request_log")
 _DAMAGED = ".damaged-"
 
 _FileId = tuple[int, int]
@@ -375,6 +377,7 @@ def _migrate(db: Database, path: Path) -> None:
         )
     if applied and pending:
         backup = path.with_name(f"{path.name}{_BACKUP}{pending[0]}")
+        _LOG.info("%s is of an older version: it is copied to %s, then changed", path, backup.name)
         backup.unlink(missing_ok=True)
         os.close(os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
         db.conn.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(backup),))

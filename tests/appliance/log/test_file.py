@@ -68,7 +68,10 @@ def test_a_log_of_the_first_schema_is_copied_and_brought_up_with_its_rows(path: 
     assert query(backup, "SELECT rid, peer_user FROM v_requests ORDER BY rid")[0] == ("a", "ann")
 
 
-def test_a_log_from_before_the_joules_is_brought_up_and_reports_none(path: Path) -> None:
+def test_a_log_from_before_the_joules_is_brought_up_and_reports_none(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.request_log")
     path.parent.mkdir()
     with closing(sqlite3.connect(path)) as db:
         migration.apply(Database(db, execute_plugins=False), stop_before="m004_energy")
@@ -87,6 +90,7 @@ def test_a_log_from_before_the_joules_is_brought_up_and_reports_none(path: Path)
     assert (found["prefill_j"], found["decode_j"]) == (None, None)
     assert (found["route"], found["user"]) == ("move", "unknown")
     assert path.with_name("requests.db.before-m004_energy").exists()
+    assert "it is copied to requests.db.before-m004_energy, then changed" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["before-m002_users", "damaged-1", "damaged-1-wal"])
