@@ -332,21 +332,36 @@ Small = Annotated[bool, typer.Option("--small", help="Little work, to see that i
 
 
 def kernels(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time the parts of a layer on the device, beside its copy bandwidth and matmul rate."""
+    """Time the parts of a layer on the device, beside its copy bandwidth and matmul rate.
+
+    OF CEILING is a part's rate to one of these, timed first: 100% is all that the device can do.
+    More says that something else disturbed that ceiling, or that a cache held what was read.
+    """
     _measure("kernels", model, small, output)
 
 
 def steps(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time whole steps on the device, with random weights."""
+    """Time whole steps on the device, with random weights.
+
+    OF CEILING is a step's rate to the device's copy bandwidth or matmul rate, timed first: 100% is
+    all that it can do. More says that something else disturbed that ceiling, or that a cache held
+    what was read.
+    """
     _measure("steps", model, small, output)
 
 
 def transports(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
     """Time KV blocks on their way through host memory, beside one large copy of as many bytes.
 
-    OF ONE COPY is how fast they are beside it; 100% where they are no slower.
+    OF ONE COPY is how fast they are beside it; 100% where they are as fast, more where faster.
     """
     _measure("transports", model, small, output)
+
+
+_ABOVE = (
+    "more than 100% of a ceiling: something else disturbed it while it was timed, or a cache held"
+    " what was read; on an idle machine, with a model that no cache holds, shares are below"
+)
 
 
 def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
@@ -376,6 +391,8 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
         for row in found["data"]:
             in_words = flops if row["unit"] == "FLOP/s" else bytes_per_s
             row["rate_text"] = in_words(row["rate"])
+    if not is_of_copies and any(row["share"] > 1 for row in found["data"]):
+        terminal.note(f"penstock: {_ABOVE}")
     columns = TRANSPORTS if is_of_copies else DEVICE
     terminal.write(terminal.listing("bench", columns, output).render(found["data"]))
 

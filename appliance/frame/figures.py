@@ -177,10 +177,10 @@ def ratio(value: float | None) -> str:
 
 
 def fine_ratio(value: float | None) -> str:
-    """`97.1%`, of a number from 0 to 1; `100%` is all of it, never almost."""
-    if value is None:
-        return ABSENT
-    return "100%" if value >= 1 else f"{min(99.9, 100 * value):.1f}%"
+    """`97.1%`, of a number from 0; `100%` is all of it, never almost, and `256%` is more."""
+    if value is None or value >= 1:
+        return ratio(value)
+    return f"{min(99.9, 100 * value):.1f}%"
 
 
 def joules(value_j: float | None) -> str:

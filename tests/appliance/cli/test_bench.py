@@ -219,6 +219,23 @@ def test_every_figure_is_beside_a_ceiling_of_the_same_run(tmp_path, kind, whats)
             assert row["share"] == pytest.approx(row["rate"] / ceilings[row["unit"]])
 
 
+@pytest.mark.parametrize(
+    ("kind", "share", "is_told"),
+    [("kernels", 2.56, True), ("steps", 1, False), ("transports", 2.56, False)],
+)
+def test_more_than_a_ceiling_is_shown_and_said_to_be_a_disturbed_one(
+    kind, share, is_told, monkeypatch, capsys
+):
+    row = {"what": "x", "shape": "y", "ms": 1.0, "rate": 2e9, "unit": "B/s", "share": share}
+    found = {"device": "cpu", "torch": "2", "dtype": "float32", "attention": "compiled"}
+    found |= {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": 1e9, "data": [row]}
+    monkeypatch.setattr("appliance.bench.steps.measure_device", lambda *_, **__: found)
+    bench._measure(kind, None, True, Format.TABLE)
+    said = capsys.readouterr()
+    assert said.out.split()[-1] == f"{share:.0%}"
+    assert ("disturbed" in said.err) == is_told
+
+
 def test_a_table_shows_rates_with_their_units(tmp_path):
     shown = penstock(user_environ(tmp_path), "bench", "transports", "--small").stdout
     assert shown.splitlines()[0].split() == ["WHAT", "SHAPE", "P50", "RATE", "OF", "ONE", "COPY"]
