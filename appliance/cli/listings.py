@@ -120,7 +120,7 @@ FITS = (
     TableColumn("WHERE", "place"),
     TableColumn("MEMORY", "memory_bytes", size),
     TableColumn("WEIGHTS", "weights_bytes", size),
-    TableColumn("KV TOKENS", "kv_tokens", count),
+    TableColumn("MOST KV TOKENS", "kv_tokens", count),
     TableColumn("FITS", "verdict"),
     TableColumn("QUANTISED, WOULD", "quantised"),
 )

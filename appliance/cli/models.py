@@ -122,7 +122,11 @@ def show_model(
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show a model's shape, what it needs, and where it fits; also before it is downloaded."""
+    """Show a model's shape, what it needs, and where it fits; also before it is downloaded.
+
+    MOST KV TOKENS is what all memory beside the weights holds. A start takes a part of it:
+    `serve --check-config` says how much, and --kv-memory sets it.
+    """
     from appliance.cli import model_folders
     from appliance.doctor import checks
     from appliance.models import fits

@@ -137,6 +137,7 @@ def test_show_says_it_before_anything_is_downloaded(tmp_path: Path, hub: Hub) ->
     assert quantised["fits"][1]["weights_bytes"] > 1.3 * quantised["size_bytes"]
     page = penstock(environ, "models", "show", "Qwen/Qwen3-8B", "--gpu", "24GiB").stdout
     assert "a GPU of 24.0 GiB" in page
+    assert "MOST KV TOKENS" in page, "a start takes a pool of less"
 
 
 def test_doctor_says_it_of_a_model_that_is_not_here(tmp_path: Path, hub: Hub) -> None:
