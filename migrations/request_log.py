@@ -313,3 +313,18 @@ def m010_output_offset(db: Database) -> None:
         _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset,"),
     ):
         db.conn.execute(statement)
+
+
+@migration()
+def m011_unknown_tokens(db: Database) -> None:
+    """The output of a request whose daemon was killed is not known: NULL, which was 0."""
+    cut = "the daemon ended before the reply did"
+    for statement in (
+        "DROP VIEW v_requests",
+        "ALTER TABLE requests RENAME COLUMN completion_tokens TO counted",
+        "ALTER TABLE requests ADD COLUMN completion_tokens INTEGER",
+        f"UPDATE requests SET completion_tokens = counted WHERE error IS NOT '{cut}'",
+        "ALTER TABLE requests DROP COLUMN counted",
+        _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset,"),
+    ):
+        db.conn.execute(statement)

@@ -128,7 +128,7 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         if (paused_us := row["paused_us"]) is not None and "decode_ms" in cut:
             cut["paused_ms"] = min(paused_us / 1000, cut["decode_ms"])
             cut["decode_ms"] -= cut["paused_ms"]
-    num_timed = row["num_timed_tokens"] or 0
+    num_output, num_timed = row["completion_tokens"], row["num_timed_tokens"] or 0
     if num_timed >= 2 and row["t_last_token_us"] is not None:
         spread_us = row["t_last_token_us"] - row["t_first_token_us"]
         cut["tpot_ms"] = spread_us / 1000 / (num_timed - 1)
@@ -136,8 +136,10 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         id=row["rid"],
         phase="finished",
         stream=bool(row["stream"]),
-        computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
-        output_tokens=row["completion_tokens"],
+        computed_tokens=None
+        if num_output is None
+        else row["prompt_tokens"] + max(num_output - 1, 0),
+        output_tokens=num_output,
         max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
         num_blocks=0,
         worker=None if row["route"] == "move" else row["route"],  # by two, whom no row names
@@ -190,7 +192,7 @@ def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
 
 def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
     """Each sequence's first and second with their stamps, all with the last's, evenly between."""
-    num_all, num_sequences = int(row["completion_tokens"]), int(row["num_sequences"])
+    num_all, num_sequences = int(row["completion_tokens"] or 0), int(row["num_sequences"])
     if not _is_past(row, "t_first_token_us", now_us):
         return 0
     if _is_past(row, "t_last_token_us", now_us) or row["t_last_token_us"] is None:

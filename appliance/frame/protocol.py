@@ -180,8 +180,9 @@ class RequestFrame(msgspec.Struct):
     stream: bool
     num_sequences: int
     prompt_tokens: int
-    computed_tokens: int
-    output_tokens: int
+    computed_tokens: int | None
+    output_tokens: int | None
+    """None, as before: its daemon was killed, and nobody knows."""
     max_tokens: int
     num_blocks: int
     worker: str | None

@@ -241,7 +241,7 @@ _FAILED = (
     " OR (http_status >= 400 AND http_status <> 499))"
 )
 
-_MOST_TOKENS_FIRST = "prompt_tokens + completion_tokens DESC, 1"
+_MOST_TOKENS_FIRST = "prompt_tokens + coalesce(completion_tokens, 0) DESC, 1"
 # The + keeps SQLite from following the index by user, which takes twice as long as to sort.
 # Days are UTC's, as all times in the log.
 _USAGE = {

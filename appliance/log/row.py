@@ -48,7 +48,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int | None
     restored_tokens: int
-    completion_tokens: int
+    completion_tokens: int | None
+    """None: its daemon was killed, and nobody knows."""
     max_tokens: int
     temperature: float | None
     top_p: float | None
@@ -192,10 +193,13 @@ class RowEnergy(NamedTuple):
 def frame_of_row(row: dict[str, Any]) -> RequestFrame:
     """A row as log.reader has it, in the form in which live requests are shown."""
     same = {name: row[name] for name in RequestFrame.__struct_fields__ if name in row}
+    num_output = row["completion_tokens"]
     return RequestFrame(
         phase="finished",
-        computed_tokens=row["prompt_tokens"] + max(row["completion_tokens"] - 1, 0),
-        output_tokens=row["completion_tokens"],
+        computed_tokens=None
+        if num_output is None
+        else row["prompt_tokens"] + max(num_output - 1, 0),
+        output_tokens=num_output,
         num_blocks=0,
         worker=None,
         age_ms=row["e2e_ms"] or 0.0,
@@ -469,6 +473,6 @@ def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
         # A stream's head has gone out with its acceptance; of the others nobody has seen a status.
         status = row.http_status if row.stream else 500
         cut[row.rid] = msgspec.structs.replace(
-            row, http_status=status, finish_reason="error", error=CUT
+            row, http_status=status, finish_reason="error", error=CUT, completion_tokens=None
         )
     return [*answered.values()], [*cut.values()]

@@ -89,7 +89,7 @@ def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
         text = f"prefill: {duration(prefill_ms)} for {frame.prompt_tokens:,} prompt tokens"
         yield _Cause(prefill_ms - usual_ms, text, usual_ms)
     if tpot_ms is not None and usual.tpot_ms and tpot_ms > MIN_RATIO * usual.tpot_ms:
-        excess_ms = (tpot_ms - usual.tpot_ms) * frame.output_tokens / frame.num_sequences
+        excess_ms = (tpot_ms - usual.tpot_ms) * (frame.output_tokens or 0) / frame.num_sequences
         yield _Cause(excess_ms, f"decode: {duration(tpot_ms)} a token", usual.tpot_ms)
 
 

@@ -162,6 +162,9 @@ def test_a_request_that_is_over_has_the_stages_that_the_log_gives_it(tmp_path: P
     restored = {"restored_us": 40_000, "restored_tokens": 64, "cached_tokens": 128}
     rows.append(request_row("cmpl-restored", 0, **restored))
     rows.append(request_row("cmpl-given-up", 0, **restored, **dict.fromkeys(STAMPS[1:])))
+    unknown = dict.fromkeys((*STAMPS, "t_finished_us", "completion_tokens"))
+    rows.append(request_row("cmpl-killed", 0, **unknown))
+    assert request_at(row(**unknown), 500, frames.busy()).output_tokens == 0
     log = write_log(tmp_path / "requests.db", [], rows)
     with closing(sqlite3.connect(log.path)) as db:
         db.row_factory = sqlite3.Row

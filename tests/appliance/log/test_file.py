@@ -14,7 +14,7 @@ from sqlite_utils import Database
 
 from appliance.log import writer
 from appliance.log.query import DamagedLog, RowQuery, read_row, read_rows
-from appliance.log.row import OpenRequests
+from appliance.log.row import CUT, OpenRequests
 from appliance.log.store import damaged_logs, open_log, remove_backups, set_aside
 from appliance.log.writer import RequestLog
 from engine.errors import ConfigError, PenstockError
@@ -53,9 +53,9 @@ def test_a_log_of_the_first_schema_is_copied_and_brought_up_with_its_rows(path: 
             db.executemany(
                 "INSERT INTO requests (rid, run_id, received_at, endpoint, model, peer_uid,"
                 " peer_user, stream, num_sequences, prompt_tokens, completion_tokens,"
-                " http_status, recoveries)"
-                " VALUES (?, 1, '2026-01-01T00:00:00.000Z', '', 'm', ?, ?, 0, 1, 1, 1, 200, 0)",
-                [("a", 7, "ann"), ("b", 8, None), ("c", None, None)],
+                " http_status, error, recoveries)"
+                " VALUES (?, 1, '2026-01-01T00:00:00.000Z', '', 'm', ?, ?, 0, 1, 1, 0, 200, ?, 0)",
+                [("a", 7, "ann", None), ("b", 8, None, "another"), ("c", None, None, CUT)],
             )
     with pytest.raises(PenstockError, match="no such column") as caught:
         read_rows(path, RowQuery(user="ann"))
@@ -63,6 +63,8 @@ def test_a_log_of_the_first_schema_is_copied_and_brought_up_with_its_rows(path: 
     open_log(path).close()
     users = {found["id"]: found["user"] for found in read_rows(path, RowQuery())}
     assert users == {"a": "ann", "b": "uid:8", "c": "unknown"}
+    tokens = {found["id"]: found["completion_tokens"] for found in read_rows(path, RowQuery())}
+    assert tokens == {"a": 0, "b": 0, "c": None}  # of what was cut by a kill nobody knows
     backup = path.with_name("requests.db.before-m002_users")
     assert backup.stat().st_mode & 0o777 == 0o640
     assert query(backup, "SELECT rid, peer_user FROM v_requests ORDER BY rid")[0] == ("a", "ann")

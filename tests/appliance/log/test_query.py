@@ -294,6 +294,17 @@ def test_usage_is_summed_by_user_with_the_most_tokens_first(path: Path) -> None:
     ]
 
 
+def test_output_that_nobody_knows_is_in_no_sum(tmp_path: Path) -> None:
+    path = tmp_path / "requests.db"
+    unknown = row("a", completion_tokens=None), row("b", completion_tokens=None, peer_user="bob")
+    write(path, *unknown, row("c"))
+    usage = read_usage(path, UsageQuery())
+    assert [(one["user"], one["completion_tokens"]) for one in usage] == [
+        ("ann", 10),
+        ("bob", None),
+    ]
+
+
 def test_usage_is_summed_by_model_and_by_day_within_a_span(path: Path) -> None:
     models = read_usage(path, UsageQuery(by="model", since=DAYS[1]))
     assert [(one["model"], one["requests"]) for one in models] == [("tiny", 3), ("other", 1)]

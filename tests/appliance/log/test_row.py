@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from appliance.frame.figures import request_facts
 from appliance.log import row as row_file
 from appliance.log.query import RowQuery
-from appliance.log.row import CUT, LogRow, OpenRequests
+from appliance.log.row import CUT, LogRow, OpenRequests, frame_of_row
 from tests.appliance.logs import query, request, rids, row, run_python, start
 
 
@@ -41,6 +42,8 @@ def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> Non
     assert found["cmpl-2"]["error"] is None  # it had been answered
     for rid in ("cmpl-0", "cmpl-3", "cmpl-4"):
         assert (found[rid]["finish_reason"], found[rid]["error"]) == ("error", CUT)
+        assert found[rid]["completion_tokens"] is None  # nobody knows what its client got
+        assert request_facts(msgspec.to_builtins(frame_of_row(found[rid])))["out"] == "- of 10 tok"
     assert found["cmpl-0"]["http_status"] == 200  # the head of its stream was out
     assert found["cmpl-4"]["http_status"] == 500
     log.end_run("clean")
