@@ -173,16 +173,17 @@ def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if (problem := _problem(folder, there)) is not None:
         return problem
-    held_bytes = slab_bytes(folder)
-    free_bytes = shutil.disk_usage(there).free + held_bytes
+    disk, held_bytes = shutil.disk_usage(there), slab_bytes(folder)
+    free_bytes = disk.free + held_bytes
     reserve_bytes, most_bytes = RESERVE_BYTES, min(free_bytes // FREE_SHARE, MAX_DEFAULT_BYTES)
     if isinstance(asked, int):
         share = max(free_bytes // ASKED_RESERVE_SHARE, MIN_RESERVE_BYTES)
         reserve_bytes, most_bytes = min(share, RESERVE_BYTES), asked
     if held_bytes > max(free_bytes - reserve_bytes, 0):  # it has become full since they were made
-        most_bytes = asked if isinstance(asked, int) else MAX_DEFAULT_BYTES
-        full = full_text(free_bytes - held_bytes, reserve_bytes)
-        return SsdAllowance(min(2 * held_bytes, most_bytes), reserve_bytes, full=full)
+        default_bytes = min(disk.total // FREE_SHARE, MAX_DEFAULT_BYTES)
+        full = full_text(disk.free, reserve_bytes)
+        cap_bytes = asked if isinstance(asked, int) else default_bytes
+        return SsdAllowance(cap_bytes, reserve_bytes, full=full)
     cap_bytes = min(most_bytes, free_bytes - reserve_bytes)
     if cap_bytes <= 0:
         free, reserve = size_text(free_bytes), size_text(reserve_bytes)

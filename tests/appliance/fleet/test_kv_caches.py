@@ -101,6 +101,7 @@ def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
     disk(444 << 20)
     why = r"its disk is full: 444 MiB are free, and 1?[01]\.0 GiB stay so"
     assert re.search(why, said(tmp_path, asked))
+    assert allowance(tmp_path, asked).cap_bytes == (20 * GIB if asked == "auto" else asked)
     opened = kv_caches._open(tmp_path, asked, blocks(1))
     ((_, record),) = opened.found[0].records
     assert record.block_hash == b"1" * 16
