@@ -28,8 +28,8 @@ from engine.schedule.step_times import StepLoad
 # what the worker's longest step is predicted to take, at least ten seconds. Only where no step of
 # its kind has been seen, which may take minutes on a slow machine, CPU time is a sign of life for a
 # while. A worker that loads, at the first start, again or in a swap, is heard after each part of
-# that; how long a part takes is not known either, and a disk may let it wait without CPU time. Each
-# page of a mapped file that has come is as good as a word, so that a slow disk is no hang.
+# that; how long a part takes is not known either, and a disk may let it wait without CPU time.
+# Pages of mapped files that come to its memory are as good as a word: a slow disk is no hang.
 # Invariant: time in which the daemon's own loop stood still counts as one look at most; a worker is
 # never named that has nothing to do, or whose cores another computes on.
 # Never: ends a process, or changes what it looks at.
@@ -53,7 +53,7 @@ class WorkerReading(NamedTuple):
 
     pid: int | None
     num_signs: int
-    """Messages from all its processes so far; while it loads also pages that it waited for."""
+    """Messages from all its processes so far; while it loads, also its pages of files."""
     has_work: bool
     """It has something to compute, to load, to let go of, or a start to finish."""
     step_ms: float | None
@@ -249,8 +249,8 @@ class Deadlines:
         if has_work and not is_loading:
             step_ms = router.roles.slowest_ms(name, self._longest_step(name))
         if has_work and step_ms is None:
-            cpu_s, num_faults = _used(state.pid)
-            num_signs += num_faults if is_loading else 0
+            cpu_s, num_pages = _used(state.pid)
+            num_signs += num_pages if is_loading else 0
         return WorkerReading(state.pid, num_signs, has_work, step_ms, cpu_s, is_loading)
 
     def _longest_step(self, worker: str) -> StepLoad:
@@ -321,12 +321,13 @@ class Deadlines:
 
 
 def _used(pid: int | None) -> tuple[float | None, int]:
-    """Of a process so far: CPU time in clock ticks, None if it is gone; major page faults."""
+    """By a process: CPU time in clock ticks, None if it is gone; pages of files in its memory."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[2])
     except OSError:
         return None, 0
-    return float(fields[11]) + float(fields[12]), int(fields[9])
+    return float(fields[11]) + float(fields[12]), num_pages
 
 
 # Whether new work is taken, and if not why: loading, draining, or no worker is there.
