@@ -10,7 +10,8 @@ from __future__ import annotations
 import http.client
 import json
 import os
-from collections.abc import Iterator, Mapping
+import select
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -76,11 +77,19 @@ class Client:
     Args:
         address: as appliance.configuration.address.find() has it.
         timeout_s: for replies to get() and post(); a stream may take its time.
+        on_silence: told once of a stream that has not begun after that time; it is waited on.
     """
 
-    def __init__(self, address: Address, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        timeout_s: float = 10.0,
+        on_silence: Callable[[], None] | None = None,
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self._on_silence = on_silence
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
         """GET a JSON object.
@@ -151,7 +160,10 @@ class Client:
         connection = _Connection(self.address, None)
         try:
             with _explained(self.address):
-                response = _send(connection, "GET" if body is None else "POST", path, body)
+                _request(connection, "GET" if body is None else "POST", path, body)
+                if self._on_silence is not None and _is_silent(connection, self.timeout_s):
+                    self._on_silence()
+                response = connection.getresponse()
                 if response.status >= 400:
                     raise _reply_error(response, is_generation=body is not None)
         except BaseException:
@@ -263,12 +275,23 @@ def _with_query(path: str, query: Mapping[str, str]) -> str:
 def _send(
     connection: _Connection, method: str, path: str, body: dict[str, Any] | None
 ) -> http.client.HTTPResponse:
+    _request(connection, method, path, body)
+    return connection.getresponse()
+
+
+def _is_silent(connection: _Connection, patience_s: float) -> bool:
+    """Whether nothing at all has come back after a time."""
+    waiting = select.poll()
+    waiting.register(connection.sock, select.POLLIN)
+    return not waiting.poll(patience_s * 1000)
+
+
+def _request(connection: _Connection, method: str, path: str, body: dict[str, Any] | None) -> None:
     payload = None if body is None else json.dumps(body).encode()
     headers = {} if body is None else {"Content-Type": "application/json"}
     if connection.key:
         headers["Authorization"] = f"Bearer {connection.key}"
     connection.request(method, path, payload, headers)
-    return connection.getresponse()
 
 
 def _reply_error(response: http.client.HTTPResponse, *, is_generation: bool = False) -> ClientError:

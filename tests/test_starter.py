@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from appliance.fleet.boot import STARTER_FOLDER
+from appliance.models.names import STARTER_FOLDER
 from engine.folder.checkpoint import Checkpoint
 from engine.starter.lessons import SMALL_TALK
 from tests.daemons import ARMS, Daemon

@@ -105,8 +105,12 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
     return console.return_code or 0
 
 
+_WIDEST = 1000
+
+
 def _width() -> int:
-    return shutil.get_terminal_size((100, 24)).columns
+    """Columns to print in; COLUMNS may say anything, and lines are filled up to it."""
+    return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
 
 
 def has_terminal() -> bool:

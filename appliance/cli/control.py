@@ -509,7 +509,9 @@ def install_service(
     daemon; clients that connect meanwhile wait.
     """
     program = own_program()
-    if not dry_run:
+    if dry_run:
+        check_reach(program)
+    else:
         check_program(program)
     for step in install_steps(program):
         terminal.write(f"{printable(step.about)}\n")
@@ -517,7 +519,5 @@ def install_service(
             do_step(step)
         elif step.text:
             terminal.write("".join(f"    {line}\n" for line in step.text.splitlines()))
-    if dry_run:
-        check_reach(program)
-    else:
+    if not dry_run:
         terminal.write("serving; penstock status, journalctl -fu penstock\n")

@@ -10,8 +10,10 @@ Exit codes: docs/cli.md has the table; each error of engine.errors and appliance
 
 from __future__ import annotations
 
+import errno
 import gc
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -66,6 +68,8 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("str", "text"), "text"),
 }
 """Of values, by what typer calls them, in help and where one is refused."""
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a full disk says to whoever prints there."""
 _LONGEST = 1000
 """Characters of a sentence; none is cut."""
 
@@ -74,10 +78,13 @@ class Verbs(TyperGroup):
     """A group whose help has the first sentence of each verb, whole."""
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """A verb, whose values are of kinds that have names in English."""
+        """A verb, whose values are of kinds that have names in English, and are given once."""
         verb = super().get_command(ctx, name)
         for param in [] if verb is None else verb.params:
             param.type.name = KINDS.get(param.type.name, param.type.name)
+        if verb is not None:
+            make = verb.make_parser
+            verb.make_parser = lambda ctx: _given_once(make(ctx), ctx)  # type: ignore[method-assign]
         return verb
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -86,6 +93,22 @@ class Verbs(TyperGroup):
         shown = [(name, verb) for name, verb in verbs if verb is not None and not verb.hidden]
         with formatter.section("Commands"):
             formatter.write_dl([(name, verb.get_short_help_str(_LONGEST)) for name, verb in shown])
+
+
+def _given_once(parser: Any, ctx: Any) -> Any:
+    """A parser that refuses an option whose first value would be dropped for its second."""
+    parse = parser.parse_args
+
+    def checked(args: list[str]) -> Any:
+        values, rest, order = parse(args)
+        for param, times in Counter(order).items():
+            takes_one = param.param_type_name == "option" and not param.multiple
+            if takes_one and not param.is_flag and not param.count and times > 1:
+                raise typer.BadParameter("give it once", ctx=ctx, param=param)
+        return values, rest, order
+
+    parser.parse_args = checked
+    return parser
 
 
 def main() -> None:
@@ -101,6 +124,12 @@ def main() -> None:
         command(words, prog_name="penstock")
     except PenstockError as error:
         sys.exit(terminal.report(error))
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        terminal.drop_output()
+        terminal.note(f"penstock: cannot write: {error.strerror}")
+        sys.exit(PenstockError.exit_code)
 
 
 def _verb_first(words: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from appliance.api.tool_format import output_format_of
 from appliance.models import cache, fits
+from appliance.models.names import STARTER_FOLDER
 from engine.errors import CheckpointError
 from engine.folder.checkpoint import Checkpoint, choose_dtype, panels_layout
 from engine.folder.gguf import models_in
@@ -106,8 +107,6 @@ def need_of(found: FoundModel) -> fits.MemoryNeed:
 
 
 def _as_stored(checkpoint: Checkpoint) -> ModelConfig:
-    from appliance.fleet.boot import STARTER_FOLDER  # only where it is needed
-
     # the starter is served in float32 everywhere
     dtype = "float32" if checkpoint.folder == STARTER_FOLDER else checkpoint.stored_dtype
     return replace(checkpoint.config, stored_dtype=dtype if dtype in DTYPE_BYTES else None)

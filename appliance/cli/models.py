@@ -23,7 +23,7 @@ from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import size
 from appliance.models import cache
-from appliance.models.names import HubName, a_model
+from appliance.models.names import STARTER_FOLDER, HubName, a_model
 from engine.errors import CheckpointError, ConfigError, PenstockError, UsageError
 
 # engine.folder.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the
@@ -241,7 +241,6 @@ def _hub_name(text: str) -> HubName:
 def _found(dirs: list[Path] | None) -> list[Any]:
     """Every model folder there is to see, each once."""
     from appliance.cli import model_folders
-    from appliance.fleet.boot import STARTER_FOLDER
 
     named, tables = config.models_named(terminal.passed_over)
     found = [*_configured(tables)]

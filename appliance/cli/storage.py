@@ -28,7 +28,7 @@ from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import size, things
 from appliance.frame.protocol import iso_time
-from engine.errors import AlreadyRunning, FileError, PenstockError, RequestError
+from engine.errors import AlreadyRunning, FileError, PenstockError, RequestError, UsageError
 
 # engine.tiers costs 20 ms, so it comes with the verbs.
 
@@ -252,6 +252,9 @@ def record(
 
     The daemon keeps the last three days. Without a daemon the log's file is read.
     """
+    if str(file) == "-":
+        hint = "name a file, as -o incident.rec"
+        raise UsageError("a recording is a file, and goes to no pipe", where="-o -", hint=hint)
     asked = {"since": since, "until": until}
     query = {name: value for name, value in asked.items() if value is not None}
     client = terminal.client(host, timeout_s=BUILD_TIMEOUT_S)

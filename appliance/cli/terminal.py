@@ -374,6 +374,8 @@ def flat(content: Any, prefix: str = "") -> dict[str, object]:
 
 BROKEN_PIPE = 141
 WIDTH_WITHOUT_TERMINAL = 100
+WIDEST = 1000
+"""Columns that are believed; COLUMNS may say anything."""
 
 _told = set[str]()
 
@@ -414,7 +416,9 @@ def prepare() -> None:
 
 def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
     """A client of the daemon that the options and the environment name."""
-    return Client(address(host), timeout_s=timeout_s)
+    where = address(host)
+    said = f"penstock: no answer from {printable(where)} yet; waiting on, Ctrl-C ends it"
+    return Client(where, timeout_s=timeout_s, on_silence=lambda: note(said))
 
 
 def address(host: str | None) -> Address:
@@ -489,7 +493,7 @@ def width() -> int:
     """Columns of the terminal, or a fixed number where there is none."""
     if not sys.stdout.isatty():
         return WIDTH_WITHOUT_TERMINAL
-    return shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
+    return min(shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns, WIDEST)
 
 
 def room() -> int | None:
@@ -509,9 +513,13 @@ def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still buffered would raise again when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         sys.exit(BROKEN_PIPE)
+
+
+def drop_output() -> None:
+    """Let stdout lead nowhere: what is still buffered would raise again at the process's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note(text: str) -> None:

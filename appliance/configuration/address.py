@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 8000
 HTTPS_PORT = 443
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+_NO_HOST = re.compile(r"[\x00-\x20\x7f]")
 SSH_PATIENCE_S = 30.0
 """Logging in takes longer than any daemon needs for an answer."""
 
@@ -214,6 +215,8 @@ def parse(text: str, *, where: str) -> Address:
 
     try:
         url = urlsplit(text)
+        if _NO_HOST.search(url.netloc):
+            raise _wrong(text, where)
         port, path = url.port, unquote(url.path)
     except ValueError as error:
         raise _wrong(text, where) from error

@@ -182,6 +182,9 @@ _SECONDS_BY_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _WEIGHT = re.compile(r"\d{1,3}(?:\.\d{1,3})?", re.ASCII)
 MIN_BYTES = 1 << 20
+_NEAR = 0.75
+"""How alike names are of which one may be meant: kv_memroy and kv_memory, not any two words."""
+_OF_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens")
 _GONE = {
     "cache_dir": "cache_dir is gone, for nothing is made at first start any more: leave it out",
 }
@@ -355,8 +358,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """The one that was probably meant; empty if none is near."""
     from difflib import get_close_matches  # for mistakes only
 
-    by_lower = {each.lower(): each for each in names}
-    found = get_close_matches(name.lower(), list(by_lower), n=1)
+    by_lower = {each.lower().removeprefix("penstock_"): each for each in names}
+    wanted = name.lower().removeprefix("penstock_")  # which would make any two alike
+    found = get_close_matches(wanted, list(by_lower), n=1, cutoff=_NEAR)
     return by_lower[found[0]] if found else ""
 
 
@@ -368,5 +372,8 @@ def is_meant(name: str, names: Iterable[str]) -> str:
     gone = _GONE.get(name.lower().removeprefix("penstock_"))
     if gone is not None:
         return f"{gone}; "
-    near = nearest(name, names)
+    known = list(names)
+    near = nearest(name, [*_OF_REQUESTS, *known])
+    if near in _OF_REQUESTS and near not in known:
+        return f"{near} is said by a request, or by the model's generation_config.json; "
     return f"is {near} meant? " if near else ""

@@ -33,7 +33,7 @@ from appliance.fleet import placement
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
 from appliance.models import cache, fits, hub
-from appliance.models.names import HubName
+from appliance.models.names import STARTER_FOLDER, HubName
 from appliance.process import max_connections
 from engine.errors import ConfigError, PenstockError
 from engine.folder.checkpoint import Checkpoint
@@ -379,7 +379,7 @@ def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
     Raises:
         ConfigError: a start would fail; memory is the daemon's now, and not looked at.
     """
-    from appliance.fleet.boot import STARTER_FOLDER, check_files, is_to_be_fetched, model_name
+    from appliance.fleet.boot import check_files, is_to_be_fetched, model_name
 
     length = "" if state["max_model_len"] is None else f", up to {state['max_model_len']} tokens"
     about = f"the daemon serves {state['model']} in {state['dtype']}{length} per request"

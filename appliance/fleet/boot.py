@@ -13,7 +13,6 @@ import logging
 import os
 import stat
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ from appliance.fleet.weights_plan import (
     with_tried_prompts,
 )
 from appliance.models import cache
-from appliance.models.names import HubName
+from appliance.models.names import STARTER_FOLDER, HubName
 from appliance.request import ModelInfo
 from engine.cache.places import DRAM
 from engine.errors import AlreadyRunning, ConfigError, refuse
@@ -50,7 +49,6 @@ from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
 
-STARTER_FOLDER = Path(str(files("engine.starter"))) / "penstock-starter-1"
 STARTER_NOTE = "starter model: it looks up facts in a document, and knows nothing else"
 
 

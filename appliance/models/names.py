@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engine
 from engine.errors import ConfigError, refuse
 
 DEFAULT_REVISION = "main"
+STARTER_FOLDER = Path(engine.__file__ or "").parent / "starter" / "penstock-starter-1"
+"""The model that comes with Penstock; its name stands for it where no such folder is."""
 
 _NAME = re.compile(
     r"(?:https://huggingface\.co/|hf\.co/)?"
@@ -52,6 +55,8 @@ def a_model(value: object) -> Path | HubName:
     if not isinstance(value, (str, Path)) or not str(value):
         raise ValueError("a path, or a name on the hub such as Qwen/Qwen3-0.6B")
     path = Path(value).expanduser()
+    if str(value) == STARTER_FOLDER.name and not path.exists():
+        return STARTER_FOLDER
     name = _NAME.fullmatch(str(value))
     if name is None or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path.absolute()

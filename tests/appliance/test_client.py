@@ -47,6 +47,22 @@ def test_what_is_no_json_comes_as_text(daemon: FakeDaemon, client: Client) -> No
     assert refused.value.exit_code == 6
 
 
+def test_a_stream_that_nobody_answers_is_told_of_and_waited_on(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "silent.sock"))
+        listener.listen()
+        said = list[str]()
+
+        def give_up() -> None:
+            said.append("no answer yet")
+            listener.close()
+
+        silent = UnixAddress(tmp_path / "silent.sock")
+        with pytest.raises(DaemonUnreachable):
+            Client(silent, timeout_s=0.01, on_silence=give_up).stream("/x", {})
+    assert said == ["no answer yet"]
+
+
 def test_a_stream_without_a_body_is_only_read(daemon: FakeDaemon, client: Client) -> None:
     daemon.script.content_type = "application/x-ndjson"
     daemon.script.events = [b'{"seq": 1}', b'{"seq": 2}']

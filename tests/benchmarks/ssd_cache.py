@@ -50,7 +50,7 @@ import time
 from pathlib import Path
 from queue import Queue
 
-from appliance.fleet.boot import STARTER_FOLDER
+from appliance.models.names import STARTER_FOLDER
 from engine.cache.blocks import BlockPool, Ledger
 from engine.cache.places import SSD
 from engine.cache.prefix_index import PrefixHasher

@@ -19,7 +19,7 @@ import pytest
 from appliance.frame.protocol import Frame
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
-from tui.__main__ import can_draw_blocks
+from tui.__main__ import _width, can_draw_blocks
 
 ROOT = Path(__file__).parents[2]
 SGR = re.compile(rb"\x1b\[([0-9;:]*)m")
@@ -147,6 +147,11 @@ async def test_once_prints_one_reading(daemon):
     assert "penstock-starter-random-1  (random weights)" in out
     assert out.count("decoding") == 23
     assert "\x1b" not in out
+
+
+def test_a_width_that_no_terminal_has_is_not_believed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "99999999999")
+    assert _width() == 1000
 
 
 async def test_once_as_json_is_the_frame_and_nothing_else(daemon):

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.cli import bench
 from appliance.cli.terminal import Format
-from appliance.fleet.boot import STARTER_FOLDER
+from appliance.models.names import STARTER_FOLDER
 from tests.appliance.bench.fake_openai import FakeOpenAI
 from tests.appliance.cli_process import penstock, user_environ
 from tests.daemons import ALONE, Daemon

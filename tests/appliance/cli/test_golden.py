@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.fleet.boot import STARTER_FOLDER
+from appliance.models.names import STARTER_FOLDER
 from tests.appliance.cli_data import (
     ENDED,
     EVENTS,

@@ -41,6 +41,16 @@ def test_an_update_writes_what_differs_and_restarts(places):
     assert steps[-1].command == ("systemctl", "restart", "penstock.service")
 
 
+def test_a_refusal_comes_before_the_plan(monkeypatch, capsys):
+    def refuse(program):
+        raise ConfigError("the service's user cannot enter it")
+
+    monkeypatch.setattr(control, "check_reach", refuse)
+    with pytest.raises(ConfigError):
+        control.install_service(dry_run=True)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_python_that_others_cannot_run_is_refused_by_the_folder_that_shuts_them_out(
     tmp_path, monkeypatch
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from appliance.fleet.boot import lock_state_dir
 from appliance.log.query import SEVERITIES, USAGE_BY
 from engine.schedule.sequence import Phase
 from tests.appliance.cli_data import ENDED, FRAME, REQUEST
-from tests.appliance.cli_process import ROOT, penstock, run_on_terminal
+from tests.appliance.cli_process import ROOT, command, penstock, run_on_terminal
 from tests.appliance.fake_daemon import FakeDaemon
 
 
@@ -59,6 +60,37 @@ def test_cancel_goes_on_after_an_unknown_id(daemon: FakeDaemon, environ: dict[st
     hint = "hint: `penstock ps -a` and `penstock log` show ids\n"
     assert ended.stderr == f"penstock: gone: no live request\n{hint}"
     assert ended.returncode == 5
+
+
+def test_a_full_disk_is_told_in_a_line(environ: dict[str, str]) -> None:
+    for words in (["version"], ["--help"], ["status", "--help"]):
+        with open("/dev/full", "wb") as full:
+            ended = subprocess.run(
+                command(*words), env=environ, stdout=full, stderr=subprocess.PIPE, check=False
+            )
+        said = b"penstock: cannot write: No space left on device\n"
+        assert (ended.returncode, ended.stderr) == (1, said)
+
+
+def test_an_option_that_takes_one_value_is_refused_twice(environ: dict[str, str]) -> None:
+    for words in (
+        ("serve", "--listen", "127.0.0.1:1", "--listen", "127.0.0.1:2"),
+        ("ps", "-H", "/a", "--host", "/b"),
+        ("models", "list", "-o", "json", "-o", "csv"),
+    ):
+        ended = penstock(environ, *words)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert "give it once" in ended.stderr
+    assert penstock(environ, "run", "--stop", "a", "--stop", "b", "hi").returncode == 3
+
+
+def test_a_recording_is_not_written_to_a_file_named_as_a_pipe(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    ended = penstock(environ, "record", "-o", "-", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "goes to no pipe" in ended.stderr
+    assert not (tmp_path / "-").exists()
 
 
 def test_a_typo_in_the_config_file_stops_no_client(

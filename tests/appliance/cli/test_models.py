@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from appliance.fleet.boot import STARTER_FOLDER
 from appliance.models import cache
+from appliance.models.names import STARTER_FOLDER
 from engine.folder.checkpoint import Checkpoint, choose_dtype, panels_layout
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock

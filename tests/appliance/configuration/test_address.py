@@ -67,6 +67,8 @@ def test_a_host_and_a_port_need_no_scheme(text, address):
         "ftp://x",
         "http://",
         "http://x:port",
+        "http://\x01",
+        "http://a b:80",
         "http://x/path",
         "ssh://",
         "https://x/path",

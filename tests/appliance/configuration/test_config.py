@@ -24,7 +24,7 @@ from appliance.configuration.config import (
     prepare_directories,
     take_over,
 )
-from appliance.configuration.setting_kinds import parse_bytes
+from appliance.configuration.setting_kinds import is_meant, parse_bytes
 from appliance.configuration.settings import SETTINGS
 from engine.errors import (
     CheckpointError,
@@ -187,6 +187,15 @@ def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) 
     with pytest.raises(ConfigError) as refused:
         load({}, {})
     assert refused.value.hint == "is kv_memory meant?"
+
+
+def test_only_what_is_near_is_guessed() -> None:
+    (nothing,) = config.unknown_variables({"PENSTOCK_NONSENSE": "1"})
+    assert nothing == "PENSTOCK_NONSENSE is set, and is no setting"
+    assert is_meant("operatr", SETTINGS) == "is operators meant? "
+    of_a_request = is_meant("temperatur", SETTINGS)
+    assert of_a_request.startswith("temperature is said by a request")
+    assert is_meant("temperatur", ["temperature"]) == "is temperature meant? "
 
 
 def test_a_setting_of_an_earlier_release_says_what_there_is_in_its_place(machine: Path) -> None:

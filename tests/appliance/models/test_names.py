@@ -8,7 +8,7 @@ import pytest
 
 from appliance.configuration.config import changes, load
 from appliance.models.hub import RemoteFile, Repository, small_files, weight_files
-from appliance.models.names import HubName, a_model
+from appliance.models.names import STARTER_FOLDER, HubName, a_model
 from engine.errors import CheckpointError, ConfigError
 
 
@@ -43,6 +43,16 @@ def test_a_folder_that_is_there_is_never_a_name(
     monkeypatch.chdir(tmp_path)
     assert a_model("o/n") == tmp_path / "o" / "n"
     assert a_model("o/other") == HubName("o/other")
+
+
+def test_the_starter_is_known_by_its_name_unless_such_a_folder_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert a_model("penstock-starter-1") == STARTER_FOLDER
+    assert (STARTER_FOLDER / "config.json").is_file()
+    (tmp_path / "penstock-starter-1").mkdir()
+    assert a_model("penstock-starter-1") == tmp_path / "penstock-starter-1"
 
 
 @pytest.mark.parametrize("value", ["", 3, None, ["o/n"]])
