@@ -29,6 +29,7 @@ _BYTES = "surrogateescape"
 _RETRY = "try again in a moment"
 _CUT = "what came is not all of it; `penstock status` and `penstock events` say what happened"
 _NO_PENSTOCK = "is it a Penstock's address? --host and PENSTOCK_HOST name it"
+_CERTIFICATE = "SSL_CERT_FILE=CHAIN.pem trusts a certificate of your own; its names must fit, too"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
 JOIN_GROUP = "sudo usermod -aG penstock-users $USER, then log in again"
 """To whom the socket does not let in."""
@@ -351,4 +352,6 @@ def _explained(address: Address) -> Iterator[None]:
     except (OSError, http.client.HTTPException, ValueError) as error:
         is_ssh = isinstance(address, SshAddress)
         hint = "ssh, or penstock there, has said why above" if is_ssh else ""
+        if hasattr(error, "verify_message"):  # ssl's own error, without importing ssl
+            hint = _CERTIFICATE
         raise DaemonUnreachable(f"no usable reply ({error})", where=where, hint=hint) from error

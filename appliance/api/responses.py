@@ -32,7 +32,7 @@ from appliance.api.openai import chat_ask, refuse_unsupported
 from appliance.api.replies import EVENTS, event, keep_alive
 from appliance.api.stream import Delta
 from appliance.api.tools import MAX_TOOLS
-from appliance.api.wire import json_response, peer_of, request_not_found, require
+from appliance.api.wire import json_response, peer_of, require, response_not_found
 from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo, Request, Role
 from engine.errors import RequestError
@@ -557,7 +557,7 @@ class ResponseStore:
         with self._lock:
             kept = self._kept.get(response_id)
             if kept is None or kept.owner != owner:
-                raise request_not_found(response_id)
+                raise response_not_found(response_id)
             self._kept.move_to_end(response_id)
             return kept
 

@@ -210,6 +210,9 @@ def require(http: Request, role: Role) -> Peer:
         raise Forbidden(
             f"this needs the role {role.name.lower()}; {peer.name} is a {peer.role.name.lower()}",
             code="role_required",
+            hint=f"`penstock keys new NAME --role {role.name.lower()}` makes a key that may"
+            if peer.key
+            else "the daemon's settings `operators` and `viewers` say who may what",
         )
     return peer
 
@@ -237,6 +240,12 @@ def require_owner(http: Request, request_id: str) -> Peer:
 def request_not_found(request_id: str) -> RequestError:
     """No such request, neither live nor ended."""
     return _not_found(f"there is no request `{request_id[:200]}`")
+
+
+def response_not_found(response_id: str) -> RequestError:
+    """No such response that is kept."""
+    hint = "it was deleted, or was not to be kept, or later ones took its place"
+    return _not_found(f"there is no response `{response_id[:200]}`", hint=hint)
 
 
 def not_live(request_id: str) -> RequestError:

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 from appliance.bench.load import SERVERS_LOG, Target, exchange
 from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.statistics import Figures, band, ratio, spread, verdict
+from appliance.client import DaemonUnreachable
 from appliance.configuration import address, config
 from appliance.ephemeral import daemon
 from engine.errors import ConfigError, PenstockError
@@ -112,7 +113,11 @@ class Arms:
         else:
             where = address.find(place)
         target = Target(label, where, self._rng, is_text=self._is_text)
-        target.meet()
+        try:
+            target.meet()
+        except DaemonUnreachable as error:
+            error.hint = f"a server is the address of one that runs, or one of {', '.join(ROLES)}"
+            raise
         request, reply = target.request(*self._warm_up), ReceivedReply(time.perf_counter_ns())
         asyncio.run(exchange(where, request, reply, WARM_UP_S))
         if reply.problem is not None or reply.ended_ns is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -240,6 +240,13 @@ class TurnPace:
     def length(self, num_tokens: int) -> int:
         """Tokens of a part that the workload has so many of."""
         return max(1, round(num_tokens * self.length_scale))
+
+    def least_s(self, conversations: Iterable[PlannedConversation]) -> float:
+        """Seconds that beginnings and pauses take, however fast a server is."""
+        return max(
+            (each.starts_at_s + sum(turn.think_s for turn in each.turns[1:])) / self.speed
+            for each in conversations
+        )
 
 
 async def converse(

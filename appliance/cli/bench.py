@@ -539,7 +539,10 @@ def turns(
         raise typer.BadParameter(f"APIs are {', '.join(APIS)}")
     conversations = conversations_of(workload, count, seed)
     slo = GoodputTargets(slo_ttft_ms, slo_itl_ms)
-    pace, bar = TurnPace(api, speed, length_scale), Bar(rounds * (len(specs) + 1))
+    pace, num_runs = TurnPace(api, speed, length_scale), rounds * (len(specs) + 1)
+    least = duration(num_runs * pace.least_s(conversations) * 1000)
+    terminal.note(f"penstock: {num_runs} runs; beginnings and pauses alone take {least} (--speed)")
+    bar = Bar(num_runs)
 
     def turn(target: Target, label: str, round_index: int) -> Measured:
         return asyncio.run(

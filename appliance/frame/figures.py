@@ -294,6 +294,7 @@ def restored_from(reason: object) -> str:
 def phase_text(request: Mapping[str, Any]) -> str:
     """`prefilling 62%`, `handing off`, `decoding`; of one that has ended how it ended.
 
+    Without a share until a step of it has ended: one may take seconds, and 0% would look hung.
     `waiting` is a prompt that has its blocks, and whose worker computes others before it.
     """
     if request.get("finish_reason"):
@@ -303,7 +304,8 @@ def phase_text(request: Mapping[str, Any]) -> str:
         return "waiting"
     text = str(request.get("phase") or ABSENT).replace("_", " ")
     computed, num_tokens = request.get("computed_tokens"), request.get("prompt_tokens")
-    if text == "prefilling" and num_tokens and computed is not None:
+    found = request.get("cached_tokens") or 0
+    if text == "prefilling" and num_tokens and computed is not None and computed > found:
         text += f" {ratio(min(1.0, computed / num_tokens))}"
     return text
 

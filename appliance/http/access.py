@@ -507,7 +507,8 @@ class Gate:
                 code="host_not_allowed",
                 hint="call it localhost or 127.0.0.1, also from a proxy",
             )
-        key = _shown_key(scope)
+        shown = _shown_keys(scope)
+        key = _one_key(shown)
         peer = self.policy.holder_of(key)
         if peer is None and scope["path"] == OPEN_PATH:
             return Peer()
@@ -515,7 +516,7 @@ class Gate:
             return Peer(role=Role.VIEWER)
         if peer is None:
             raise RequestError(
-                "the API key is missing" if not key else "the API key is not valid",
+                _KEY_PROBLEMS.get(len(shown), "several API keys that differ were sent"),
                 code="invalid_api_key",
                 status=401,
                 kind="authentication_error",
@@ -531,7 +532,7 @@ class Gate:
             return self.policy.peer_of(credentials).role >= peer.role
         if peer.key is None:  # it showed none, where none is asked for
             return True
-        now = self.policy.holder_of(_shown_key(scope))
+        now = self.policy.holder_of(_one_key(_shown_keys(scope)))
         return now is not None and now.role >= peer.role
 
 
@@ -626,17 +627,23 @@ def _line(scope: Scope) -> ClientLine:
     return cast(ClientLine, scope["state"]["line"])
 
 
-def _shown_key(scope: Scope) -> str:
-    """As OpenAI's clients show it, or Anthropic's, or Azure's; empty if none is, which is nobody's.
+_KEY_PROBLEMS = {0: "the API key is missing", 1: "the API key is not valid"}
+"""By how many were sent."""
 
-    Where several are shown they must be the same: nobody would know which counts.
-    """
+
+def _shown_keys(scope: Scope) -> set[str]:
+    """As OpenAI's clients show it, or Anthropic's, or Azure's."""
     scheme, _, bearer = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
     keys = {bearer.strip()} if scheme.lower() == "bearer" else set()
     for name in (b"x-api-key", b"api-key"):
         keys.add((_header(scope, name) or b"").decode("latin-1").strip())
     keys.discard("")
-    return keys.pop() if len(keys) == 1 else ""
+    return keys
+
+
+def _one_key(shown: set[str]) -> str:
+    """Empty, which is nobody's, if none is shown, or several that differ: which would count?"""
+    return next(iter(shown)) if len(shown) == 1 else ""
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

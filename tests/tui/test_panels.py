@@ -305,6 +305,20 @@ def test_the_most_important_columns_stay_when_it_gets_narrow():
     }
 
 
+def test_a_limit_takes_the_room_of_what_ok_says_already():
+    limit = "decode: worker decode has no idle time, with 2 sequences"
+    view = View().after(frames.idle(limit=limit))
+    assert limit in text_of(header.alert_line(view, 80))[:80]
+    assert "no alerts" in text_of(header.alert_line(view, 120))
+
+
+def test_prefill_progress_is_told_once_a_step_has_ended():
+    begun = frames.request(1, "prefilling", prompt_tokens=200, computed_tokens=0)
+    assert requests.phase_text(begun) == "prefilling"
+    found = frames.request(1, "prefilling", prompt_tokens=200, computed_tokens=64, cached_tokens=64)
+    assert requests.phase_text(found) == "prefilling"
+
+
 def test_prefill_progress_is_shown_in_percent():
     request = frames.request(1, "prefilling", prompt_tokens=200, computed_tokens=50)
     assert requests.phase_text(request) == "prefilling 25%"

@@ -167,13 +167,13 @@ def alert_line(view: View, width: int) -> Line:
     if not found:
         rest = _note_parts(view.frame)[1] if view.frame else ""
         text = limit or (f"the model: {rest}" if rest else "")
-        return [
-            Run(" "),
-            Run("● ok", Tone.GOOD),
-            Run("  no alerts   ", Tone.MUTED),
-            Run("limited by " if limit else "", Tone.MUTED),
-            Run(text, Tone.PLAIN if limit else Tone.MUTED),
-        ]
+        state = [Run(" "), Run("● ok", Tone.GOOD)]
+        told = [Run("limited by " if limit else "", Tone.MUTED)]
+        told.append(Run(text, Tone.PLAIN if limit else Tone.MUTED))
+        calm = Run("  no alerts   ", Tone.MUTED)
+        if width_of([*state, calm, *told]) > width:  # it says no more than `ok`
+            calm = Run("  ")
+        return [*state, calm, *told]
     line: Line = []
     for index, alert in enumerate(found):
         mark, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])

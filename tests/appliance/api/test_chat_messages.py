@@ -168,7 +168,9 @@ async def test_a_key_is_needed_on_tcp(served):
     reply = await served.http.post("/v1/messages", headers={"authorization": ""}, json={})
     assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error")
     both = {"authorization": f"Bearer {served.key}", "x-api-key": "another"}
-    assert (await served.http.post("/v1/messages", headers=both, json={})).status_code == 401
+    reply = await served.http.post("/v1/messages", headers=both, json={})
+    assert reply.status_code == 401
+    assert "several API keys that differ" in reply.json()["error"]["message"]
 
 
 async def test_models_are_listed_as_anthropic_does(client):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,15 @@ async def test_nobody_else_drains_or_resumes(appliance, peer, verb):
     reply = await client_of(appliance, peer).post(f"/v1/penstock/{verb}")
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "role_required")
     role = "user" if peer is None else peer.role.name.lower()
-    assert reply.json()["error"]["message"].endswith(f" is a {role}")
+    who, _, hint = reply.json()["error"]["message"].partition("; the daemon")
+    assert who.endswith(f" is a {role}")
+    assert "`operators`" in hint
+
+
+async def test_who_came_with_a_key_is_told_how_to_make_one_that_may(appliance):
+    peer = replace(ALICE, key="laptop")
+    reply = await client_of(appliance, peer).post("/v1/penstock/drain")
+    assert "`penstock keys new NAME --role operator`" in reply.json()["error"]["message"]
     assert appliance.drained_by is appliance.resumed_by is None
 
 

@@ -78,7 +78,9 @@ async def test_a_response_is_its_owners(appliance):
         made = (await client.post("/v1/responses", json={"input": "x"})).json()
         assert (await client.get(f"/v1/responses/{made['id']}")).json() == made
     async with client_of(appliance, BOB) as client:
-        assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 404
+        gone = await client.get(f"/v1/responses/{made['id']}")
+        assert gone.status_code == 404
+        assert f"there is no response `{made['id']}`" in gone.json()["error"]["message"]
         assert (await client.delete(f"/v1/responses/{made['id']}")).status_code == 404
         body = {"input": "x", "previous_response_id": made["id"]}
         assert (await client.post("/v1/responses", json=body)).status_code == 400

@@ -49,6 +49,12 @@ async def have(target: Target, *conversations: PlannedConversation, api: str = "
     return await converse(target, conversations, TurnPace(api), "one", 0, lambda share: None)
 
 
+def test_the_least_that_a_workload_takes_is_its_longest_wait() -> None:
+    late = PlannedConversation([PlannedTurn(1, 1, 50.0), PlannedTurn(1, 1, 6.0)], starts_at_s=4.0)
+    assert TurnPace("chat").least_s([CHAT, late]) == 10.0  # nobody waits before a first turn
+    assert TurnPace("chat", speed=5.0).least_s([CHAT, late]) == 2.0
+
+
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("conversation", [CHAT, AGENT], ids=["chat", "agent"])
 async def test_each_prompt_begins_as_the_one_before_it(

@@ -99,6 +99,7 @@ def test_turns_are_told_one_by_one(
     arm = "colocated" if api == "completions" else f"one={daemon.socket}"
     ended = penstock(environ, "bench", "turns", arm, *options)
     assert ended.returncode == 0, ended.stderr
+    assert "penstock: 2 runs; beginnings and pauses alone take " in ended.stderr
     document = json.loads(ended.stdout)
     metrics = {row["metric"] for row in document["data"] if row["arm"] == arm.split("=")[0]}
     assert {"turn_01_ttft_ms", "turn_02_ttft_ms", "infinite_hit_ratio", "failed"} <= metrics
@@ -144,6 +145,7 @@ def test_interference_needs_no_more_than_two_arms(
         (["workload", "poem"], 2, "kinds are"),
         (["turns", "static", "--api", "soap"], 2, "APIs are"),
         (["turns", "static", "--workload", "/none"], 5, "cannot read"),
+        (["compare", "foo"], 3, "or one of static, colocated, elastic"),
         (["compare", "static", "static"], 78, "two arms have one name"),
         (["step", "--roles", "none"], 2, "roles are"),
         (["step", "--case", "8"], 2, "give cases as"),

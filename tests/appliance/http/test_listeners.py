@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from appliance.api.routes import build_app
-from appliance.client import Client
+from appliance.client import Client, DaemonUnreachable
 from appliance.configuration.address import TcpAddress
 from appliance.http import connection, listeners
 from appliance.http.access import AccessPolicy, new_key, read_keys
@@ -361,8 +361,9 @@ async def test_our_own_client_checks_the_certificate(served, monkeypatch):
     def ask():
         return Client(address).get("/v1/models")["data"]
 
-    with pytest.raises(Exception, match="certificate"):
+    with pytest.raises(DaemonUnreachable, match="certificate") as refused:
         await asyncio.to_thread(ask)
+    assert "SSL_CERT_FILE" in refused.value.hint
     monkeypatch.setenv("SSL_CERT_FILE", str(FIRST[0]))
     assert await asyncio.to_thread(ask)
 
