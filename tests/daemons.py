@@ -53,15 +53,15 @@ class Daemon:
         self.folder = folder
         self.socket = folder / "p.sock"
         self.stderr_path = folder / "stderr.txt"
-        command = [sys.executable, *self.program, "serve", "--socket", str(self.socket)]
-        command += ["--state-dir", str(folder / "state")]
-        if "--ssd-cache" not in args:
-            command += ["--ssd-cache", "off"]  # but where it is what is tested
+        command = [sys.executable, *self.program, "serve"]
+        own = {"--socket": self.socket, "--state-dir": folder / "state", "--ssd-cache": "off"}
+        for flag, value in own.items():
+            command += [] if flag in args else [flag, str(value)]  # but where it is what is tested
         if model is not None:
             command += ["--model", str(model)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
-        own = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "config")}
-        self.env = {**inherited, **own, **(env or {})}
+        dirs = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "config")}
+        self.env = {**inherited, **dirs, **(env or {})}
         with self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*command, *args],
