@@ -285,7 +285,6 @@ def named_by_source(
         sources = _read(flags, environ)  # raises the same error, if it is the file's
         for each in wrong:
             each.where = sources.place_of(each.where)
-            each.what = sources.in_their_words(each.what)
             each.hint = sources.in_their_words(each.hint)
         refuse(wrong)
     except PenstockError as error:

@@ -268,7 +268,7 @@ def end_crashed_run(
     found = db.execute(
         "SELECT run_id, started_at, boot_id, stopped_at IS NOT NULL FROM runs ORDER BY run_id DESC"
     ).fetchone()
-    if found is None:  # the log was taken away meanwhile, and what was cut belongs to that one
+    if found is None:  # the first run of this log: those rows are to be its own
         return None
     run_id, started_at, boot, has_stopped = found
     for row in answered:

@@ -245,12 +245,12 @@ class RequestLog:
         self._stop_reason: str | None = None
         self._run: dict[str, str | None] = {}
         self._run_id = 0
+        self._is_first_run = True
         self._is_failing = False
         self._limits = limits or RetentionLimits()
         self._upkeep = Upkeep(self._limits)
         self.said: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
         """Events of the log's own, the oldest first, for who shows them to take out."""
-        self._kept: Path | None = None  # the last file that was damaged
         self._open = OpenRequests(path)
         self.crash: str | None = None
         """What is to be said of the daemon before, if it never stopped; start_run() finds out."""
@@ -301,10 +301,10 @@ class RequestLog:
             self._connection = open_log(self.path)
             self._file_id = file_id(self.path)
             self._begin_run()
-        self._open.begin()
-        if self._kept is not None:  # which has the run that these are of, and takes no more rows
+        if self._is_first_run:  # the log of the run that these are of was damaged, or taken away
             for row in (*self._open.answered, *self._open.cut):
                 self.record(row)
+        self._open.begin()
         self._writer.start()
         return self._run_id
 
@@ -312,6 +312,7 @@ class RequestLog:
         """End the run before, if nothing has, and begin this one."""
         try:
             with self._connection as db:
+                self._is_first_run = db.execute("SELECT 1 FROM runs").fetchone() is None
                 self.crash = end_crashed_run(db, self._open.answered, self._open.cut)
             self._run_id = insert_run(self._connection, self._run)
         except sqlite3.Error as error:
@@ -564,9 +565,9 @@ class RequestLog:
         try:
             self._set_aside(error)
         except FileError as refused:
-            _LOG.error("%s", refused)
-        else:
-            self._file_id = None
+            if self._file_id is not None:  # once: it is tried with each row
+                _LOG.error("%s", refused)
+        self._file_id = None
 
     def _set_aside(self, damage: DamagedLog) -> None:
         """Keep a file that nobody here has open under another name, and say so.
@@ -575,11 +576,11 @@ class RequestLog:
             FileError: the folder does not allow it.
         """
         try:
-            self._kept = set_aside(self.path)
+            kept = set_aside(self.path)
         except OSError as error:
             what = f"{damage.what}; cannot move it away"
             raise FileError(what, error, where=str(self.path), hint=damage.hint) from error
-        about = f"{damage.what}: it is kept as {self._kept.name}, and a new one made"
+        about = f"{damage.what}: it is kept as {kept.name}, and a new one made"
         self._say("error", "log.damaged", about)
 
     def _keep_up(self) -> None:

@@ -162,6 +162,28 @@ def test_a_log_that_is_damaged_under_the_daemon_is_kept_and_a_new_one_goes_on(
     assert query(path, "SELECT code FROM events") == [("log.damaged",)]
 
 
+def test_a_damaged_log_that_its_folder_holds_fast_is_set_aside_once_the_folder_lets_it_go(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = iter([PermissionError(1, "no"), PermissionError(1, "no")])
+
+    def refuse_twice(log_path: Path) -> Path:
+        if (error := next(refusals, None)) is not None:
+            raise error
+        return set_aside(log_path)
+
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(writer, "set_aside", refuse_twice)
+    log = start(path)
+    path.unlink()
+    path.write_text(GARBAGE)
+    log.record(row("cmpl-1"))
+    assert log.flush(60)
+    assert rids(log.rows(RowQuery())) == ["cmpl-1"]
+    assert caplog.text.count("cannot move it away") == 1
+    assert log.close()
+
+
 @pytest.mark.parametrize("where", ["the header", "_sqlite_migrations", "runs", "requests"])
 def test_a_log_found_damaged_at_start_is_kept_a_new_one_goes_on_and_that_is_said(
     path: Path, monkeypatch: pytest.MonkeyPatch, where: str
