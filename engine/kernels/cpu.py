@@ -419,7 +419,7 @@ def judge(
     )
     if gains[-1].low >= GAIN and min(gain.low for gain in gains) >= LOSS:
         ways = ProductWays(counts, tuple(best))
-        how = "rearranged at start for this CPU's bfloat16 instructions"
+        how = f"rearranged at start for this CPU's bfloat16 instructions, {ways} tokens at a time"
         return TrialResult(ways, with_figures(f"{how}{said}", figures))
     if gains[-1].high >= GAIN and min(gain.high for gain in gains) >= LOSS:
         why = "undecided if they should be rearranged for this CPU's bfloat16 instructions"
