@@ -68,7 +68,7 @@ def test_times_are_at_least_what_the_server_took(server: FakeOpenAI, target: Tar
         assert sample.ttft_ms is not None
         assert sample.e2e_ms is not None
         assert sample.ttft_ms >= 50
-        assert sum(sample.itl_ms) >= 38  # two sleeps, less what the first read came late
+        assert sample.ttft_ms + sum(sample.itl_ms) >= 90  # however late the first was read
         assert sample.e2e_ms >= 90
 
 
