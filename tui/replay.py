@@ -29,6 +29,7 @@ from appliance.frame.protocol import (
     EventFrame,
     Frame,
     RequestFrame,
+    computed_at_end,
 )
 from appliance.frame.recording import FramePacker, RecordingError, open_recording
 from tui.view import HISTORY_FRAMES, REPLAY, DaemonLink, View
@@ -136,9 +137,7 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         id=row["rid"],
         phase="finished",
         stream=bool(row["stream"]),
-        computed_tokens=None
-        if num_output is None
-        else row["prompt_tokens"] + max(num_output - 1, 0),
+        computed_tokens=computed_at_end(row["prompt_tokens"], num_output),
         output_tokens=num_output,
         max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
         num_blocks=0,

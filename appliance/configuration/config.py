@@ -250,20 +250,19 @@ def _is_value(setting: Setting, word: str) -> bool:
     return True
 
 
-def in_their_words(
-    text: str, flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
-) -> str:
-    """A finding or a hint that names flags, with the variable or the line that is to be changed.
+def wording(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> Callable[[str], str]:
+    """What puts the variable or the line that is to be changed for flags that a text names.
 
     Args:
-        text: as it is where nobody knows what has set a setting.
         flags: as load() has them.
         environ: likewise.
     """
     try:
-        return _read(flags, environ).in_their_words(text)
+        return _read(flags, environ).in_their_words
     except ConfigError:
-        return text
+        return str  # nobody knows what has set a setting
 
 
 @contextmanager
@@ -288,7 +287,7 @@ def named_by_source(
             each.hint = sources.in_their_words(each.hint)
         refuse(wrong)
     except PenstockError as error:
-        error.hint = in_their_words(error.hint, flags, environ)
+        error.hint = wording(flags, environ)(error.hint)
         raise
 
 

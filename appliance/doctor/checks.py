@@ -136,10 +136,9 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         settings: as the flags of serve.
         client: of the daemon that the command would ask.
     """
+    worded = config.wording(settings)
     for each in _findings(settings, client):
-        words = {name: getattr(each, name) for name in ("found", "hint")}
-        said = {name: config.in_their_words(text, settings) for name, text in words.items()}
-        yield replace(each, **said)
+        yield replace(each, found=worded(each.found), hint=worded(each.hint))
 
 
 def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:

@@ -167,6 +167,11 @@ def iso_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat("T", "milliseconds")[:-6] + "Z"
 
 
+def computed_at_end(num_prompt: int, num_output: int | None) -> int | None:
+    """Tokens that a request has computed when it ends; its last one it does not. None: unknown."""
+    return None if num_output is None else num_prompt + max(num_output - 1, 0)
+
+
 class RequestFrame(msgspec.Struct):
     """One request: live, or finished a short while ago."""
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from appliance.frame.latency import in_order
-from appliance.frame.protocol import RequestFrame
+from appliance.frame.protocol import RequestFrame, computed_at_end
 from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence
 
@@ -196,9 +196,7 @@ def frame_of_row(row: dict[str, Any]) -> RequestFrame:
     num_output = row["completion_tokens"]
     return RequestFrame(
         phase="finished",
-        computed_tokens=None
-        if num_output is None
-        else row["prompt_tokens"] + max(num_output - 1, 0),
+        computed_tokens=computed_at_end(row["prompt_tokens"], num_output),
         output_tokens=num_output,
         num_blocks=0,
         worker=None,

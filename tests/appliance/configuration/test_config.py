@@ -514,7 +514,7 @@ def test_a_hint_names_what_set_the_setting(machine: Path, hint: str, told: str) 
             raise kind("it is wrong", hint=hint)
         assert caught.value.hint == told
     path.unlink()
-    assert config.in_their_words(hint, {}, {}) == hint  # nothing is set, and there is no file
+    assert config.wording({}, {})(hint) == hint  # nothing is set, and there is no file
 
 
 def test_a_folder_that_is_named_for_the_socket_and_is_not_there_is_probably_a_typo(

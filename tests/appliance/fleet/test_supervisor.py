@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from appliance.fleet import supervisor
 from appliance.fleet import supervisor as supervisor_file
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.supervisor import (
+    WORKER_PROGRAM,
     MemorySharing,
     PeerPools,
     Supervisor,
@@ -59,6 +61,21 @@ def loading(
     )
     plan = WorkerPlan("w", (0,), "kv")
     return WorkerState(plan, setup, loaded_bytes=loaded_bytes, total_bytes=total_bytes)
+
+
+def unheard(
+    workers: list[tuple[WorkerPlan, Setup]], program: Sequence[str] = WORKER_PROGRAM
+) -> Supervisor:
+    """A supervisor to whose calls nobody listens, of workers that run a program."""
+    return Supervisor(
+        workers,
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: None,
+        on_died=lambda *died: None,
+        on_lost=lambda *lost: None,
+        program=program,
+    )
 
 
 def test_a_file_that_two_workers_map_counts_once() -> None:
@@ -122,15 +139,7 @@ HANGING = READY.replace('channel.send(Ready("none"))', "time.sleep(600)")
 
 async def test_a_worker_that_hangs_in_its_first_start_ends_that_with_its_name() -> None:
     state = loading(0, 0)
-    supervisor = Supervisor(
-        [(state.plan, state.setup)],
-        [],
-        on_report=lambda *report: None,
-        on_ready=lambda name: None,
-        on_died=lambda *died: None,
-        on_lost=lambda *lost: None,
-        program=(sys.executable, "-c", HANGING),
-    )
+    supervisor = unheard([(state.plan, state.setup)], program=(sys.executable, "-c", HANGING))
     supervisor.spawn_all()
     starting = asyncio.create_task(supervisor.run())
     worker = supervisor.workers["w"]
@@ -156,15 +165,7 @@ def two_workers() -> list[tuple[WorkerPlan, Setup]]:
 
 
 async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    supervisor = Supervisor(
-        two_workers(),
-        [],
-        on_report=lambda *report: None,
-        on_ready=lambda name: None,
-        on_died=lambda *died: None,
-        on_lost=lambda *lost: None,
-        program=(sys.executable, "-c", "raise SystemExit(3)"),
-    )
+    supervisor = unheard(two_workers(), program=(sys.executable, "-c", "raise SystemExit(3)"))
     supervisor.spawn_all()
     with pytest.raises(WorkerFailed, match="exit code 3"):
         await supervisor.run()
@@ -176,14 +177,7 @@ async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptur
 
 
 def test_who_has_loaded_waits_for_the_others_and_then_for_nobody() -> None:
-    supervisor = Supervisor(
-        two_workers(),
-        [],
-        on_report=lambda *report: None,
-        on_ready=lambda name: None,
-        on_died=lambda *died: None,
-        on_lost=lambda *lost: None,
-    )
+    supervisor = unheard(two_workers())
     waits = [supervisor.waits_for_others(name) for name in ("a", "b")]
     supervisor.workers["a"].has_loaded = True
     waits += [supervisor.waits_for_others(name) for name in ("a", "b")]
@@ -193,14 +187,7 @@ def test_who_has_loaded_waits_for_the_others_and_then_for_nobody() -> None:
 
 
 def test_who_is_awaited_is_said_with_how_far_it_is_unless_lines_say_so() -> None:
-    supervisor = Supervisor(
-        two_workers(),
-        [],
-        on_report=lambda *report: None,
-        on_ready=lambda name: None,
-        on_died=lambda *died: None,
-        on_lost=lambda *lost: None,
-    )
+    supervisor = unheard(two_workers())
     a, b = supervisor.workers.values()
     assert supervisor.awaited(0.0) == ["worker a (starting)", "worker b (starting)"]
     a.loaded_bytes, a.total_bytes, b.loaded_bytes, b.total_bytes = 1, 2, 2, 2
