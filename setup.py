@@ -15,6 +15,8 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("engine/kernels")
 COMMON = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+VARIABLE = "PENSTOCK_BUILD_KERNELS"
+"""`all` levels, or `none`."""
 X86_LEVELS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
@@ -27,7 +29,8 @@ X86_LEVELS["amx"] = [*X86_LEVELS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 def levels() -> dict[str, list[str]]:
     """The compiler's flags for each level that this architecture can have."""
     is_x86 = platform.machine() in {"x86_64", "AMD64"}
-    return {"portable": []} | (X86_LEVELS if is_x86 else {})
+    known = {"portable": []} | (X86_LEVELS if is_x86 else {})
+    return known if os.environ.get(VARIABLE, "all") == "all" else {}
 
 
 class BuildLevels(build_ext):

@@ -15,7 +15,7 @@ from appliance.http.listeners import SOCKET_MODE
 from appliance.watch.deadlines import LOOK_INTERVAL_S
 from engine.errors import ConfigError
 
-UNITS = Path(__file__).parents[1] / "appliance" / "systemd"
+UNITS = Path(__file__).parents[1] / "systemd"
 PROGRAM = "@PENSTOCK@"
 
 

@@ -147,8 +147,13 @@ class ServeConfig:
         return log_path(self.state_dir)
 
 
-OTHER_VARIABLES = ("PENSTOCK_CONFIG", "PENSTOCK_HOST", "PENSTOCK_API_KEY")
-"""The file of settings, and what clients read."""
+OTHER_VARIABLES = (
+    "PENSTOCK_CONFIG",
+    "PENSTOCK_HOST",
+    "PENSTOCK_API_KEY",
+    "PENSTOCK_BUILD_KERNELS",
+)
+"""Variables that are not settings: the settings' file, what clients read, what setup.py reads."""
 
 
 class FoundSetting(NamedTuple):

@@ -1,0 +1,60 @@
+"""The top level of the repository, and what a wheel built from it carries."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = {"pyproject.toml", "README.md"}
+FOLDERS = {"appliance", "engine", "tui", "migrations", "tests", "systemd"}
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+def test_the_top_level_has_its_eight_entries() -> None:
+    assert {name for name in FILES if (ROOT / name).is_file()} == FILES
+    # A link would satisfy is_dir(): each is a folder itself.
+    real = {name for name in FOLDERS if (ROOT / name).is_dir() and not (ROOT / name).is_symlink()}
+    assert real == FOLDERS
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    """The root of a wheel without kernels, built from a copy: a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    packages = FOLDERS - {"tests"}
+    for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    for name in packages:
+        left_out = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=left_out)
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, "dist"],
+        cwd=folder,
+        env=os.environ | {"PENSTOCK_BUILD_KERNELS": "none"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    (file,) = (folder / "dist").glob("*.whl")
+    return zipfile.Path(file)
+
+
+def test_a_wheel_carries_the_files_that_install_service_writes(wheel: zipfile.Path) -> None:
+    sources = {path.name: path.read_text() for path in (ROOT / "systemd").iterdir()}
+    carried = {path.name: path.read_text() for path in (wheel / "appliance/systemd").iterdir()}
+    assert len(sources) >= 4
+    assert carried == sources
+
+
+def test_a_wheel_leaves_the_top_level_to_its_packages(wheel: zipfile.Path) -> None:
+    # site-packages/systemd belongs to systemd's own Python library.
+    folders = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
+    assert folders == FOLDERS - {"tests", "systemd"}
