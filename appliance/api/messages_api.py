@@ -215,7 +215,8 @@ def _tools(fields: Fields, ignored: list[str]) -> Json:
         found["tool_choice"] = "required" if kind == "any" else kind
     else:
         raise invalid_value("tool_choice.type", "must be auto, any, tool or none")
-    found["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use")
+    if choice.get("disable_parallel_tool_use") is not None:
+        found["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use")
     return found
 
 

@@ -94,7 +94,8 @@ class Tools:
 def read_tools(fields: Fields) -> Tools | None:
     """The tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
     choice = fields.get("tool_choice")
-    is_parallel = fields.boolean("parallel_tool_calls", default=True)
+    # Small models repeat a call that they must make until they run out of tokens.
+    is_parallel = fields.boolean("parallel_tool_calls", default=choice != "required")
     definitions = fields.items("tools", MAX_TOOLS)
     functions = [_function(one, f"tools[{index}]") for index, one in enumerate(definitions)]
     schemas = {function.required("name"): _parameters(function) for function in functions}

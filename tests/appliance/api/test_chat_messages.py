@@ -114,6 +114,19 @@ async def test_a_call_can_be_required(client, appliance, choice):
     assert appliance.submitted[0].sequences[0].sampling.grammar is not None
 
 
+@pytest.mark.parametrize(("disabled", "num_calls"), [(None, 1), (True, 1), (False, 2)])
+async def test_any_call_is_one_unless_several_are_asked_for(client, appliance, disabled, num_calls):
+    appliance.model = appliance.model.__class__("m", 8192, 300, (257,), None, 0)
+    says(appliance, f"{CALL}\n{CALL}{END}")
+    choice = {"type": "any"}
+    if disabled is not None:
+        choice["disable_parallel_tool_use"] = disabled
+    message = await client.messages.create(
+        model="m", max_tokens=400, messages=HELLO, tools=[TOOL], tool_choice=choice
+    )
+    assert len(message.content) == num_calls
+
+
 async def test_reasons_to_stop(client, appliance):
     says(appliance, "abc STOP and so on")
     asked = {"model": "m", "messages": HELLO}

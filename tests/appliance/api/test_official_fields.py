@@ -301,6 +301,16 @@ async def test_only_one_call_is_made_if_they_may_not_be_parallel(chat, appliance
     assert len(appliance.stopped) == 1
 
 
+async def test_a_required_call_ends_the_answer_unless_parallel_calls_are_asked_for(chat, appliance):
+    says(appliance, f"{CALL}\n{CALL}<|im_end|>")
+    asked = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 999}
+    choice = (await chat(**asked)).choices[0]
+    assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
+    says(appliance, f"{CALL}\n{CALL}<|im_end|>")
+    choice = (await chat(**asked, parallel_tool_calls=True)).choices[0]
+    assert len(choice.message.tool_calls) == 2
+
+
 async def test_what_is_no_call_stays_text(chat, appliance):
     says(appliance, '<tool_call>\n{"name": "unknown"}\n</tool_call><|im_end|>')
     choice = (await chat(tools=[WEATHER], max_tokens=999)).choices[0]

@@ -53,6 +53,12 @@ def test_a_choice_requires_a_call_of_any_or_of_one():
     assert len(one.definitions) == 2
 
 
+@pytest.mark.parametrize(("said", "is_parallel"), [(None, False), (False, False), (True, True)])
+def test_required_calls_are_several_only_where_that_is_asked_for(said, is_parallel):
+    assert tools(tool_choice="required", parallel_tool_calls=said).is_parallel == is_parallel
+    assert tools(tool_choice="auto", parallel_tool_calls=said).is_parallel == (said is not False)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
