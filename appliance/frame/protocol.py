@@ -318,6 +318,9 @@ class LatencyFrame(msgspec.Struct):
     """Gaps in the window longer than four times their median and 100 ms."""
     tokenize_ms_mean: float | None = None
     restore_ms_mean: float | None = None
+    ttft_over_usual: float | None = None
+    """How many times its usual TTFT a tenth of the prompts took, each compared with prompts of its
+    length; 1 if they were less than a second late. None: too few first tokens in the window."""
 
 
 class HandoffFrame(msgspec.Struct):

@@ -18,6 +18,7 @@ from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
+from appliance.frame.figures import duration
 from appliance.frame.protocol import AlertFrame, Frame, PoolFrame, TierFrame, WorkerFrame
 from engine.units import size_text
 
@@ -167,6 +168,14 @@ def late_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
         if ratio is not None:
             about = f"{1 - ratio:.1%} of the {what} take longer than {target_ms} ms"
             yield Signal(1 - ratio, about, subject)
+
+
+def ttft_over_usual(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Compare the last minute's TTFT with what is usual for prompts of the same length."""
+    latency = frame.latency
+    if (times := latency.ttft_over_usual) is not None and latency.ttft_ms_p95 is not None:
+        about = f"TTFT is {times:.0f}x its usual for such prompts"
+        yield Signal(times, f"{about} (p95 {duration(latency.ttft_ms_p95)} in {PAST_S:.0f} s)")
 
 
 def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -353,6 +362,7 @@ THRESHOLDS = (
     ),
     Threshold("queue.full", queue_full_ratio, 0.5, 0.9, "the queue has room for {}", 5),
     Threshold("slo.missed", late_ratio, 0.01, 0.10, "the {} target is kept again", 60),
+    Threshold("ttft.slow", ttft_over_usual, 5, None, "TTFT is as usual again", 5),
     Threshold("requests.failing", failed_ratio, 0.001, 0.01, "no request fails any more"),
     Threshold("decode.stall", decode_slowdown, 0.75, None, "decoding goes on as usual", 5),
     Threshold("link.down", link_down, 1, None, "the link from {} is up again", is_state=True),

@@ -113,7 +113,7 @@ def limit(
     if state == "degraded":
         return f"degraded: {reason}"
     if state == "draining":
-        return "draining: it takes no new requests"
+        return "draining: no new requests are accepted"
     if any(waiting):
         return _queue_limit(waiting)
     busy = [worker for worker in workers if worker.num_sequences]
@@ -122,14 +122,15 @@ def limit(
         ("decode", "gaps between tokens", latency.itl_slo_ratio),
     ):
         if busy and ratio is not None and ratio < ENOUGH_IN_TIME:
-            return f"{stage}: {1 - ratio:.0%} of the {what} are later than their target"
+            return f"{stage}: {1 - ratio:.0%} of the {what} miss their target"
     for worker in busy:
         if worker.busy_ratio >= BUSY_RATIO:
             is_prefill = worker.prefill_tokens_per_s >= worker.decode_tokens_per_s
             is_prefill = is_prefill and bool(worker.prefill_tokens_per_s or worker.num_prefilling)
             load = things(worker.num_sequences, "sequence")
             stage = "prefill" if is_prefill else "decode"
-            return f"{stage}: worker {worker.name} has no idle time, with {load}"
+            by = "" if worker.name.startswith(stage) else f" by {stage}"
+            return f"{worker.name} worker saturated{by}, {load}"
     return ""
 
 

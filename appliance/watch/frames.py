@@ -274,6 +274,7 @@ class Frames:
         """Show another model from now on; numbers and counts go on."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
         self.rehearsed = None
+        self._telemetry.windows.forget_usual_ttft()
 
     def make(self, standing: ServiceState) -> list[Change]:
         """Take one reading and wake those who wait for it; which alerts it has changed."""

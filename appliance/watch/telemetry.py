@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
 
@@ -46,6 +46,9 @@ MAX_WINDOW_GAPS = 20_000
 USUAL_WINDOW_S = 900.0
 MIN_USUAL, MAX_USUAL = 3, 200
 """What is usual is the median of so many sequences, the newest of the last quarter of an hour."""
+MAX_USUAL_MINUTES = 60
+MIN_LATE_MS = 1000.0
+"""A TTFT that exceeds what is usual by less is not late, however many times as long it is."""
 STALL_GAPS = 4.0
 MIN_STALL_MS = 100.0
 """A gap is a stall if it is longer than so many usual ones, and than this."""
@@ -63,10 +66,42 @@ class UsualTimes:
     tpot_ms: float | None = None
 
 
+class UsualTtft:
+    """Learn what TTFT is usual for prompts of each length, from one minute to the next.
+
+    Each minute adds the median TTFT of every power of two of computed prompt tokens; what is usual
+    is the median of those minutes, so a bad minute hardly moves it.
+    """
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._this_minute: defaultdict[int, list[float]] = defaultdict(list)
+        self._medians_ms: defaultdict[int, deque[float]] = defaultdict(
+            lambda: deque(maxlen=MAX_USUAL_MINUTES)
+        )
+
+    def add(self, num_computed: int, ttft_ms: float, now_ns: int) -> None:
+        """Take in one TTFT; it counts once its minute is over."""
+        minute = int(now_ns / 60e9)
+        if minute != self._minute:
+            for size, seen_ms in self._this_minute.items():
+                self._medians_ms[size].append(median(seen_ms))
+            self._this_minute.clear()
+            self._minute = minute
+        self._this_minute[num_computed.bit_length()].append(ttft_ms)
+
+    def of(self, num_computed: int) -> float | None:
+        """Return the usual TTFT of such a prompt; None until enough minutes had one."""
+        medians_ms = self._medians_ms[num_computed.bit_length()]
+        return median(medians_ms) if len(medians_ms) >= MIN_USUAL else None
+
+
 class Windows:
     """The newest of everything that has a latency."""
 
     def __init__(self) -> None:
+        self._usual_ttft = UsualTtft()
+        self._ttft_over_usual = Window(WINDOW_S)
         self._ttft_ms = Window(WINDOW_S)
         self._ttft_stages_ms = {stage: Window(WINDOW_S) for stage in TTFT_STAGES}
         self._itl_ms = Window(WINDOW_S, MAX_WINDOW_GAPS)
@@ -75,10 +110,21 @@ class Windows:
         self._requests = Window(WINDOW_S)
         self._usual = {each.name: Window(USUAL_WINDOW_S, MAX_USUAL) for each in fields(UsualTimes)}
 
+    def forget_usual_ttft(self) -> None:
+        """Start over for another model, whose first tokens take another time."""
+        self._usual_ttft = UsualTtft()
+
     def first_token(self, sequence: Sequence, ttft_ms: float, now_ns: int) -> None:
         """A sequence has its first token."""
         cut = stages(sequence.stamps, 1)
         self._ttft_ms.add(now_ns, ttft_ms)
+        num_computed = max(sequence.num_prompt_tokens - sequence.num_cached_tokens, 1)
+        # the time to compute it stands in for what is usual until that is known
+        due_ms = self._usual_ttft.of(num_computed) or cut.prefill_ms
+        if due_ms:
+            is_late = ttft_ms - due_ms >= MIN_LATE_MS
+            self._ttft_over_usual.add(now_ns, ttft_ms / due_ms if is_late else 1.0)
+        self._usual_ttft.add(num_computed, ttft_ms, now_ns)
         for stage, window in self._ttft_stages_ms.items():
             window.add(now_ns, getattr(cut, f"{stage}_ms") or 0.0)
 
@@ -143,7 +189,14 @@ class Windows:
             num_stalls=_num_stalls(itl_ms),
             tokenize_ms_mean=means["tokenize"],
             restore_ms_mean=means["restore"],
+            ttft_over_usual=_exceeded_by_several(self._ttft_over_usual.values(now_ns)),
         )
+
+
+def _exceeded_by_several(values: list[float]) -> float | None:
+    """The value that a tenth of all values reach, and at least MIN_USUAL of them."""
+    num_least = max(MIN_USUAL, len(values) // 10)
+    return sorted(values)[-num_least] if len(values) >= num_least else None
 
 
 def _mean(values: list[float]) -> float | None:

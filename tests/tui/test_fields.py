@@ -22,6 +22,7 @@ INTERNAL = {
     "totals.cached_tokens": "of ended requests; shown are those of all that were placed",
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
     "requests.computed_tokens": "as a share while it is prefilled",
+    "latency.ttft_over_usual": "an alert of the daemon when it is large",
     "devices.parent": "places a slice under its GPU",
     "workers.num_prefilling": "decides which phase the limiting sentence blames",
     "links.num_bytes": "the rate is shown; the sum is for /metrics",

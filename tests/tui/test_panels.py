@@ -306,7 +306,7 @@ def test_the_most_important_columns_stay_when_it_gets_narrow():
 
 
 def test_a_limit_takes_the_room_of_what_ok_says_already():
-    limit = "decode: worker decode has no idle time, with 2 sequences"
+    limit = "decode worker saturated, 2 sequences"
     view = View().after(frames.idle(limit=limit))
     assert limit in text_of(header.alert_line(view, 80))[:80]
     assert "no alerts" in text_of(header.alert_line(view, 120))

@@ -168,7 +168,7 @@ def alert_line(view: View, width: int) -> Line:
         rest = _note_parts(view.frame)[1] if view.frame else ""
         text = limit or (f"the model: {rest}" if rest else "")
         state = [Run(" "), Run("● ok", Tone.GOOD)]
-        told = [Run("limited by " if limit else "", Tone.MUTED)]
+        told = [Run("bottleneck: " if limit else "", Tone.MUTED)]
         told.append(Run(text, Tone.PLAIN if limit else Tone.MUTED))
         calm = Run("  no alerts   ", Tone.MUTED)
         if width_of([*state, calm, *told]) > width:  # it says no more than `ok`
@@ -275,8 +275,8 @@ def page(view: View, width: int, height: int) -> list[Line]:
     return [
         rule("ALERTS", width, "what is wrong now"),
         *(standing or [[Run("● ok  no alerts", Tone.GOOD)]]),
-        rule("LIMIT", width, "what holds it up"),
-        [Run(frame.limit or "nothing", Tone.STRONG if frame.limit else Tone.MUTED)],
+        rule("BOTTLENECK", width),
+        [Run(frame.limit or "none", Tone.STRONG if frame.limit else Tone.MUTED)],
         *_model(frame, width),
         rule("EVENTS", width, f"the last {len(frame.events)}, newest first"),
         *all_events(view, width),

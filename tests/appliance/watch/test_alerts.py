@@ -139,6 +139,7 @@ def raised_by(*frames: Frame) -> dict[str, str]:
 
 
 LATE = LatencyFrame(60.0, 1, *[None] * 8, ttft_slo_ratio=0.97, itl_slo_ratio=0.5)
+SEEN = LatencyFrame(60.0, 9, 4000.0, 8700.0, *[None] * 6)
 GPU = {"name": "gpu0", "kind": "gpu"}
 SILENT = "worker prefill: no progress for 5 s of at most 10 s"
 WRONG = {
@@ -156,6 +157,11 @@ WRONG = {
     ),
     "no target": (idle(queue=QueueFrame(1, 0, 0, 0, 64, 4000.0)), {}),
     "targets": (idle(latency=LATE, slo_ttft_ms=9, slo_itl_ms=9), {"slo.missed": "error"}),
+    "slow first tokens": (
+        idle(latency=msgspec.structs.replace(SEEN, ttft_over_usual=31.0)),
+        {"ttft.slow": "warning"},
+    ),
+    "usual first tokens": (idle(latency=msgspec.structs.replace(SEEN, ttft_over_usual=4.9)), {}),
     "a dead worker": (
         idle(workers=[worker("decode", state="restarting")], state="degraded"),
         {"worker.down": "error"},

@@ -137,11 +137,11 @@ WORKS = worker("prefill", num_sequences=1, busy_ratio=0.99, prefill_tokens_per_s
         ),
         (
             ("ready", "", QueueWaits(), [WORKS], LATE),
-            "prefill: 60% of the first tokens are later than their target",
+            "prefill: 60% of the first tokens miss their target",
         ),
         (
             ("ready", "", QueueWaits(), [WORKS], IDLE),
-            "prefill: worker prefill has no idle time, with 1 sequence",
+            "prefill worker saturated, 1 sequence",
         ),
         (("ready", "", QueueWaits(), [worker("decode")], IDLE), ""),
         (
@@ -150,7 +150,7 @@ WORKS = worker("prefill", num_sequences=1, busy_ratio=0.99, prefill_tokens_per_s
         ),
         (
             ("draining", "draining", QueueWaits(), [], IDLE),
-            "draining: it takes no new requests",
+            "draining: no new requests are accepted",
         ),
     ],
 )

@@ -72,6 +72,66 @@ def test_shares_in_time_are_against_the_targets_of_the_moment():
     assert windows.latency(Slo(200, 19), SECOND + 61 * SECOND).ttft_slo_ratio is None
 
 
+def first_tokens(windows: Windows, now_s: float, *seen: tuple[int, float, float]) -> float | None:
+    """Let prompts of (tokens, queue_ms, prefill_ms) get their first tokens; what the frame says."""
+    for num_tokens, queue_ms, prefill_ms in seen:
+        started, first = int(queue_ms * MS), int((queue_ms + prefill_ms) * MS)
+        made = Sequence(
+            1, "cmpl-1", 0, [1] * num_tokens, SamplingParams(max_tokens=8, seed=0),
+            Stamps(0, 0, started, first),
+        )  # fmt: skip
+        windows.first_token(made, queue_ms + prefill_ms, int(now_s * SECOND))
+    return windows.latency(Slo(), int(now_s * SECOND)).ttft_over_usual
+
+
+SHORT, LONG = (40, 10.0, 90.0), (4000, 10.0, 13_000.0)
+
+
+def after_usual_minutes(*usual: tuple[int, float, float]) -> Windows:
+    windows = Windows()
+    for minute in range(5):
+        first_tokens(windows, 60 * minute, *usual)
+    return windows
+
+
+def test_ttft_is_compared_with_what_is_usual_for_prompts_of_its_length():
+    windows = after_usual_minutes(SHORT, LONG)
+    assert first_tokens(windows, 400, SHORT, LONG, LONG, LONG) == 1.0
+    assert first_tokens(windows, 430, *[(40, 3400.0, 100.0)] * 3) == pytest.approx(35.0)
+    assert first_tokens(windows, 500, SHORT, SHORT, SHORT) == 1.0, "the window has passed"
+
+
+def test_prompts_of_a_length_that_never_came_count_by_their_wait_alone():
+    windows = after_usual_minutes(SHORT)
+    assert first_tokens(windows, 400, *[LONG] * 10) == 1.0
+    assert first_tokens(windows, 500, *[(4000, 91_000.0, 13_000.0)] * 3) == pytest.approx(8.0)
+
+
+def test_computing_slower_than_usual_counts_as_waiting_does():
+    windows = after_usual_minutes(LONG)
+    assert first_tokens(windows, 400, *[(4000, 10.0, 130_090.0)] * 3) == pytest.approx(10.0)
+
+
+def test_a_load_that_lasts_becomes_usual_and_another_model_starts_over():
+    windows = after_usual_minutes(SHORT)
+    loaded = (40, 3400.0, 100.0)
+    for minute in range(10, 20):
+        first_tokens(windows, 60 * minute, loaded)
+    assert first_tokens(windows, 1800, loaded, loaded, loaded) == 1.0
+    windows.forget_usual_ttft()
+    assert first_tokens(windows, 2000, loaded, loaded, loaded) == pytest.approx(35.0)
+
+
+@pytest.mark.parametrize(
+    ("num_slow", "num_all", "is_told"),
+    [(2, 2, False), (2, 30, False), (3, 30, True), (3, 50, False), (5, 50, True)],
+)
+def test_a_few_slow_first_tokens_are_not_told(num_slow, num_all, is_told):
+    windows = after_usual_minutes(SHORT)
+    seen = [(40, 3400.0, 100.0)] * num_slow + [SHORT] * (num_all - num_slow)
+    assert (first_tokens(windows, 400, *seen) or 1.0) == pytest.approx(35.0 if is_told else 1.0)
+
+
 def test_means_are_of_first_tokens_and_ends_of_what_was_not_cut_short():
     windows = Windows()
     for queue_ms in (10, 30):
