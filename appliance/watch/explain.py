@@ -180,7 +180,7 @@ def waits(router: Router, now_ns: int) -> dict[int, str]:
         if not _has_begun(sequence) and left[worker] >= router.max_step_tokens:
             found[sequence.seq_id] = _turn(sequence, worker, left[worker], now_ns)
         left[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
-    under_way = PromptsAhead(router.at.running.values(), now_ns)
+    under_way = PromptsAhead(router.at.running.values(), router.max_step_tokens, now_ns)
     ready = sorted(router.roles.ready_workers)
     busiest = max(ready, key=lambda name: left[name], default=None)
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):

@@ -7,7 +7,7 @@ Invariant: the choice is one of the candidates; of those that meet the targets t
 those that miss them the one that misses least; within a tenth, the kind of way taken before.
 Never: chooses on a guess: a way whose steps have not been measured, or that turned out far from
 what was predicted of it, is left out; with none left it is the first candidate, as with static
-roles.
+roles, but for a short prompt that would wait there behind a longer one.
 """
 
 from __future__ import annotations
@@ -162,6 +162,9 @@ _UNKNOWN = "its steps are not all of sizes that have been measured; as static ro
 _WARY = "the other ways were far worse than predicted and are not measured anew; as static roles do"
 
 
+_SHORT = "step times are not measured yet; a short prompt does not wait behind a long one"
+
+
 class _Unknown(Exception):
     """A step that matters is of a kind or size that has not been measured."""
 
@@ -174,17 +177,34 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     try:
         forecasts = _Forecaster(situation, predict).all()
     except _Unknown:
-        return PairChoice(first, "unknown", _UNKNOWN)
+        return _short_choice(situation) or PairChoice(first, "unknown", _UNKNOWN)
     static = forecasts[0]
     trusted = [f for f in forecasts if f.pair.moves or f is static or f.way not in situation.closed]
     if trusted == [static]:
-        reason, why = ("unknown", _UNKNOWN) if len(forecasts) == 1 else ("wary", _WARY)
-        return _choice(static, reason, f"; {why}")
+        if len(forecasts) > 1:
+            return _choice(static, "wary", f"; {_WARY}")
+        return _short_choice(situation) or _choice(static, "unknown", f"; {_UNKNOWN}")
     best = min(trusted, key=_key)
     kept = [f for f in trusted if f.pair.route == situation.last and _is_as_good(f, best)]
     if kept and situation.last != best.pair.route:
         return _choice(min(kept, key=_key), "kept")
     return _choice(best, "cheapest" if best.miss <= 1 else "closest")
+
+
+def _short_choice(situation: Situation) -> PairChoice | None:
+    """Choose a worker at which a short prompt does not wait for another prompt's step to end.
+
+    Returns:
+        None where it would not wait with static roles, or would wait everywhere.
+    """
+    loads, static = situation.loads, situation.candidates[0]
+    if loads[static.prefill].num_prefill_tokens <= MIN_CHUNK_TOKENS:
+        return None
+    for pair in situation.candidates:
+        num_left = situation.num_prompt_tokens - situation.num_cached.get(pair.prefill, 0)
+        if not pair.moves and loads[pair.prefill].num_prefill_tokens + num_left <= MIN_CHUNK_TOKENS:
+            return PairChoice(pair, "unknown", _SHORT)
+    return None
 
 
 def _key(forecast: Forecast) -> tuple[float, float]:

@@ -2,8 +2,9 @@
 
 Owns: nothing; pure, torch-free.
 Invariant: every decoding sequence gets its token in every step, and prompts share the budget, so
-neither phase can starve the other. A prompt that the step would only cut a chunk from goes alone:
-those that the step completes do not wait for its chunk.
+neither phase can starve the other. A prompt longer than a step goes alone, a chunk at a time. A
+prompt that one step completes waits for one such chunk at most; a long prompt that has waited
+longest gets at least every second step.
 Never: looks at blocks: whoever is running owns the blocks it needs.
 """
 
@@ -44,29 +45,37 @@ def prefill_key(num_remaining_tokens: int, waited_ns: int) -> float:
     return num_remaining_tokens - AGEING_TOKENS_PER_S * waited_ns / 1e9
 
 
-def plan(running: Iterable[S], max_step_tokens: int, now_ns: int) -> list[tuple[S, int]]:
+def is_chunk(planned: Iterable[tuple[Plannable, int]]) -> bool:
+    """Tell whether a step leaves a prompt unfinished; call it before the step is made."""
+    return any(s.num_computed_tokens + n < s.num_tokens for s, n in planned)
+
+
+def plan(
+    running: Iterable[S], max_step_tokens: int, now_ns: int, *, is_after_chunk: bool = False
+) -> list[tuple[S, int]]:
     """Choose the sequences of the next step, and how many tokens of each.
 
     Args:
         running: sequences that hold their blocks and have something left to compute.
         max_step_tokens: prompt tokens in the step, at most.
         now_ns: CLOCK_MONOTONIC, for ageing.
+        is_after_chunk: the step before was a chunk of a long prompt, so short ones are next.
 
     Returns:
         (sequence, number of new tokens), single-token sequences first. Empty if nothing runs.
     """
     chosen: list[tuple[S, int]] = []
-    prompts: list[tuple[float, int, S]] = []
+    prompts: list[tuple[bool, float, int, S]] = []
     for order, sequence in enumerate(running):
         remaining = sequence.num_tokens - sequence.num_computed_tokens
         if sequence.is_decoding:
             chosen.append((sequence, 1))
         elif remaining > 1:
             key = prefill_key(remaining, now_ns - sequence.admitted_ns)
-            prompts.append((key, order, sequence))
+            prompts.append((is_after_chunk and remaining > max_step_tokens, key, order, sequence))
     budget = max_step_tokens
     is_first = True
-    for _, _, sequence in sorted(prompts, key=lambda item: item[:2]):
+    for *_, sequence in sorted(prompts, key=lambda item: item[:3]):
         remaining = sequence.num_tokens - sequence.num_computed_tokens
         if remaining <= budget:
             chosen.append((sequence, remaining))

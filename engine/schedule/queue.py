@@ -506,10 +506,12 @@ class PromptsAhead:
 
     Args:
         running: all that is admitted.
+        max_step_tokens: of prompts, in a worker's step.
         now_ns: CLOCK_MONOTONIC, for ageing.
     """
 
-    def __init__(self, running: Iterable[Sequence], now_ns: int) -> None:
+    def __init__(self, running: Iterable[Sequence], max_step_tokens: int, now_ns: int) -> None:
+        self._max_step_tokens = max_step_tokens
         self._now_ns = now_ns
         self._prompts: list[tuple[str | None, str, int, float]] = []
         self.sequences: list[Sequence] = []
@@ -526,17 +528,19 @@ class PromptsAhead:
         self._prompts.append((sequence.worker, sequence.owner, num_tokens, key))
 
     def num_tokens(self, sequence: Sequence, worker: str) -> int:
-        """Prompt tokens that the worker has to compute first.
+        """Count the prompt tokens that the worker has to compute first.
 
-        Its owner's older prompts keep their place. Of others' the longer ones are passed, as they
-        will be in the worker's plan: how long they waited was their owners' affair.
+        A prompt of one step passes those of several, as it will in the worker's plan. Otherwise its
+        owner's older prompts keep their place; other owners' longer prompts are passed.
         """
         owner, own_tokens = sequence.owner, sequence.num_uncached_tokens
         own_key = self._key(sequence, own_tokens)
+        is_short = own_tokens <= self._max_step_tokens
         return sum(
             num_tokens
             for at, other, num_tokens, other_key in self._prompts
             if at == worker
+            and not (is_short and num_tokens > self._max_step_tokens)
             and (other_key <= own_key if other == owner else num_tokens <= own_tokens)
         )
 

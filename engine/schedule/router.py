@@ -246,7 +246,7 @@ class Router:
 
     def _dispatch_queue(self, now_ns: int) -> None:
         """Place what holds no blocks; nothing new while one that did does not fit."""
-        ahead = PromptsAhead(self.at.running.values(), now_ns)
+        ahead = PromptsAhead(self.at.running.values(), self.max_step_tokens, now_ns)
         spare, there = self.growth.spare(), self.roles.open_workers
         most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
         paused = sorted(self.at.paused.values(), key=age)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from engine.schedule.plan import plan
+from engine.schedule.plan import is_chunk, plan
 from engine.schedule.sequence import FinishReason
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
@@ -152,6 +152,8 @@ class StepLoop:
         """Releases to report with the next message."""
         self._flight: _LaunchedStep | None = None
         """The step that follows one whose end was not known yet."""
+        self._is_after_chunk = False
+        """The step before computed a chunk of a prompt, and did not complete it."""
         self._ended: list[Running] = []
         """Sequences of that step that have ended in the one before."""
 
@@ -203,8 +205,14 @@ class StepLoop:
         runnable = [] if self._is_parked else self._runnable()
         planned = [
             (r, min(r.capped(n), r.room(self._runner.block_size)))
-            for r, n in plan(runnable, self._max_step_tokens, started_ns)
+            for r, n in plan(
+                runnable,
+                self._max_step_tokens,
+                started_ns,
+                is_after_chunk=self._is_after_chunk,
+            )
         ]
+        self._is_after_chunk = is_chunk(planned)
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens
         )

@@ -10,7 +10,7 @@ from collections import deque
 
 import msgspec
 
-from engine.schedule.plan import plan
+from engine.schedule.plan import is_chunk, plan
 from engine.wire.messages import (
     Admit,
     Copied,
@@ -59,6 +59,7 @@ class FakeWorker:
         self.tokens_per_step = 1
         """That a decoding sequence yields at most."""
         self.max_step_tokens = max_step_tokens
+        self.is_after_chunk = False
         self.inbox = deque()
         self.outbox = deque()
         self.restart()
@@ -138,8 +139,10 @@ class FakeWorker:
             if not r.is_complete and not self.is_parked and r.room(BLOCK_SIZE) > 0
         ]
         entries = []
-        planned = plan(runnable, self.max_step_tokens, now_ns)
+        after = self.is_after_chunk
+        planned = plan(runnable, self.max_step_tokens, now_ns, is_after_chunk=after)
         planned = [(r, min(r.capped(n), r.room(BLOCK_SIZE))) for r, n in planned]
+        self.is_after_chunk = is_chunk(planned)
         self.has_stepped = bool(planned)
         for running, num_new_tokens in planned:
             entries.append(self.compute(running, num_new_tokens))

@@ -137,6 +137,29 @@ def test_while_step_times_are_unknown_roles_are_static():
     assert (choice.pair, choice.reason) == (MOVE, "unknown")
 
 
+def test_while_step_times_are_unknown_a_short_prompt_does_not_wait_behind_a_long_one():
+    def unknown(situation, **changes):
+        return choice_of(situation, predict=lambda *_: None, prefill=PREFILLING, **changes)
+
+    assert unknown(CPU, num_prompt_tokens=43).pair == DECODE
+    assert unknown(CPU, num_prompt_tokens=43, decode=TWO_STREAMS).pair == DECODE
+    assert unknown(CPU, num_prompt_tokens=1043, num_cached={"decode": 1000}).pair == DECODE
+    assert unknown(CPU, num_prompt_tokens=MIN_CHUNK_TOKENS + 1).pair == MOVE
+    crowd = WorkerLoad(num_prefill_tokens=MIN_CHUNK_TOKENS)
+    assert unknown(CPU, num_prompt_tokens=43, decode=crowd).pair == MOVE
+    idle = choose(replace(CPU, num_prompt_tokens=43), lambda *_: None)
+    assert idle.pair == MOVE, "nothing to wait for"
+
+
+def test_a_short_prompt_passes_a_long_one_also_where_only_its_own_step_is_unknown():
+    def decode_only(worker, num_cores, load):
+        return None if load.num_prefill_tokens and load.batch else linear(worker, num_cores, load)
+
+    busy = {"prefill": PREFILLING, "decode": TWO_STREAMS, "predict": decode_only}
+    choice = choice_of(CPU, num_prompt_tokens=43, slo=Slo(itl_ms=5000), **busy)
+    assert (choice.pair, choice.reason) == (DECODE, "unknown")
+
+
 def test_a_way_that_cannot_be_predicted_is_not_taken_and_that_is_said():
     def alone_only(worker, num_cores, load):
         is_mixed = load.num_prefill_tokens and load.batch

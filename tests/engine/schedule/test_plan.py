@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.plan import AGEING_TOKENS_PER_S, plan
+from engine.schedule.plan import AGEING_TOKENS_PER_S, is_chunk, plan
 
 
 @dataclass(eq=False)
@@ -47,6 +47,16 @@ def test_an_old_long_prompt_goes_before_a_new_short_one():
     assert plan([new, old], 512, now_ns)[0][0] is old
 
 
+def test_a_short_prompt_waits_for_one_chunk_of_an_old_long_one_at_most():
+    now_ns = 100 * 10**9
+    old, new = Fake(5000, 0), Fake(100, 0, admitted_ns=now_ns)
+    assert plan([new, old], 512, now_ns) == [(old, 512)]
+    assert plan([new, old], 512, now_ns, is_after_chunk=True) == [(new, 100)]
+    assert plan([old], 512, now_ns, is_after_chunk=True) == [(old, 512)]
+    assert is_chunk([(old, 512)])
+    assert not is_chunk([(new, 100), (Fake(10, 9), 1)])
+
+
 def test_many_decoding_sequences_do_not_starve_prompts():
     prompt = Fake(1000, 0)
     planned = plan([*(Fake(2, 1) for _ in range(600)), prompt], 512, 0)
@@ -64,9 +74,9 @@ sequences = st.lists(
 )
 
 
-@given(sequences, st.integers(1, 600), st.integers(10**10, 10**11))
-def test_a_plan_is_within_bounds_and_wastes_nothing(running, max_step_tokens, now_ns):
-    planned = plan(running, max_step_tokens, now_ns)
+@given(sequences, st.integers(1, 600), st.integers(10**10, 10**11), st.booleans())
+def test_a_plan_is_within_bounds_and_wastes_nothing(running, max_step_tokens, now_ns, after_chunk):
+    planned = plan(running, max_step_tokens, now_ns, is_after_chunk=after_chunk)
     assert len({id(s) for s, _ in planned}) == len(planned)
     for sequence, num_new_tokens in planned:
         assert 1 <= num_new_tokens <= sequence.num_tokens - sequence.num_computed_tokens

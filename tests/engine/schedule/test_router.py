@@ -328,6 +328,35 @@ def test_a_newcomer_does_not_wait_for_the_old_long_prompt_of_a_flood():
     world.run()
 
 
+def test_a_short_prompt_waits_for_one_chunk_of_its_owners_old_long_prompt():
+    world = World("alias", num_blocks=200)
+    long = world.sequence(100, 2)
+    world.submit(long)
+    world.tick()
+    world.now_ns += 60_000_000_000
+    short = world.sequence(3, 2)
+    world.submit(short)
+    assert short.phase is Phase.PREFILLING
+    world.tick()
+    world.tick()
+    assert short.num_output_tokens
+    assert not long.num_output_tokens
+    world.run()
+
+
+def test_shorts_without_end_leave_a_long_prompt_every_second_step():
+    world = World("alias", num_blocks=200)
+    long = world.sequence(100, 2)
+    world.submit(long)
+    world.tick()
+    world.now_ns += 60_000_000_000
+    for _ in range(40):
+        world.submit(world.sequence(5, 1))
+        world.tick()
+    assert long.num_output_tokens
+    world.run()
+
+
 def test_a_flood_passes_what_does_not_fit_for_ten_seconds_only():
     world = World("alias", num_blocks=17)
     flood = [world.sequence(10, 6) for _ in range(30)]
