@@ -26,7 +26,13 @@ import msgspec
 
 from appliance.api.appliance import Readings
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import BootPlan, check_files, is_to_be_fetched, make_plan
+from appliance.fleet.boot import (
+    BootPlan,
+    check_files,
+    facts_by_name,
+    is_to_be_fetched,
+    make_plan,
+)
 from appliance.fleet.placer import StepMemory, is_two_better, key_of, pair_times, programme
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.supervisor import Supervisor
@@ -577,5 +583,5 @@ class Swapping:
         """With the roles that an operator may have changed."""
         plan = make_plan(self._configs[name])
         roles = plan.roles if plan.placement.places.is_colocated else self._service.frame.roles
-        others = tuple(other for other in self._configs if other != name)
-        return replace(plan, model_id=name, roles=roles, others=others)
+        others = {other: each for other, each in self._configs.items() if other != name}
+        return replace(plan, model_id=name, roles=roles, others=facts_by_name(others))

@@ -14,6 +14,7 @@ from enum import IntEnum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from appliance.models.facts import ModelFacts
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason, Sequence
 from engine.wire.messages import TokenLogprob
@@ -229,8 +230,11 @@ class ModelInfo:
     """Other names by which clients may ask for it; `*` in them is any text."""
     folder: str | None = None
     """Where its files are on the daemon's machine."""
-    others: tuple[str, ...] = ()
-    """Models that a request may name instead; each is swapped in when one does."""
+    others: Mapping[str, ModelFacts | None] = field(default_factory=dict)
+    """Models that a request may name instead; each is swapped in when one does. None: its files
+    are not on this machine yet."""
+    facts: ModelFacts | None = None
+    """What the model's files say of it; None: they are still being fetched."""
 
     def is_called(self, name: str) -> bool:
         """Whether a client that says this name means this model."""

@@ -79,6 +79,11 @@ def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, 
     )
     daemon.complete("a", model="small", max_tokens=2)
     assert daemon.http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+    sizes = {one["model"]: one["size"] for one in daemon.http.get("/api/tags").json()["models"]}
+    assert sizes.keys() == {first, "small"}
+    assert min(sizes.values()) > 0
+    loaded = daemon.http.post("/api/generate", json={"model": first}).json()
+    assert (loaded["done_reason"], daemon.fresh_state()["model"]) == ("load", first)
     daemon.assert_all_free()
     assert daemon.stop() == 0
 

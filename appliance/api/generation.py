@@ -29,7 +29,12 @@ from appliance.api.admission import Accepted, accept, hang_up
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
 from appliance.api.messages_api import MessageShape, in_anthropics_words, messages_ask
-from appliance.api.ollama_api import OllamaShape, chat_ask_of, generate_ask
+from appliance.api.ollama_api import (
+    NothingToGenerate,
+    OllamaShape,
+    chat_ask_of,
+    generate_ask,
+)
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.responses import (
@@ -45,6 +50,7 @@ from appliance.api.wire import (
     arrival_of,
     client_request_id,
     error_response,
+    json_response,
     require,
 )
 from appliance.fleet.swaps import IncomingRequest
@@ -385,8 +391,11 @@ def generating_routes() -> list[Route]:
     return [Route(path, _handler(one), methods=["POST"]) for path, one in ENDPOINTS.items()]
 
 
-def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Generation]]:
-    async def handle(http: Request) -> Generation:
-        return await generate(http, endpoint)
+def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Generation | Response]]:
+    async def handle(http: Request) -> Generation | Response:
+        try:
+            return await generate(http, endpoint)
+        except NothingToGenerate as ended:
+            return json_response(ended.reply)
 
     return handle

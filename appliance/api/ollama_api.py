@@ -1,7 +1,7 @@
 """Ollama's API: chat and generate brought into a chat's fields, replies line by line, model paths.
 
-Owns: which fields there are, and what is refused by name; their shapes; /api/version, tags, show,
-ps and pull.
+Owns: which fields there are, and what is refused by name; their shapes; what apps ask before they
+chat: /, /api/version, tags, show, ps, pull, and loading a model.
 Invariant: what is answered is what a client of OpenAI's API would have asked for.
 Never: keeps anything between two requests.
 """
@@ -10,26 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
+import re
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
 from appliance.api.ask import MAX_MESSAGES, Ask, check_model, infill_of
 from appliance.api.openai import chat_ask, completion_ask
-from appliance.api.replies import fingerprint
 from appliance.api.stream import Delta
 from appliance.api.tool_format import output_format_of
 from appliance.api.wire import Dialect, appliance_of, error_body, json_response, require
 from appliance.frame.protocol import iso_time, utc_now
 from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
+from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
 from appliance.request import ModelInfo, Request, Role
 from engine.errors import ConfigError, RequestError, Unavailable
@@ -62,6 +64,18 @@ _NO_EFFECT = {
     *("mirostat_tau", "mirostat_eta"),
 }
 """Options about how a model is loaded; what is loaded here is the operator's."""
+_UNIT = "(ns|us|ms|s|m|h)"
+KEEP_ALIVE = rf"^[-+]?[0-9]+(\.[0-9]+)?({_UNIT}([0-9]+(\.[0-9]+)?{_UNIT})*)?$"
+"""A duration as Ollama's clients write it: `5m`, `1h30m`, `-1`; a number is seconds."""
+MAX_KEEP_ALIVE_CHARS = 32
+
+
+class NothingToGenerate(Exception):
+    """A request that only loads or unloads a model; it carries the whole reply."""
+
+    def __init__(self, reply: Json) -> None:
+        super().__init__("nothing to generate")
+        self.reply = reply
 
 
 def chat_ask_of(fields: Fields, model: ModelInfo) -> Ask:
@@ -71,9 +85,12 @@ def chat_ask_of(fields: Fields, model: ModelInfo) -> Ask:
         raise invalid_type("messages", "a list of messages", messages)
     if len(messages or []) > MAX_MESSAGES:
         raise invalid_value("messages", f"has more than {MAX_MESSAGES} messages")
-    places = [f"messages[{index}]" for index in range(len(messages or []))]
-    said = [_message(Fields.of(m, at)) for m, at in zip(messages or [], places, strict=True)]
-    chat = {**_common(fields), "messages": said, "tools": _tools(fields.get("tools"))}
+    common = _common(fields)
+    if not messages:
+        raise _loaded(fields, model, {"message": {"role": "assistant", "content": ""}})
+    places = [f"messages[{index}]" for index in range(len(messages))]
+    said = [_message(Fields.of(m, at)) for m, at in zip(messages, places, strict=True)]
+    chat = {**common, "messages": said, "tools": _tools(fields.get("tools"))}
     return _finished(chat_ask(Fields(chat), model), fields, chat)
 
 
@@ -87,6 +104,8 @@ def generate_ask(fields: Fields, model: ModelInfo) -> Ask:
     if fields.get("context"):
         raise unsupported("context", "is not kept; send the conversation to /api/chat")
     common, suffix = _common(fields), fields.text("suffix")
+    if not (prompt or suffix):
+        raise _loaded(fields, model, {"response": ""})
     if fields.boolean("raw") or suffix:
         plain = {**common, "prompt": prompt, "suffix": suffix}
         plain.pop("chat_template_kwargs", None)
@@ -116,10 +135,30 @@ def _common(fields: Fields) -> Json:
     think = fields.get("think")
     if think is not None:
         asked["chat_template_kwargs"] = {"enable_thinking": think not in (False, "none")}
-    fields.get("keep_alive")  # the model stays as long as the daemon
+    _keep_alive_s(fields)  # a model stays until another is asked for
     unknown = [name for name in options.ignored if name not in _NO_EFFECT]
     asked["_ignored"] = tuple(f"options.{name}" for name in unknown)
     return asked
+
+
+def _keep_alive_s(fields: Fields) -> float | None:
+    """Read `keep_alive`: 0 asks to unload; any other duration counts as 1, a negative as -1."""
+    value, path = fields.get("keep_alive"), fields.path("keep_alive")
+    if isinstance(value, str):
+        if len(value) > MAX_KEEP_ALIVE_CHARS or not re.fullmatch(KEEP_ALIVE, value):
+            raise invalid_value(path, "must be a duration as 5m, or seconds")
+        return float(bool(re.search("[1-9]", value))) * (-1 if value[0] == "-" else 1)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise invalid_type(path, "a duration or a number", value)
+    return value
+
+
+def _loaded(fields: Fields, model: ModelInfo, empty: Json) -> NothingToGenerate:
+    """Answer a request without a prompt: its model is loaded by the time that it is read."""
+    check_model(fields.get("model"), model)
+    reason = "unload" if _keep_alive_s(fields) == 0 else "load"
+    told = {"model": model.model_id, "created_at": utc_now(), **empty}
+    return NothingToGenerate({**told, "done": True, "done_reason": reason})
 
 
 def _finished(ask: Ask, fields: Fields, asked: Json) -> Ask:
@@ -278,92 +317,187 @@ def _line(content: Json) -> bytes:
 
 
 # Ollama's paths about models: what is served, what it can do; pulling, for operators.
-# Invariant: what is not known is left out, never made up.
+# Invariant: what is not known is left out, or empty where apps insist on a field.
 # Never: generates; changes which model is served.
 
 
+COMPATIBLE_VERSION = "0.14.2"
+"""The release of Ollama whose paths, fields and APIs are served here; apps refuse older ones."""
+NEVER = "2318-01-01T00:00:00Z"
+"""When a model leaves memory; Ollama's clients show a time so far away as `Forever`."""
+RUNNING = "Ollama is running"
+"""What Ollama says at `/`, and apps compare with."""
 PULL = (sys.executable, "-P", "-m", "appliance.models.hub")
 _RETRY_MS = 10_000
 _BAD_GATEWAY = 502
 _STATUSES = {3: 503, 4: 403, 5: 404, 78: 400}
 """What to answer, by the exit code of a pull: no hub, not for us, not there, not to be served."""
+_HUBS = ("hf.co/", "huggingface.co/")
+"""What Ollama's users write before a name on the hub."""
+NOT_HERE = {
+    ("POST", "/api/copy"): "the operator's setting `model_aliases` gives a model other names",
+    ("DELETE", "/api/delete"): "`penstock models rm NAME` removes a model from this machine",
+    ("POST", "/api/create"): "the operator's setting `model` says what is served",
+    ("POST", "/api/push"): "models are only read here",
+}
+"""Paths of Ollama that change its store of models, and what does so here."""
 
 
 def ollama_routes() -> list[Route]:
     """All but the two that generate."""
     api = _Pulls()
     return [
+        Route("/", is_running),
         Route("/api/version", show_version),
         Route("/api/tags", tags),
         Route("/api/show", show, methods=["POST"]),
         Route("/api/ps", running),
         Route("/api/pull", api.pull, methods=["POST"]),
+        *(
+            Route(path, _not_here(path, hint), methods=[method])
+            for (method, path), hint in NOT_HERE.items()
+        ),
     ]
 
 
+def _not_here(path: str, hint: str) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def refuse(http: HttpRequest) -> Response:
+        what = f"{path} is not served: there is no store of models to change"
+        raise RequestError(what, code="not_implemented", status=501, hint=hint)
+
+    return refuse
+
+
+async def is_running(http: HttpRequest) -> Response:
+    """Answer what Ollama's command asks before all else."""
+    return PlainTextResponse(RUNNING)
+
+
 async def show_version(http: HttpRequest) -> Response:
-    """Ours: no version of Ollama is claimed."""
-    return json_response({"version": version("penstock")})
+    """The release of Ollama that this is compatible with, and our own version."""
+    return json_response({"version": COMPATIBLE_VERSION, "penstock": version("penstock")})
 
 
 async def tags(http: HttpRequest) -> Response:
     """The model that is served, and those that a request may name instead."""
-    appliance = appliance_of(http)
-    others = [{"name": n, "model": n, "details": {}} for n in appliance.model.others]
-    return json_response({"models": [_model(appliance), *others]})
+    model = appliance_of(http).model
+    known = {model.model_id: model.facts, **model.others}
+    return json_response({"models": [_listed(name, facts) for name, facts in known.items()]})
 
 
 async def running(http: HttpRequest) -> Response:
-    """The one that is served."""
+    """The one that is served, with the memory of its weights and of its KV pools."""
     appliance = appliance_of(http)
-    return json_response(
-        {"models": [_model(appliance) | {"context_length": appliance.model.max_model_len}]}
-    )
+    model, frame = appliance.model, appliance.readings().frame
+    pools_bytes = sum(pool.num_blocks * pool.block_bytes for pool in frame.pools)
+    size_bytes = (model.facts.size_bytes if model.facts else 0) + pools_bytes
+    on_gpu = any(worker.device.startswith("gpu") for worker in frame.workers)
+    told = _listed(model.model_id, model.facts) | {
+        "size": size_bytes,
+        "size_vram": size_bytes if on_gpu else 0,
+        "expires_at": NEVER,
+        "context_length": model.max_model_len,
+    }
+    return json_response({"models": [told]})
 
 
 async def show(http: HttpRequest) -> Response:
-    """What the model is and can do."""
+    """What a model is and can do."""
     appliance, fields = appliance_of(http), Fields.of_body(await http.body())
+    model = appliance.model
     name = fields.get("model")
     name = fields.get("name") if name is None else name
-    if isinstance(name, str) and (plain := name.removesuffix(":latest")) in appliance.model.others:
-        known = {"general.architecture": "penstock", "general.basename": plain}
-        return json_response({"details": {}, "model_info": known, "capabilities": ["completion"]})
-    check_model(name, appliance.model)
+    if isinstance(name, str) and (plain := name.removesuffix(":latest")) in model.others:
+        return json_response(_shown(plain, model.others[plain], None) | {"template": ""})
+    check_model(name, model)
+    template = appliance.tokenizer.chat_template
+    told = _shown(model.model_id, model.facts, model.max_model_len)
+    told |= {
+        "template": "" if template is None else template.tool_source,
+        "parameters": "\n".join(f"{key} {value:g}" for key, value in model.sampling.items()),
+        "capabilities": _capabilities(appliance),
+    }
+    return json_response(told)
+
+
+def _capabilities(appliance: Appliance) -> list[str]:
+    """In Ollama's words: what clients may ask the served model for."""
     model, tokenizer = appliance.model, appliance.tokenizer
-    output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
     can = ["completion"]
     if tokenizer.chat_template is not None:
+        output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
         can.append("tools")
         if output_format.thoughts or output_format.tools.is_harmony:
             can.append("thinking")
     if infill_of(tokenizer) is not None:
         can.append("insert")
-    told: Json = {
-        "details": {},
-        "model_info": {
-            "general.architecture": "penstock",
-            "general.basename": model.model_id,
-            "penstock.context_length": model.max_model_len,
-            "penstock.vocab_size": model.vocab_size,
-        },
-        "capabilities": can,
-        "modified_at": iso_time(model.created),
-    }
-    if tokenizer.chat_template is not None:
-        told["template"] = tokenizer.chat_template.tool_source
-    return json_response(told)
+    return can
 
 
-def _model(appliance: Appliance) -> Json:
-    model = appliance.model
+def _shown(name: str, facts: ModelFacts | None, max_model_len: int | None) -> Json:
+    """What /api/show tells of any model.
+
+    Args:
+        name: what it is called here.
+        facts: what its files say; None: they are not on this machine.
+        max_model_len: tokens that are served; None: as many as the model was made for.
+    """
+    family = facts.family if facts else "penstock"
+    info: Json = {"general.architecture": family, "general.basename": name}
+    if facts is not None:
+        info |= {
+            "general.parameter_count": facts.num_parameters,
+            f"{family}.context_length": max_model_len or facts.context_length,
+            f"{family}.embedding_length": facts.hidden_size,
+            f"{family}.block_count": facts.num_layers,
+            f"{family}.attention.head_count": facts.num_heads,
+            f"{family}.attention.head_count_kv": facts.num_kv_heads,
+            f"{family}.vocab_size": facts.vocab_size,
+        }
+    elif max_model_len is not None:
+        info[f"{family}.context_length"] = max_model_len
     return {
-        "name": model.model_id,
-        "model": model.model_id,
-        "modified_at": iso_time(model.created),
-        "digest": fingerprint(model),
-        "details": {},
+        "modelfile": f"FROM {name}\n",
+        "details": _details(facts),
+        "model_info": info,
+        "capabilities": ["completion"],
+        "modified_at": iso_time(facts.modified if facts else 0),
     }
+
+
+def _listed(name: str, facts: ModelFacts | None) -> Json:
+    """A model as lists have it; one that is not on this machine has no bytes here."""
+    told = f"{name}\n{facts}".encode()
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": iso_time(facts.modified if facts else 0),
+        "size": facts.size_bytes if facts else 0,
+        "digest": hashlib.sha256(told).hexdigest(),
+        "details": _details(facts),
+    }
+
+
+def _details(facts: ModelFacts | None) -> Json:
+    """Apps read all of these, and take an empty text for unknown."""
+    if facts is None:
+        facts = ModelFacts("", "", 0, 0, "", 0, 0, 0, 0, 0, 0, 0)
+    return {
+        "parent_model": "",
+        "format": facts.file_format,
+        "family": facts.family,
+        "families": [facts.family] if facts.family else [],
+        "parameter_size": _in_millions(facts.num_parameters) if facts.num_parameters else "",
+        "quantization_level": _DTYPES.get(facts.dtype, facts.dtype.upper()),
+    }
+
+
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def _in_millions(count: int) -> str:
+    """A number of parameters as `134.5M` or `8.0B`."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
 class _Pulls:
@@ -376,21 +510,21 @@ class _Pulls:
 
     async def pull(self, http: HttpRequest) -> Response:
         """Bring a model into the cache of this machine; what is served stays what it is."""
-        require(http, Role.OPERATOR)
-        fields = Fields.of_body(await http.body())
+        require(http, Role.USER)
+        fields, model = Fields.of_body(await http.body()), appliance_of(http).model
         asked = fields.text("model") or fields.text("name") or ""
-        try:
-            name = a_model(asked)
-        except (ConfigError, ValueError) as error:
-            raise invalid_value("model", f"is no name of a model: {error}") from error
-        if not isinstance(name, HubName):
-            raise invalid_value("model", "must be a name on the hub, as OWNER/NAME")
-        if self._is_busy:
-            raise Unavailable(
-                "another model is being pulled", code="busy", retry_after_ms=_RETRY_MS
-            )
-        lines = self._lines(name, appliance_of(http).model.model_id)
-        if fields.boolean("stream", default=True):
+        is_stream = fields.boolean("stream", default=True)
+        plain = asked.removesuffix(":latest")
+        if plain == model.model_id or model.others.get(plain) is not None:
+            lines = _is_here()
+        else:
+            require(http, Role.OPERATOR)
+            lines = self._lines(_hub_name(asked), model.model_id)
+            if self._is_busy:
+                raise Unavailable(
+                    "another model is being pulled", code="busy", retry_after_ms=_RETRY_MS
+                )
+        if is_stream:
             encoded = (msgspec.json.encode(line) + b"\n" async for line in lines)
             return StreamingResponse(encoded, media_type="application/x-ndjson")
         said = [line async for line in lines]
@@ -400,7 +534,7 @@ class _Pulls:
     async def _lines(self, name: HubName, served: str) -> AsyncIterator[Json]:
         """What Ollama's clients show: a status, and bytes. The process ends with its reader."""
         self._is_busy = True
-        process = None
+        process, digest = None, f"sha256:{hashlib.sha256(str(name).encode()).hexdigest()}"
         try:
             yield {"status": f"pulling {name}"}
             process = await asyncio.create_subprocess_exec(
@@ -414,6 +548,7 @@ class _Pulls:
                 if "done_bytes" in said:
                     yield {
                         "status": f"pulling {name}",
+                        "digest": digest,
                         "total": said["total_bytes"],
                         "completed": said["done_bytes"],
                     }
@@ -429,3 +564,21 @@ class _Pulls:
             if process is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def _is_here() -> AsyncIterator[Json]:
+    """Answer apps that pull a model before they use it."""
+    yield {"status": "success"}
+
+
+def _hub_name(asked: str) -> HubName:
+    """The name of a model on the hub, as users of Penstock or of Ollama write it."""
+    for prefix in _HUBS:
+        asked = asked.removeprefix(prefix)
+    try:
+        name = a_model(asked)
+    except (ConfigError, ValueError) as error:
+        raise invalid_value("model", f"is no name of a model: {error}") from error
+    if not isinstance(name, HubName):
+        raise invalid_value("model", "must be a name on the hub, as OWNER/NAME")
+    return name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from appliance.api.ollama_api import NOT_HERE
 from appliance.api.schemas import (
     COUNT,
     DIALECT_REQUESTS,
@@ -45,6 +46,7 @@ _REASONS = {
     429: "The queue is full; the reply says when to come back.",
     431: "The headers are too large.",
     500: "Something failed here.",
+    501: "There is no such thing to do here; the reply says what does it.",
     503: "Not now; the reply says when to come back.",
 }
 
@@ -56,7 +58,8 @@ class Operation:
     name: str
     """Its operationId."""
     summary: str
-    reply: Json
+    reply: Json | None
+    """None: it is refused, whatever is asked."""
     body: Json | None = None
     query: Json | None = None
     """Schemas of query parameters, none of which is required."""
@@ -141,14 +144,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         streams=(LINES,),
         errors=_GENERATING,
     ),
+    ("GET", "/"): Operation("root", "What Ollama says at its root.", {}, streams=(TEXT,)),
     ("GET", "/api/version"): Operation(
-        "ollamaVersion", "Our version, where Ollama tells its own.", shape({"version": STRING})
+        "ollamaVersion",
+        "The release of Ollama that this is compatible with, and our own version.",
+        shape({"version": STRING, "penstock": STRING}),
     ),
     ("GET", "/api/tags"): Operation(
-        "ollamaTags", "The one model that is served.", ref("OllamaModels")
+        "ollamaTags", "The models that a request may name.", ref("OllamaModels")
     ),
     ("GET", "/api/ps"): Operation(
-        "ollamaRunning", "The one model that is served.", ref("OllamaModels")
+        "ollamaRunning", "The model that is served now.", ref("OllamaRunning")
     ),
     ("POST", "/api/show"): Operation(
         "ollamaShow",
@@ -165,6 +171,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         streams=(LINES,),
         errors=_WITH_BODY,
     ),
+    **{
+        (method, path): Operation(
+            f"ollama{path.removeprefix('/api/').title()}", f"Not here: {hint}.", None, errors=(501,)
+        )
+        for (method, path), hint in NOT_HERE.items()
+    },
     ("POST", "/tokenize"): Operation(
         "tokenize",
         "Turn a text, or the prompt that a chat becomes, into token ids.",
@@ -318,7 +330,7 @@ def _described(operation: Operation, path: str) -> Json:
     described: Json = {
         "operationId": operation.name,
         "summary": operation.summary,
-        "responses": {"200": _response("It is done.", replies)}
+        "responses": ({} if operation.reply is None else {"200": _response("It is done.", replies)})
         | {
             str(status): _response(_REASONS[status], {JSON: {"schema": ref(error)}})
             for status in sorted({*_ANYWHERE, *operation.errors})

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from appliance.api.ask import MAX_SALT_CHARS
+from appliance.api.ollama_api import KEEP_ALIVE, MAX_KEEP_ALIVE_CHARS
 from appliance.api.openai import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -332,7 +333,12 @@ _OLLAMA: Json = {
     "stream": BOOLEAN,
     "format": {"anyOf": [one_of("json"), OBJECT]},
     "think": {"anyOf": [BOOLEAN, one_of("low", "medium", "high")]},
-    "keep_alive": {"anyOf": [STRING, whole(-1)]},
+    "keep_alive": {
+        "anyOf": [
+            {"type": "string", "pattern": KEEP_ALIVE, "maxLength": MAX_KEEP_ALIVE_CHARS},
+            NUMBER,
+        ]
+    },
     "options": shape(
         {},
         {
@@ -424,22 +430,35 @@ DIALECT_REQUESTS: Json = {
         ]
     },
     "OllamaChatRequest": shape(
-        {"messages": items(ref("OllamaMessage"), minItems=1)},
-        {**_OLLAMA, "tools": items(OBJECT, maxItems=0)},
+        {},
+        {
+            **_OLLAMA,
+            "messages": items(ref("OllamaMessage")),
+            "tools": items(OBJECT, maxItems=0),
+        },
     ),
     "OllamaMessage": shape(
         {"role": one_of("system", "user", "assistant", "tool"), "content": STRING},
         {"thinking": STRING, "tool_name": STRING},
     ),
     "OllamaGenerateRequest": shape(
-        {"prompt": {"type": "string", "minLength": 1}},
-        {**_OLLAMA, "system": STRING, "raw": BOOLEAN},
+        {}, {**_OLLAMA, "prompt": STRING, "system": STRING, "raw": BOOLEAN}
     ),
     "OllamaPullRequest": shape(
         {"model": {"type": "string", "pattern": "^[A-Za-z0-9]{1,20}/[A-Za-z0-9]{1,20}$"}},
         {"stream": BOOLEAN},
     ),
     "OllamaModelRequest": shape({"model": STRING}, {"name": STRING, "stream": BOOLEAN}),
+}
+
+_OLLAMA_DETAILS: Json = shape(
+    dict.fromkeys(("format", "family", "parameter_size", "quantization_level"), STRING)
+    | {"parent_model": STRING, "families": items(STRING)}
+)
+_OLLAMA_MODEL: Json = {
+    **dict.fromkeys(("name", "model", "modified_at", "digest"), STRING),
+    "size": COUNT,
+    "details": _OLLAMA_DETAILS,
 }
 
 REPLIES: Json = {
@@ -465,10 +484,34 @@ REPLIES: Json = {
     "TokenCount": shape({"input_tokens": COUNT}),
     "OllamaReply": shape(
         {"model": STRING, "created_at": STRING, "done": BOOLEAN},
-        {"message": shape({"role": STRING, "content": STRING}), "response": STRING},
+        {
+            "message": shape({"role": STRING, "content": STRING}),
+            "response": STRING,
+            "done_reason": one_of("stop", "length", "load", "unload"),
+        },
     ),
-    "OllamaModels": shape({"models": items(shape({"name": STRING, "model": STRING}))}),
-    "OllamaModel": shape({"capabilities": items(STRING), "model_info": OBJECT}),
+    "OllamaModels": shape({"models": items(shape(_OLLAMA_MODEL))}),
+    "OllamaRunning": shape(
+        {
+            "models": items(
+                shape(
+                    _OLLAMA_MODEL
+                    | {"size_vram": COUNT, "expires_at": STRING, "context_length": COUNT}
+                )
+            )
+        }
+    ),
+    "OllamaModel": shape(
+        {
+            "capabilities": items(STRING),
+            "details": _OLLAMA_DETAILS,
+            "model_info": OBJECT,
+            "modelfile": STRING,
+            "template": STRING,
+            "modified_at": STRING,
+        },
+        {"parameters": STRING},
+    ),
     "OllamaError": shape({"error": STRING}),
 }
 

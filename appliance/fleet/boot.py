@@ -9,10 +9,12 @@ Never: serves.
 from __future__ import annotations
 
 import fcntl
+import functools
 import logging
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ from appliance.fleet.weights_plan import (
     with_tried_prompts,
 )
 from appliance.models import cache
+from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName
 from appliance.request import ModelInfo
 from engine.cache.places import DRAM
@@ -75,7 +78,7 @@ class BootPlan:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     """How the model writes calls and reasoning, as the settings say."""
-    others: tuple[str, ...] = ()
+    others: Mapping[str, ModelFacts | None] = field(default_factory=dict)
     """Models that a request may name, which are swapped in then."""
     weights: str = "stored"
     """What matrices are quantised to at start; `stored`: nothing."""
@@ -243,7 +246,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
         aliases=config.model_aliases,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
-        others=tuple(config.models),
+        others=facts_by_name(config.models),
         weights=config.weights,
         weights_words=weights.words,
         kv_dtype=config.kv_dtype,
@@ -354,6 +357,23 @@ def check_others(config: ServeConfig) -> list[str]:
         sentences.append(f"model {name}: {about}")
     refuse(wrong)
     return sentences
+
+
+def facts_by_name(configs: Mapping[str, ServeConfig]) -> dict[str, ModelFacts | None]:
+    """Read what each model's files say of it; None of one that is not here, or cannot be read."""
+    return {name: _facts_of(each.model) for name, each in configs.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _facts_in(folder: Path) -> ModelFacts:
+    return facts_of(Checkpoint.open(folder))
+
+
+def _facts_of(model: Path | HubName | None) -> ModelFacts | None:
+    try:
+        return _facts_in(model_folder(model))
+    except (ConfigError, OSError):
+        return None
 
 
 def _of_table(name: str, error: ConfigError) -> ConfigError:
@@ -528,18 +548,19 @@ def _memfd(name: str, num_bytes: int) -> int:
 
 def model_info(plan: BootPlan) -> ModelInfo:
     """What the api must know of the model that the plan serves."""
-    config = plan.checkpoint.config
+    config, facts = plan.checkpoint.config, facts_of(plan.checkpoint)
     return ModelInfo(
         model_id=plan.model_id,
         max_model_len=plan.placement.max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         note=plan.model_note,
-        created=int(min(t.file.stat().st_mtime for t in plan.checkpoint.tensors.values())),
+        created=facts.modified,
         sampling=config.sampling,
         aliases=plan.aliases,
         tool_parser=plan.tool_parser,
         reasoning_parser=plan.reasoning_parser,
         folder=str(plan.checkpoint.folder),
         others=plan.others,
+        facts=facts,
     )

@@ -11,6 +11,7 @@ Never: decides what a role may do.
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import functools
 import grp
@@ -632,13 +633,23 @@ _KEY_PROBLEMS = {0: "the API key is missing", 1: "the API key is not valid"}
 
 
 def _shown_keys(scope: Scope) -> set[str]:
-    """As OpenAI's clients show it, or Anthropic's, or Azure's."""
-    scheme, _, bearer = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
-    keys = {bearer.strip()} if scheme.lower() == "bearer" else set()
+    """As OpenAI's clients show it, Anthropic's, Azure's, or an address as http://x:KEY@host."""
+    scheme, _, shown = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
+    keys = {shown.strip()} if scheme.lower() == "bearer" else set()
+    if scheme.lower() == "basic":
+        keys = {_password(shown.strip())}
     for name in (b"x-api-key", b"api-key"):
         keys.add((_header(scope, name) or b"").decode("latin-1").strip())
     keys.discard("")
     return keys
+
+
+def _password(credentials: str) -> str:
+    """The password of `Basic` credentials, whatever the name; as they are if they are none."""
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return credentials
 
 
 def _one_key(shown: set[str]) -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
+from dataclasses import replace
+from importlib.metadata import version
 
 import httpx
 import ollama
 import pytest
 
+from appliance.api import ollama_api
+from appliance.models.facts import ModelFacts
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.appliance.peers import ALICE, OPERATOR, client_of
@@ -134,13 +139,125 @@ async def test_refusals_are_ollamas(served, change, says_what):
     assert says_what in reply.json()["error"]
 
 
-async def test_the_model_is_listed_and_shown(client):
+FACTS = ModelFacts("gguf", "llama", 270_000_000, 134_500_000, "q8_0", 8192, 576, 30, 9, 3, 300, 0)
+
+
+async def test_apps_find_all_that_they_insist_on_of_the_model_that_is_served(client, appliance):
+    """Zed and Roo Code refuse a whole list for one field that is missing."""
+    appliance.model = replace(appliance.model, facts=FACTS, sampling={"temperature": 0.6})
     (listed,) = (await client.list()).models
     (running,) = (await client.ps()).models
     assert listed.model == running.model == "m"
-    shown = await client.show("m")
+    assert (listed.size, len(listed.digest)) == (270_000_000, 64)
+    assert running.digest == listed.digest
+    details = listed.details
+    assert (details.format, details.family, details.families) == ("gguf", "llama", ["llama"])
+    assert (details.parameter_size, details.quantization_level) == ("134.5M", "Q8_0")
+    pools = appliance.readings().frame.pools
+    assert running.size == 270_000_000 + sum(pool.num_blocks * pool.block_bytes for pool in pools)
+    assert running.expires_at.year > 2300
+    assert running.context_length == 8192
+    shown = await client.show("m:latest")
     assert shown.capabilities == ["completion", "tools", "thinking"]
-    assert shown.modelinfo["penstock.context_length"] == 8192
+    assert shown.details.family == shown.modelinfo["general.architecture"] == "llama"
+    assert shown.modelinfo["llama.context_length"] == 8192
+    assert shown.modelinfo["general.parameter_count"] == 134_500_000
+    assert (shown.modelfile, shown.parameters) == ("FROM m\n", "temperature 0.6")
+    assert CHAT_TEMPLATE in shown.template
+
+
+async def test_models_that_may_be_named_are_listed_with_their_sizes(client, appliance):
+    """One that is still to be fetched has no bytes here, and unknown details are empty."""
+    appliance.model = replace(appliance.model, facts=FACTS, others={"big": FACTS, "far": None})
+    listed = {one.model: one for one in (await client.list()).models}
+    assert {name: one.size for name, one in listed.items()} == {
+        "m": 270_000_000,
+        "big": 270_000_000,
+        "far": 0,
+    }
+    assert len({one.digest for one in listed.values()}) == 3
+    assert (listed["far"].details.family, listed["far"].details.format) == ("", "")
+    assert (await client.show("big")).modelinfo["llama.embedding_length"] == 576
+    assert (await client.show("far")).capabilities == ["completion"]
+
+
+async def test_memory_on_a_gpu_is_told_as_such(client, appliance, monkeypatch):
+    appliance.model = replace(appliance.model, facts=FACTS)
+    readings = appliance.readings()
+    for worker in readings.frame.workers:
+        worker.device = "cpu 0"
+    monkeypatch.setattr(appliance, "readings", lambda: readings)
+    assert (await client.ps()).models[0].size_vram == 0
+    readings.frame.workers[0].device = "gpu0, time-sliced"
+    (running,) = (await client.ps()).models
+    assert running.size_vram == running.size > 0
+
+
+async def test_the_command_and_apps_find_a_compatible_release(served):
+    """The command asks HEAD / before all else; Copilot refuses a release before 0.6.4."""
+    head, root = await served.http.head("/"), await served.http.get("/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert (root.status_code, root.text) == (200, "Ollama is running")
+    told = (await served.http.get("/api/version")).json()
+    assert tuple(map(int, told["version"].split("."))) >= (0, 14, 0)
+    assert told["penstock"] == version("penstock")
+
+
+LOADING = [
+    ("/api/generate", {}, "response"),
+    ("/api/generate", {"prompt": "", "system": "Be kind."}, "response"),
+    ("/api/chat", {"messages": []}, "message"),
+    ("/api/chat", {}, "message"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), LOADING)
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"),
+    [
+        *((value, "load") for value in (None, "5m", -1, "-1", "1h30m")),
+        *((value, "unload") for value in (0, "0", "0s", 0.0)),
+    ],
+)
+async def test_loading_and_unloading_write_no_reply(
+    appliance, path, body, name, keep_alive, reason
+):
+    asked = {"model": "m", "keep_alive": keep_alive, **body}
+    async with client_of(appliance, ALICE) as client:
+        reply = await client.post(path, json=asked)
+    told = reply.json()
+    assert (reply.status_code, told["done"], told["done_reason"]) == (200, True, reason)
+    assert told[name] == ("" if name == "response" else {"role": "assistant", "content": ""})
+    assert not appliance.submitted
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"model": "llama3"}, 404),
+        *(({"keep_alive": value}, 400) for value in ("soon", [], True, "1" * 33)),
+    ],
+)
+async def test_loading_is_refused_as_a_reply_would_be(appliance, path, change, status):
+    async with client_of(appliance, ALICE) as client:
+        reply = await client.post(path, json={"model": "m", **change})
+    assert reply.status_code == status
+    assert reply.json()["error"]
+
+
+@pytest.mark.parametrize(("method", "path"), ollama_api.NOT_HERE)
+async def test_what_changes_a_store_of_models_says_what_does_it_here(appliance, method, path):
+    async with client_of(appliance, ALICE) as client:
+        reply = await client.request(method, path, json={"source": "m", "destination": "n"})
+    assert reply.status_code == 501
+    assert ollama_api.NOT_HERE[method, path] in reply.json()["error"]
+
+
+async def test_a_pull_of_what_is_served_is_done_at_once_for_everybody(client, appliance):
+    appliance.model = replace(appliance.model, others={"big": FACTS})
+    for name in ("m", "m:latest", "big"):
+        assert (await client.pull(name)).status == "success"
 
 
 async def test_a_stream_that_fails_says_so(served, appliance):
@@ -173,11 +290,20 @@ async def test_operators_pull_and_are_told_how_far(tmp_path, monkeypatch):
         for _ in range(2):
             reply = await client.post("/api/pull", json={"model": "Qwen/Qwen3-0.6B"})
             said = [json.loads(line) for line in reply.text.splitlines()]
-            assert {"status": "pulling Qwen/Qwen3-0.6B", "total": 9, "completed": 5} in said
+            (progress,) = [one for one in said if "digest" in one]
+            assert (progress["completed"], progress["total"]) == (5, 9)
+            assert re.fullmatch("sha256:[0-9a-f]{64}", progress["digest"]), "a bar of its own"
             assert said[-1] == {"status": "success"}
             assert "--model Qwen/Qwen3-0.6B" in said[-2]["status"]
         body = {"model": "Qwen/Qwen3-0.6B", "stream": False}
         assert (await client.post("/api/pull", json=body)).json() == {"status": "success"}
+
+
+async def test_a_name_on_the_hub_may_be_written_as_ollamas_users_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("appliance.api.ollama_api.PULL", program(tmp_path, {"folder": "/x"}))
+    async with client_of(plain_appliance(), OPERATOR) as client:
+        reply = await client.post("/api/pull", json={"model": "hf.co/Qwen/Qwen3-GGUF:Q4_K_M"})
+    assert json.loads(reply.text.splitlines()[0])["status"] == "pulling Qwen/Qwen3-GGUF:Q4_K_M"
 
 
 async def test_a_pull_that_fails_says_why(tmp_path, monkeypatch):

@@ -37,6 +37,9 @@ CHECKS = [
     checks.response_schema_conformance,
 ]
 ENDLESS = ("/v1/penstock/stream", "/v1/penstock/cache")
+ANSWERED = [
+    route for route, one in OPERATIONS.items() if one.reply is not None and route[1] not in ENDLESS
+]
 
 
 class TrueAppliance(FakeAppliance):
@@ -198,9 +201,7 @@ SOMETHING = settings(
 )
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [route for route in OPERATIONS if route[1] not in ENDLESS]
-)
+@pytest.mark.parametrize(("method", "path"), ANSWERED)
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode)
 def test_what_is_sent_by_the_document_is_answered_by_it(schema, running, method, path, mode):
     operation = schema[path][method]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
@@ -145,6 +146,20 @@ async def test_tcp_needs_a_key_and_says_so(running):
         assert reply.headers["www-authenticate"] == "Bearer"
     reply = await running.tcp.get("/v1/models", headers={"Authorization": f"bearer {running.key}"})
     assert reply.status_code == 200
+
+
+async def test_an_address_with_a_key_in_it_shows_that_key(running):
+    """Apps that speak to Ollama have a field for its address, and mostly none for a key."""
+    for user in ("x", "ollama", ""):
+        reply = await running.tcp.get("/api/tags", auth=(user, running.key))
+        assert reply.status_code == 200
+    for user, password in ((running.key, ""), ("x", "wrong"), ("x", f":{running.key}")):
+        reply = await running.tcp.get("/api/tags", auth=(user, password))
+        assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer")
+        assert "API key is not valid" in reply.json()["error"] or password == ""
+    for broken in ("=", "a", base64.b64encode(b"\xff\xfe:\xff").decode(), "\xe9"):
+        headers = {"Authorization": f"Basic {broken}".encode("latin-1")}
+        assert (await running.tcp.get("/api/tags", headers=headers)).status_code == 401
 
 
 async def test_only_liveness_is_open_without_a_key(running):
