@@ -338,8 +338,12 @@ class FakeDevice:
         num_launched = accelerator.num_launched
         return lambda: accelerator.finish(num_launched)
 
-    def memory(self):
+    def finish(self):
         self.accelerator.finish()
+        self.side.finish()
+
+    def memory(self):
+        self.finish()
         return self.memory_now
 
     def forget_peak(self):

@@ -31,6 +31,7 @@ from engine.wire.channel import DaemonChannel
 from engine.wire.messages import (
     Command,
     Failed,
+    GpuSpec,
     LoadingProgress,
     LogitsLoss,
     MapPool,
@@ -271,6 +272,11 @@ class WorkerState:
         return self.setup.weights is None and self.setup.gpu is None
 
     @property
+    def uses_mps(self) -> bool:
+        """Whether NVIDIA's MPS lets it compute beside another worker of its GPU."""
+        return self.ready is not None and self.ready.sharing == "mps"
+
+    @property
     def attention(self) -> str | None:
         """What computes attention in it."""
         return None if self.ready is None else self.ready.attention
@@ -457,9 +463,8 @@ class Supervisor:
             "GOMP_SPINCOUNT": GOMP_SPIN_COUNT,
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML, in all workers
         }
-        gpu = worker.setup.gpu
-        if gpu is not None and gpu.uuid.startswith("MIG-"):
-            env["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of instances CUDA sees one, which is named so
+        if worker.setup.gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = self._visible_to(worker.setup.gpu)
         if worker.plan.mps_percent is not None:
             env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(worker.plan.mps_percent)
         ours, theirs = socket.socketpair()
@@ -488,6 +493,16 @@ class Supervisor:
         worker.failure = None
         worker.is_reaped.clear()
 
+    def _visible_to(self, gpu: GpuSpec) -> str:
+        """The UUIDs that CUDA is told to see: an instance, or all whole GPUs that serve.
+
+        Where any GPU is divided, CUDA sees one instance and no whole GPU unless they are named.
+        """
+        if gpu.uuid.startswith("MIG-"):
+            return gpu.uuid
+        served = [each.setup.gpu for each in self.workers.values() if each.setup.gpu is not None]
+        return ",".join(dict.fromkeys(x.uuid for x in served if not x.uuid.startswith("MIG-")))
+
     async def _watch(self, worker: WorkerState) -> None:
         """One worker's life after life, until the daemon stops."""
         while not self._is_stopping:
@@ -497,7 +512,7 @@ class Supervisor:
             worker.num_short_lives = 0 if worker.is_stable else worker.num_short_lives + 1
             worker.pause_s = _backoff_s(worker.num_short_lives)
             await self._reap(worker)
-            await self._end_mappers(worker)
+            await self._end_dependents(worker)
             if self._started is not None and not self.is_started:
                 if not self._started.done():
                     self._started.set_exception(worker.failure or self._died_early(worker))
@@ -635,16 +650,39 @@ class Supervisor:
             worker.failure = WorkerFailed(about, where=where)
             worker.process.kill()
 
-    async def _end_mappers(self, worker: WorkerState) -> None:
-        """End whoever has mapped a dead worker's memory, before there is new memory."""
-        for name in self._sharing.ended(worker.plan.name):
-            other = self.workers[name]
+    async def _end_dependents(self, worker: WorkerState) -> None:
+        """End the workers whose memory or GPU state a dead one has taken along.
+
+        All of them are gone before one starts again.
+        """
+        name = worker.plan.name
+        ending = dict.fromkeys(self._sharing.ended(name), f"its memory was that of worker {name}")
+        for neighbour in self._mps_clients_hurt_by(worker):
+            ending.setdefault(neighbour, f"worker {name} was killed on the GPU that MPS shares")
+        for dependent, about in ending.items():
+            other = self.workers[dependent]
             if other.process is not None:
-                other.failure = WorkerFailed(f"its memory was that of worker {worker.plan.name}")
+                other.failure = WorkerFailed(about)
                 other.process.kill()
                 await other.is_reaped.wait()
-        for name in await self._peers.ended(worker.plan.name):
-            self.end_hung(name, f"it held memory of worker {worker.plan.name}, which has died")
+        for dependent in await self._peers.ended(name):
+            self.end_hung(dependent, f"it held memory of worker {name}, which has died")
+
+    def _mps_clients_hurt_by(self, worker: WorkerState) -> list[str]:
+        """Name the workers that MPS leaves in an undefined state when this one was killed.
+
+        NVIDIA promises nothing for a server and its clients after a client ended with work under
+        way. A worker that exits by itself has waited for its work.
+        """
+        code = None if worker.process is None else worker.process.poll()
+        gpu = worker.setup.gpu
+        if gpu is None or not worker.uses_mps or code is None or code >= 0:
+            return []
+        return [
+            name
+            for name, other in self.workers.items()
+            if other is not worker and other.setup.gpu and other.setup.gpu.uuid == gpu.uuid
+        ]
 
     def _ready(self, worker: WorkerState) -> None:
         self._on_ready(worker.plan.name)

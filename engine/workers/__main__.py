@@ -183,23 +183,26 @@ def _serve_on_gpu(
     grammars: Grammars,
     progress: _Progress,
 ) -> NoReturn:
-    from engine.workers.device import CudaDevice
+    from engine.workers.device import CudaDevice, finished_at_the_end
     from engine.workers.loop import StepLoop
     from engine.workers.on_gpu import start
 
     device = CudaDevice(gpu.uuid)
-    started = start(channel, setup, gpu, checkpoint, device, grammars, progress, progress.goes_on)
-    worker = StepLoop(
-        channel,
-        started.runner,
-        pools=started.pools,
-        eos_token_ids=checkpoint.config.eos_token_ids,
-        max_step_tokens=started.ready.max_step_tokens or setup.max_step_tokens,
-        device=device,
-        map_pool=started.map_pool,
-    )
-    channel.send(started.ready)
-    worker.run()
+    with finished_at_the_end(device):
+        started = start(
+            channel, setup, gpu, checkpoint, device, grammars, progress, progress.goes_on
+        )
+        worker = StepLoop(
+            channel,
+            started.runner,
+            pools=started.pools,
+            eos_token_ids=checkpoint.config.eos_token_ids,
+            max_step_tokens=started.ready.max_step_tokens or setup.max_step_tokens,
+            device=device,
+            map_pool=started.map_pool,
+        )
+        channel.send(started.ready)
+        worker.run()
 
 
 class _Progress:

@@ -6,7 +6,7 @@ Owns: the affinity of all threads of the process; the CUDA context's settings, t
 captured graphs.
 Invariant: nothing here waits for the device but what says so; what is allocated can be shared with
 another process.
-Never: sets CUDA_VISIBLE_DEVICES, which would hide the other worker's memory; chooses a device.
+Never: sets CUDA_VISIBLE_DEVICES, which the daemon has done; chooses a device.
 """
 
 from __future__ import annotations
@@ -177,6 +177,9 @@ class Device(Protocol):
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Run once and record; calling the result does on the device what the recorded run did."""
 
+    def finish(self) -> None:
+        """Wait until the device has done all that this process has given it."""
+
     def memory(self) -> Memory:
         """Free, total and peak bytes of the device; waits for it."""
 
@@ -211,6 +214,7 @@ class CudaDevice:
         check_allocator()
         index = _index_of(uuid)
         torch.cuda.set_device(index)
+        sum_in_float32()
         self.torch_device = torch.device("cuda", index)
         self._aside: Any = None
         """The stream of all captures."""
@@ -271,9 +275,13 @@ class CudaDevice:
         self._graphs.append(graph)
         return graph.replay
 
+    def finish(self) -> None:
+        """Wait for all streams."""
+        torch.cuda.synchronize()
+
     def memory(self) -> Memory:
         """Free, total and peak bytes of the device; waits for it."""
-        torch.cuda.synchronize()
+        self.finish()
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         allocated_bytes = torch.cuda.memory_allocated()
@@ -284,16 +292,21 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats()
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """By CUDA IPC; torch's own, since its allocator knows which segment a tensor lies in."""
+        """Share by CUDA IPC; torch's allocator knows which segment a tensor lies in.
+
+        The memory is complete when its handle leaves, so that whoever maps it opens no event: torch
+        would open that on the importer's GPU, although it was made on the exporter's.
+        """
+        self.finish()
         storage: Any = memory.untyped_storage()
-        _device, *where = storage._share_cuda_()
+        _device, *where, _has_event = storage._share_cuda_()
         return msgspec.msgpack.encode(where)
 
     def map(self, exported: bytes) -> torch.Tensor:
-        """Torch closes the mapping with the storage; the workers never let go of it."""
+        """Map by CUDA IPC; torch closes the mapping when the last tensor over it is gone."""
         where = msgspec.msgpack.decode(exported)
         storages: Any = torch.UntypedStorage
-        storage = storages._new_shared_cuda(self.torch_device.index, *where)
+        storage = storages._new_shared_cuda(self.torch_device.index, *where, False)
         mapped: Any = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
         mapped.set_(storage)
         return torch.as_tensor(mapped)
@@ -319,6 +332,26 @@ class CudaDevice:
             ctypes.byref(value), _ATTRIBUTE_MPS_ENABLED, self.torch_device.index
         )
         return bool(value.value)
+
+
+def sum_in_float32() -> None:
+    """Have cuBLAS add up products of bfloat16 and float16 in float32, also between its parts."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@contextlib.contextmanager
+def finished_at_the_end(device: Device) -> Iterator[None]:
+    """Wait for the device however a worker ends.
+
+    Under MPS a process that ends with work under way can break the others on its GPU.
+    """
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):  # the device has failed, which the worker's own error says
+            device.finish()
 
 
 def check_allocator() -> None:

@@ -1,6 +1,7 @@
 """A worker process without a GPU that starts as one with a GPU does; it computes nothing.
 
-What it exports is its process id, and what it maps is what it calls its attention.
+What it exports is its process id, and what it maps is what it calls its attention. It exits when it
+is told of memory a second time.
 """
 
 import argparse
@@ -27,7 +28,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel-fd", type=int)
     parser.add_argument("--cpus")
-    channel = WorkerChannel(socket.socket(fileno=parser.parse_args().channel_fd))
+    parser.add_argument("--sharing")
+    options = parser.parse_args()
+    channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
     me = str(os.getpid()).encode()
     setup = channel.expect(Setup)
     channel.send(WeightsLoaded())
@@ -39,9 +42,9 @@ def main():
         num_blocks = min(setup.pool.num_blocks, NUM_BLOCKS)
         memory = SharedMemory(me, me, num_blocks, b"")
         channel.send(PoolMade(num_blocks, memory))
-    channel.send(Ready(memory.pool.decode()))
-    while True:
-        channel.receive(wait=True)
+    channel.send(Ready(memory.pool.decode(), sharing=options.sharing))
+    while not any(isinstance(command, MapShared) for command in channel.receive(wait=True)):
+        pass
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,6 +175,34 @@ async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptur
     assert not supervisor.is_started
     assert [each.num_restarts for each in supervisor.workers.values()] == [0, 0]
     assert "could not be restarted" not in caplog.text
+
+
+def test_cuda_is_told_of_all_whole_gpus_that_serve_or_of_one_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uuids = ["GPU-1", "MIG-a", "GPU-2"]
+    plan, given = two_workers()[0]
+    supervisor = unheard(
+        [
+            (
+                dataclasses.replace(plan, name=uuid),
+                msgspec.structs.replace(given, worker=uuid, gpu=GpuSpec(uuid)),
+            )
+            for uuid in uuids
+        ]
+    )
+    told: list[str] = []
+
+    def started(*_: object, env: dict[str, str], **__: object) -> subprocess.Popen[bytes]:
+        told.append(env["CUDA_VISIBLE_DEVICES"])
+        raise OSError
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(supervisor_file.subprocess, "Popen", started)
+    for worker in supervisor.workers.values():
+        with pytest.raises(OSError):  # noqa: PT011
+            supervisor._spawn(worker)
+    assert told == ["GPU-1,GPU-2", "MIG-a", "GPU-1,GPU-2"]
 
 
 def test_who_has_loaded_waits_for_the_others_and_then_for_nobody() -> None:
@@ -363,7 +392,7 @@ def test_memory_of_a_dead_exporter_is_never_told_of(sharing, told):
 class Daemon:
     """A supervisor over fake workers, and what it has called."""
 
-    def __init__(self):
+    def __init__(self, sharing="time-sliced"):
         self.died, self.blocks = [], []
         setups = [
             Setup(
@@ -387,7 +416,7 @@ class Daemon:
             on_ready=lambda name: None,
             on_died=self.note_death,
             on_lost=lambda name, about: self.died.append(f"{name} for good"),
-            program=PROGRAM,
+            program=(*PROGRAM, "--sharing", sharing),
         )
         self.prefill, self.decode = self.supervisor.workers.values()
 
@@ -435,8 +464,27 @@ async def test_a_killed_exporting_worker_takes_the_other_along_and_both_start_ag
         assert daemon.decode.setup.gpu.min_blocks == 40
 
 
-async def test_both_killed_at_once_start_again():
-    async with Daemon() as daemon:
+async def test_a_worker_killed_under_mps_takes_the_other_and_their_pool_along():
+    async with Daemon(sharing="mps") as daemon:
+        mapper, exporter = daemon.prefill.pid, daemon.decode.pid
+        os.kill(mapper, signal.SIGKILL)
+        await until(lambda: len(daemon.died) == 2 and daemon.is_whole(mapper, exporter), 30)
+        assert daemon.died == ["prefill", "decode"]
+        assert daemon.blocks == [("decode", 40)] * 2  # the second is another memory
+
+
+async def test_a_worker_that_exits_by_itself_under_mps_harms_no_other():
+    async with Daemon(sharing="mps") as daemon:
+        mapper, exporter = daemon.prefill.pid, daemon.decode.pid
+        daemon.supervisor.send("prefill", MapShared(MEMORY))
+        await until(lambda: daemon.died and daemon.is_whole(mapper), 30)
+        assert daemon.decode.pid == exporter
+        assert daemon.died == ["prefill"]
+
+
+@pytest.mark.parametrize("sharing", ["time-sliced", "mps"])
+async def test_both_killed_at_once_start_again(sharing):
+    async with Daemon(sharing) as daemon:
         pids = daemon.prefill.pid, daemon.decode.pid
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

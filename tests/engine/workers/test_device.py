@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.workers.device import CudaDevice, node_of, prefer_node
+from engine.workers.device import CudaDevice, finished_at_the_end, node_of, prefer_node
+from tests.accelerator import DEVICE, FakeDevice
 
 # Memory on a NUMA node, on a machine that has at least node 0.
 
@@ -84,6 +85,8 @@ class FakeCuda:
         self.warmed, self.captured = [], []
         """Streams of steps run, and of steps captured."""
         self.events = []
+        self.done = []
+        """In order."""
 
     def Stream(self):  # noqa: N802
         self.streams.append(SimpleNamespace(wait_stream=lambda other: None))
@@ -125,6 +128,9 @@ class FakeCuda:
 
     is_capturing = False
 
+    def synchronize(self):
+        self.done.append("synchronize")
+
     def step(self):
         """As a product does: the first on a stream sets up a workspace that stays."""
         (self.captured if self.is_capturing else self.warmed).append(self.current)
@@ -145,7 +151,8 @@ class _Graph:
 @pytest.fixture
 def cuda(monkeypatch):
     cuda = FakeCuda()
-    for name in ("Stream", "Event", "current_stream", "stream", "CUDAGraph", "graph"):
+    names = "Stream", "Event", "current_stream", "stream", "CUDAGraph", "graph", "synchronize"
+    for name in names:
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr("engine.workers.device._index_of", lambda uuid: 0)
@@ -180,3 +187,51 @@ def test_who_waits_for_a_step_sleeps_until_an_event_behind_it(cuda):
     assert event.calls == [("record", cuda.main)]
     wait()
     assert event.calls[1:] == [("synchronize", cuda.main)]
+
+
+def test_products_in_halves_are_added_up_in_float32(cuda, monkeypatch):
+    settings = SimpleNamespace(
+        allow_bf16_reduced_precision_reduction=True, allow_fp16_reduced_precision_reduction=True
+    )
+    monkeypatch.setattr(torch.backends.cuda, "matmul", settings)
+    CudaDevice("GPU-0")
+    assert set(vars(settings).values()) == {False}
+
+
+class SharedStorage:
+    """What torch's storages on a GPU do for CUDA IPC: an event if it is asked for."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def untyped_storage(self):
+        return self
+
+    def _share_cuda_(self):
+        self.cuda.done.append("share")
+        return 1, b"handle", 64, 0, b"counter", 3, b"event", True
+
+    def _new_shared_cuda(self, *where):
+        self.cuda.done.append(where)
+        return torch.zeros(8, dtype=torch.uint8).untyped_storage()
+
+
+def test_shared_memory_is_complete_when_it_is_exported_and_no_event_is_opened(cuda, monkeypatch):
+    device, storage = CudaDevice("GPU-0"), SharedStorage(cuda)
+    exported = device.export(storage)
+    assert cuda.done == ["synchronize", "share"]
+    monkeypatch.setattr(torch, "UntypedStorage", storage)
+    monkeypatch.setattr(device, "torch_device", SimpleNamespace(index=0))
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **kinds: torch.zeros(0, **kinds))
+    device.map(exported)
+    device_index, *_, has_event = cuda.done[-1]
+    assert (device_index, has_event) == (0, False)
+
+
+def test_a_worker_that_fails_has_waited_for_its_device():
+    device = FakeDevice()
+    with device.accelerator.on():
+        with pytest.raises(ZeroDivisionError), finished_at_the_end(device):  # noqa: PT012
+            torch.ones(3, device=DEVICE)
+            1 / 0  # noqa: B018
+        assert device.accelerator.num_done == device.accelerator.num_launched > 0
