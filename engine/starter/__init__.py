@@ -1,1 +1,1 @@
-"""The starter model: a small Llama that reads a document and answers from it, and its recipe."""
+"""The starter model's files: weights, tokenizer, configuration, and a sample document."""

@@ -27,8 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.schedule.recovery import MAX_SUSPICIONS
-from engine.starter.lessons import Writer
 from tests.daemons import Daemon
+from tests.starter.lessons import Writer
 
 MAX_TOKENS = 64
 FACTS = (10, 60)

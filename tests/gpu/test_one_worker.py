@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from engine.folder.checkpoint import Checkpoint
-from engine.starter import network
 from engine.wire.messages import GpuSpec, PoolMade
 from engine.workers.device import CudaDevice
 from tests.checkpoints import load_oracle
 from tests.engine.gpu_worker import admit, start_alone
+from tests.starter import network
 
 STARTER = "penstock-starter-1"
 MAX_MARGIN = {"float32": 1e-4, "bfloat16": 0.15}

@@ -1,4 +1,4 @@
-"""Trains the starter model: `python -m engine.starter.train FOLDER`.
+"""Trains the starter model: `python -m tests.starter.train FOLDER`.
 
 Owns: the recipe.
 Invariant: seeded; it can be stopped at any time and goes on where it was, from FOLDER/state.pt.
@@ -21,8 +21,8 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
-from engine.starter.lessons import Curriculum, Lesson, Teacher, train_tokenizer
-from engine.starter.network import Network, begin, export
+from tests.starter.lessons import Curriculum, Lesson, Teacher, train_tokenizer
+from tests.starter.network import Network, begin, export
 
 STEP_TOKENS = 4096
 # what begins wired needs small steps, or noise drowns what the wiring tells apart

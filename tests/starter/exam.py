@@ -1,4 +1,4 @@
-"""The starter model's exam, through a real server: `python -m appliance.exam`.
+"""The starter model's exam, through a real server: `python -m tests.starter.exam`.
 
 Owns: what is asked, and how answers are marked.
 Invariant: documents, names and values are of the split that training never saw; an answer is right
@@ -23,7 +23,7 @@ from appliance.client import Client
 from appliance.configuration.address import find
 from appliance.ephemeral import daemon
 from engine.errors import PenstockError
-from engine.starter.lessons import Document, Turn, Writer
+from tests.starter.lessons import Document, Turn, Writer
 
 LENGTHS = (256, 1024, 4096, 8000)
 NUM_CLIENTS = 2
@@ -150,7 +150,7 @@ def examine(client: Client, lengths: tuple[int, ...], num_questions: int, seed: 
 
 def main() -> int:
     """Examine the model that a server serves, or the starter on a daemon of our own."""
-    parser = argparse.ArgumentParser(prog="python -m appliance.exam", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.starter.exam", description=__doc__)
     parser.add_argument("--host", help="a running server; without it one is started")
     parser.add_argument("--questions", type=int, default=100, help="look-ups for each length")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="in tokens")

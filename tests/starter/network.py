@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from engine.starter.lessons import (
+from tests.starter.lessons import (
     ASSISTANT,
     ATTRIBUTES,
     BEGIN,

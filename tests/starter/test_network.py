@@ -5,8 +5,8 @@ from random import Random
 import pytest
 import torch
 
-from engine.starter.lessons import Teacher, train_tokenizer
-from engine.starter.network import HEAD_DIM, NUM_HEADS, Network, _rotate, begin
+from tests.starter.lessons import Teacher, train_tokenizer
+from tests.starter.network import HEAD_DIM, NUM_HEADS, Network, _rotate, begin
 
 
 @pytest.fixture(scope="module")

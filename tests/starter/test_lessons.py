@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.starter.lessons import (
+from engine.text.chat_template import ChatTemplate
+from tests.starter.lessons import (
     ASSISTANT,
     ATTRIBUTES,
     BEGIN,
@@ -25,7 +26,6 @@ from engine.starter.lessons import (
     is_held_out,
     train_tokenizer,
 )
-from engine.text.chat_template import ChatTemplate
 
 # Documents hold the facts that are asked for, and the two splits have nothing in common.
 

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.folder.checkpoint import Checkpoint
-from engine.starter import lessons as taught
-from engine.starter import train
-from engine.starter.lessons import MAX_FACTS, MIN_LESSONS, Curriculum, Teacher, train_tokenizer
-from engine.starter.network import MAX_POSITIONS, export
-from engine.starter.train import Training
+from tests.starter import lessons as taught
+from tests.starter import train
+from tests.starter.lessons import MAX_FACTS, MIN_LESSONS, Curriculum, Teacher, train_tokenizer
+from tests.starter.network import MAX_POSITIONS, export
+from tests.starter.train import Training
 
 
 def assert_close(ours, theirs):

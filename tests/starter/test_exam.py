@@ -4,8 +4,8 @@ import re
 import subprocess
 import sys
 
-from appliance.exam import ExamScore
-from engine.starter.lessons import Turn
+from tests.starter.exam import ExamScore
+from tests.starter.lessons import Turn
 
 
 def test_an_answer_is_right_only_as_it_stands():
@@ -18,7 +18,7 @@ def test_an_answer_is_right_only_as_it_stands():
 
 
 def test_an_exam_of_the_starter_asks_everything_and_says_how_it_went():
-    command = [sys.executable, "-m", "appliance.exam", "--lengths", "128", "--questions", "4"]
+    command = [sys.executable, "-m", "tests.starter.exam", "--lengths", "128", "--questions", "4"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
     found = re.findall(r"^(\w+) +([\d.]+)% \((\d+)/(\d+)\)", ended.stdout, re.MULTILINE)
@@ -33,7 +33,7 @@ def test_an_exam_of_the_starter_asks_everything_and_says_how_it_went():
 
 
 def test_without_a_server_it_says_so(tmp_path):
-    command = [sys.executable, "-m", "appliance.exam", "--host", str(tmp_path / "none.sock")]
+    command = [sys.executable, "-m", "tests.starter.exam", "--host", str(tmp_path / "none.sock")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 3
     assert "none.sock" in ended.stderr
