@@ -18,8 +18,8 @@ from engine.units import size_text, without_figures
 OPEN_CODE = "listen.open"
 IS_OPEN = "is open to the network: who reaches it and has a key can use it"
 GENERATION_FILE = "generation_config.json"
-ADVISED_TEMPERATURE = 0.3
-"""Small models answer straight at it, and larger ones are not dull."""
+ADVISED_TEMPERATURE = 0.6
+"""What `penstock run` and `penstock chat` take."""
 
 
 def announcement(
@@ -76,8 +76,8 @@ def announcement(
 
 def _first_try(model: ModelInfo, has_template: bool) -> str:
     if not has_template:
-        return "'Once upon a time' --max-tokens 32"
-    return f"--chat '{'Who are you?' if model.note else 'Hello'}'"
+        return "--raw 'Once upon a time' --max-tokens 32"
+    return "'Who are you?'" if model.note else "'Hello'"
 
 
 def sampling_text(sampling: Mapping[str, float], folder: Path) -> str:
@@ -95,11 +95,11 @@ def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:
     if "temperature" in sampling:
         return ""
     advice = (
-        f"at temperature 1 small models ramble: try --temperature {ADVISED_TEMPERATURE:g} with run"
-        " and chat"
+        "small models ramble at temperature 1; run and chat take"
+        f" {ADVISED_TEMPERATURE:g}: set `temperature` in other clients' requests"
     )
     if folder.suffix == ".gguf":  # beside which no file is read
-        return f"{advice}, and `temperature` in what programs ask"
+        return advice
     return f'{advice}, or put {{"temperature": {ADVISED_TEMPERATURE:g}}} into ' + str(
         folder / GENERATION_FILE
     )

@@ -50,6 +50,10 @@ class DaemonUnreachable(ClientError):
     exit_code = 3
 
 
+class DaemonAbsent(DaemonUnreachable):
+    """No daemon runs at the address: nothing listens there."""
+
+
 class PermissionRefused(ClientError):
     """The socket, or the daemon, does not let this user in."""
 
@@ -333,12 +337,12 @@ def _explained(address: Address) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DaemonUnreachable(
+        raise DaemonAbsent(
             "the daemon is not running (no such socket)", where=where, hint=start_it
         ) from error
     except ConnectionRefusedError as error:
-        raise DaemonUnreachable(
-            "the daemon is not running (nobody listens there)", where=where, hint=start_it
+        raise DaemonAbsent(
+            "the daemon is not running (nothing listens there)", where=where, hint=start_it
         ) from error
     except PermissionError as error:
         raise PermissionRefused(

@@ -1,28 +1,29 @@
-"""A daemon of one's own for a while: on a socket in a temporary folder, gone afterwards.
+"""Run a daemon for as long as a `with` lasts: a test bench of its own, or the user's.
 
-Owns: its process and its folder.
-Invariant: what was started is stopped when the `with` ends, however it ends; the user's own daemon,
-configuration and log are not touched.
-Never: listens on TCP.
+Owns: its process, and the folder of one that has a folder of its own.
+Invariant: what was started is stopped when the `with` ends, however it ends; it hears no Ctrl-C.
+Never: prints.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from appliance.client import Client, ClientError
+from appliance.client import Client, ClientError, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import SETTINGS
+from appliance.models.names import HubName
 from engine.errors import PenstockError
 
 READY_S = 300.0
@@ -33,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def daemon(*options: str) -> Iterator[UnixAddress]:
-    """A ready daemon with these options of `serve`; settings come from them and nowhere else.
+    """Run a daemon with these options of `serve`, apart from the user's settings, socket and log.
 
     Raises:
         PenstockError: it ended before it was ready; what it said last is in the message.
@@ -43,22 +44,55 @@ def daemon(*options: str) -> Iterator[UnixAddress]:
         settings = folder / "penstock.toml"
         settings.touch()
         where = UnixAddress(folder / "p.sock")
-        command = [sys.executable, "-m", "appliance.cli", "serve", "--config", str(settings)]
-        command += ["--socket", str(where.path), "--state-dir", str(folder / "state"), *options]
-        with (folder / "stderr").open("wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                env=_environ(),
-                preexec_fn=_end_with_parent,
-            )
-        try:
-            _wait_ready(process, Client(where), folder / "stderr")
+        own = ["--config", str(settings), "--state-dir", str(folder / "state")]
+        said = folder / "stderr"
+        with _running(where, [*own, *options], said, _environ()) as process:
+            _wait_ready(process, Client(where), said, READY_S)
             yield where
-        finally:
-            _stop(process)
+
+
+@contextmanager
+def users_daemon(
+    where: UnixAddress, model: Path | HubName | None, on_wait: Callable[[str], None]
+) -> Iterator[None]:
+    """Run the daemon that `penstock serve` would be, on the socket where clients look.
+
+    Args:
+        where: that socket.
+        model: None: the one of the settings.
+        on_wait: told again and again why it is not ready yet; empty: it does not answer.
+
+    Raises:
+        PenstockError: it ended before it was ready; what it said last is in the message.
+    """
+    options = [] if model is None else ["--model", str(model)]
+    with tempfile.TemporaryDirectory(prefix="penstock-") as name:
+        said = Path(name) / "stderr"
+        with _running(where, options, said, dict(os.environ)) as process:
+            _wait_ready(process, Client(where), said, math.inf, on_wait)
+            yield
+
+
+@contextmanager
+def _running(
+    where: UnixAddress, options: list[str], said: Path, environ: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `penstock serve`, which writes to the file `said`, and stop it in the end."""
+    command = [sys.executable, "-m", "appliance.cli", "serve", "--socket", str(where.path)]
+    with said.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*command, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            env=environ,
+            preexec_fn=_end_with_parent,
+            start_new_session=True,  # Ctrl-C is the command's, which then stops it
+        )
+    try:
+        yield process
+    finally:
+        _stop(process)
 
 
 def _end_with_parent() -> None:
@@ -71,19 +105,26 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
-def _wait_ready(process: subprocess.Popen[bytes], client: Client, stderr: Path) -> None:
-    end_s = time.monotonic() + READY_S
+def _wait_ready(
+    process: subprocess.Popen[bytes],
+    client: Client,
+    stderr: Path,
+    ready_s: float,
+    on_wait: Callable[[str], None] = lambda _: None,
+) -> None:
+    end_s = time.monotonic() + ready_s
     while time.monotonic() < end_s:
         if process.poll() is not None:
             raise _not_started(stderr.read_text(errors="replace"), process.returncode)
         try:
             client.get("/ready")
-        except ClientError:  # not listening yet, or still loading
+        except ClientError as error:  # not listening yet, or still loading
+            on_wait(error.what if isinstance(error, ReplyError) else "")
             time.sleep(_POLL_S)
         else:
             return
     raise PenstockError(
-        f"the daemon was not ready within {READY_S:.0f} s",
+        f"the daemon was not ready within {ready_s:.0f} s",
         hint="is the machine busy? `penstock serve` in a terminal shows how far it comes",
     )
 

@@ -51,6 +51,7 @@ from appliance.frame.protocol import (
 )
 from appliance.log.row import frame_of_row
 from appliance.log.writer import RequestLog
+from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
 from appliance.process import notify, read_in_thread
 from appliance.request import ModelInfo, Request
@@ -221,6 +222,7 @@ class Fetching:
         self.log_rows, self.log_events = request_log.rows, request_log.events
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self._about = f"looking for {name} on the hub"
+        self._total_bytes: int | None = None
         self._started_s = self._logged_s = time.monotonic()
         self._events = [EventFrame(utc_now(), "info", "model.fetching", self._about)]
 
@@ -273,6 +275,10 @@ class Fetching:
         return True
 
     def _progressed(self, done_bytes: int, total_bytes: int, bytes_per_s: float) -> None:
+        if self._total_bytes != total_bytes:
+            self._total_bytes = total_bytes
+            about = download_text(self._name, total_bytes, hub_cache(os.environ), os.environ)
+            log.info("%s", about)
         self._about = (
             f"downloading {self._name}: {part_text(done_bytes, total_bytes)} "
             f"at {size_text(bytes_per_s)}/s"

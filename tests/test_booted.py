@@ -115,7 +115,7 @@ def test_it_is_ready_confined_and_open_to_whom_it_should_be(machine):
     assert machine.penstock("db", "path").stdout == "/var/lib/penstock/requests.db\n"
     shown = json.loads(machine.penstock("config", "show", "-o", "json").stdout)["data"]
     assert {row["name"]: row["value"] for row in shown}["state_dir"] == "/var/lib/penstock"
-    text = machine.penstock("run", "--chat", "Who are you?", user="ada").stdout
+    text = machine.penstock("run", "Who are you?", user="ada").stdout
     assert "starter model" in text
 
 

@@ -266,7 +266,7 @@ def test_a_table_that_cannot_be_served_ends_the_start(start_daemon, tiny_llama, 
     text = f'[models.small]\nmodel = "{tmp_path / "nowhere"}"\n'
     daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama)
     assert daemon.process.wait(30) == 78
-    assert f"models.small: {tmp_path}/nowhere: no such model folder" in daemon.stderr
+    assert f"models.small: {tmp_path}/nowhere: no model here" in daemon.stderr
 
 
 def test_a_swap_gives_the_caches_below_the_pools_to_the_other_model(

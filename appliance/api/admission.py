@@ -333,7 +333,8 @@ def _prepare(
         for prompt in prompts
     ]
     if ask.truncate is not None:
-        most = model.max_model_len - (ask.max_tokens or 1) if ask.truncate < 0 else ask.truncate
+        room = model.max_model_len - max(ask.max_tokens or 1, 1)
+        most = room if ask.truncate < 0 else ask.truncate
         ids = [one[max(len(one) - most, 0) :] for one in ids]
     _check_vocabulary(ids, model.vocab_size)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]

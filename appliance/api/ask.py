@@ -303,6 +303,8 @@ def _named(model: ModelInfo) -> str:
 
 COMPLETION_MAX_TOKENS = 16
 CHAT_MAX_TOKENS = 2048
+AS_MANY_AS_FIT = -1
+"""In place of max_tokens: until the model ends the reply, or its context is full."""
 MAX_SALT_CHARS = 1024
 
 
@@ -367,7 +369,8 @@ class Ask:
     num_best: int | None = None
     """Only so many of them, the likeliest, are told; None: all are."""
     max_tokens: int | None
-    """0 only for a completion with `is_echo`: the prompt is read and nothing written."""
+    """None: the API's default, or AS_MANY_AS_FIT. 0 is allowed with `is_echo` alone: the prompt is
+    read and nothing is written."""
     seed: int | None
     base: SamplingParams
     """Complete but for max_tokens, seed, bad words and grammar."""
@@ -450,7 +453,8 @@ class Ask:
         if room < 1 or (self.max_tokens is not None and self.max_tokens > room):
             raise self._too_long(max_model_len, str(num_prompt_tokens))
         default = CHAT_MAX_TOKENS if self.is_chat else COMPLETION_MAX_TOKENS
-        max_tokens = min(room, default) if self.max_tokens is None else max(self.max_tokens, 1)
+        wanted = default if self.max_tokens is None else max(self.max_tokens, 1)
+        max_tokens = room if self.max_tokens == AS_MANY_AS_FIT else min(room, wanted)
         most = self.base.output_offset + max_tokens
         if self.base.min_tokens > most:
             what = "max_tokens and output_offset together" if most > max_tokens else "max_tokens"
@@ -479,7 +483,8 @@ class Ask:
         return "messages" if self.is_chat else "prompt"
 
     def _too_long(self, max_model_len: int, prompt_tokens: str) -> RequestError:
-        output_tokens = "at least 1" if self.max_tokens is None else str(self.max_tokens)
+        has_most = self.max_tokens not in (None, AS_MANY_AS_FIT)
+        output_tokens = str(self.max_tokens) if has_most else "at least 1"
         return RequestError(
             f"the model's context is {max_model_len} tokens; this request needs more: "
             f"{prompt_tokens} for the prompt and {output_tokens} for the completion",

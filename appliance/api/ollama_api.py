@@ -336,7 +336,7 @@ _HUBS = ("hf.co/", "huggingface.co/")
 """What Ollama's users write before a name on the hub."""
 NOT_HERE = {
     ("POST", "/api/copy"): "the operator's setting `model_aliases` gives a model other names",
-    ("DELETE", "/api/delete"): "`penstock models rm NAME` removes a model from this machine",
+    ("DELETE", "/api/delete"): "`penstock rm NAME` removes a model from this machine",
     ("POST", "/api/create"): "the operator's setting `model` says what is served",
     ("POST", "/api/push"): "models are only read here",
 }

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from appliance.api.ask import (
+    AS_MANY_AS_FIT,
     Ask,
     Chat,
     check_ids,
@@ -159,10 +160,12 @@ def _documents(fields: Fields) -> dict[str, Any]:
 
 
 def _max_tokens(fields: Fields, low: int) -> int | None:
-    """`max_tokens`, or as llama.cpp calls it; -1 there is as many as may be."""
-    predict = fields.integer("n_predict", -1)
+    """Read `max_tokens`, or `n_predict`, as llama.cpp calls it: -1 there is as many as fit."""
+    predict = fields.integer("n_predict", AS_MANY_AS_FIT)
     most = fields.integer("max_tokens", low)
-    return most if most is not None or predict in (None, -1) else max(predict or 0, low)
+    if most is not None or predict in (None, AS_MANY_AS_FIT):
+        return predict if most is None else most
+    return max(predict, low)
 
 
 def _ask(

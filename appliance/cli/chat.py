@@ -1,8 +1,8 @@
 """The verbs run and chat: one reply, or turns with commands and settings; each can be interrupted.
 
-Owns: the options of generation, and the path from them to a request's body; where run's prompt
-comes from; chat's loop, its messages, settings and commands, the history of what was typed, and the
-file of `/save` and `/load`.
+Owns: the options of generation, and the path from them to a request's body; which of run's words
+is the model and which the prompt; chat's loop, its messages, settings and commands, the history of
+what was typed, and the file of `/save` and `/load`.
 Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
 pipe every line is one turn and none is a command.
 Never: writes the model's words anywhere but to stdout and to the file of /save. What was typed on a
@@ -24,17 +24,14 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from appliance.cli import listings, terminal
+from appliance.cli.connection import ChosenModel, Connection
 from appliance.cli.short_ids import model_ids
 from appliance.cli.terminal import Host, Range, WordWrap, for_terminal, printable, within
-from appliance.client import Client, ClientError, GenerationFailed, Stream
+from appliance.client import Client, ClientError, GenerationFailed, ReplyError, Stream
 from appliance.configuration.setting_kinds import is_meant, nearest
 from appliance.frame.figures import things
+from appliance.models.names import NoSuchModel
 from engine.errors import PenstockError
-
-# The verb run: one prompt, one reply token by token, and its interruption.
-# Invariant: one newline at the end of stdin is not part of the prompt; everything else is.
-# Never: remembers a prompt.
-
 
 # One reply of the model to stdout, token by token, and what happens when it is interrupted.
 # Invariant: stdout is the completion to the byte, and a newline where it does not end with one,
@@ -43,7 +40,9 @@ from engine.errors import PenstockError
 
 
 System = Annotated[str | None, typer.Option("--system", "-s", help="Instructions to the model.")]
-Stats = Annotated[bool, typer.Option("--stats", help="Timings on stderr at the end.")]
+Stats = Annotated[
+    bool, typer.Option("--stats", "--verbose", help="Print timings on stderr at the end.")
+]
 
 
 RANGES: Mapping[str, Range] = {
@@ -67,13 +66,25 @@ def _number(name: str, about: str) -> Any:
 FIELDS: Mapping[str, Any] = {
     "model": Annotated[
         str | None,
-        typer.Option("--model", "-m", help="The one served if left out.", autocompletion=model_ids),
+        typer.Option(
+            "--model", "-m", help="Model to ask. Default: the one served.", autocompletion=model_ids
+        ),
     ],
-    "max_tokens": Annotated[int | None, _number("max_tokens", "Output tokens at most.")],
-    "temperature": Annotated[float | None, _number("temperature", "0 is greedy; at most 2.")],
-    "top_p": Annotated[float | None, _number("top_p", "Nucleus sampling; above 0, at most 1.")],
-    "seed": Annotated[int | None, _number("seed", "Makes sampling repeatable.")],
-    "stop": Annotated[list[str] | None, typer.Option(help="End before this text; repeat.")],
+    "max_tokens": Annotated[
+        int | None, _number("max_tokens", "Most output tokens. Default: as many as fit.")
+    ],
+    "temperature": Annotated[
+        float | None,
+        _number("temperature", "0 (greedy) to 2. Default: the model's own, else 0.6."),
+    ],
+    "top_p": Annotated[
+        float | None,
+        _number("top_p", "Nucleus sampling, above 0 to 1. Default: the model's own, else 0.9."),
+    ],
+    "seed": Annotated[int | None, _number("seed", "Make sampling repeatable.")],
+    "stop": Annotated[
+        list[str] | None, typer.Option(help="End the reply before this text. May be repeated.")
+    ],
 }
 """Of a request's body: each is an option of both verbs."""
 
@@ -91,16 +102,23 @@ def _with_fields(verb: Callable[..., None]) -> Callable[..., None]:
     return terminal.with_options(verb, FIELDS)
 
 
-def body(fields: Mapping[str, object]) -> dict[str, Any]:
-    """A request's body from FIELDS; those that nobody gave are the daemon's to choose."""
-    return {name: value for name, value in fields.items() if value not in (None, [])}
+def given(fields: Mapping[str, object]) -> dict[str, Any]:
+    """What the user gave of FIELDS, but for the model."""
+    return {n: v for n, v in fields.items() if v not in (None, []) and n != "model"}
+
+
+def body(model: ChosenModel, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Make a request's fields, but for the prompt: the user's settings over run's defaults."""
+    named = {} if model.name is None else {"model": model.name}
+    most = {} if "max_tokens" in settings else {"n_predict": -1}
+    return {**named, **most, **model.sampling, **settings}
 
 
 def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedReply) -> None:
     """Print one completion as it comes, and keep `reply` up to date.
 
-    A reply that the daemon's default length cut short is followed by a note. Interrupted, this
-    cancels the request and raises the interruption again.
+    A reply that filled the model's context is followed by a note. Interrupted, this cancels the
+    request and raises the interruption again.
 
     Raises:
         ClientError: no daemon, a refusal, or an incomplete reply.
@@ -115,7 +133,7 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
     if reply.finish_reason not in ("stop", "length", "tool_calls"):
         raise GenerationFailed(_why_incomplete(client, reply))
     if reply.finish_reason == "length" and "max_tokens" not in content:
-        _note_cut(client, reply)
+        terminal.note("penstock: the model's context is full; the reply ends here")
 
 
 def print_stats(client: Client, reply: PrintedReply) -> None:
@@ -153,15 +171,6 @@ def _why_incomplete(client: Client, reply: PrintedReply) -> str:
     return f"the reply is incomplete (finish reason {reply.finish_reason!r})"
 
 
-def _note_cut(client: Client, reply: PrintedReply) -> None:
-    """Say at which length nobody asked for the reply ended."""
-    at = "the default length"
-    if reply.request_id is not None:
-        with suppress(ClientError):  # the reply is complete as it is
-            at = things(client.request(reply.request_id)["output_tokens"], "token")
-    terminal.note(f"penstock: cut at {at}; --max-tokens gives more, up to the model's length")
-
-
 def _cancel_after(client: Client, reply: PrintedReply, ending: BaseException) -> None:
     """Tell the daemon, so that it need not find out, and the person what was generated."""
     if reply.request_id is None:
@@ -182,46 +191,98 @@ def _cancel_after(client: Client, reply: PrintedReply, ending: BaseException) ->
 
 @_with_fields
 def run(
-    prompt: Annotated[
+    words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]", help="The prompt, in quotes; - or none is stdin."),
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]",
+            help="The prompt in quotes, or - for stdin; before it a model, if not the one served.",
+        ),
     ] = None,
     system: System = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text: no chat template.")
+    ] = False,
     stats: Stats = False,
     host: Host = None,
+    as_chat: Annotated[bool, typer.Option("--chat", hidden=True)] = False,
     **fields: Any,
 ) -> None:
-    """Continue a prompt, or with --chat or --system answer it, token by token on stdout.
+    """Answer a prompt, or open a chat where none is given.
 
-    Stdout is the completion to the byte, and a newline where it does not end with one; on a
-    terminal it is freed of control characters. One newline at the end of stdin is not part of the
-    prompt.
+    A first word is taken for a model if it is one that is served, a short name (qwen3:0.6b), an
+    owner/name of the hub, or the path of a model. Without a prompt stdin is read; at a terminal a
+    chat opens. Where no daemon runs, and a person is at the terminal, one is started until the
+    command ends. Stdout is the reply to the byte, and a newline where it does not end with one; on
+    a terminal it is freed of control characters.
     """
-    text = _prompt(prompt)
-    if not text and not chat and system is None:
+    if len(words or ()) > 2:  # joined they might differ from what was written
+        raise typer.BadParameter("put the prompt in quotes", param_hint="PROMPT")
+    if raw and system is not None:
+        raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
+    connection = Connection(host)
+    asked, text = _model_and_prompt(words or [], fields["model"], connection)
+    connection.check(asked)
+    if text is None and not sys.stdin.isatty():
+        text = _from_stdin()
+    if text is None and raw:
+        raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
+    if text == "" and system is None:
         what = "the prompt is empty; give it as an argument or on stdin"
         raise typer.BadParameter(what, param_hint="PROMPT")
-    client = terminal.client(host)
-    content, reply = body(fields), PrintedReply()
-    if chat or system is not None:
-        instructions = [] if system is None else [{"role": "system", "content": system}]
-        content["messages"] = [*instructions, {"role": "user", "content": text}]
-        stream(client, "/v1/chat/completions", content, reply)
-    else:
+    with connection.with_model(asked) as model:
+        if text is None:
+            _chat_at_terminal(connection.client, model, Conversation(given(fields), system), stats)
+        else:
+            _reply(connection.client, body(model, given(fields)), text, system, raw, stats)
+
+
+def _model_and_prompt(
+    words: list[str], model: str | None, connection: Connection
+) -> tuple[str | None, str | None]:
+    """Which word is the model and which the prompt; None for what is not there.
+
+    Raises:
+        NoSuchModel: two words, and the first is no model.
+    """
+    if model is None and words and (len(words) > 1 or connection.names_model(words[0])):
+        model, *words = words
+        if words and not connection.names_model(model):
+            hint = "put the prompt in quotes; `penstock list` shows the models that are here"
+            raise NoSuchModel(f"no model {model!r}", hint=hint)
+    if len(words) > 1:
+        raise typer.BadParameter("put the prompt in quotes", param_hint="PROMPT")
+    prompt = words[0] if words else None
+    return model, _from_stdin() if prompt == "-" else prompt
+
+
+def _reply(
+    client: Client,
+    content: dict[str, Any],
+    text: str,
+    system: str | None,
+    is_raw: bool,
+    has_stats: bool,
+) -> None:
+    """Print the reply to one prompt, through the chat template if the model has one."""
+    reply = PrintedReply()
+    instructions = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*instructions, {"role": "user", "content": text}]
+    try:
+        if not is_raw:
+            stream(client, "/v1/chat/completions", {**content, "messages": messages}, reply)
+    except ReplyError as error:
+        if error.code != "no_chat_template" or instructions:
+            raise
+        terminal.note("penstock: the model has no chat template; continuing the text (--raw)")
+        is_raw = True
+    if is_raw:
         stream(client, "/v1/completions", {**content, "prompt": text}, reply)
-    if stats:
+    if has_stats:
         print_stats(client, reply)
 
 
-def _prompt(words: list[str] | None) -> str:
-    if words and len(words) > 1:  # joined they might differ from what was written
-        raise typer.BadParameter("give one prompt, in quotes", param_hint="PROMPT")
-    argument = words[0] if words else None
-    if argument is not None and argument != "-":
-        return argument
-    if argument is None and sys.stdin.isatty():
-        raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
+def _from_stdin() -> str:
+    """All of it; one newline at its end is no part of the prompt."""
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -253,11 +314,11 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
 }
 """What `/set` knows, as the API's fields."""
 UNSET: Mapping[str, str] = {
-    "max_tokens": "2048 at most (the default of a chat)",
+    "max_tokens": "as many as fit into the model's context",
     "seed": "another for each reply; the log keeps it",
     "stop": "none",
-    "presence_penalty": "0 (the default)",
-    "frequency_penalty": "0 (the default)",
+    "presence_penalty": "0 (default)",
+    "frequency_penalty": "0 (default)",
 }
 """What holds for a setting that neither the chat nor the model has a value of."""
 
@@ -280,10 +341,10 @@ class Conversation:
         self.turns: list[Message] = []
 
     @property
-    def body(self) -> dict[str, Any]:
-        """The request for the model's next turn."""
+    def messages(self) -> list[Message]:
+        """What the model reads for its next turn."""
         instructions = [{"role": "system", "content": self.system}] if self.system else []
-        return {**self.settings, "messages": [*instructions, *self.turns]}
+        return [*instructions, *self.turns]
 
     def say(self, text: str) -> None:
         """Add a turn of the user's."""
@@ -359,7 +420,7 @@ class Conversation:
             raise Refused(f"cannot read it: {error}", where=str(path)) from error
         if not _is_conversation(content):
             raise Refused("not a saved chat", where=str(path))
-        self.settings = {k: v for k, v in content["settings"].items() if k in (*SETTINGS, "model")}
+        self.settings = {k: v for k, v in content["settings"].items() if k in SETTINGS}
         self.system = content["system"]
         self.turns = [
             {"role": role, "content": message["content"]}
@@ -402,14 +463,23 @@ def chat(system: System = None, stats: Stats = False, host: Host = None, **field
 
     Commands are for terminals: from a pipe a line that begins with a slash goes to the model.
     """
-    conversation = Conversation(body(fields), system)
-    session = Session(terminal.client(host), conversation, has_stats=stats)
-    if not sys.stdin.isatty():
+    connection, conversation = Connection(host), Conversation(given(fields), system)
+    with connection.with_model(fields["model"]) as model:
+        if sys.stdin.isatty():
+            _chat_at_terminal(connection.client, model, conversation, stats)
+            return
+        session = Session(connection.client, model, conversation, has_stats=stats)
         for line in _lines():
             session.turn(line)
             if not (session.has_answered or sys.stdout.isatty()):
                 terminal.write("\n")  # a line for each turn
-        return
+
+
+def _chat_at_terminal(
+    client: Client, model: ChosenModel, conversation: Conversation, has_stats: bool
+) -> None:
+    """Hold a conversation with a person until Ctrl-D."""
+    session = Session(client, model, conversation, has_stats=has_stats)
     session.greet()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from appliance.configuration.config import own_state_dir  # which no chat through a pipe needs
@@ -430,13 +500,14 @@ class Command(NamedTuple):
 class Session:
     """A conversation with the daemon, and the commands that are typed in between."""
 
-    def __init__(self, client: Client, conversation: Conversation, *, has_stats: bool) -> None:
+    def __init__(
+        self, client: Client, model: ChosenModel, conversation: Conversation, *, has_stats: bool
+    ) -> None:
         self._client = client
+        self._model = model
         self._conversation = conversation
         self._has_stats = has_stats
         self._last = PrintedReply()
-        self._sampling: dict[str, Any] | None = None
-        """What holds where nothing is set here; None: nobody has asked the daemon."""
         self._commands: dict[str, Command] = {
             "help": Command("", "show this list", self._help),
             "reset": Command("", "forget what was said; settings stay", self._reset),
@@ -457,9 +528,10 @@ class Session:
         return bool(self._last.text)
 
     def greet(self) -> None:
-        """Say how replies are sampled, and what else there is to know before the first line."""
+        """Say who answers, how replies are sampled, and what else there is to know."""
         shown = ", ".join(self._setting(name) for name in ("temperature", "top_p"))
-        terminal.note(f"{shown}; /set shows and changes settings, /help lists all")
+        model = printable(self._model.about["id"])
+        terminal.note(f"{model}: {shown}; /set changes settings, /help lists all")
 
     def turn(self, text: str) -> None:
         """Say something, and print the answer as far as it comes.
@@ -489,7 +561,9 @@ class Session:
     def _answer(self) -> None:
         self._last = PrintedReply()
         try:
-            stream(self._client, "/v1/chat/completions", self._conversation.body, self._last)
+            content = body(self._model, self._conversation.settings)
+            content["messages"] = self._conversation.messages
+            stream(self._client, "/v1/chat/completions", content, self._last)
         finally:
             self._conversation.answer(self._last.text)
         if self._has_stats:
@@ -527,25 +601,12 @@ class Session:
             return f"{name} {printable(chosen)} (set here)"
         if name in UNSET:
             return f"{name} {UNSET[name]}"
-        try:
-            value, source = self._in_force(name)
-        except ClientError:
+        if name in self._model.sampling:
+            return f"{name} {self._model.sampling[name]:g} (default)"
+        own = (self._model.about.get("sampling") or {}).get(name)
+        if own is None:
             return f"{name} (the daemon does not say)"
-        origin = "the model's own" if source == "model" else "the default"
-        return f"{name} {value:g} ({origin})"
-
-    def _in_force(self, name: str) -> tuple[float, str]:
-        """What holds where nothing is set here, and whether the model or the API says so.
-
-        Raises:
-            ClientError: there is no telling.
-        """
-        if self._sampling is None:
-            models = self._client.get("/v1/models").get("data") or [{}]
-            self._sampling = models[0].get("sampling") or {}
-        if name not in self._sampling:
-            raise ClientError("an older daemon does not say")
-        return self._sampling[name]["value"], self._sampling[name]["source"]
+        return f"{name} {own['value']:g} ({'model' if own['source'] == 'model' else 'default'})"
 
     def _save(self, argument: str) -> str:
         if not argument:

@@ -1,4 +1,4 @@
-"""Verbs that change something: serve, roles, cancel, drain, keys, worker, install-service.
+"""Verbs that change something: serve, stop, cancel, drain, keys, roles, worker, install-service.
 
 Owns: their flags, of which serve has one for each setting; the life of the process of `worker`; the
 files and checks of the systemd service.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -30,13 +31,14 @@ import typer
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.short_ids import AmbiguousId, live_request_ids
 from appliance.cli.terminal import Format, Host, Output, printable, within
-from appliance.client import Client, DaemonUnreachable, ReplyError
+from appliance.client import Client, DaemonUnreachable, PermissionRefused, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.paths import SOCKET_UNIT_NAME, UNIT_NAME
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
 from appliance.frame.figures import things
+from appliance.models.names import NoSuchModel
 from engine.errors import ConfigError, FileError, PenstockError, UsageError
 
 # The daemon as a service of this machine: which files go where, and what is run then.
@@ -303,6 +305,43 @@ def resume(host: Host = None) -> None:
     """Take requests again after a drain."""
     terminal.client(host).post("/v1/penstock/resume")
     terminal.write("serving\n")
+
+
+def stop(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Stop only if this model is the one served."),
+    ] = None,
+    host: Host = None,
+) -> None:
+    """Stop the daemon, which frees the model's memory: running requests end first.
+
+    A second stop ends running requests at once. A daemon that systemd started is stopped by
+    systemctl.
+    """
+    client = terminal.client(host)
+    frame = client.get("/v1/penstock/state")
+    served, pid = str(frame.get("model")), frame.get("pid")
+    if model is not None:
+        meant = config.model_named(model, terminal.passed_over)
+        if served not in (model, str(meant), Path(str(meant)).name):
+            raise NoSuchModel(f"the daemon serves {served}", where=model)
+    if not isinstance(client.address, UnixAddress) or client.address.listener_pid() != pid:
+        raise UsageError(
+            "no command on this machine has started the daemon",
+            where=str(client.address),
+            hint="systemctl stop penstock.socket penstock.service, or stop it on its machine",
+        )
+    try:
+        process = os.pidfd_open(pid)
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+    except PermissionError as error:
+        raise PermissionRefused("the daemon is another user's", where=f"pid {pid}") from error
+    if num_running := frame.get("num_requests"):
+        about = f"waiting for {things(num_running, 'request')}; stop again ends them at once"
+        terminal.note(f"penstock: {about}")
+    select.select([process], [], [])
+    terminal.write(f"stopped {printable(served)}\n")
 
 
 @keys.callback()

@@ -25,10 +25,14 @@ from appliance.cli import short_ids, terminal
 from engine.errors import PenstockError
 
 VERBS: Mapping[str, str] = {
-    "serve": "control",
-    "demo": "demo",
     "run": "chat",
     "chat": "chat",
+    "serve": "control",
+    "stop": "control",
+    "pull": "models.pull_model",
+    "list": "models.list_models",
+    "rm": "models.remove",
+    "demo": "demo",
     "status": "status",
     "ps": "activity",
     "show": "activity",
@@ -57,7 +61,7 @@ VERBS: Mapping[str, str] = {
     "completion": "short_ids",
     "dial-stdio": "control",
 }
-"""Each verb's file in this folder, where it has a function, or a group of verbs, of its name."""
+"""Each verb's file in this folder; its function or group of verbs there, if not of its name."""
 
 _HIDDEN = ("dial-stdio",)
 HOST_OPTIONS = ("--host", "-H", "--socket")
@@ -157,7 +161,8 @@ def build(asked: str) -> typer.Typer:
     )
     app.callback()(_group)
     for name in [asked] if asked in VERBS else VERBS:
-        verb = getattr(import_module(f"appliance.cli.{VERBS[name]}"), name.replace("-", "_"))
+        file, _, function = VERBS[name].partition(".")
+        verb = getattr(import_module(f"appliance.cli.{file}"), function or name.replace("-", "_"))
         if isinstance(verb, typer.Typer):
             app.add_typer(verb, name=name, cls=Verbs)
         else:

@@ -1,6 +1,7 @@
-"""The verbs on models: pull, list, show, verify, rm.
+"""The verbs on models: pull, list, rm, which are verbs of their own as well, and show and verify.
 
-Owns: how a model is named on the command line.
+Owns: how a model is named on the command line; what is said before a download, and asked before a
+removal.
 Invariant: a model that cannot be served ends `pull`, `show` and `verify` with exit
 code 78, one that is not there with 5; `list` shows what cannot be served with its problem.
 Never: needs the daemon.
@@ -9,11 +10,12 @@ Never: needs the daemon.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,8 +25,11 @@ from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import size
 from appliance.models import cache
-from appliance.models.names import STARTER_FOLDER, HubName, a_model
-from engine.errors import CheckpointError, ConfigError, PenstockError, UsageError
+from appliance.models.names import STARTER_FOLDER, HubName, NoSuchModel
+from engine.errors import CheckpointError, ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from appliance.models.hub import Progress
 
 # engine.folder.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the
 # verbs.
@@ -32,80 +37,112 @@ from engine.errors import CheckpointError, ConfigError, PenstockError, UsageErro
 LEAST_VOCABULARY = 0.5
 
 Dirs = Annotated[
-    list[Path] | None, typer.Option("--dir", help="Look for models here as well; repeat.")
+    list[Path] | None, typer.Option("--dir", help="Look for models here, too. May be repeated.")
 ]
 Name = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name from the list.")
 ]
 
-models = typer.Typer(
-    help="Models on this machine, and on the hub.",
-    no_args_is_help=True,
-    callback=terminal.of_this_machine,
-)
-
-
-class NoSuchModel(PenstockError):
-    """Neither a folder nor a name in the list."""
-
-    exit_code = 5
+models = typer.Typer(help="Models on this machine and on the hub.", no_args_is_help=True)
 
 
 @models.command("pull")
 def pull_model(
-    model: Annotated[str, typer.Argument(metavar="NAME", help="As owner/name[@revision][:file].")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="owner/name[@revision][:file], or a short name (qwen3:0.6b)."
+        ),
+    ],
 ) -> None:
-    """Download a model from the hub into Hugging Face's cache: only what serving needs, resumed.
+    """Download a model from the hub into Hugging Face's cache, which other tools share.
 
-    HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE hold as for Hugging Face's own tools. Bytes
-    that came before a cut stay, and their sums are compared with the hub's.
+    Only the files that serving needs are downloaded. An interrupted download is resumed, and
+    checksums are compared with the hub's. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have
+    the same meaning as for Hugging Face's own tools.
     """
-    name = _hub_name(model)
+    terminal.of_this_machine()
+    terminal.write(f"{printable(fetch(_hub_name(model)))}\n")
+
+
+def fetch(name: HubName) -> Path:
+    """Download a model, and say what, how large, from where and to where; returns its folder."""
     from appliance.models.hub import pull  # with huggingface_hub, which takes a third of a second
 
-    line = ProgressLine("downloaded")
-    start_s = time.monotonic()
+    root = cache.hub_cache(os.environ)
+    line, start_s, sizes = ProgressLine("downloaded"), time.monotonic(), list[int]()
+
+    def show(each: Progress) -> None:
+        if not sizes:
+            sizes.append(each.total_bytes)
+            about = cache.download_text(name, each.total_bytes, root, os.environ)
+            terminal.note(printable(f"penstock: {about}"))
+        line.show(each.done_bytes, each.total_bytes, each.bytes_per_s)
+
     try:
-        folder = pull(
-            name,
-            cache.hub_cache(os.environ),
-            lambda each: line.show(each.done_bytes, each.total_bytes, each.bytes_per_s),
-        )
+        folder = pull(name, root, show)
     finally:
         line.end()
     took_s = time.monotonic() - start_s
     terminal.note(f"penstock: {printable(name)}: {size(cache.size_bytes(folder))}, {took_s:.1f} s")
-    terminal.write(f"{printable(folder)}\n")
+    return folder
 
 
 @models.command("rm")
 def remove(
-    model: Annotated[str, typer.Argument(metavar="NAME", help="As list shows it.")],
+    model: Annotated[str, typer.Argument(metavar="NAME", help="A name that list shows.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a model, or one revision of it (owner/name@revision), from Hugging Face's cache."""
+    """Delete a model, or one revision of it (owner/name@revision), from Hugging Face's cache.
+
+    Other programs share that cache, so it asks first; --yes is needed where nobody can be asked.
+    """
+    terminal.of_this_machine()
     name = _hub_name(model)
     root = cache.hub_cache(os.environ)
     if not cache.repository_folder(root, name.repository).is_dir():
-        hint = f"`penstock models list` shows what there is; the cache is {root}"
+        hint = f"`penstock list` shows what there is; the cache is {root}"
         raise NoSuchModel("not in the cache", where=str(name), hint=hint)
-    commit = None
-    if "@" in model:
-        fitting = [
-            one.commit
-            for one in cache.snapshots(root)
-            if one.repository == name.repository and one.commit.startswith(name.revision)
-        ]
-        if len(fitting) != 1:
-            hint = "`penstock models list` shows the revisions"
-            raise NoSuchModel(f"{len(fitting)} revisions begin so", where=str(name), hint=hint)
-        commit = fitting[0]
+    commit = _commit_of(name, root) if "@" in model else None
+    asked = name.repository if commit is None else f"{name.repository}@{commit[:7]}"
+    if not yes:
+        _confirm(f"Delete {printable(asked)} from {printable(root)}, which other programs share?")
     freed = cache.remove(root, name.repository, commit)
-    terminal.write(f"removed {printable(model)}, {size(freed)}\n")
+    terminal.write(f"removed {printable(asked)}, {size(freed)}\n")
+
+
+def _commit_of(name: HubName, root: Path) -> str:
+    """The one revision in the cache that begins as the name says."""
+    fitting = [
+        one.commit
+        for one in cache.snapshots(root)
+        if one.repository == name.repository and one.commit.startswith(name.revision)
+    ]
+    if len(fitting) != 1:
+        what = f"{len(fitting)} revisions in the cache begin with {name.revision!r}"
+        raise NoSuchModel(what, where=str(name), hint="`penstock list` shows the revisions")
+    return fitting[0]
+
+
+def _confirm(question: str) -> None:
+    """Ask at the terminal; anything but yes ends the command.
+
+    Raises:
+        UsageError: nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError("not done: nobody can be asked to confirm", hint=f"--yes: {question}")
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        terminal.note("penstock: nothing was deleted")
+        raise typer.Exit(1)
 
 
 @models.command("list")
 def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
-    """List the configured models, the starter, Hugging Face's cache, and what is under --dir."""
+    """List the models on this machine: configured, built in, in Hugging Face's cache, in --dir."""
+    terminal.of_this_machine()
     from appliance.cli import model_folders
 
     rows = [model_folders.describe(found) for found in _found(dirs)]
@@ -118,7 +155,9 @@ def show_model(
     dirs: Dirs = None,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZE", help="Would it fit such GPUs? 24GiB, 2x80GiB; repeat."),
+        typer.Option(
+            metavar="SIZE", help="Check these GPUs, e.g. 24GiB or 2x80GiB. May be repeated."
+        ),
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -127,12 +166,13 @@ def show_model(
     MOST KV TOKENS is what all memory beside the weights holds. A start takes a part of it:
     `serve --check-config` says how much, and --kv-memory sets it.
     """
+    terminal.of_this_machine()
     from appliance.cli import model_folders
     from appliance.doctor import checks
     from appliance.models import fits
 
     where = checks.places([_gpus(text) for text in gpu or ()])
-    asked = a_model(model)
+    asked = config.model_named(model, terminal.passed_over)
     try:
         found = _named(model, dirs)
     except NoSuchModel:
@@ -159,6 +199,7 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
     Sums are compared with SHA256SUMS or FILE.sha256 in the folder, or with the names that Hugging
     Face's cache gives its files. A file that has none is read and its sum shown.
     """
+    terminal.of_this_machine()
     from appliance.cli import model_folders
 
     folder = _named(model, dirs).folder
@@ -231,7 +272,7 @@ def _hub_name(text: str) -> HubName:
     Raises:
         UsageError: it is a folder, or nothing that could be a name.
     """
-    name = a_model(text)
+    name = config.model_named(text, terminal.passed_over)
     if isinstance(name, HubName):
         return name
     hint = "a model on the hub is named as owner/name, such as Qwen/Qwen3-0.6B"
@@ -280,7 +321,7 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
         if not isinstance(asked, HubName):
             return next(each for each in _configured(tables) if each.name == name)
     else:
-        asked = a_model(name)
+        asked = config.model_named(name, terminal.passed_over)
     if isinstance(asked, HubName):
         in_cache = cache.resolve(cache.hub_cache(os.environ), asked)
         if in_cache is not None and asked.file is not None:
@@ -290,7 +331,7 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
     matching = [each for each in _found(dirs) if name in (each.name, each.name.partition("@")[0])]
     if len(matching) == 1:
         return matching[0]
-    hint = "`penstock models list` shows their names; a folder's path will do as well"
+    hint = "`penstock list` shows their names; a folder's path will do as well"
     if not matching:
         raise NoSuchModel("no such model", where=name, hint=hint)
     raise UsageError(f"{len(matching)} models have this name", where=name, hint=hint)

@@ -577,27 +577,41 @@ PAUSE_WITHOUT_TERMINAL_S = 10.0
 
 
 class ProgressLine:
-    """Bytes done of a total, and their rate."""
+    """How far something is: text, or bytes done of a total and their rate.
 
-    def __init__(self, verb: str) -> None:
+    Args:
+        verb: stands before bytes.
+    """
+
+    def __init__(self, verb: str = "") -> None:
         self._verb = verb
         self._is_terminal = sys.stderr.isatty()
-        self._said_s = time.monotonic()
+        self._since_s = self._said_s = time.monotonic()
+        self._is_shown = False
 
     def show(self, done_bytes: int, total_bytes: int, bytes_per_s: float) -> None:
-        """Say it, if it is long enough since it was said."""
+        """Say how many bytes are done."""
+        line = f"{self._verb} {size(done_bytes)} of {size(total_bytes)} at {size(bytes_per_s)}/s"
+        if bytes_per_s > 0 and done_bytes < total_bytes:
+            line += f", {duration((total_bytes - done_bytes) / bytes_per_s * 1000)} left"
+        self.say(line)
+
+    def say(self, text: str) -> None:
+        """Say it, if it is long enough since something was said."""
         now_s = time.monotonic()
         if now_s - self._said_s < (PAUSE_S if self._is_terminal else PAUSE_WITHOUT_TERMINAL_S):
             return
         self._said_s = now_s
-        line = f"{self._verb} {size(done_bytes)} of {size(total_bytes)} at {size(bytes_per_s)}/s"
-        if bytes_per_s > 0 and done_bytes < total_bytes:
-            line += f", {duration((total_bytes - done_bytes) / bytes_per_s * 1000)} left"
-        sys.stderr.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
+        self._is_shown = True
+        sys.stderr.write(f"\r\x1b[K{text}" if self._is_terminal else f"{text}\n")
         sys.stderr.flush()
+
+    def wait(self, text: str) -> None:
+        """Say what is waited for, and since when."""
+        self.say(f"{text}, {time.monotonic() - self._since_s:.0f} s")
 
     def end(self) -> None:
         """Clear the line for what comes next."""
-        if self._is_terminal:
+        if self._is_terminal and self._is_shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

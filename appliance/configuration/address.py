@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,19 @@ class UnixAddress:
             line.hang_up()
             raise
         return line
+
+    def listener_pid(self) -> int:
+        """The process that has opened the socket: the daemon, or systemd, which starts it.
+
+        Raises:
+            OSError: nothing listens there.
+        """
+        line = self.dial(None)
+        try:
+            credentials = line.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        finally:
+            line.hang_up()
+        return int.from_bytes(credentials[:4], sys.byteorder)
 
 
 @dataclass(frozen=True, slots=True)

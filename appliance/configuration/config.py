@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from appliance.configuration.settings import SETTINGS, Setting
 from appliance.models.names import (
     MODEL_SETTINGS,
     MODELS,
+    OWN_NAMES,
     OWN_SETTINGS,
     HubName,
     a_model,
@@ -189,6 +191,27 @@ class _Sources(NamedTuple):
             )
         return None
 
+    def parser(self, name: str) -> Callable[[object], object]:
+        """How a setting's value is read; a model may have a short name of the user's own."""
+        parse = SETTINGS[name].parse
+        return partial(a_model, own_names=self.own_names) if parse is a_model else parse
+
+    @property
+    def own_names(self) -> dict[str, str]:
+        """The table [short_names] of the file.
+
+        Raises:
+            ConfigError: it is not a table of names.
+        """
+        names = self.table.get(OWN_NAMES, {})
+        if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):
+            raise ConfigError(
+                "short names are a table of texts",
+                where=f"{self.file}:{_line_of(self.text, OWN_NAMES)}: {OWN_NAMES}",
+                hint='as [short_names], then "coder:7b" = "Qwen/Qwen2.5-Coder-7B-Instruct"',
+            )
+        return names
+
     def place_of(self, where: str) -> str:
         """What set the setting or path, or wrote the table, that an error names; else as it is."""
         if where in SETTINGS:
@@ -223,7 +246,7 @@ class _Sources(NamedTuple):
         for name, setting in SETTINGS.items():
             found = self.lookup(name) if setting.parse in (a_path, a_model) else None
             with suppress(ValueError):
-                if found is not None and str(setting.parse(found.value)) == path:
+                if found is not None and str(self.parser(name)(found.value)) == path:
                     yield found
 
     def checked(self, name: str) -> FoundSetting | None:
@@ -233,7 +256,7 @@ class _Sources(NamedTuple):
                 raise self.unread[name]
             return None
         try:
-            return found._replace(value=SETTINGS[name].parse(found.value))
+            return found._replace(value=self.parser(name)(found.value))
         except ValueError as error:
             raise ConfigError(
                 f"{found.value!r} is not allowed; give {error}", where=found.origin
@@ -349,7 +372,7 @@ def _model_tables(sources: _Sources) -> dict[str, dict[str, Any]]:
 
 
 def _tables_read(sources: _Sources, tables: object) -> dict[str, dict[str, Any]]:
-    parsers = {name: setting.parse for name, setting in SETTINGS.items()}
+    parsers = {name: sources.parser(name) for name in SETTINGS}
     return read_tables(tables, parsers, lambda key: _where(sources, key))
 
 
@@ -493,6 +516,16 @@ def models_named(
     for each in wrong:
         warn(each)
     return first, tables
+
+
+def model_named(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) -> Path | HubName:
+    """Read a model's name as typed: a path, owner/name, or a short name; `warn` as in find()."""
+    try:
+        own_names = _read({}, environ).own_names
+    except ConfigError as error:
+        warn(error)
+        own_names = {}
+    return a_model(text, own_names)
 
 
 def own_state_dir(environ: Mapping[str, str] = os.environ, warn: Warn | None = None) -> Path:
@@ -647,7 +680,7 @@ def _unknown(path: Path, table: Mapping[str, object], text: str) -> list[ConfigE
             or "`penstock serve --help` lists the settings; in the file - is _",
         )
         for key in table
-        if key not in SETTINGS and key != MODELS
+        if key not in SETTINGS and key not in (MODELS, OWN_NAMES)
     ]
 
 

@@ -361,7 +361,7 @@ def _model(found: config.ServeConfig) -> Finding:
     from appliance.fleet import boot  # half of a second
 
     if isinstance(found.model, HubName) and boot.is_to_be_fetched(found.model):
-        hint = "serve downloads it first, or penstock models pull does"
+        hint = "serve downloads it first, or penstock pull does"
         return Finding("model", "note", in_a_sentence(found.model), hint)
     placed, folder = boot.place(found), boot.model_folder(found.model)
     about, dram = boot.check_plan(found, placed)[0], boot.dram_forecast(found, placed)

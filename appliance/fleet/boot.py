@@ -322,7 +322,7 @@ def model_folder(model: Path | HubName | None) -> Path:
     root = cache.hub_cache(os.environ)
     folder = cache.resolve(root, model)
     if folder is None:
-        what, hint = "not on this machine", f"penstock models pull {model}; {cache.in_words(root)}"
+        what, hint = "not on this machine", f"penstock pull {model}; {cache.in_words(root)}"
         raise NotPulled(what, where=str(model), hint=hint)
     return folder if model.file is None else cache.gguf_file(folder, model.file)
 

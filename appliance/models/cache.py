@@ -23,10 +23,13 @@ from pathlib import Path
 from appliance.models.names import HubName, is_quantised_as
 from engine.errors import ConfigError, PenstockError
 from engine.folder.gguf import parts_of
+from engine.units import size_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 INCOMPLETE = ".incomplete"
+HUB = "https://huggingface.co"
+"""Where names lead unless HF_ENDPOINT says otherwise."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _MAX_SHOWN = 8
 
@@ -60,6 +63,12 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
         return Path(home).expanduser() / "hub"
     cache = environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if cache else Path.home() / ".cache") / "huggingface" / "hub"
+
+
+def download_text(name: HubName, num_bytes: int, cache: Path, environ: Mapping[str, str]) -> str:
+    """Say what a download brings, how large, from where and to where."""
+    endpoint = environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
+    return f"downloading {name}, {size_text(num_bytes)}, from {endpoint} to {cache}"
 
 
 def repository_folder(cache: Path, repository: str) -> Path:

@@ -528,7 +528,7 @@ def _check_room(root: Path, repository: Repository, files: Sequence[RemoteFile])
         raise ConfigError(
             f"{size_text(needed)} are to come, and {size_text(free)} are free in {there}",
             where=str(repository.name),
-            hint="penstock models rm makes room; HF_HOME puts the cache on another disk",
+            hint="penstock rm makes room; HF_HOME puts the cache on another disk",
         )
 
 

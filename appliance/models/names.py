@@ -1,7 +1,7 @@
-"""How a model is named: a folder, a GGUF file, or `owner/name` on a hub.
+"""How a model is named: a folder, a GGUF file, `owner/name` on a hub, or a short name for one.
 
 Owns: the grammar of names.
-Invariant: what exists as a folder or a GGUF file is that; what begins like a path is a path.
+Invariant: a name of a folder or GGUF file that exists means that; so does what begins like a path.
 Never: imports anything slow: each `penstock status` pays for it.
 """
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from engine.errors import ConfigError, refuse
+from appliance.models.short_names import SHORT_NAMES
+from engine.errors import ConfigError, PenstockError, refuse
 
 DEFAULT_REVISION = "main"
 STARTER_FOLDER = Path(engine.__file__ or "").parent / "starter" / "penstock-starter-1"
@@ -26,6 +27,12 @@ _NAME = re.compile(
     r"(?:@(?P<revision>[A-Za-z0-9][\w./-]{0,199}))?"
     r"(?::(?P<file>[A-Za-z0-9][\w./-]{0,199}))?"
 )
+
+
+class NoSuchModel(PenstockError):
+    """No model has this name, here or at the daemon."""
+
+    exit_code = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +51,12 @@ class HubName:
         return f"{self.repository}{revision}{'' if self.file is None else f':{self.file}'}"
 
 
-def a_model(value: object) -> Path | HubName:
-    """A folder or a GGUF file, or a model on a hub: the value of the setting `model`.
+def a_model(value: object, own_names: Mapping[str, str] = {}) -> Path | HubName:
+    """Read a model's name, as the setting `model` has it: a path, or a model on a hub.
+
+    Args:
+        value: as it was typed.
+        own_names: the user's short names, which come before those of the table.
 
     Raises:
         ValueError: it is neither; says what is allowed.
@@ -57,10 +68,22 @@ def a_model(value: object) -> Path | HubName:
     path = Path(value).expanduser()
     if str(value) == STARTER_FOLDER.name and not path.exists():
         return STARTER_FOLDER
+    short = str(value).lower().removesuffix(":latest")
+    if not path.exists() and (meant := own_names.get(str(value)) or SHORT_NAMES.get(short)):
+        return a_model(meant)
     name = _NAME.fullmatch(str(value))
     if name is None or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path.absolute()
     return HubName(name["repository"], name["revision"] or DEFAULT_REVISION, name["file"])
+
+
+def is_model_file(path: Path | HubName) -> bool:
+    """Whether a path leads to a folder or file that could be a model."""
+    if not isinstance(path, Path):
+        return False
+    if path.is_dir():
+        return (path / "config.json").is_file() or any(path.glob("*.gguf"))
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def is_quantised_as(file_name: str, quantisation: str) -> bool:
@@ -77,6 +100,8 @@ def is_quantised_as(file_name: str, quantisation: str) -> bool:
 
 
 MODELS = "models"
+OWN_NAMES = "short_names"
+"""The table of short names of the user's own."""
 MODEL_SETTINGS = (
     "model",
     "dtype",

@@ -167,8 +167,8 @@ class Checkpoint:
         if gguf is not None:
             return cls._open_gguf(gguf)
         if not folder.is_dir():
-            hint = "give a folder in Hugging Face format, a GGUF file, or a name as owner/model"
-            what = "not a folder" if folder.exists() else "no such model folder"
+            hint = "use owner/model, a short name such as qwen3:0.6b, a folder or a .gguf file"
+            what = "not a folder" if folder.exists() else "no model here"
             raise CheckpointError(what, where=str(folder), hint=hint)
         config = ModelConfig.from_folder(folder)
         found: dict[str, TensorInfo] = {}

@@ -56,7 +56,8 @@ def start(environ: dict[str, str], *arguments: str) -> subprocess.Popen[bytes]:
 class Typist:
     """A person at a terminal, who waits for what she has asked for before she goes on."""
 
-    def __init__(self, environ: dict[str, str], *arguments: str) -> None:
+    def __init__(self, environ: dict[str, str], *arguments: str, prompt: str = PROMPT) -> None:
+        self._prompt = prompt
         self._ours, theirs = pty.openpty()
         self._process = subprocess.Popen(
             command(*arguments),
@@ -74,7 +75,7 @@ class Typist:
         self.exit_code: int | None = None
 
     def __enter__(self) -> Typist:
-        self._wait_for(PROMPT)
+        self._wait_for(self._prompt)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -88,7 +89,7 @@ class Typist:
         self.press(text.encode() + b"\n", shows=shows)
         if shows:
             self._seen = self._seen.partition(shows)[2]
-            self._wait_for(PROMPT)
+            self._wait_for(self._prompt)
 
     def press(self, keys: bytes, *, shows: str = "") -> None:
         """Press keys; wait for what they bring."""

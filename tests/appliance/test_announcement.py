@@ -53,19 +53,19 @@ def test_a_pools_size_is_that_of_the_blocks_that_can_be_used(machine: Machine) -
 
 
 def test_a_model_that_can_chat_is_tried_in_a_chat(machine: Machine) -> None:
-    assert said(machine)[-1] == "try: penstock run --chat 'Hello'"
-    assert "--chat" not in said(machine, has_template=False)[-1]
+    assert said(machine)[-1] == "try: penstock run 'Hello'"
+    assert "--raw" in said(machine, has_template=False)[-1]
 
 
 def test_a_daemon_that_no_client_looks_for_says_where_it_is(machine: Machine) -> None:
     assert said(machine, is_found=False)[-1] == (
-        "try: penstock run --host /run/penstock.sock --chat 'Hello'"
+        "try: penstock run --host /run/penstock.sock 'Hello'"
     )
 
 
 def test_replies_that_nobody_has_said_how_to_sample_come_with_advice(machine: Machine) -> None:
     (line,) = (line for line in said(machine) if "ramble" in line)
-    assert "--temperature 0.3" in line
+    assert "take 0.6" in line
     assert str(FOLDER / "generation_config.json") in line
     told = said(machine, temperature=0.6, top_k=20)
     assert (
@@ -78,7 +78,7 @@ def test_of_a_gguf_file_no_folder_is_spoken_of() -> None:
     path = Path("/models/one-q4.gguf")
     assert sampling_text({}, path).endswith("the model's file says nothing else")
     assert sampling_text({"temperature": 0.5}, path).endswith("as one-q4.gguf says")
-    assert "--temperature 0.3" in sampling_advice({}, path)
+    assert "take 0.6" in sampling_advice({}, path)
     assert sampling_advice({"temperature": 0.5}, path) == ""
 
 

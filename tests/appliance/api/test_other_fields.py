@@ -33,6 +33,9 @@ async def test_llamas_names_are_those_of_the_same_things(served, appliance):
         5,
         1.2,
     )
+    for most, extra in ((4, {"truncate_prompt_tokens": 60}), (63, {"truncate_prompt_tokens": 1})):
+        await served.complete(prompt="x" * 80, n_predict=-1, **extra)
+        assert sampling_of(appliance).max_tokens == most, "as many as fit"
     await served.complete(grammar='root ::= "a"', max_tokens=3)
     assert sampling_of(appliance).grammar is not None
     await served.complete(json_schema={"type": "object"}, max_tokens=3)

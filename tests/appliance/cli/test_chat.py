@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,73 +17,227 @@ from tests.appliance.cli_data import FINISHED, REQUEST
 from tests.appliance.cli_process import Typist, penstock, run_on_terminal, start, user_environ
 from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event, text_event
 
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path / "p.sock") as fake:
+        fake.script.events = [chat_event("Hel"), chat_event("lo", "stop"), DONE]
+        fake.script.replies = {f"GET /v1/requests/{RID}": (200, FINISHED)}
+        yield fake
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {**user_environ(tmp_path), "TERM": "dumb"}
+
+
 # `penstock run`: the completion to the byte, and every way in which it can end early.
 
 
 DONE = b"data: [DONE]"
+ASK, CONTINUE = "POST /v1/chat/completions", "POST /v1/completions"
+SAMPLING = {"temperature": 0.6, "top_p": 0.9}
+"""What run and chat take where neither the model nor the user says otherwise."""
+DEFAULTS = {**SAMPLING, "n_predict": -1}
+
+
+def asked_text(daemon: FakeDaemon, line: str = ASK) -> list[object]:
+    """What each request was about, without settings."""
+    bodies = daemon.script.asked_for(line)
+    return [(body or {}).get("prompt", (body or {}).get("messages")) for body in bodies]
+
+
+def user_says(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def test_run_prints_only_the_completion(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     daemon.script.events = [text_event("Hel"), text_event("lo\x1b[2J ü", "length"), DONE]
-    ended = penstock(environ, "run", "Say hello", "--max-tokens", "8", "--stop", "x", "--seed", "3")
+    options = ("--max-tokens", "8", "--stop", "x", "--seed", "3")
+    ended = penstock(environ, "run", "--raw", "Say hello", *options)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == "Hello\x1b[2J ü\n"  # to the byte, and a newline, into a pipe
-    assert daemon.script.asked_for("POST /v1/completions") == [
-        {"prompt": "Say hello", "max_tokens": 8, "seed": 3, "stop": ["x"], "stream": True}
-    ]
+    asked = {"prompt": "Say hello", "max_tokens": 8, "seed": 3, "stop": ["x"], "stream": True}
+    assert daemon.script.asked_for(CONTINUE) == [{**SAMPLING, **asked}]
+
+
+def test_run_uses_the_chat_template_with_room_and_a_lower_temperature(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    for arguments in (("Hello",), ("--chat", "Hello")):  # as it was written before
+        ended = penstock(environ, "run", *arguments)
+        assert (ended.returncode, ended.stdout) == (0, "Hello\n")
+    wanted = {**DEFAULTS, "messages": user_says("Hello"), "stream": True}
+    assert daemon.script.asked_for(ASK) == [wanted, wanted]
+
+
+def test_what_the_model_or_the_user_says_of_sampling_goes_before_the_commands_own(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    sampling = {
+        "temperature": {"value": 0.2, "source": "model"},
+        "top_p": {"value": 1.0, "source": "default"},
+    }
+    daemon.script.replies["GET /v1/models"] = (200, {"data": [{"id": "m", "sampling": sampling}]})
+    assert penstock(environ, "run", "a").returncode == 0
+    assert penstock(environ, "run", "a", "--top-p", "0.5", "--temperature", "1").returncode == 0
+    first, second = daemon.script.asked_for(ASK)
+    assert first is not None
+    assert second is not None
+    assert ("temperature" in first, first["top_p"]) == (False, 0.9)
+    assert (second["temperature"], second["top_p"]) == (1.0, 0.5)
+
+
+def test_a_model_without_a_chat_template_continues_the_text_and_says_so(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    refusal = {"error": {"message": "the model has no chat template", "code": "no_chat_template"}}
+    daemon.script.replies[ASK] = (400, refusal)
+    daemon.script.events = [text_event("time", "stop"), DONE]
+    ended = penstock(environ, "run", "Once upon a")
+    assert (ended.returncode, ended.stdout) == (0, "time\n")
+    assert "no chat template" in ended.stderr
+    assert asked_text(daemon, CONTINUE) == ["Once upon a"]
+    assert penstock(environ, "run", "-s", "Be brief.", "Once upon a").returncode == 2
+
+
+def test_a_reply_that_fills_the_context_is_noted(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    daemon.script.events = [chat_event("Hello", "length"), DONE]
+    ended = penstock(environ, "run", "p")
+    assert (ended.returncode, ended.stdout) == (0, "Hello\n")
+    assert "context is full" in ended.stderr
+    assert penstock(environ, "run", "p", "--max-tokens", "1").stderr == ""
 
 
 @pytest.mark.parametrize(
-    ("replies", "at"),
+    ("words", "asked"),
     [
-        ({f"GET /v1/requests/{RID}": (200, {**REQUEST, "output_tokens": 16})}, "16 tokens"),
-        ({}, "the default length"),
+        (("Hello",), (None, "Hello")),
+        (("m", "Hello"), ("m", "Hello")),
+        (("-m", "m", "m"), ("m", "m")),
+        (("mine", "Hello"), ("o/other", "Hello")),
+        (("-m", "also-m", "Hello"), ("also-m", "Hello")),
     ],
 )
-def test_a_reply_cut_at_a_length_that_nobody_gave_is_noted(
-    daemon: FakeDaemon, environ: dict[str, str], replies: dict[str, tuple[int, object]], at: str
+def test_a_first_word_is_the_model_if_it_names_one(
+    daemon: FakeDaemon, environ: dict[str, str], tmp_path: Path, words: tuple[str, ...], asked: str
 ) -> None:
-    daemon.script.events = [text_event("Hello", "length"), DONE]
-    daemon.script.replies = replies
-    ended = penstock(environ, "run", "p")
+    file = tmp_path / "penstock.toml"
+    file.write_text('[short_names]\nmine = "o/other"\n')
+    models = {"data": [{"id": "m"}, {"id": "o/other", "is_loaded": True}]}
+    daemon.script.replies |= {"GET /v1/models": (200, models)}
+    daemon.script.replies["GET /v1/models/also-m"] = (200, {"id": "also-m"})  # an alias
+    ended = penstock({**environ, "PENSTOCK_CONFIG": str(file)}, "run", *words)
+    assert (ended.returncode, ended.stdout) == (0, "Hello\n"), ended.stderr
+    (body,) = daemon.script.asked_for(ASK)
+    assert body is not None
+    assert (body.get("model"), body["messages"][-1]["content"]) == asked
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("qwen3:0.6b", "hi"),
+        ("llama9:7b",),
+        ("owner/model", "hi"),
+        ("./nothing", "hi"),
+        ("Hello", "world"),
+    ],
+)
+def test_a_model_that_the_daemon_does_not_serve_is_refused_before_anything_is_read(
+    daemon: FakeDaemon, environ: dict[str, str], words: tuple[str, ...]
+) -> None:
+    ended = penstock(environ, "run", *words)
+    assert (ended.returncode, ended.stdout) == (5, "")
+    assert words[0] in ended.stderr
+    assert "hint: " in ended.stderr
+    assert [line for line, _ in daemon.script.asked if line.startswith("POST")] == []
+
+
+def test_a_model_that_is_known_and_not_loaded_is_loaded_for_its_sampling(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    models = {"data": [{"id": "m"}, {"id": "small", "is_loaded": False}]}
+    daemon.script.replies["GET /v1/models"] = (200, models)
+    daemon.script.replies["GET /v1/models/small"] = (200, models["data"][1])
+    ended = penstock(environ, "run", "small", "Hello")
     assert (ended.returncode, ended.stdout) == (0, "Hello\n")
-    assert ended.stderr.startswith(f"penstock: cut at {at}; --max-tokens gives more")
+    assert "loading small in place of m" in ended.stderr
+    assert [body and body["model"] for body in daemon.script.asked_for(CONTINUE)] == ["small"]
+    assert [body and body["model"] for body in daemon.script.asked_for(ASK)] == ["small"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("-",)])
+def test_run_waits_while_the_model_loads(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    state = "GET /v1/penstock/state"
+    daemon.script.replies[state] = (200, {"state": "loading", "state_reason": "model_loading"})
+    running = start(environ, "run", "p")
+    while not daemon.script.asked_for(state):
+        time.sleep(0.01)
+    assert asked_text(daemon) == []
+    daemon.script.replies[state] = (200, {"state": "ready"})
+    shown, _ = running.communicate(timeout=30)
+    assert (running.returncode, shown) == (0, b"Hello\n")
+
+
+def test_run_without_a_prompt_opens_a_chat_at_a_terminal(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    with Typist(environ, "run", "m") as person:
+        person.type("hi", shows="Hello")
+        person.type("/bye")
+    assert person.exit_code == 0
+    assert asked_text(daemon) == [user_says("hi")]
+
+
+def test_at_a_terminal_a_daemon_is_started_until_the_chat_ends_or_somebody_stops_it(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    socket = tmp_path / "p.sock"
+    with Typist(environ, "run", "penstock-starter-1") as person:
+        assert socket.exists()
+        person.type("Who are you?", shows="\r\n")
+        assert penstock(environ, "stop", "qwen3:0.6b").returncode == 5
+        stopped = penstock(environ, "stop", "penstock-starter-1")
+        assert (stopped.returncode, stopped.stdout) == (0, "stopped penstock-starter-1\n")
+        assert not socket.exists()
+        person.type("Hello?", shows="penstock serve")
+        person.type("/bye")
+    assert person.exit_code == 0
+    assert "penstock-starter-1: temperature" in person.shown
+    with Typist(environ, "run") as person:
+        person.press(b"\x04")
+    assert (person.exit_code, socket.exists()) == (0, False)
+
+
+def test_where_nobody_reads_stderr_no_daemon_is_started(environ: dict[str, str]) -> None:
+    for verb in ("run", "chat"):
+        assert run_on_terminal(environ, verb, exit_code=3) == b"", "stdout alone is a terminal"
+
+
+@pytest.mark.parametrize("arguments", [(), ("-",), ("m",), ("m", "-")])
 def test_run_reads_a_piped_prompt(
     daemon: FakeDaemon, environ: dict[str, str], arguments: tuple[str, ...]
 ) -> None:
-    daemon.script.events = [text_event("", "stop"), DONE]
+    daemon.script.events = [chat_event("", "stop"), DONE]
     ended = penstock(environ, "run", *arguments, stdin="zwei\nZeilen ü\n".encode())
     assert (ended.returncode, ended.stdout) == (0, "")
-    assert daemon.script.asked[-1][1] == {"prompt": "zwei\nZeilen ü", "stream": True}
+    assert asked_text(daemon) == [user_says("zwei\nZeilen ü")]
 
 
 def test_run_asks_for_quotes_around_several_words(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:
-    ended = penstock(environ, "run", "Hello", "world")
-    assert (ended.returncode, ended.stdout, daemon.script.asked) == (2, "", [])
-    assert "in quotes" in ended.stderr
+    for words in (("Hello", "my", "world"), ("-m", "m", "Hello", "world")):
+        ended = penstock(environ, "run", *words)
+        assert (ended.returncode, ended.stdout, daemon.script.asked) == (2, "", [])
+        assert "in quotes" in ended.stderr
 
 
 def test_run_refuses_a_prompt_that_is_no_text(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     assert penstock(environ, "run", stdin=b"\xff\xfe").returncode == 2
     assert daemon.script.asked == []
-
-
-def test_run_can_use_the_chat_template(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    daemon.script.events = [chat_event("Hi"), chat_event("", "stop"), DONE]
-    ended = penstock(environ, "run", "--chat", "Hello", "--temperature", "0")
-    assert (ended.returncode, ended.stdout) == (0, "Hi\n")
-    assert daemon.script.asked_for("POST /v1/chat/completions") == [
-        {
-            "messages": [{"role": "user", "content": "Hello"}],
-            "temperature": 0.0,
-            "stream": True,
-        }
-    ]
 
 
 def test_run_can_end_with_the_timings(daemon: FakeDaemon, environ: dict[str, str]) -> None:
@@ -170,29 +325,13 @@ def test_a_refusal_has_its_exit_code(
     daemon: FakeDaemon, environ: dict[str, str], status: int, exit_code: int
 ) -> None:
     refusal = {"error": {"message": "not now", "code": None}}
-    daemon.script.replies = {"POST /v1/completions": (status, refusal)}
+    daemon.script.replies = {ASK: (status, refusal)}
     ended = penstock(environ, "run", "p")
     assert (ended.returncode, ended.stdout) == (exit_code, "")
     assert ended.stderr.startswith("penstock: not now\n")
 
 
 # --------------------------------------------------------------------------------------------------
-
-
-ASK = "POST /v1/chat/completions"
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "p.sock") as fake:
-        fake.script.events = [chat_event("Hel"), chat_event("lo", "stop"), DONE]
-        fake.script.replies = {f"GET /v1/requests/{RID}": (200, FINISHED)}
-        yield fake
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    return {**user_environ(tmp_path), "TERM": "dumb"}
 
 
 def said(daemon: FakeDaemon) -> list[list[str]]:
@@ -258,15 +397,14 @@ def test_the_sampling_in_force_is_shown_with_where_it_comes_from(
     with Typist(environ, "chat") as person:
         person.type("/set", shows="stop none")
         person.type("/set temperature 0.2", shows="temperature 0.2 (set here)")
-        person.type("/set temperature", shows="temperature 0.6 (the")
+        person.type("/set temperature", shows="temperature 0.6 (model")
         person.type("/set temprature 1", shows="is temperature meant?")
         person.type("/set temperature 9", shows="must be from 0 to 2")
         person.type("/rest", shows="/reset is near")
         person.type("/exit")
     shown = person.shown
-    greeting = "temperature 0.6 (the model's own), top_p 1 (the default)"
-    assert shown.count(greeting) == 1
-    assert "max_tokens 2048 at most" in shown
+    assert shown.count("m: temperature 0.6 (model), top_p 0.9 (default)") == 1
+    assert "max_tokens as many as fit" in shown
 
 
 def test_help_says_what_each_word_does(daemon: FakeDaemon, environ: dict[str, str]) -> None:
@@ -323,7 +461,7 @@ def test_what_was_typed_is_remembered_for_its_owner_alone(
 
 
 def test_what_was_typed_is_where_the_configuration_has_its_state(
-    environ: dict[str, str], tmp_path: Path
+    daemon: FakeDaemon, environ: dict[str, str], tmp_path: Path
 ) -> None:
     settings = tmp_path / "settings.toml"
     settings.write_text(f'state_dir = "{tmp_path / "elsewhere"}"\n')
@@ -336,7 +474,9 @@ def test_what_was_typed_is_where_the_configuration_has_its_state(
 
 
 @pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
-def test_a_chat_is_left_by_the_word_that_people_know(environ: dict[str, str], word: str) -> None:
+def test_a_chat_is_left_by_the_word_that_people_know(
+    daemon: FakeDaemon, environ: dict[str, str], word: str
+) -> None:
     with Typist(environ, "chat") as person:
         person.type(word)
     assert person.exit_code == 0
@@ -350,7 +490,7 @@ def test_a_saved_chat_is_private_and_comes_back_as_it_was(tmp_path: Path) -> Non
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = Conversation({})
     again.load(str(path))
-    assert again.body == told.body
+    assert (again.settings, again.messages) == ({"temperature": 0.5}, told.messages)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +508,7 @@ def test_a_file_that_is_no_chat_changes_nothing(tmp_path: Path, content: object)
     chat = Conversation({"seed": 1})
     with pytest.raises(Refused):
         chat.load(str(tmp_path / "x"))
-    assert chat.body == {"seed": 1, "messages": []}
+    assert (chat.settings, chat.messages) == ({"seed": 1}, [])
 
 
 def test_a_setting_that_is_none_or_no_number_is_refused() -> None:

@@ -162,9 +162,7 @@ def test_beside_a_daemon_a_model_that_a_start_could_not_serve_is_bad(tmp_path: P
     served = partial(checks._served, state, config.load(settings, {}))
     found = checks._looked_at(settings, "model", served)
     assert (found.verdict, "a GGUF file" in found.hint) == ("bad", True)
-    assert found.found.startswith(
-        f"--model: {tmp_path}/none: no such model folder, so that a start"
-    )
+    assert found.found.startswith(f"--model: {tmp_path}/none: no model here, so that a start")
     assert "the daemon serves penstock-starter-1" in found.found
 
 

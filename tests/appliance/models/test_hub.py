@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.appliance.cli_process import ROOT, penstock, user_environ
+from tests.appliance.cli_process import ROOT, Typist, penstock, user_environ
 from tests.appliance.model_folder import make_model
 from tests.hub import Hub, Repository, folder_files, serving
 
@@ -240,7 +240,7 @@ def test_a_token_opens_what_is_private(hub: Hub, environ: dict[str, str], source
 def test_without_a_network_the_error_says_what_there_is(
     tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
 ) -> None:
-    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert penstock(environ, "pull", "owner/name").returncode == 0
     hub.repositories["owner/other"] = Repository(folder_files(source))
     for change in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
         ended = penstock(environ | change, "models", "pull", "owner/other")
@@ -307,16 +307,38 @@ def test_a_process_of_its_own_says_how_far_it_is(
 def test_removing_frees_what_no_other_revision_has(
     tmp_path: Path, hub: Hub, environ: dict[str, str], source: Path
 ) -> None:
-    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert penstock(environ, "pull", "owner/name").returncode == 0
     there = hub.repositories["owner/name"]
     there.commit = "d" * 40
     there.files["tokenizer_config.json"] = b"{}"
-    assert penstock(environ, "models", "pull", "owner/name").returncode == 0
+    assert penstock(environ, "pull", "owner/name").returncode == 0
     folder = snapshot(tmp_path)
-    assert penstock(environ, "models", "rm", "owner/name@ccccccc").returncode == 0
+    assert penstock(environ, "rm", "owner/name@ccccccc", "--yes").returncode == 0
     assert not folder.exists()
     assert penstock(environ, "models", "show", "owner/name").returncode == 0
     assert len(list((folder.parents[1] / "blobs").iterdir())) == len(folder_files(source))
-    assert penstock(environ, "models", "rm", "owner/name").returncode == 0
+    assert penstock(environ, "models", "rm", "owner/name", "--yes").returncode == 0
     assert not folder.parents[1].exists()
-    assert penstock(environ, "models", "rm", "owner/name").returncode == 5
+    assert penstock(environ, "rm", "owner/name", "--yes").returncode == 5
+
+
+def test_a_model_is_pulled_by_its_short_name_and_removed_after_a_question(
+    tmp_path: Path, hub: Hub, environ: dict[str, str]
+) -> None:
+    hub.repositories["owner/name"].files["model.safetensors"] = b"x" * 4096
+    (tmp_path / "penstock.toml").write_text('[short_names]\n"tiny:q8" = "owner/name"\n')
+    environ = {**environ, "PENSTOCK_CONFIG": str(tmp_path / "penstock.toml")}
+    pulled = penstock(environ, "pull", "tiny:q8")
+    assert pulled.returncode == 0, pulled.stderr
+    first = pulled.stderr.splitlines()[0]
+    where = tmp_path / ".cache" / "huggingface" / "hub"
+    assert first == f"penstock: downloading owner/name, 4.0 KiB, from {hub.url} to {where}"
+    folder = snapshot(tmp_path).parents[1]
+    refused = penstock(environ, "rm", "tiny:q8")
+    assert (refused.returncode, folder.exists()) == (2, True)
+    assert "--yes" in refused.stderr
+    for answer, code in (("", 1), ("n", 1), ("y", 0)):
+        with Typist(environ, "rm", "tiny:q8", prompt="[y/N] ") as person:
+            person.type(answer)
+        assert (person.exit_code, folder.exists()) == (code, code == 1)
+    assert "owner/name" in person.shown

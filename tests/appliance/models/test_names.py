@@ -9,6 +9,7 @@ import pytest
 from appliance.configuration.config import changes, load
 from appliance.models.hub import RemoteFile, Repository, small_files, weight_files
 from appliance.models.names import STARTER_FOLDER, HubName, a_model
+from appliance.models.short_names import SHORT_NAMES
 from engine.errors import CheckpointError, ConfigError
 
 
@@ -53,6 +54,48 @@ def test_the_starter_is_known_by_its_name_unless_such_a_folder_is_there(
     assert (STARTER_FOLDER / "config.json").is_file()
     (tmp_path / "penstock-starter-1").mkdir()
     assert a_model("penstock-starter-1") == tmp_path / "penstock-starter-1"
+
+
+@pytest.mark.parametrize(
+    ("text", "repository"),
+    [
+        ("qwen3:0.6b", "Qwen/Qwen3-0.6B"),
+        ("Llama3.2:1B", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("llama3.2:latest", "meta-llama/Llama-3.2-3B-Instruct"),
+        ("mine", "o/mine"),
+        ("qwen3", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_a_short_name_stands_for_a_name_on_the_hub(text: str, repository: str) -> None:
+    assert a_model(text, {"mine": "o/mine", "qwen3": "qwen3:0.6b"}) == HubName(repository)
+
+
+def test_short_names_stand_for_names_on_the_hub_and_a_folder_goes_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(name == name.lower() for name in SHORT_NAMES)
+    assert {type(a_model(name)) for name in SHORT_NAMES} == {HubName}
+    for name in SHORT_NAMES:
+        assert name.partition(":")[0] in SHORT_NAMES or name == "mixtral:8x7b"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3").mkdir()
+    assert a_model("qwen3") == tmp_path / "qwen3"
+
+
+def test_a_config_files_short_names_hold_for_every_model_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_text(
+        'model = "mine"\n[short_names]\nmine = "o/mine"\n"big:70b" = "o/big"\n'
+        '[models.other]\nmodel = "big:70b"\n'
+    )
+    environ = {"PENSTOCK_CONFIG": str(path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    config = load({}, environ)
+    assert (config.model, config.models["other"].model) == (HubName("o/mine"), HubName("o/big"))
+    assert load({"model": "big:70b"}, environ).model == HubName("o/big")
+    path.write_text("[short_names]\nmine = 3\n")
+    with pytest.raises(ConfigError) as refused:
+        load({}, environ)
+    assert refused.value.where == f"{path}:1: short_names"
 
 
 @pytest.mark.parametrize("value", ["", 3, None, ["o/n"]])

@@ -1,0 +1,211 @@
+"""Connect run and chat to a daemon with the model that is wanted; wait for it, or start it.
+
+Owns: which words name a model; whether a daemon may be started; the sampling of run and chat where
+neither the model nor the user says any.
+Invariant: a daemon started here ends with the command. Nothing is downloaded without a line that
+says what, from where and how large.
+Never: starts a daemon for a script: only where a person reads stderr, and no daemon was named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from appliance.cli import models, terminal
+from appliance.cli.terminal import ProgressLine, printable
+from appliance.client import DaemonAbsent, ReplyError
+from appliance.configuration import config, paths
+from appliance.configuration.address import UnixAddress
+from appliance.ephemeral import users_daemon
+from appliance.models import cache
+from appliance.models.names import HubName, NoSuchModel, is_model_file
+
+SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
+"""At the API's temperature of 1 small models ramble."""
+POLL_S = 0.2
+_WITH_TAG = re.compile(r"[a-z][a-z0-9.-]*:[\w.-]+")
+"""`llama3.2:1b`, known or not."""
+
+
+class ChosenModel(NamedTuple):
+    """The model that requests go to."""
+
+    name: str | None
+    """What requests say; None: nothing, whichever is served."""
+    about: Mapping[str, Any]
+    """Its entry of /v1/models."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What to ask for where the user says nothing, and the model has no value of its own."""
+        own = self.about.get("sampling") or {}
+        return {n: v for n, v in SAMPLING.items() if own.get(n, {}).get("source") != "model"}
+
+
+class Connection:
+    """The daemon that answers, or will.
+
+    Args:
+        host: as the option --host has it.
+    """
+
+    def __init__(self, host: str | None) -> None:
+        self.client = terminal.client(host)
+        self._is_named = bool(host or os.environ.get("PENSTOCK_HOST"))
+        self._models: list[dict[str, Any]] = []
+        self._absent: DaemonAbsent | None = None
+        try:
+            self._models = self._loaded()
+        except DaemonAbsent as error:
+            self._absent = error
+
+    def names_model(self, word: str) -> bool:
+        """Whether a first word is a model's name, and no prompt."""
+        if not word or any(char.isspace() for char in word):
+            return False
+        if any(word == model["id"] for model in self._models) or _WITH_TAG.fullmatch(word):
+            return True
+        meant = _meant(word)
+        looks_like_path = word.startswith(("/", "./", "../", "~/"))
+        return isinstance(meant, HubName) or looks_like_path or is_model_file(meant)
+
+    @contextmanager
+    def with_model(self, asked: str | None) -> Iterator[ChosenModel]:
+        """Have the model served until the `with` ends; None: whichever the daemon serves.
+
+        Raises:
+            ClientError: no daemon runs, and none may be started.
+            NoSuchModel: there is no such model, or the daemon serves another.
+        """
+        self.check(asked)
+        if self._absent is None:
+            yield self._chosen(asked)
+            return
+        with self._started(self._absent, asked):
+            self._models = self._loaded()
+            yield ChosenModel(None, self._models[0])
+
+    def check(self, asked: str | None) -> None:
+        """Refuse a model that cannot be had, before anything is started for it.
+
+        Raises:
+            NoSuchModel: there is none of this name, or the daemon that runs serves another.
+        """
+        if asked is not None and self._absent is None:
+            self._found(asked)
+        elif asked is not None:
+            _check_exists(asked, _meant(asked))
+
+    def _loaded(self) -> list[dict[str, Any]]:
+        """Wait until the daemon has loaded; its models, the one that is served first."""
+        line = ProgressLine()
+        try:
+            while True:
+                frame = self.client.get("/v1/penstock/state")
+                if frame.get("state") != "loading":
+                    break
+                line.wait(_loading_text(frame.get("state_reason")))
+                time.sleep(POLL_S)
+        finally:
+            line.end()
+        models: list[dict[str, Any]] = self.client.get("/v1/models").get("data") or [{"id": ""}]
+        return models
+
+    def _chosen(self, asked: str | None) -> ChosenModel:
+        """The model that is meant, loaded if the daemon knows it and serves another now."""
+        if asked is None:
+            return ChosenModel(None, self._models[0])
+        about = self._found(asked)
+        name = str(about["id"])
+        if about.get("is_loaded") is False:
+            served = printable(self._models[0]["id"])
+            terminal.note(f"penstock: loading {printable(name)} in place of {served} ...")
+            wake = {"model": name, "prompt": "\n", "max_tokens": 1, "stream": True}
+            with self.client.stream("/v1/completions", wake) as events:
+                for _ in events:
+                    pass
+            about = self.client.get(f"/v1/models/{quote(name)}")
+        return ChosenModel(name, about)
+
+    def _found(self, asked: str) -> dict[str, Any]:
+        """The daemon's entry of a model that has been typed in any of the ways to name one.
+
+        Raises:
+            NoSuchModel: it has none.
+        """
+        meant = _meant(asked)
+        _, tables = config.models_named(terminal.passed_over)
+        named = {asked, str(meant), *(name for name, model in tables.items() if model == meant)}
+        for model in self._models:
+            if model["id"] in named or model.get("root") == str(meant):
+                return model
+        try:
+            return self.client.get(f"/v1/models/{quote(asked)}")  # it knows its aliases
+        except ReplyError as error:
+            if error.status != 404:
+                raise
+            _check_exists(asked, meant)
+            raise NoSuchModel(
+                f"the daemon serves {self._models[0]['id']}",
+                where=asked,
+                hint="`penstock stop` ends it, then run this again; or name both in [models.NAME]",
+            ) from error
+
+    @contextmanager
+    def _started(self, absent: DaemonAbsent, asked: str | None) -> Iterator[None]:
+        """Run a daemon on the usual socket, with the user's settings, until the `with` ends.
+
+        Raises:
+            DaemonAbsent: `absent`, where none may be started.
+        """
+        where = self.client.address
+        meant = None if asked is None else _meant(asked)
+        may_start = isinstance(where, UnixAddress) and where.path != paths.SYSTEM_SOCKET
+        if self._is_named or not may_start or not sys.stderr.isatty():
+            if asked is not None:
+                absent.hint = f"start it with 'penstock serve --model {asked}'"
+            raise absent
+        if isinstance(meant, HubName) and cache.resolve(cache.hub_cache(os.environ), meant) is None:
+            models.fetch(meant)
+        assert isinstance(where, UnixAddress)
+        terminal.note("penstock: no daemon is running; starting one until this command ends")
+        line = ProgressLine()
+        daemon = users_daemon(where, meant, lambda reason: line.wait(_loading_text(reason)))
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(daemon)
+            finally:
+                line.end()
+            yield
+
+
+def _loading_text(reason: object) -> str:
+    return "loading the model" if reason in (None, "", "model_loading") else printable(reason)
+
+
+def _meant(name: str) -> Path | HubName:
+    """The model that a name of [models.NAME], a short name, or another form of name stands for."""
+    _, tables = config.models_named(terminal.passed_over)
+    return tables.get(name) or config.model_named(name, terminal.passed_over)
+
+
+def _check_exists(asked: str, meant: Path | HubName) -> None:
+    """Refuse a name that is neither on the hub nor on this machine.
+
+    Raises:
+        NoSuchModel: it is not.
+    """
+    if isinstance(meant, HubName) or is_model_file(meant):
+        return
+    raise NoSuchModel(
+        f"no model {asked!r}",
+        hint="use owner/model, a folder or a .gguf file; `penstock list` shows what is here",
+    )
