@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -38,12 +39,9 @@ _NO_RANDOM_ADDRESSES = 0x0040000
 
 
 def flags(level: str) -> list[str]:
-    """The compiler's for one level, as setup.py has them."""
-    shared = {"setup": lambda **_: None}
-    source = (ROOT / "setup.py").read_text().replace("from setuptools import Extension, setup", "")
-    names = {**shared, "Extension": lambda *_, **__: None, "__name__": "setup"}
-    exec(compile(source, "setup.py", "exec"), names)  # our own file
-    return list(names["levels"]()[level])  # type: ignore[operator]
+    """The compiler's flags for one level, as setup.py has them."""
+    names = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+    return list(names["levels"]()[level])
 
 
 def build(kind: str, level: str, folder: Path) -> Path:

@@ -253,6 +253,10 @@ def _kernels(state: dict[str, Any] | PenstockError, model: Checkpoint | None = N
             "kernels", "note", f"torch does their work, several times slower: {error}",
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
+    if level != (best := kernels.supported()[0]):
+        about = f"compiled for {level}, but this CPU runs {best}, which is faster"
+        hint = "pip install --force-reinstall --no-deps -e . (it compiles what is missing)"
+        return Finding("kernels", "note", about, hint)
     if not isinstance(state, PenstockError) and (chosen := state.get("trials")):
         said = "; ".join(map(without_figures, chosen))
         about = f"compiled, for {level}; chosen at the daemon's start: {said}"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,16 @@ def test_beside_a_daemon_its_own_choices_are_told_not_measured_anew() -> None:
         assert "tried now: weights in bfloat16 are " in found
         assert without_figures(found) == found
         assert re.search(r"\d\.\d", found) is None, "figures are elsewhere"
+
+
+def test_kernels_that_are_not_this_processors_best_are_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other_machines = SimpleNamespace(supported=lambda: ("avx512", "avx2", "portable"))
+    monkeypatch.setattr(checks, "load_kernels", lambda: (other_machines, "portable"))
+    found = checks._kernels({"trials": []})
+    assert (found.verdict, "pip install" in found.hint) == ("note", True)
+    assert {"portable", "avx512"} <= set(re.findall(r"\w+", found.found))
 
 
 def test_beside_a_daemon_the_model_is_its_own_and_not_that_of_a_new_start() -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import cpu
-from tests.engine.model.test_linear import levels
 from tests.kernel_calls import CALLS
+from tests.levels import each_level, needs_kernels
 from tests.sanitize import build, run
 
 DRIVER = Path(__file__).parents[2] / "kernel_calls.py"
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
 
-@pytest.mark.parametrize("level", levels())
+@each_level
 def test_memory_behind_arrays_is_never_touched_whatever_the_shape(level):
     module = cpu._module(level).__file__
     arguments = [sys.executable, str(DRIVER), module, "160", "7"]
@@ -50,7 +50,7 @@ def test_every_kernel_is_called():
 
 
 @needs_gcc
-@pytest.mark.skipif(not levels(), reason="no compiled kernels")
+@needs_kernels
 @pytest.mark.parametrize("kind", ["address,undefined", "thread"])
 def test_a_sanitizer_finds_nothing_in_a_short_run(kind, tmp_path):
     ended = run(kind, build(kind, "portable", tmp_path), 40, 3)

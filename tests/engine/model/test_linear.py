@@ -14,23 +14,14 @@ from engine.model.linear import (
     choose_linears,
 )
 from engine.model.weights import Weight
+from tests.levels import PARAMS, each_level, needs_kernels
 
 MANY_TOKENS = 30
 """MANY_INPUTS of linear.c."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def levels():
-    try:
-        return load_kernels()[0].supported()
-    except ImportError:
-        return ()
-
-
-needs_kernels = pytest.mark.skipif(not levels(), reason="no compiled kernels")
-
-
-@pytest.fixture(params=levels())
+@pytest.fixture(params=PARAMS)
 def compiled(request):
     return choose_linears("cpu", torch.float32, request.param)
 
@@ -68,7 +59,7 @@ def some_linear(generator, num_tokens, depth, rows, weight_dtype, dtype, has_bia
 
 
 @needs_kernels
-@pytest.mark.parametrize("level", levels())
+@each_level
 @settings(max_examples=25, deadline=None)
 @given(
     num_tokens=st.one_of(st.integers(1, 60), st.integers(1, 200)),

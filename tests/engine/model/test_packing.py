@@ -37,10 +37,11 @@ from engine.model.transformer import Transformer
 from engine.model.weights import Weight, load_weights, packed_weight
 from engine.units import with_figures
 from tests.checkpoints import make_checkpoint
-from tests.engine.model.test_linear import assert_close, levels
+from tests.engine.model.test_linear import assert_close
 from tests.engine.model.test_transformer import Pool
+from tests.levels import each_level, needs_kernels
 
-pytestmark = pytest.mark.skipif(not levels(), reason="no compiled kernels")
+pytestmark = needs_kernels
 WAYS = (WIDENED, DOTS, TILES)
 """Of every level: what a processor has no instruction for is computed in C."""
 
@@ -69,7 +70,7 @@ def test_a_packed_matrix_has_two_values_of_each_of_its_rows_in_turn():
     assert not rows[:, 41:].any()
 
 
-@pytest.mark.parametrize("level", levels())
+@each_level
 @settings(max_examples=20, deadline=None)
 @given(
     num_tokens=st.one_of(st.integers(1, 40), st.sampled_from([64, 65, 97])),
@@ -92,7 +93,7 @@ def test_every_way_agrees_with_float64_for_any_shape(
 
 
 @pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
-@pytest.mark.parametrize("level", levels())
+@each_level
 def test_threads_change_nothing_in_the_result(level, way):
     matrices = [torch.randn(301, 200).bfloat16(), torch.randn(130, 200).bfloat16()]
     linear = packed_linear(level, matrices, [], way)
@@ -105,7 +106,7 @@ def test_threads_change_nothing_in_the_result(level, way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
-@pytest.mark.parametrize("level", levels())
+@each_level
 def test_an_input_that_is_not_a_number_stays_in_its_row(level, way):
     matrix, x = torch.randn(48, 48).bfloat16(), torch.randn(40, 48).bfloat16()
     x[2, 5] = torch.nan
@@ -187,7 +188,7 @@ def test_this_machine_is_tried_and_says_what_was_found():
     assert find_ways(*load_kernels("portable")).ways is None
 
 
-@pytest.mark.parametrize("level", levels())
+@each_level
 def test_attention_by_tiles_is_tried_against_attention_without(level):
     is_right, widened_s, tiled_s = try_attention(load_kernels(level)[0], 100)
     assert is_right

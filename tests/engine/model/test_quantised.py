@@ -16,8 +16,8 @@ from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.stored_tensors import Parts, Stored, dequantised, quantised
 from engine.model.weights import Weight, embedded, pack_panels, panels_of
+from tests.levels import LEVELS, each_level
 
-LEVELS = load_kernels("portable")[0].supported()
 KINDS = tuple(FORM_BY_KIND)
 HAS_DOTS = {"avx512_vnni", "avx512vbmi"} <= set(Path("/proc/cpuinfo").read_text().split())
 
@@ -80,7 +80,7 @@ def values_of(parts, group):
     return codes * scales[:, : codes.shape[1]]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 @pytest.mark.parametrize("form", ["int4_32", "int4_128", "int8_128", "fp8_128"])
 def test_forms_with_scales_of_float32_whatever_the_rows_length(level, form):
     kernels, _ = load_kernels(level)
@@ -101,7 +101,7 @@ def test_forms_with_scales_of_float32_whatever_the_rows_length(level, form):
                 assert torch.allclose(linear(x).double(), expected, rtol=limit, atol=atol)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_bytes_are_those_of_inputs_rounded_token_by_token(level, dtype):
     """Integers, then one product of two scales and one with it; dots are exact to the last bit."""
@@ -129,7 +129,7 @@ def test_products_of_bytes_are_those_of_inputs_rounded_token_by_token(level, dty
             assert torch.allclose(found.float(), expected, rtol=limit, atol=atol)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 def test_a_token_that_is_no_number_or_too_small_spoils_nobody_else(level):
     kernels, _ = load_kernels(level)
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_a_token_that_is_no_number_or_too_small_spoils_nobody_else(level):
     assert (found[3] == 0).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 @pytest.mark.parametrize("form", ["fp8_128", "mxfp4", "int4_128"])
 def test_every_code_is_the_value_that_its_format_gives_it(level, form):
     kernels, _ = load_kernels(level)
@@ -200,7 +200,7 @@ def assert_right(level, dtype, parts, num_inputs, has_bias, num_threads=1):
     assert torch.allclose(found, expected, rtol=limit, atol=limit * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_form_at_each_level_with_few_and_with_many_inputs(level, kind):
     for num_inputs in (1, 2, 3, 4, 5, 9, 40):
@@ -250,7 +250,7 @@ def test_both_tables_of_forms_name_the_same():
     assert NUMBERS.keys() == FORMS.keys()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_in_bfloat16_lose_little_beside_the_largest_near_them(level, kind):
     """An input that is small beside another of its 32 may be rounded, by 2^-14 of that one."""
@@ -271,7 +271,7 @@ def test_inputs_in_bfloat16_lose_little_beside_the_largest_near_them(level, kind
     assert (linear(x)[3] == 0).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_level
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_an_input_that_is_no_number_makes_no_number(level, value):
     kernels, _ = load_kernels(level)
