@@ -20,7 +20,14 @@ from setuptools.errors import BaseError, CCompilerError, OptionError
 
 FOLDER = Path("engine/kernels")
 VARIABLE = "PENSTOCK_BUILD_KERNELS"
-COMMON = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+COMMON = [
+    "-std=gnu11",
+    "-O3",
+    "-g0",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+]
 X86_LEVELS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
