@@ -18,7 +18,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -53,6 +53,39 @@ def max_connections(wanted: int, limit: int | None = None) -> int:
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     return max(min(wanted, allowed - NUM_APART), 1)
+
+
+class SpareDescriptors:
+    """Descriptors kept open so that they can be given up when no other is left.
+
+    Args:
+        count: how many to keep.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._fds: list[int] = []
+        self.refill()
+
+    def refill(self) -> None:
+        """Open as many as are missing, or as many as there are left."""
+        with contextlib.suppress(OSError):
+            while len(self._fds) < self._count:
+                self._fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        """Give all of them up."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Give them up for what the body opens, then refill."""
+        self.close()
+        try:
+            yield
+        finally:
+            self.refill()
 
 
 OWN_PAGES_BYTES = 64 << 10

@@ -173,8 +173,8 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "min_stay": Setting(
         a_duration,
-        "how long a model is served at least before a request for another of [models] swaps it, "
-        "as 10s",
+        "how long a model in use stays before a request for another of [models] swaps it, as 10s; "
+        "one that was idle for a second goes at once",
         True,
         "min_stay_s",
     ),

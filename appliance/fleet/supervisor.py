@@ -11,8 +11,10 @@ Never: knows a sequence.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
+import math
 import os
 import signal
 import socket
@@ -25,6 +27,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from appliance.fleet.placement import WorkerPlan
+from appliance.process import SpareDescriptors
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.units import part_text, size_text
 from engine.wire.channel import DaemonChannel
@@ -41,6 +44,7 @@ from engine.wire.messages import (
     Report,
     Setup,
     SharedMemory,
+    Stepped,
     Unmapped,
     WeightsComplete,
     WeightsLoaded,
@@ -200,8 +204,8 @@ class PeerPools:
 # Never: starts or ends anything.
 
 
-STABLE_AFTER_S = 30.0
-"""A worker that was ready this long had no short life."""
+STABLE_AFTER_S = 10.0
+"""A worker that was ready this long had no short life, also without a step."""
 MANY_SHORT_LIVES = 3
 """In a row: it is not a mishap any more, but its way."""
 
@@ -220,7 +224,9 @@ class WorkerState:
     num_failed_starts: int = 0
     """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
     num_short_lives: int = 0
-    """In a row, failed starts among them."""
+    """Lives in a row without a step that ended well, failed starts among them."""
+    has_stepped: bool = False
+    """Its process has made a step that ended well."""
     pause_s: float = 0.0
     """Before it is started again, the last time that it was."""
     weights_loss: LogitsLoss | None = None
@@ -244,20 +250,22 @@ class WorkerState:
 
     @property
     def is_stable(self) -> bool:
-        """Its process has been ready for so long that its end says nothing of its start."""
-        return self.ready_at_s is not None and time.monotonic() - self.ready_at_s > STABLE_AFTER_S
+        """Whether its process has worked: its end says nothing of the next start."""
+        if self.ready_at_s is None:
+            return False
+        return self.has_stepped or time.monotonic() - self.ready_at_s > STABLE_AFTER_S
 
     @property
     def trouble(self) -> str | None:
         """What is wrong with it, for whoever waits or repairs; None: nothing."""
         name = self.plan.name
         is_looping = self.num_short_lives >= MANY_SHORT_LIVES
-        so_far = f"worker {name} has died {self.num_short_lives} times in a row"
+        so_far = f"worker {name} died {self.num_short_lives} times in a row"
         if self.state == "ready":
             return f"{so_far} and has just come back" if is_looping and not self.is_stable else None
         if not is_looping:
             return f"worker {name} is {'' if self.state == 'starting' else 're'}starting"
-        return f"{so_far}, and is tried again {self.pause_s:g} s after its last end"
+        return f"{so_far} and restarts within {self.pause_s:g} s"
 
     @property
     def stage(self) -> str:
@@ -333,6 +341,15 @@ def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
 
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
 """By the number of short lives before; the last one for ever, so that what is mended is found."""
+ALONE_BACKOFF_S = 2.0
+"""The longest pause while no worker is ready, unless all have failed to start again and again."""
+BACKOFF_CHECK_S = 0.25
+"""How often a waiting worker looks whether the others still serve."""
+SPARE_DESCRIPTORS = 8
+"""A restart takes a pair of sockets, a pipe and /dev/null."""
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""A process that cannot be made for one of these says nothing of the worker."""
+SHORTAGE_PAUSE_S = 1.0
 MAX_FAILED_STARTS = 3
 STOP_GRACE_S = 2.0
 EXIT_GRACE_S = 0.2
@@ -380,6 +397,7 @@ class Supervisor:
         self._started: asyncio.Future[None] | None = None
         self._sharing = MemorySharing([plan for plan, _ in workers], self.send)
         self._peers = PeerPools((setup for _, setup in workers), self.send)
+        self._spare = SpareDescriptors(SPARE_DESCRIPTORS)
 
     @property
     def is_lost(self) -> bool:
@@ -452,8 +470,18 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._spare.close()
 
     def _spawn(self, worker: WorkerState) -> None:
+        with self._spare.given_up():
+            worker.process, worker.socket = self._start_process(worker)
+        worker.pid = worker.process.pid
+        worker.state = "loading"
+        worker.failure = None
+        worker.is_reaped.clear()
+
+    def _start_process(self, worker: WorkerState) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Start a worker's process; it and our end of its channel."""
         num_threads = str(len(worker.plan.cpus))
         reach = sorted({cpu for each in self.workers.values() for cpu in each.plan.cpus})
         env = {
@@ -475,7 +503,7 @@ class Supervisor:
             command += ["--stacks-fd", str(self._stacks_fd)]
             fds.append(self._stacks_fd)
         try:
-            worker.process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 pass_fds=fds,
                 env=env,
@@ -487,11 +515,7 @@ class Supervisor:
             raise
         finally:
             theirs.close()
-        worker.socket = ours
-        worker.pid = worker.process.pid
-        worker.state = "loading"
-        worker.failure = None
-        worker.is_reaped.clear()
+        return process, ours
 
     def _visible_to(self, gpu: GpuSpec) -> str:
         """The UUIDs that CUDA is told to see: an instance, or all whole GPUs that serve.
@@ -535,19 +559,37 @@ class Supervisor:
 
     async def _respawn(self, worker: WorkerState) -> None:
         """Start the process again, after a pause that grows; tries until it has one."""
+        is_told = False
         while True:
-            await asyncio.sleep(worker.pause_s)
+            await self._pause(worker)
             if self._is_stopping:
                 return
-            worker.num_restarts += 1
             try:
                 self._spawn(worker)
             except OSError as error:
-                worker.num_short_lives += 1
-                worker.pause_s = _backoff_s(worker.num_short_lives)
-                self._note_failed_start(worker, f"no process for it: {error.strerror}")
+                cause = f"no process for it: {error.strerror}"
+                if error.errno not in _SHORTAGES:
+                    worker.num_short_lives += 1
+                    worker.pause_s = _backoff_s(worker.num_short_lives)
+                    self._note_failed_start(worker, cause)
+                    continue
+                if not is_told:
+                    log.error("worker %s waits to be restarted: %s", worker.plan.name, cause)
+                worker.pause_s, is_told = SHORTAGE_PAUSE_S, True
             else:
+                worker.num_restarts += 1
                 return
+
+    async def _pause(self, worker: WorkerState) -> None:
+        """Wait until a worker may start again: not for long while no other serves."""
+        began_s = time.monotonic()
+        while not self._is_stopping:
+            is_served = any(each.state == "ready" for each in self.workers.values())
+            most_s = math.inf if is_served or self.is_lost else ALONE_BACKOFF_S
+            left_s = began_s + min(worker.pause_s, most_s) - time.monotonic()
+            if left_s <= 0:
+                return
+            await asyncio.sleep(min(left_s, BACKOFF_CHECK_S))
 
     def _note_failed_start(self, worker: WorkerState, cause: str) -> None:
         worker.num_failed_starts += 1
@@ -566,7 +608,7 @@ class Supervisor:
         measures_kv = worker.setup.measures_kv and not self.is_started
         setup = msgspec.structs.replace(worker.setup, weights=weights, measures_kv=measures_kv)
         channel.send(setup)
-        worker.ready_at_s = None
+        worker.ready_at_s, worker.has_stepped = None, False
         try:
             while True:
                 report = await channel.receive()
@@ -594,6 +636,8 @@ class Supervisor:
                             what, where=where or worker.plan.name, hint=hint
                         )
                     case _:
+                        if not worker.has_stepped:
+                            worker.has_stepped = _has_ended_well(report)
                         self._on_report(worker.plan.name, report)
         except ChannelClosed:
             worker.channel = None
@@ -712,6 +756,7 @@ class Supervisor:
         elif self.is_started:
             self._note_failed_start(worker, cause)
         worker.is_reaped.set()
+        self._spare.refill()  # its channel's descriptor is free
 
     def _died_early(self, worker: WorkerState) -> WorkerFailed:
         code = worker.process.poll() if worker.process is not None else None
@@ -720,6 +765,13 @@ class Supervisor:
             where=worker.plan.name,
             hint="its last words are above; out of memory kills are in the kernel log",
         )
+
+
+def _has_ended_well(report: Report) -> bool:
+    """Whether a report is of a step that computed numbers for all its sequences."""
+    if not isinstance(report, Stepped) or not any(e.num_scheduled_tokens for e in report.entries):
+        return False
+    return not any(entry.is_fault for entry in report.entries)
 
 
 def _backoff_s(num_short_lives: int) -> float:

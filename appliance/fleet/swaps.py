@@ -1,6 +1,6 @@
 """Several models, one at a time: who may come in now, who waits for a swap, and when there is one.
 
-    B waits ── A's stay is over ── nobody new enters A ── A's last is out ── swap ── B enters
+    B waits ── A's stay is over, or A idle ── nobody enters A ── A's last is out ── swap ── B in
 
 Owns: which model is served, and the requests on their way in.
 Invariant: a model is taken down only when none of its requests is under way; whoever waits longest
@@ -24,6 +24,8 @@ from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
 from engine.schedule.queue import WaitingLimit
 
+IDLE_S = 1.0
+"""A model without a request for so long is taken down before its stay is over."""
 REST_S = 30.0
 """That a model is left alone which could not be served: a try takes the served one down, and while
 its files are looked at no other model has its turn."""
@@ -120,6 +122,8 @@ class Swaps(AbstractContextManager[None]):
         self._limits, self._refused = limits, refused
         self._first, self._aliases = current, aliases
         self._since_s = time.monotonic()
+        self._used_s = -math.inf
+        """When a request of the served model was last seen."""
         self._waiting: list[_WaitingRequest] = []
         self._places = WaitingLimit("requests for another model", limits().max_waiting)
         self._bytes = WaitingLimit(
@@ -211,6 +215,7 @@ class Swaps(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         """A request that came in is in the queue by now, or refused."""
         self._num_entering -= 1
+        self._used_s = time.monotonic()
         self.look()
 
     def look(self) -> None:
@@ -276,6 +281,9 @@ class Swaps(AbstractContextManager[None]):
 
     def _waits_for_what(self, name: str) -> str:
         wanted = name or self.next or self.current
+        if self.next is None and wanted == self._first_wanted and self._stay_s > 0:
+            soon = f"when {self.current} was idle for {IDLE_S:g} s"
+            return f"model {wanted}, which is loaded {soon}, in {self._stay_s:.0f} s at most"
         if self.next == wanted and not self._is_loading:
             return f"model {wanted}, which is loaded when the last reply of {self.current} ends"
         if self.next == wanted:
@@ -306,15 +314,20 @@ class Swaps(AbstractContextManager[None]):
         """
         while True:
             self._let_in()
-            wanted = next((each.name for each in self._waiting if each.name), None)
+            wanted = self._first_wanted
             if wanted is None:
                 await self._change()
                 continue
-            stay_s = self._since_s + self._limits().min_stay_s - time.monotonic()
-            if stay_s > 0:
+            if not self._is_unused:
+                self._used_s = time.monotonic()
+            stay_s = self._stay_s
+            if stay_s <= 0:
+                await self._swap_to(wanted)
+            elif self._is_unused:
                 await self._change(stay_s)
-                continue
-            await self._swap_to(wanted)
+            else:
+                await self._change_or_unused(stay_s)
+                self._used_s = time.monotonic()
 
     async def _swap_to(self, name: str) -> None:
         try:
@@ -326,12 +339,29 @@ class Swaps(AbstractContextManager[None]):
         try:
             # nobody is kept waiting for a model that whoever asked for it no longer waits for
             while self._waits_for(name):
-                if not self._num_entering and self._idle.is_set():
+                if self._is_unused:
                     await self._do(swap, name)
                     return
-                await (self._change() if self._num_entering else self._change_or_idle())
+                await self._change_or_unused()
         finally:
             self.next, self._is_loading = None, False
+
+    @property
+    def _first_wanted(self) -> str | None:
+        """The model that the one who waits longest has named."""
+        return next((each.name for each in self._waiting if each.name), None)
+
+    @property
+    def _stay_s(self) -> float:
+        """How long the served model stays at most; it goes sooner if it is idle."""
+        now_s = time.monotonic()
+        stay_s = self._since_s + self._limits().min_stay_s - now_s
+        return min(stay_s, self._used_s + IDLE_S - now_s) if self._is_unused else stay_s
+
+    @property
+    def _is_unused(self) -> bool:
+        """Whether no request of the served model is under way or on its way in."""
+        return not self._num_entering and self._idle.is_set()
 
     async def _do(self, swap: Swap, name: str) -> None:
         began_s = time.monotonic()
@@ -397,12 +427,13 @@ class Swaps(AbstractContextManager[None]):
         except TimeoutError:
             return
 
-    async def _change_or_idle(self) -> None:
-        """Wait until something has changed, or no request is under way."""
+    async def _change_or_unused(self, patience_s: float | None = None) -> None:
+        """Wait until something has changed, no request is under way, or for so long."""
         self._changed.clear()
-        waits = [asyncio.create_task(each.wait()) for each in (self._changed, self._idle)]
+        events = (self._changed,) if self._num_entering else (self._changed, self._idle)
+        waits = [asyncio.create_task(each.wait()) for each in events]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in waits:
                 each.cancel()

@@ -230,13 +230,23 @@ class ListenerCloser:
 
 
 class Acceptor:
-    """Accepts on one listener, on the running loop, until closed."""
+    """Accepts on one listener, on the running loop, until closed.
+
+    Args:
+        listener: bound.
+        on_connection: takes each accepted connection.
+        make_room: called when no descriptor is left for the next one.
+    """
 
     def __init__(
-        self, listener: socket.socket, on_connection: Callable[[socket.socket], None]
+        self,
+        listener: socket.socket,
+        on_connection: Callable[[socket.socket], None],
+        make_room: Callable[[], object],
     ) -> None:
         self._listener = listener
         self._on_connection = on_connection
+        self._make_room = make_room
         self._loop = asyncio.get_running_loop()
         self._resume: asyncio.TimerHandle | None = None
         self._listen()
@@ -259,6 +269,7 @@ class Acceptor:
                 return
             except OSError as error:
                 if error.errno in _EXHAUSTED:
+                    self._make_room()
                     self._pause(error)
                     return
                 continue  # it was gone before it was accepted

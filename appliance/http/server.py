@@ -36,6 +36,8 @@ NUM_RESERVED = 16
 """Connections that operators have beyond the others, to see and mend what holds the others."""
 SHARE_OF_ONE = 0.75
 """Of the connections, that one user may hold, or all TCP clients together; of theirs, one key."""
+GIVEN_UP_AT_ONCE = 8
+"""Idle connections that give their descriptors up where none is left."""
 STRAGGLER_S = 2.0
 """For one more request on a connection that was open before a stop."""
 STRAGGLER_CHECK_S = 0.02
@@ -119,7 +121,10 @@ class ApiServer:
         started.cancel()
         if self._task.done():
             self._task.result()
-        self._acceptors = {each: Acceptor(each, self._on_connection) for each in self._listeners}
+        self._acceptors = {
+            each: Acceptor(each, self._on_connection, self._give_up_idle)
+            for each in self._listeners
+        }
 
     async def hand_over(self) -> None:
         """Leave who comes from now on to the daemon that goes on with our listeners.
@@ -262,6 +267,11 @@ class ApiServer:
             oldest = min(spare, key=lambda pair: pair[0])[1]
             self._turned_away.count(self._name(oldest.credentials), is_told=oldest.give_way())
         return bool(spare)
+
+    def _give_up_idle(self) -> None:
+        """Let some idle connections go, the oldest first: no descriptor is left."""
+        for _ in range(GIVEN_UP_AT_ONCE):
+            self._make_room(self._connections)
 
     def _check_key(self, name: str) -> None:
         """Raise Unavailable if one more connection would be too many for one key."""

@@ -139,19 +139,22 @@ def _patience_s(reading: WorkerReading) -> float:
 HANDOFF_S = 120.0
 """Without progress on the way from one worker to the other."""
 STAGE_S = 600.0
-"""Without progress in any other stage but the queue: a bug of ours, since its worker has steps."""
+"""Without progress in any other stage but the queue, however often a worker died meanwhile."""
 
 
 Tell = Callable[[str, str, str], None]
 
 
 class _StageMark(NamedTuple):
-    """How far a sequence was, and when it came there."""
+    """How far a sequence is, and since when."""
 
     phase: Phase
     generation: int
     num_computed_tokens: int
     since_ns: int
+    reached: tuple[int, int]
+    """Its output tokens and its computed positions, the most that it ever had."""
+    reached_ns: int
 
 
 class Deadlines:
@@ -280,7 +283,7 @@ class Deadlines:
                     continue
                 mark = self._mark(sequence, now_ns)
                 marks[sequence.seq_id] = mark
-                if error := self._error(sequence, (now_ns - mark.since_ns) / 1e9, has_begun):
+                if error := self._error(sequence, mark, now_ns, has_begun):
                     late.append((request, error))
                     break
         self._marks = marks
@@ -293,12 +296,20 @@ class Deadlines:
             self._router.abort(sequence, FinishReason.ERROR, now_ns, error.what)
 
     def _mark(self, sequence: Sequence, now_ns: int) -> _StageMark:
-        phase, generation = sequence.phase, sequence.generation
-        mark = _StageMark(phase, generation, sequence.num_computed_tokens, now_ns)
+        stage = sequence.phase, sequence.generation, sequence.num_computed_tokens
+        reached = sequence.num_output_tokens, sequence.num_computed_tokens
         last = self._marks.get(sequence.seq_id)
-        return last if last is not None and last[:3] == mark[:3] else mark
+        if last is None:
+            return _StageMark(*stage, now_ns, reached, now_ns)
+        since_ns = last.since_ns if last[:3] == stage else now_ns
+        if reached > last.reached or not sequence.generation:
+            return _StageMark(*stage, since_ns, reached, now_ns)
+        return _StageMark(*stage, since_ns, last.reached, last.reached_ns)
 
-    def _error(self, sequence: Sequence, elapsed_s: float, has_begun: bool) -> RequestError | None:
+    def _error(
+        self, sequence: Sequence, mark: _StageMark, now_ns: int, has_begun: bool
+    ) -> RequestError | None:
+        elapsed_s = (now_ns - mark.since_ns) / 1e9
         if sequence.phase is Phase.QUEUED and not sequence.generation:
             limit_s = self.max_queue_wait_s
             # what waits behind others of its request waits for that, and turns keep coming
@@ -309,7 +320,9 @@ class Deadlines:
                 code="queue_timeout",
                 retry_after_ms=int(limit_s * 1e3),
             )
-        limit_s = HANDOFF_S if sequence.phase is Phase.HANDING_OFF else STAGE_S
+        limit_s = HANDOFF_S
+        if sequence.phase is not Phase.HANDING_OFF:
+            limit_s, elapsed_s = STAGE_S, (now_ns - mark.reached_ns) / 1e9
         if elapsed_s <= limit_s:
             return None
         return RequestError(

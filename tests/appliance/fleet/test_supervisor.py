@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,8 +22,11 @@ from appliance.fleet import supervisor
 from appliance.fleet import supervisor as supervisor_file
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.supervisor import (
+    MAX_FAILED_STARTS,
     WORKER_PROGRAM,
     MemorySharing,
+    OnDied,
+    OnReady,
     PeerPools,
     Supervisor,
     WorkerState,
@@ -65,18 +71,40 @@ def loading(
 
 
 def unheard(
-    workers: list[tuple[WorkerPlan, Setup]], program: Sequence[str] = WORKER_PROGRAM
+    workers: list[tuple[WorkerPlan, Setup]],
+    program: Sequence[str] = WORKER_PROGRAM,
+    *,
+    on_ready: OnReady = lambda name: None,
+    on_died: OnDied = lambda *died: None,
 ) -> Supervisor:
-    """A supervisor to whose calls nobody listens, of workers that run a program."""
+    """A supervisor to most of whose calls nobody listens, of workers that run a program."""
     return Supervisor(
         workers,
         [],
         on_report=lambda *report: None,
-        on_ready=lambda name: None,
-        on_died=lambda *died: None,
+        on_ready=on_ready,
+        on_died=on_died,
         on_lost=lambda *lost: None,
         program=program,
     )
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[list[int]]:
+    """Take every descriptor that is free; those in the list are closed at the end."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    in_use = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 1, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield taken
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_file_that_two_workers_map_counts_once() -> None:
@@ -250,16 +278,105 @@ async def test_a_worker_that_keeps_dying_is_tried_less_and_less_often_and_that_i
     told = [await died.get() for _ in range(5)]
     assert [pause for pause, _ in told] == [0.0, 0.0, 0.01, 0.02, 0.02]
     assert told[1][1] == "worker w is restarting"
-    assert told[3][1] == (
-        "worker w has died 4 times in a row, and is tried again 0.02 s after its last end"
-    )
+    assert told[3][1] == ("worker w died 4 times in a row and restarts within 0.02 s")
     assert not supervisor.is_lost  # it comes back each time
     is_back.clear()
     await is_back.wait()
     assert worker.trouble is not None
     assert worker.trouble.endswith("times in a row and has just come back")
-    worker.ready_at_s = 0.0
+    worker.has_stepped = True
     assert worker.trouble is None
+    worker.has_stepped, worker.ready_at_s = False, 0.0
+    assert worker.trouble is None
+    await supervisor.stop()
+
+
+STEPPING = f"""{READY}
+from engine.wire.messages import SequenceStep, Stepped
+step = SequenceStep(1, 1, 1, [], [], None, None, 1, 0, is_fault=sys.argv[1] == "bad")
+channel.send(Stepped(0, 1, 1, 0, [step]))
+time.sleep(0.01)
+"""
+"""A worker that makes one step and dies."""
+
+
+@pytest.mark.parametrize(("kind", "counted"), [("good", [0] * 4), ("bad", [1, 2, 3, 4])])
+async def test_only_lives_without_a_good_step_count_for_the_back_off(
+    monkeypatch: pytest.MonkeyPatch, kind: str, counted: list[int]
+) -> None:
+    monkeypatch.setattr(supervisor_file, "RESTART_BACKOFF_S", (0.0, 0.01))
+    died: asyncio.Queue[int] = asyncio.Queue()
+    state = loading(0, 0)
+    supervisor = unheard(
+        [(state.plan, state.setup)],
+        program=(sys.executable, "-c", STEPPING, kind),
+        on_died=lambda name, about: died.put_nowait(worker.num_short_lives),
+    )
+    worker = supervisor.workers["w"]
+    supervisor.spawn_all()
+    await supervisor.run()
+    assert [await died.get() for _ in range(4)] == counted
+    await supervisor.stop()
+
+
+async def test_while_no_other_worker_is_ready_a_back_off_is_short() -> None:
+    supervisor = unheard(two_workers())
+    a, b = supervisor.workers.values()
+    a.pause_s, b.state = 1000.0, "ready"
+    pausing = asyncio.create_task(supervisor._pause(a))
+    await asyncio.sleep(0.01)
+    assert not pausing.done()
+    b.state = "restarting"
+    await asyncio.wait_for(pausing, 60)
+    a.num_failed_starts = b.num_failed_starts = MAX_FAILED_STARTS
+    lost = asyncio.create_task(supervisor._pause(a))
+    await asyncio.sleep(supervisor_file.ALONE_BACKOFF_S / 100 + supervisor_file.BACKOFF_CHECK_S)
+    assert not lost.done(), "all fail to start: nobody waits for them"
+    lost.cancel()
+    await supervisor.stop()
+
+
+async def test_a_worker_is_restarted_where_no_descriptor_is_left() -> None:
+    pids: asyncio.Queue[int | None] = asyncio.Queue()
+    state = loading(0, 0)
+    supervisor = unheard(
+        [(state.plan, state.setup)],
+        program=(sys.executable, "-c", f"{READY}time.sleep(600)"),
+        on_ready=lambda name: pids.put_nowait(worker.pid),
+    )
+    worker = supervisor.workers["w"]
+    supervisor.spawn_all()
+    await supervisor.run()
+    with no_descriptor_left() as taken:
+        for _ in range(3):
+            pid = await pids.get()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                await until(lambda dead=pid: worker.pid != dead)
+                taken.append(os.dup(0))  # whoever else wants one takes what the death freed
+        assert await pids.get() is not None
+    assert worker.num_failed_starts == 0
+    await supervisor.stop()
+
+
+async def test_a_machine_short_of_descriptors_is_no_failed_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor_file, "SHORTAGE_PAUSE_S", 0.01)
+    state = loading(0, 0)
+    supervisor = unheard([(state.plan, state.setup)])
+    worker = supervisor.workers["w"]
+    errors = [OSError(errno.EMFILE, "Too many open files")] * 5
+
+    def spawn(_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(supervisor, "_spawn", spawn)
+    await supervisor._respawn(worker)
+    assert (worker.num_failed_starts, worker.num_restarts, worker.num_short_lives) == (0, 1, 0)
+    assert caplog.text.count("waits to be restarted") == 1
     await supervisor.stop()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.fleet import swaps
 from appliance.fleet.swaps import IncomingRequest, Swap, SwapLimits, Swaps
 from appliance.frame.protocol import RequestFrame
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
@@ -112,11 +114,36 @@ async def test_a_request_for_another_waits_until_the_first_ones_end() -> None:
 
 async def test_a_model_stays_for_a_while_so_that_two_users_do_not_thrash() -> None:
     house = House(min_stay_s=0.2)
+    assert await house.request("a") == "a"
     swapped = asyncio.create_task(house.request("b"))
     for _ in range(5):
         assert await house.request("a") == "a"  # meanwhile it serves its own
     assert await swapped == "b"
     assert house.served == ["b"]
+
+
+async def test_an_idle_model_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(min_stay_s=1e6)
+    assert await house.request("b") == "b", "nobody has asked for the first one"
+    monkeypatch.setattr(swaps, "IDLE_S", 0.05)
+    assert await house.request("c") == "c"
+    assert house.served == ["b", "c"]
+
+
+async def test_a_model_in_use_stays_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    house, end = House(min_stay_s=1e6), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b"))
+    await until(lambda: len(house.swaps.requests(0)) == 1)
+    await asyncio.sleep(0.01)
+    assert house.swaps.next is None
+    (shown,) = house.swaps.requests(0)
+    told = r"model b, which is loaded when a was idle for 1 s, in \d+ s at most"
+    assert re.fullmatch(told, shown.waits_for or "")
+    monkeypatch.setattr(swaps, "IDLE_S", 0.05)
+    end.set()
+    assert [await first, await second] == ["a", "b"]
 
 
 async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:

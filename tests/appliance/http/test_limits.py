@@ -744,9 +744,11 @@ async def test_connections_leave_descriptors_for_the_rest(narrow, monkeypatch):
     assert (await narrow.http.get("/health")).status_code == 200  # an operator's
 
 
-async def test_running_out_of_descriptors_is_survived(narrow, monkeypatch, caplog):
+async def test_where_no_descriptor_is_left_an_idle_connection_gives_its_own_up(
+    narrow, monkeypatch, caplog
+):
     monkeypatch.setattr(listeners, "ACCEPT_PAUSE_S", 0.05)
-    assert await narrow.works()
+    assert await narrow.works()  # and keeps its connection
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket(socket.AF_UNIX) as client:
         client.setblocking(False)
@@ -759,11 +761,12 @@ async def test_running_out_of_descriptors_is_survived(narrow, monkeypatch, caplo
                     spare.append(os.dup(0))
             client.connect(str(narrow.path))
             await until(lambda: "Too many open files" in caplog.text)
+            client.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = asyncio.get_running_loop().sock_recv(client, 65536)
+            received = await asyncio.wait_for(answer, 60)
         finally:
             for fd in spare:
                 os.close(fd)
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        client.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 65536), 60)
     assert received.startswith(b"HTTP/1.1 200 OK")
     assert len(caplog.records) < 100

@@ -148,6 +148,21 @@ def test_a_stage_without_progress_ends_and_one_with_progress_goes_on(
     assert machine.events()[-1][0] == "request.stage_timeout"
 
 
+def test_workers_that_come_and_go_do_not_put_the_deadline_off(machine, clock):
+    request = machine.submit()
+    (sequence,) = request.sequences
+    machine.router.queue.forget(sequence)
+    sequence.where, sequence.generation, sequence.num_computed_tokens = On(Leg("decode", 4)), 1, 9
+    for num_computed_tokens in (0, 4, 9):  # computed again after each death, never further
+        keep(machine, clock, after_s=STAGE_S / 4)
+        sequence.generation += 1
+        sequence.num_computed_tokens = num_computed_tokens
+    keep(machine, clock, after_s=STAGE_S / 4 - 1)
+    assert not request.is_finished
+    keep(machine, clock, after_s=STAGE_S / 4)
+    assert request.failure.code == "stage_timeout"
+
+
 # --------------------------------------------------------------------------------------------------
 # Workers without progress are avoided, then ended; those that are slow, idle or gone are not.
 
