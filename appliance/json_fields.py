@@ -110,7 +110,7 @@ class Fields:
         return value
 
     def integer(self, name: str, low: int, high: int = INT64_MAX) -> int | None:
-        """An integer in [low, high]; 3.0 and true are none."""
+        """An integer in [low, high]; 3.0 is one, true is not."""
         value = self.get(name)
         return None if value is None else integer(value, self.path(name), low, high)
 
@@ -137,6 +137,8 @@ def _not_json(error: Exception, body: bytes) -> str:
 
 def integer(value: object, param: str, low: int, high: int = INT64_MAX) -> int:
     """An integer in [low, high], or a RequestError that names the field."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid_type(param, "an integer", value)
     if not low <= value <= high:

@@ -150,6 +150,10 @@ class Request:
     """HUNG_UP, FAILED, `drain`, or the name of the peer that asked for it."""
     swap_wait_ms: float = 0.0
     """Until its model was there; it counts as time in the queue."""
+    asked_max_tokens: int | None = None
+    """Its limit, where that was cut to the room left; None: it was not."""
+    message_changes: tuple[str, ...] = ()
+    """How its messages were brought into the form that the chat template takes."""
     failure: RequestError | None = None
     """What its client is told where the daemon has ended it; None: what its sequences say."""
     prefill_j: float | None = None
@@ -163,6 +167,23 @@ class Request:
         """Of its prompts, each counted once, also where it has several answers."""
         prompts = {id(one.prompt_token_ids): one.num_prompt_tokens for one in self.sequences}
         return sum(prompts.values())
+
+    @property
+    def max_tokens(self) -> int:
+        """The limit in force; of several prompts that of the longest."""
+        return min(sequence.sampling.max_tokens for sequence in self.sequences)
+
+    @property
+    def cut_usage(self) -> dict[str, int]:
+        """What a reply's usage says of a limit that was cut; empty where none was."""
+        return {} if self.asked_max_tokens is None else {"max_tokens_cut_to": self.max_tokens}
+
+    @property
+    def changes(self) -> str | None:
+        """What was changed to serve it, in words; None: nothing."""
+        asked = self.asked_max_tokens
+        cut = [] if asked is None else [f"max_tokens cut from {asked} to {self.max_tokens}"]
+        return "; ".join([*cut, *self.message_changes]) or None
 
     @property
     def cached_tokens(self) -> int | None:
@@ -228,6 +249,8 @@ class ModelInfo:
     """The same of its reasoning, a name in api.output_format, or none."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may ask for it; `*` in them is any text."""
+    default_max_tokens: int | None = None
+    """Most output tokens of a chat that names no limit; None: the room left."""
     folder: str | None = None
     """Where its files are on the daemon's machine."""
     others: Mapping[str, ModelFacts | None] = field(default_factory=dict)

@@ -328,3 +328,14 @@ def m011_unknown_tokens(db: Database) -> None:
         _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset,"),
     ):
         db.conn.execute(statement)
+
+
+@migration()
+def m012_changes(db: Database) -> None:
+    """Keep what of a request was changed to serve it: its limit of tokens, its messages."""
+    for statement in (
+        "DROP VIEW v_requests",
+        "ALTER TABLE requests ADD COLUMN changes TEXT",
+        _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset, changes,"),
+    ):
+        db.conn.execute(statement)

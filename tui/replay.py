@@ -61,14 +61,14 @@ _KEPT = (
 )  # fmt: skip
 _KEPT_OF_ENDED = (
     "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
-    "restore_reason", "workers", "links",
+    "restore_reason", "workers", "links", "changes",
     "prefill_j", "decode_j", "cancelled_by",
 )  # fmt: skip
 
 _ADDED = {
     "preemptions": 0, "paused_us": None, "cached_tokens": None,
     "restored_us": None, "restored_tokens": 0, "restore_reason": None,
-    "workers": None, "links": None,
+    "workers": None, "links": None, "changes": None,
 }  # fmt: skip
 """Columns that a recording of an earlier release has not got, and what they say then."""
 

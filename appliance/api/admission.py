@@ -301,6 +301,7 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
         )
         for choice in range(ask.num_choices)
     ]
+    is_cut = any(one.sampling.max_tokens < (ask.max_tokens or 0) for one in sequences)
     return Request(
         request_id=arrival.request_id,
         endpoint=http.url.path,
@@ -312,6 +313,7 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
         prompt_text=prepared.text,
         client_request_id=client_request_id(http),
         swap_wait_ms=arrival.swap_wait_ns / 1e6,
+        asked_max_tokens=ask.max_tokens if is_cut else None,
     )
 
 
@@ -333,8 +335,8 @@ def _prepare(
         for prompt in prompts
     ]
     if ask.truncate is not None:
-        room = model.max_model_len - max(ask.max_tokens or 1, 1)
-        most = room if ask.truncate < 0 else ask.truncate
+        left = max(model.max_model_len - (ask.max_tokens or 1), 1)
+        most = left if ask.truncate < 0 else ask.truncate
         ids = [one[max(len(one) - most, 0) :] for one in ids]
     _check_vocabulary(ids, model.vocab_size)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]

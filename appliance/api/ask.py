@@ -178,12 +178,8 @@ def _prompt(value: object, model: ModelInfo) -> str | list[int]:
         raise invalid_value("prompt", "is empty")
     if isinstance(value, list):
         if len(value) > model.max_model_len:  # before each of them is looked at
-            raise RequestError(
-                f"the model's context is {model.max_model_len} tokens; the prompt has {len(value)}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-        check_ids(value, "prompt", model.vocab_size)
+            raise PromptTooLong(len(value), model.max_model_len, "prompt")
+        return checked_ids(value, "prompt", model.vocab_size)
     return value
 
 
@@ -205,11 +201,11 @@ def read_output_offset(fields: Fields, prompts: list[str | list[int]]) -> int:
     return offset
 
 
-def check_ids(values: list[Any], param: str, vocab_size: int) -> None:
-    """Refuse what is no list of token ids; it may be long, and is not empty."""
-    if set(map(type, values)) != {int} or not 0 <= min(values) <= max(values) < vocab_size:
-        for one in values:  # to say what is wrong
-            integer(one, param, 0, vocab_size - 1)
+def checked_ids(values: list[Any], param: str, vocab_size: int) -> list[int]:
+    """Check that all are token ids; there may be many, and there is one at least."""
+    if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:
+        return values
+    return [integer(one, param, 0, vocab_size - 1) for one in values]
 
 
 # Fill-in-the-middle: a prompt with a suffix, for models trained to write what is between.
@@ -301,11 +297,31 @@ def _named(model: ModelInfo) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-COMPLETION_MAX_TOKENS = 16
-CHAT_MAX_TOKENS = 2048
-AS_MANY_AS_FIT = -1
-"""In place of max_tokens: until the model ends the reply, or its context is full."""
 MAX_SALT_CHARS = 1024
+
+
+class PromptTooLong(RequestError):
+    """The prompt leaves no room for an output token.
+
+    Args:
+        num_prompt_tokens: or fewer than it has, where it was not tokenized.
+        max_model_len: prompt and output together.
+        param: the field that has the prompt.
+        max_tokens: that were asked for; None: no limit was named.
+    """
+
+    def __init__(
+        self, num_prompt_tokens: int, max_model_len: int, param: str, max_tokens: int | None = None
+    ) -> None:
+        super().__init__(
+            f"this model's maximum context length is {max_model_len} tokens; "
+            f"the prompt has {num_prompt_tokens}, and the answer needs at least 1",
+            code="context_length_exceeded",
+            param=param,
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+        self.max_tokens = max_tokens or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +385,10 @@ class Ask:
     num_best: int | None = None
     """Only so many of them, the likeliest, are told; None: all are."""
     max_tokens: int | None
-    """None: the API's default, or AS_MANY_AS_FIT. 0 is allowed with `is_echo` alone: the prompt is
-    read and nothing is written."""
+    """The client's limit. 0 only for a completion with `is_echo`: the prompt is read and nothing
+    written."""
+    default_max_tokens: int | None = None
+    """The limit where the client names none; None: the room left."""
     seed: int | None
     base: SamplingParams
     """Complete but for max_tokens, seed, bad words and grammar."""
@@ -427,11 +445,12 @@ class Ask:
         """Refuse what cannot fit, before it costs the time to tokenize it.
 
         Raises:
-            RequestError: `context_length_exceeded`.
+            PromptTooLong: it is longer than the context.
         """
         per_token = max_token_chars if isinstance(prompt, str) else 1
         if len(prompt) > max_model_len * per_token:
-            raise self._too_long(max_model_len, f"at least {len(prompt) // per_token}")
+            num_tokens = -(-len(prompt) // per_token)
+            raise PromptTooLong(num_tokens, max_model_len, self._prompt_param, self.max_tokens)
 
     def sampling(
         self,
@@ -442,19 +461,20 @@ class Ask:
         grammar: str | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
-        """Sampling for one choice; max_tokens fitted to what the prompt's length leaves.
+        """Make the sampling of one choice, with max_tokens cut to the room that the prompt leaves.
 
         Raises:
-            RequestError: `context_length_exceeded`, or a prompt without tokens.
+            PromptTooLong: there is no room left.
+            RequestError: the prompt has no tokens.
         """
         if not num_prompt_tokens:
             raise invalid_value(self._prompt_param, "has no tokens")
         room = max_model_len - num_prompt_tokens
-        if room < 1 or (self.max_tokens is not None and self.max_tokens > room):
-            raise self._too_long(max_model_len, str(num_prompt_tokens))
-        default = CHAT_MAX_TOKENS if self.is_chat else COMPLETION_MAX_TOKENS
-        wanted = default if self.max_tokens is None else max(self.max_tokens, 1)
-        max_tokens = room if self.max_tokens == AS_MANY_AS_FIT else min(room, wanted)
+        if room < 1:
+            param = self._prompt_param
+            raise PromptTooLong(num_prompt_tokens, max_model_len, param, self.max_tokens)
+        wanted = self.default_max_tokens if self.max_tokens is None else self.max_tokens
+        max_tokens = room if wanted is None else max(min(wanted, room), 1)
         most = self.base.output_offset + max_tokens
         if self.base.min_tokens > most:
             what = "max_tokens and output_offset together" if most > max_tokens else "max_tokens"
@@ -481,16 +501,6 @@ class Ask:
     @property
     def _prompt_param(self) -> str:
         return "messages" if self.is_chat else "prompt"
-
-    def _too_long(self, max_model_len: int, prompt_tokens: str) -> RequestError:
-        has_most = self.max_tokens not in (None, AS_MANY_AS_FIT)
-        output_tokens = str(self.max_tokens) if has_most else "at least 1"
-        return RequestError(
-            f"the model's context is {max_model_len} tokens; this request needs more: "
-            f"{prompt_tokens} for the prompt and {output_tokens} for the completion",
-            code="context_length_exceeded",
-            param=self._prompt_param,
-        )
 
 
 def checked_salt(salt: str | None) -> str | None:

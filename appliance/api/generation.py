@@ -34,6 +34,7 @@ from appliance.api.ollama_api import (
     OllamaShape,
     chat_ask_of,
     generate_ask,
+    in_ollamas_words,
 )
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
@@ -377,11 +378,13 @@ ENDPOINTS = {
         id_prefix="chat-",
         read=lambda fields, http: chat_ask_of(fields, appliance_of(http).model),
         shape=lambda accepted, _http: OllamaShape(accepted.request, is_chat=True),
+        refusal=in_ollamas_words,
     ),
     "/api/generate": Endpoint(
         id_prefix="gen-",
         read=lambda fields, http: generate_ask(fields, appliance_of(http).model),
         shape=lambda accepted, _http: OllamaShape(accepted.request, is_chat=False),
+        refusal=in_ollamas_words,
     ),
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask
+from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask, PromptTooLong
 from appliance.api.call_readers import CallDelta
 from appliance.api.openai import chat_ask
 from appliance.api.replies import EVENTS, event
@@ -233,7 +233,16 @@ def _output_format(fields: Fields) -> Json | None:
 
 
 def in_anthropics_words(error: RequestError) -> RequestError:
-    """A chat's refusal, naming the field that the client knows."""
+    """Say a chat's refusal as Anthropic does: Claude Code reads these sentences, and compacts."""
+    if isinstance(error, PromptTooLong):
+        has, most = error.num_prompt_tokens, error.max_model_len
+        what = f"prompt is too long: {has} tokens > {most} maximum"
+        if has == most:
+            what = (
+                f"input length and `max_tokens` exceed context limit: {has} + {error.max_tokens} "
+                f"> {most}, decrease input length or `max_tokens` and try again"
+            )
+        return RequestError(what, code=error.code, param=error.param)
     return renamed(error, _OUR_WORDS)
 
 
@@ -367,6 +376,7 @@ class MessageShape:
                 # what is kept is kept without being asked, so nothing is written on request
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": num_cached,
+                **self._request.cut_usage,
             },
         }
 

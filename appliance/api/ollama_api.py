@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
-from appliance.api.ask import MAX_MESSAGES, Ask, check_model, infill_of
+from appliance.api.ask import MAX_MESSAGES, Ask, PromptTooLong, check_model, infill_of
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.stream import Delta
 from appliance.api.tool_format import output_format_of
@@ -109,14 +109,25 @@ def generate_ask(fields: Fields, model: ModelInfo) -> Ask:
     if fields.boolean("raw") or suffix:
         plain = {**common, "prompt": prompt, "suffix": suffix}
         plain.pop("chat_template_kwargs", None)
-        if plain.get("max_tokens") is None:
-            plain["max_tokens"] = 128
-        return _finished(completion_ask(Fields(plain), model, 1), fields, plain)
+        ask = dataclasses.replace(
+            completion_ask(Fields(plain), model, 1), default_max_tokens=model.default_max_tokens
+        )
+        return _finished(ask, fields, plain)
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     chat = {**common, "messages": messages}
     return _finished(chat_ask(Fields(chat), model), fields, chat)
+
+
+def in_ollamas_words(error: RequestError) -> RequestError:
+    """Say as Ollama does that a prompt is too long."""
+    if isinstance(error, PromptTooLong):
+        count = f"{error.num_prompt_tokens} tokens, {error.max_model_len} with the answer at most"
+        return RequestError(
+            f"the input length exceeds the context length: {count}", code=error.code
+        )
+    return error
 
 
 def _common(fields: Fields) -> Json:

@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 
 from appliance.api.ask import (
-    AS_MANY_AS_FIT,
     Ask,
     Chat,
-    check_ids,
     check_model,
+    checked_ids,
     checked_salt,
     read_messages,
     read_output_offset,
@@ -37,6 +36,10 @@ from appliance.json_fields import (
 from appliance.request import ModelInfo
 from engine.wire.messages import SamplingParams
 
+COMPLETION_MAX_TOKENS = 16
+"""Of a completion that names no limit, as OpenAI's and vLLM's; a chat has the room left."""
+MIN_TOP_P = 1e-6
+"""What `top_p` 0 means: the likeliest token alone."""
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -104,7 +107,7 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
         chat=None,
         prompts=prompts,
         suffix=fields.text("suffix") or None,
-        max_tokens=_max_tokens(fields, 0 if is_echo else 1),
+        **_max_tokens(fields, ("max_tokens", "n_predict"), COMPLETION_MAX_TOKENS, is_echo=is_echo),
         is_echo=is_echo,
     )
 
@@ -112,8 +115,6 @@ def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
 def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
     """Validate a body of /v1/chat/completions, or one that was brought into its form."""
     refuse_unsupported(fields, CHAT_NEUTRAL)
-    max_tokens = _max_tokens(fields, 1)
-    newer = fields.integer("max_completion_tokens", 1)
     wants_logprobs = fields.boolean("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top_logprobs and not wants_logprobs:
@@ -124,7 +125,9 @@ def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
         (top_logprobs or 0) if wants_logprobs else None,
         chat=read_chat(fields),
         prompts=[],
-        max_tokens=max_tokens if newer is None else newer,
+        **_max_tokens(
+            fields, ("max_completion_tokens", "max_tokens", "n_predict"), model.default_max_tokens
+        ),
         is_echo=fields.boolean("echo"),
     )
 
@@ -159,13 +162,21 @@ def _documents(fields: Fields) -> dict[str, Any]:
     return {"documents": documents} if documents else {}
 
 
-def _max_tokens(fields: Fields, low: int) -> int | None:
-    """Read `max_tokens`, or `n_predict`, as llama.cpp calls it: -1 there is as many as fit."""
-    predict = fields.integer("n_predict", AS_MANY_AS_FIT)
-    most = fields.integer("max_tokens", low)
-    if most is not None or predict in (None, AS_MANY_AS_FIT):
-        return predict if most is None else most
-    return max(predict, low)
+def _max_tokens(
+    fields: Fields, names: tuple[str, ...], default: int | None, *, is_echo: bool = False
+) -> dict[str, Any]:
+    """Read the limit by the first of its names that is there; -1 is the room left."""
+    low, found = 0 if is_echo else 1, [fields.integer(name, -1) for name in names]
+    for name, limit in zip(names, found, strict=True):
+        if limit == 0 < low and name != "n_predict":
+            raise invalid_value(fields.path(name), "must be 1 or more, or -1: the room left")
+    limit = next((limit for limit in found if limit is not None), None)
+    if limit == -1:
+        return {"max_tokens": None, "default_max_tokens": None}
+    return {
+        "max_tokens": None if limit is None else max(limit, low),
+        "default_max_tokens": default,
+    }
 
 
 def _ask(
@@ -216,9 +227,6 @@ def _base(
 ) -> SamplingParams:
     """The sampling parameters that are known before the prompt's length is."""
     own = model.sampling_in_force
-    top_p = fields.number("top_p", 0, 1, default=own["top_p"])
-    if top_p == 0:
-        raise invalid_value("top_p", "must be greater than 0")
     top_k = fields.integer("top_k", -1)
     is_older = fields.get("repetition_penalty") is None  # llama.cpp and Ollama call it so
     repeat_penalty = fields.number("repeat_penalty", 0, 2, default=own["repetition_penalty"])
@@ -233,7 +241,7 @@ def _base(
         max_tokens=1,
         seed=0,
         temperature=fields.number("temperature", 0, 2, default=own["temperature"]),
-        top_p=top_p,
+        top_p=max(fields.number("top_p", 0, 1, default=own["top_p"]), MIN_TOP_P),
         top_k=max(int(own["top_k"] if top_k is None else top_k), 0),
         min_p=fields.number("min_p", 0, 1, default=own["min_p"]),
         presence_penalty=fields.number("presence_penalty", -2, 2, default=0.0),
@@ -307,8 +315,7 @@ def _allowed_token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None
     if len(value) > MAX_ALLOWED_IDS:
         what = f"has {len(value)} entries, at most {MAX_ALLOWED_IDS} may be"
         raise invalid_value("allowed_token_ids", f"{what}; `structured_outputs.regex` says more")
-    check_ids(value, "allowed_token_ids", vocab_size)
-    return tuple(sorted(set(value)))
+    return tuple(sorted(set(checked_ids(value, "allowed_token_ids", vocab_size))))
 
 
 def _stream_options(fields: Fields, is_stream: bool) -> tuple[bool, bool]:

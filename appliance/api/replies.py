@@ -317,7 +317,7 @@ class ReplyShape:
         )
         if num_reasoning := sum(self._num_reasoning.values()):
             used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-        return used
+        return used | self.request.cut_usage
 
 
 def _mean_logprob(delta: Delta) -> float:

@@ -278,6 +278,7 @@ class ResponseShape:
             "output_tokens": sequence.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": sequence.num_tokens,
+            **self._request.cut_usage,
         }
 
 
@@ -317,7 +318,7 @@ def response_ask(fields: Fields, model: ModelInfo, previous_items: Sequence[Any]
     fields.get("previous_response_id"), fields.get("store")
     chat = {name: fields.get(name) for name in PASSED}
     chat["messages"] = _messages(fields, previous_items)
-    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1)
+    chat["max_completion_tokens"] = fields.get("max_output_tokens")
     chat["response_format"] = _response_format(fields.nested("text"))
     tools = [
         Fields.of(one, f"tools[{index}]")

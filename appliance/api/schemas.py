@@ -669,7 +669,7 @@ _LOG: Json = {
         | dict.fromkeys(("client_rid", "peer_user", "key_name", "transport"), _TEXT_OR_NULL)
         | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
         | dict.fromkeys(("route", "route_reason", "restore_reason"), _TEXT_OR_NULL)
-        | dict.fromkeys(("workers", "links"), _TEXT_OR_NULL)
+        | dict.fromkeys(("workers", "links", "changes"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
         | {"output_offset": _WHOLE}

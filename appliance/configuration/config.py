@@ -69,6 +69,7 @@ class ServeConfig:
     slo_ttft_ms: int = 0
     slo_itl_ms: int = 0
     max_model_len: int | None = None
+    default_max_tokens: int | None = None
     kv_memory_bytes: int | None = None
     prefix_cache: bool = True
     cache_isolation: str = "none"

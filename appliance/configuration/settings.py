@@ -97,6 +97,10 @@ SETTINGS: Mapping[str, Setting] = {
     "max_model_len": Setting(
         at_least(2, "tokens"), "most tokens of a prompt and its reply together"
     ),
+    "default_max_tokens": Setting(
+        at_least(1, "tokens"),
+        "most tokens of a chat's reply where its client names no limit; without it the room left",
+    ),
     "kv_memory": Setting(parse_bytes, "memory for KV blocks, as 2GiB", field="kv_memory_bytes"),
     "prefix_cache": Setting(
         on_or_off,

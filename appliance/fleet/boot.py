@@ -75,6 +75,8 @@ class BootPlan:
     """Blocks at the end of it, by way of which the disk reaches pools on GPUs; 0: it needs none."""
     aliases: tuple[str, ...] = ()
     """Other names of the model."""
+    default_max_tokens: int | None = None
+    """Most output tokens of a chat that names no limit; None: the room left."""
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     """How the model writes calls and reasoning, as the settings say."""
@@ -244,6 +246,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
         arena,
         num_staging,
         aliases=config.model_aliases,
+        default_max_tokens=config.default_max_tokens,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         others=facts_by_name(config.models),
@@ -558,6 +561,7 @@ def model_info(plan: BootPlan) -> ModelInfo:
         created=facts.modified,
         sampling=config.sampling,
         aliases=plan.aliases,
+        default_max_tokens=plan.default_max_tokens,
         tool_parser=plan.tool_parser,
         reasoning_parser=plan.reasoning_parser,
         folder=str(plan.checkpoint.folder),

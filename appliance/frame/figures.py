@@ -341,6 +341,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("waits", f"for {waits_for}" if waits_for else ""),
         ("preempted", f"{times(preemptions)}: others needed its KV blocks" if preemptions else ""),
         ("cancelled", f"by {by}" if by else ""),
+        ("changed", request.get("changes") or ""),
         ("slow because", request.get("slow_because") or ""),
         ("error", request.get("error") or ""),
     ]

@@ -235,6 +235,8 @@ class RequestFrame(msgspec.Struct):
     workers: str | None = None
     links: str | None = None
     """Where it has run, with commas, and how its KV came to all but the first; None in old rows."""
+    changes: str | None = None
+    """What was changed to serve it, in words: its limit of tokens, its messages; None: nothing."""
 
 
 class WorkerFrame(msgspec.Struct):

@@ -91,6 +91,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     """Goes to request_text; None keeps it out of the file."""
     output_offset: int | None = None
     """Of the prompt's tokens, the last ones, that an earlier request has output."""
+    changes: str | None = None
+    """What was changed to serve it, in words; None: nothing."""
 
     @classmethod
     def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
@@ -127,6 +129,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             top_p=sampling.top_p,
             seed=sampling.seed,
             output_offset=sampling.output_offset,
+            changes=request.changes,
             http_status=request.http_status,
             finish_reason=_worst(sequences),
             error=next((sequence.error for sequence in sequences if sequence.error), None),

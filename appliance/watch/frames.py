@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -189,22 +189,12 @@ def request_frame(
         age_ms=((end_ns or now_ns) - shown.stamps.arrived_ns) / 1e6,
         finish_reason=None if shown.finish_reason is None else str(shown.finish_reason),
         error=next((s.error for s in request.sequences if s.error), None),
-        tokenize_ms=cut.tokenize_ms,
-        queue_ms=cut.queue_ms,
-        restore_ms=cut.restore_ms,
-        prefill_ms=cut.prefill_ms,
-        ttft_ms=cut.ttft_ms,
-        handoff_ms=cut.handoff_ms,
-        decode_wait_ms=cut.decode_wait_ms,
-        decode_ms=cut.decode_ms,
-        paused_ms=cut.paused_ms,
-        first_itl_ms=cut.first_itl_ms,
-        tpot_ms=cut.tpot_ms,
-        e2e_ms=cut.e2e_ms,
+        **asdict(cut),
         handoff_bytes=sum(moved) if moved else None,
         preemptions=sum(s.num_preemptions for s in request.sequences),
         restored_tokens=sum(s.num_restored_tokens for s in request.sequences),
         cancelled_by=request.cancelled_by,
+        changes=request.changes,
         route=shown.route,
         route_reason=shown.route_reason,
         workers=",".join(shown.workers) or None,

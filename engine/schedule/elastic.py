@@ -231,8 +231,10 @@ class _Forecaster:
     def __init__(self, situation: Situation, predict: Predict) -> None:
         self._s = situation
         self._predict = predict
+        # A limit says little: most clients name none, or far more than comes.
+        self._num_outputs = min(situation.max_tokens, EXPECTED_OUTPUT_TOKENS)
         self._busy = {name for name, load in situation.loads.items() if not load.is_idle}
-        self._context = situation.num_prompt_tokens + situation.max_tokens // 2
+        self._context = situation.num_prompt_tokens + self._num_outputs // 2
         self._ttft_target_ms: float | None = situation.slo.ttft_ms
         if self._ttft_target_ms is None:
             # relative to what it would take undisturbed, which may not have been measured
@@ -387,7 +389,7 @@ class _Forecaster:
         return predicted_ms
 
     def _output_ms(self, itl_ms: float) -> float:
-        return itl_ms * min(self._s.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        return itl_ms * self._num_outputs
 
     def _splits_ms(self, worker: str) -> float:
         """Core-ms that decoding there adds beyond where it adds least.

@@ -24,8 +24,11 @@ AHEAD_TOKENS = 8
 """A sequence is to have blocks for so many positions after its newest token: a worker makes two
 steps before it can have what the first of them led to, and should not wait for a busy daemon."""
 MAX_PREEMPTIONS = 2
-"""A sequence that was preempted so often returns only with blocks for its whole length, and then
-keeps them."""
+"""A sequence that was preempted so often returns only with blocks for many tokens more, and keeps
+them while others have any to give."""
+PORTION_TOKENS = 2048
+"""Such a sequence gets its blocks in portions of so many positions: its limit may be the whole
+context, of which it will hardly use much."""
 
 
 class Pair(NamedTuple):
@@ -61,9 +64,10 @@ def whole_length(sequence: Sequence) -> int:
 
 def positions_needed(sequence: Sequence) -> int:
     """Positions that it should have blocks for now, where it decodes."""
+    wanted = sequence.num_tokens + AHEAD_TOKENS
     if sequence.num_preemptions >= MAX_PREEMPTIONS:
-        return whole_length(sequence)
-    return min(sequence.num_tokens + AHEAD_TOKENS, whole_length(sequence))
+        wanted = (wanted // PORTION_TOKENS + 1) * PORTION_TOKENS
+    return min(wanted, whole_length(sequence))
 
 
 def blocks_needed(

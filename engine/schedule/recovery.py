@@ -27,7 +27,8 @@ from engine.wire.messages import Command, Extend, Extension, Release
 # tokens before it would stand still without them. When those that are short want more than is free,
 # or is about to be, somebody is preempted: its blocks go to them, and it is admitted again later
 # and computes what it had. The oldest never is, so that it comes to its end, and then the next;
-# whoever was preempted too often comes back with blocks for its whole length and keeps them.
+# whoever was preempted too often comes back with a portion of blocks, and is preempted again only
+# where it waits for the next portion and nobody else has a block to give.
 # Invariants: of those that are short in a pool nobody gets a block before an older one; a block is
 # taken from nobody while as many are about to come back.
 # Never: ends or admits a sequence; knows clocks.
@@ -42,10 +43,15 @@ class PreemptionCandidate:
     """Blocks of the pool that would become free."""
     num_lost: int
     """Positions that would have to be computed again: what others keep is not lost."""
+    is_short: bool = False
+    """It waits for blocks itself."""
 
 
 def victim(holders: Collection[PreemptionCandidate]) -> PreemptionCandidate | None:
-    """Whom to preempt: least to compute again for each block freed, the youngest of equals.
+    """Choose whom to preempt: least to compute again for each block freed, the youngest of equals.
+
+    Those who have lost theirs often enough come last, and only while they are short themselves:
+    were all of them to keep what they have, none could go on.
 
     Args:
         holders: of blocks in one pool, with the oldest.
@@ -54,14 +60,9 @@ def victim(holders: Collection[PreemptionCandidate]) -> PreemptionCandidate | No
         None if there is nobody but the oldest, and those who have lost theirs often enough.
     """
     oldest = min((age(holder.sequence) for holder in holders), default=None)
-    open_to_it = [
-        holder
-        for holder in holders
-        if holder.num_freed
-        and age(holder.sequence) != oldest
-        and holder.sequence.num_preemptions < MAX_PREEMPTIONS
-    ]
-    return max(open_to_it, key=_gain, default=None)
+    others = [one for one in holders if one.num_freed and age(one.sequence) != oldest]
+    fresh = [one for one in others if one.sequence.num_preemptions < MAX_PREEMPTIONS]
+    return max(fresh or [one for one in others if one.is_short], key=_gain, default=None)
 
 
 def _gain(holder: PreemptionCandidate) -> tuple[float, tuple[int, int]]:
@@ -179,7 +180,8 @@ class Growth:
                     coming += num_freed
                 elif table:
                     num_lost = self._num_lost(sequence, books)
-                    holders.append(PreemptionCandidate(sequence, num_freed, num_lost))
+                    is_short = sequence.seq_id in self._short
+                    holders.append(PreemptionCandidate(sequence, num_freed, num_lost, is_short))
             while coming < missing[pool] and (found := victim(holders)) is not None:
                 holders.remove(found)
                 chosen[found.sequence.seq_id] = found.sequence

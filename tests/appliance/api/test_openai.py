@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.api.ask import Ask
+from appliance.api.ask import Ask, PromptTooLong
 from appliance.api.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
 from appliance.json_fields import Fields
 from appliance.request import ModelInfo
@@ -69,22 +69,49 @@ def test_the_models_own_defaults_hold_until_a_request_says_otherwise():
 def test_absent_max_tokens_is_what_the_context_leaves():
     assert completion().sampling(95, 100).max_tokens == 5
     assert chat().sampling(10, 100).max_tokens == 90
-    assert chat().sampling(10, 100_000).max_tokens == 2048
+    assert chat().sampling(10, 100_000).max_tokens == 99_990
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(100, None), (90, 11), (1, 2**62)])
-def test_what_exceeds_the_context_is_refused_with_the_numbers(num_prompt_tokens, max_tokens):
-    ask = chat(max_tokens=max_tokens)
-    with pytest.raises(RequestError, match=f"100 tokens.*{num_prompt_tokens} for") as error:
-        ask.sampling(num_prompt_tokens, 100)
+def test_an_operators_default_holds_where_a_chat_names_no_limit():
+    model = replace(MODEL, default_max_tokens=2048)
+    messages = [{"role": "user", "content": "a"}]
+
+    def limit(**fields):
+        return chat_ask(Fields({"messages": messages, **fields}), model).sampling(10, 100_000)
+
+    assert limit().max_tokens == 2048
+    assert limit(max_tokens=4096).max_tokens == 4096
+    assert limit(max_tokens=-1).max_tokens == 99_990
+    ask = completion_ask(Fields({"prompt": "a"}), model, max_prompts=1)
+    assert ask.sampling(10, 100_000).max_tokens == 16
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_a_limit_of_minus_one_is_the_room_left(name):
+    assert chat(**{name: -1}).sampling(10, 100).max_tokens == 90
+    if name != "max_completion_tokens":
+        assert completion(**{name: -1}).sampling(10, 100).max_tokens == 90
+    assert refusal(chat, **{name: -2}).param == name
+
+
+@pytest.mark.parametrize("max_tokens", [11, 32_000, 64_000, 2**62])
+def test_a_limit_beyond_the_room_left_is_cut_to_it(max_tokens):
+    assert chat(max_tokens=max_tokens).sampling(90, 100).max_tokens == 10
+    assert completion(max_tokens=max_tokens).sampling(90, 100).max_tokens == 10
+
+
+@pytest.mark.parametrize("max_tokens", [None, 11, 2**62])
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(max_tokens):
+    with pytest.raises(PromptTooLong, match=r"100 tokens.*has 100") as error:
+        chat(max_tokens=max_tokens).sampling(100, 100)
     assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     completion().check_length("x" * 500, 5, 100)
-    with pytest.raises(RequestError, match="at least 100 for"):
+    with pytest.raises(RequestError, match="has 101"):
         completion().check_length("x" * 501, 5, 100)
-    with pytest.raises(RequestError, match="at least 101 for"):
+    with pytest.raises(RequestError, match="has 101"):
         completion().check_length([1] * 101, 5, 100)
 
 
@@ -111,7 +138,7 @@ def test_prompts_come_in_four_forms(prompt, wanted):
         (["a", ""], "invalid_value"),
         ([50], "invalid_value"),
         ([-1], "invalid_value"),
-        ([1.0], "invalid_type"),
+        ([1.5], "invalid_type"),
         ([True], "invalid_type"),
         ([1, "a"], "invalid_type"),
         (["a", 1], "invalid_type"),
@@ -136,7 +163,7 @@ def test_prompts_that_cannot_be_are_refused(prompt, code):
         ("temperature", True, "invalid_type"),
         ("temperature", "1", "invalid_type"),
         ("temperature", 2**70, "invalid_value"),
-        ("top_p", 0, "invalid_value"),
+        ("top_p", -0.1, "invalid_value"),
         ("top_p", 1.01, "invalid_value"),
         ("top_k", -2, "invalid_value"),
         ("top_k", 1.5, "invalid_type"),
@@ -187,8 +214,8 @@ def test_a_refusal_names_the_field(parse, name, value, code):
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("max_tokens", 0, "1 or more"),
-        ("max_tokens", 2**63, "between 1 and 9223372036854775807"),
+        ("max_tokens", 0, "1 or more, or -1: the room left"),
+        ("max_tokens", 2**63, "between -1 and 9223372036854775807"),
         ("n", 0, "between 1 and 128"),
     ],
 )
@@ -196,7 +223,7 @@ def test_a_refusal_names_only_limits_that_somebody_could_meet(name, value, wante
     assert refusal(completion, **{name: value}).what == f"`{name}` must be {wanted}"
 
 
-@pytest.mark.parametrize("value", [21, -1, True, 1.0])
+@pytest.mark.parametrize("value", [21, -1, True, 1.5])
 def test_logprobs_of_completions_are_a_count(value):
     assert completion(logprobs=0).base.logprobs == 0
     assert refusal(completion, logprobs=value).param == "logprobs"

@@ -9,11 +9,11 @@ from engine.schedule.sequence import Sequence, Stamps, age
 from engine.wire.messages import SamplingParams
 
 
-def holder(seq_id, arrived_ns, num_freed, num_lost, num_preemptions=0):
+def holder(seq_id, arrived_ns, num_freed, num_lost, num_preemptions=0, is_short=False):
     sampling = SamplingParams(max_tokens=9, seed=0)
     sequence = Sequence(seq_id, "r", 0, [1], sampling, Stamps(arrived_ns))
     sequence.num_preemptions = num_preemptions
-    return PreemptionCandidate(sequence, num_freed, num_lost)
+    return PreemptionCandidate(sequence, num_freed, num_lost, is_short)
 
 
 HOLDERS = st.lists(
@@ -50,3 +50,10 @@ def test_of_equals_the_youngest_loses_its_blocks():
 def test_what_frees_nothing_or_was_preempted_too_often_is_left_alone():
     holders = [holder(1, 0, 2, 8), holder(2, 1, 0, 0), holder(3, 2, 2, 1, MAX_PREEMPTIONS)]
     assert victim(holders) is None
+
+
+def test_who_was_preempted_too_often_goes_last_and_only_if_it_is_short_itself():
+    short, fresh = holder(2, 1, 2, 1, MAX_PREEMPTIONS, True), holder(3, 2, 2, 8)
+    assert victim([holder(1, 0, 2, 8), short]) is short
+    assert victim([holder(1, 0, 2, 8), short, fresh]) is fresh
+    assert victim([short]) is None

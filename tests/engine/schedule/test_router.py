@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import InvariantViolated, QueueFull, RequestError
 from engine.schedule.elastic import Outcome, PairChoice
-from engine.schedule.journeys import MAX_PREEMPTIONS, Pair
+from engine.schedule.journeys import MAX_PREEMPTIONS, PORTION_TOKENS, Pair
 from engine.schedule.recovery import MAX_SUSPICIONS
 from engine.schedule.roles_in_force import ROLES
 from engine.schedule.sequence import FinishReason, Phase, Waiting
@@ -147,6 +147,32 @@ def test_who_was_preempted_often_enough_comes_back_with_blocks_for_its_whole_len
     sequence.num_preemptions = MAX_PREEMPTIONS
     world.submit(sequence)
     assert len(world.ledger.table(sequence.seq_id, "kv")) == 17
+
+
+def test_who_was_preempted_often_enough_does_not_take_the_whole_pool_for_a_limit_of_the_context():
+    world = World("colocated", num_blocks=8193)
+    sequence, other = world.sequence(5, 32_000), world.sequence(5, 32_000)
+    sequence.num_preemptions = MAX_PREEMPTIONS
+    world.submit(sequence)
+    world.submit(other)
+    assert len(world.ledger.table(sequence.seq_id, "kv")) * BLOCK_SIZE == PORTION_TOKENS
+    assert world.ledger.table(other.seq_id, "kv")
+
+
+@pytest.mark.parametrize("arm", ["alias", "colocated", "peer"])
+def test_those_who_were_all_preempted_often_enough_come_to_their_ends(arm, monkeypatch):
+    monkeypatch.setattr("engine.schedule.journeys.PORTION_TOKENS", 8)
+    world = World(arm, num_blocks=25)
+    sequences = [world.sequence(10, 60) for _ in range(4)]
+    for sequence in sequences:
+        sequence.num_preemptions = MAX_PREEMPTIONS
+    world.submit(*sequences)
+    world.run()
+    assert max(one.num_preemptions for one in sequences) > MAX_PREEMPTIONS
+    assert sequences[0].num_preemptions == MAX_PREEMPTIONS
+    for sequence in sequences:
+        assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
+    world.assert_all_free()
 
 
 @pytest.mark.parametrize("after_ticks", range(0, 40, 3))
