@@ -196,6 +196,8 @@ class _Prepared:
     echoes: list[PromptEcho]
     grammar: str | None
     bad_words: tuple[tuple[int, ...], ...]
+    changes: tuple[str, ...]
+    """What was changed of the messages for the chat template."""
 
 
 async def accept(http: HttpRequest, read: Callable[[Fields], Ask]) -> Accepted:
@@ -313,6 +315,7 @@ def _request(http: HttpRequest, ask: Ask, prepared: _Prepared) -> Request:
         prompt_text=prepared.text,
         client_request_id=client_request_id(http),
         swap_wait_ms=arrival.swap_wait_ns / 1e6,
+        message_changes=prepared.changes,
         asked_max_tokens=ask.max_tokens if is_cut else None,
     )
 
@@ -325,7 +328,8 @@ def _prepare(
 ) -> _Prepared:
     """The part that may take time: templates, tokenizing, hashes, compiling a grammar."""
     output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-    prompts = [ask.chat.render(tokenizer, output_format)] if ask.chat else ask.prompts
+    rendered = ask.chat.render(tokenizer, output_format) if ask.chat else None
+    prompts = [rendered.text] if rendered else ask.prompts
     if ask.suffix:
         prompts = [_infilled(prompt, ask.suffix, tokenizer) for prompt in prompts]
     for prompt in prompts if ask.truncate is None else ():
@@ -344,7 +348,8 @@ def _prepare(
     grammar = _grammar(ask, output_format, tokenizer, model)
     bad_words = _bad_words(ask, tokenizer, model)
     prefixes = [hash_prompt(one) for one in ids]
-    return _Prepared("\n".join(texts) or None, ids, prefixes, echoes, grammar, bad_words)
+    changes = rendered.changes if rendered else ()
+    return _Prepared("\n".join(texts) or None, ids, prefixes, echoes, grammar, bad_words, changes)
 
 
 def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[int, ...], ...]:

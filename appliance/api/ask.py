@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from appliance.api import turns
 from appliance.api.tool_format import OutputFormat
-from appliance.api.tools import Constraint, Tools, in_words, needs_words, without_system
+from appliance.api.tools import Constraint, Tools, in_words, needs_words
 from appliance.json_fields import (
     INT64_MAX,
     Fields,
@@ -341,32 +342,28 @@ class Chat:
         is_continued = last["role"] == "assistant" or not self.add_generation_prompt
         return str(last["content"]) if is_continued else ""
 
-    def render(self, tokenizer: Tokenizer, output_format: OutputFormat) -> str:
-        """The prompt; a template may be slow, so call it in a thread.
+    def render(self, tokenizer: Tokenizer, output_format: OutputFormat) -> turns.Rendered:
+        """Render the prompt; a template may be slow, so call it in a thread.
 
         Raises:
             RequestError: there is no template, or it refuses.
         """
-        tools = self.tools.definitions if self.tools else None
-        if not output_format.has_preamble or not (tools or needs_words(self.messages)):
-            return self._rendered(tokenizer, self.messages, tools)
-        messages = in_words(self.messages, tools)
-        try:
-            return self._rendered(tokenizer, messages, None)
-        except RequestError:
-            if self.messages[0]["role"] == "system":
-                raise  # it is the client's own message that is refused
-            return self._rendered(tokenizer, without_system(messages), None)
-
-    def _rendered(
-        self, tokenizer: Tokenizer, messages: list[Message], tools: list[dict[str, Any]] | None
-    ) -> str:
-        return tokenizer.render_chat(
+        messages, tools = self.messages, self.tools.definitions if self.tools else None
+        if output_format.has_preamble and (tools or needs_words(messages)):
+            messages, tools = in_words(messages, tools), None
+        options = {
+            "tools": tools,
+            "variables": self.variables,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        if tokenizer.chat_template is None:
+            return turns.Rendered(tokenizer.render_chat(messages, **options))
+        return turns.render(
             messages,
-            tools=tools,
-            variables=self.variables,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
+            lambda form: tokenizer.render_chat(form, **options),
+            tokenizer.chat_template.known_forms,
+            has_tools=bool(tools),
         )
 
 

@@ -80,7 +80,7 @@ class _TokenizeApi:
                 raise in_anthropics_words(error) from error
             assert ask.chat is not None
             output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-            text = ask.chat.render(tokenizer, output_format)
+            text = ask.chat.render(tokenizer, output_format).text
             if len(text) > MAX_TEXT_CHARS:
                 raise invalid_value("messages", f"has more than {MAX_TEXT_CHARS} characters")
             return {"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))}
@@ -115,7 +115,7 @@ def _encode(fields: Fields, tokenizer: Tokenizer, model: ModelInfo) -> list[int]
     name = given[0] if given else "prompt"
     if name == "messages":
         output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-        text = read_chat(fields).render(tokenizer, output_format)
+        text = read_chat(fields).render(tokenizer, output_format).text
     else:
         text = fields.required(name)
     if not isinstance(text, str):

@@ -158,8 +158,7 @@ def _named(choice: object, schemas: dict[str, Any]) -> str | None:
 # Never: changes a conversation without tools.
 # The rule, also in docs/api.md: a first message of the role system describes the functions and how
 # a call is written; if the client has one of its own, the words are put behind it. A call that the
-# assistant made stands behind its text; a result is a message of the role user. Where a template
-# refuses the role system, the words stand before the first message of the user.
+# assistant made stands behind its text; a result is a message of the role user.
 
 
 Message = dict[str, Any]
@@ -195,14 +194,6 @@ def in_words(messages: list[Message], tools: list[dict[str, Any]] | None) -> lis
         first = {**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}
         return [first, *plain[1:]]
     return [{"role": "system", "content": words}, *plain]
-
-
-def without_system(messages: list[Message]) -> list[Message]:
-    """Messages for a template without a system role: its words open the user's first message."""
-    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
-        return messages
-    first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-    return [first, *messages[2:]]
 
 
 def needs_words(messages: Iterable[Message]) -> bool:

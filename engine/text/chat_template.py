@@ -21,6 +21,9 @@ import jinja2.sandbox
 
 from engine.errors import CheckpointError, RequestError
 
+Shape = frozenset[tuple[str, str]]
+"""Which kinds of messages follow each other in a conversation."""
+
 _CONTINUE = "CONTINUE_FROM_HERE_TAG "
 """Marks the end of a message that is to be continued; its space shows whether spaces are kept."""
 
@@ -42,6 +45,8 @@ class ChatTemplate:
         syntax = self._tool_template.environment.parse(self.tool_source)
         self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(syntax)
         """False: it would leave out the tools without a word."""
+        self.known_forms: dict[Shape, int] = {}
+        """The form in which it took conversations before; for whoever offers it several."""
 
     def render(
         self,

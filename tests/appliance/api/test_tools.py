@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.api.tool_format import FORMATS, OutputFormat
-from appliance.api.tools import in_words, read_tools, without_system
+from appliance.api.tools import in_words, read_tools
 from appliance.json_fields import Fields
 from engine.errors import RequestError
 from engine.text.grammar import validate
@@ -208,14 +208,10 @@ async def test_a_template_that_refuses_the_role_system_gets_them_from_the_user(t
     async with serving(appliance, tmp_path / "own.sock") as served:
         assert (await served.chat(**LANGCHAIN, max_tokens=2)).status_code == 200
         own = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
-        assert (await served.chat(**LANGCHAIN, messages=own)).status_code == 400
-    prompt = appliance.submitted[0].prompt_text
-    assert prompt.startswith("<|im_start|>user\nYou can call functions.")
-
-
-def test_without_a_system_message_nothing_is_moved():
-    messages = [{"role": "user", "content": "y"}]
-    assert without_system(messages) == messages
+        assert (await served.chat(**LANGCHAIN, messages=own, max_tokens=2)).status_code == 200
+    first, second = (request.prompt_text for request in appliance.submitted)
+    assert first.startswith("<|im_start|>user\nYou can call functions.")
+    assert second.startswith("<|im_start|>user\nx\n\nYou can call functions.")
 
 
 async def test_tools_and_a_form_of_the_answer_go_together(served, appliance):
