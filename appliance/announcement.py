@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance.frame.protocol import Frame
 from appliance.request import ModelInfo
-from engine.units import size_text, without_figures
+from engine.units import size_text
 
 OPEN_CODE = "listen.open"
 IS_OPEN = "is open to the network: who reaches it and has a key can use it"
@@ -28,7 +28,7 @@ def announcement(
     folder: Path,
     *,
     abouts: Mapping[str, Sequence[str]],
-    rehearsed: str | None,
+    measuring: str | None,
     is_elastic_static: bool,
     has_template: bool,
     addresses: Sequence[str],
@@ -41,7 +41,7 @@ def announcement(
         model: what it serves.
         folder: the checkpoint's.
         abouts: what each worker's start has found out, by its name.
-        rehearsed: what elastic roles have measured; None: nothing, as they have nothing to choose.
+        measuring: what is measured while idle; None: nothing.
         is_elastic_static: elastic roles act as static ones on this machine.
         has_template: the model can chat.
         addresses: where clients find it.
@@ -56,8 +56,8 @@ def announcement(
     for worker in frame.workers:
         yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
         yield from (f"    {line}" for line in abouts.get(worker.name, ()))
-    if rehearsed is not None:
-        yield f"  {without_figures(rehearsed)}"
+    if measuring is not None:
+        yield f"  {measuring}"
     if is_elastic_static:
         yield "  elastic roles act as static ones: both workers share one device"
     if frame.transport is not None:

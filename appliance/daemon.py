@@ -54,9 +54,10 @@ from appliance.http.listeners import (
     inherited_sockets,
 )
 from appliance.http.server import ApiServer
-from appliance.loading import Fetching, Swapping, rehearsing_of
+from appliance.loading import Fetching, Swapping
 from appliance.log.store import RetentionLimits
 from appliance.log.writer import RequestLog
+from appliance.measuring import LOOK_S, Measuring
 from appliance.models.names import HubName
 from appliance.process import (
     SILENT_S,
@@ -213,7 +214,7 @@ class _Daemon:
                     return 0
                 app.state.appliance = await self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-            for endless in (self._make_frames(), self._keep_watch()):
+            for endless in (self._make_frames(), self._keep_watch(), self._measure()):
                 stack.callback(asyncio.create_task(endless).cancel)
             await self._serve()
             self._service.make_frame()  # with the energy of the last steps
@@ -296,9 +297,7 @@ class _Daemon:
         self._supervisor.spawn_all()
         self._has_workers = True
         self._router = self._make_router()
-        self._rehearsing = rehearsing_of(
-            plan, self._config.state_dir, self._router, self._supervisor.send
-        )
+        self._measuring = Measuring(plan, self._router, self._supervisor.send)
         return self._router, self._supervisor
 
     async def _stop_workers(self) -> None:
@@ -307,6 +306,7 @@ class _Daemon:
             return
         await self._caches.close()
         await self._supervisor.stop()
+        await self._measuring.save()
         self._has_workers = False
         self._plan.close()
 
@@ -318,10 +318,10 @@ class _Daemon:
         try:
             await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
-                about = loading.result()
+                loading.result()
                 self._service.make_frame()
                 self._server.open()
-                self._announce(about)
+                self._announce()
                 notify(READY="1", STATUS="ready")
                 self._is_ready = True
                 if self._service.swaps is not None:
@@ -351,21 +351,19 @@ class _Daemon:
             await self._caches.flush()
         stop_now.cancel()
 
-    async def _load(self) -> str | None:
-        """Until all workers are ready and have rehearsed; what there is to say about that."""
-        self._service.availability.is_rehearsing = True
+    async def _load(self) -> None:
+        """Wait until all workers are ready and the caches are open."""
+        self._service.availability.is_preparing = True
         keying = asyncio.create_task(self._service.rekey(self._config, self._plan))
         telling = asyncio.create_task(self._tell_what_is_awaited(keying))
         try:
             await asyncio.gather(self._supervisor.run(), keying)
             caches, hasher = self._caches, self._service.hasher
             await caches.open(self._plan, hasher, self._router, self._supervisor)
-            about = await self._rehearsing.run(self._service.model.max_model_len)
         finally:
             keying.cancel()  # the next model has a key of its own
             telling.cancel()
-        self._service.rehearsed(about)
-        return about
+        self._service.begin(self._measuring)
 
     async def _tell_what_is_awaited(self, keying: asyncio.Task[None]) -> None:
         """A line whenever nothing was to be said for long, less and less often."""
@@ -376,7 +374,7 @@ class _Daemon:
             if not keying.done():
                 awaited.append("the weights' hashes (each file's are kept)")
             elif self._supervisor.is_started:
-                awaited.append("the caches and the rehearsal of steps")
+                awaited.append("the caches")
             if awaited:
                 log.info("still waiting for %s", ", ".join(awaited))
                 silence_s *= 2
@@ -432,11 +430,17 @@ class _Daemon:
 
     def _on_report(self, worker: str, report: Report) -> None:
         self._service.worker_reported(worker, report)
-        self._rehearsing.reported(worker, report)
+        self._measuring.reported(worker, report)
 
     def _on_died(self, worker: str, about: str) -> None:
         self._service.worker_died(worker, about)
-        self._rehearsing.died()
+        self._measuring.died(worker)
+
+    async def _measure(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._measuring.look(is_idle=self._service.is_quiet)
+            await self._measuring.save_when_due()
 
     async def _make_frames(self) -> None:
         while True:
@@ -467,6 +471,7 @@ class _Daemon:
             # on a GPU they only launch steps, and nothing is gained by lending them
             cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
             lends_for_prompts=placement.lends_for_prompts,
+            profile=None if self._plan.known is None else self._plan.known.profile,
         )
         router.queue.weights = dict(self._config.priorities)
         change_roles(router, self._targets(), time.monotonic_ns())
@@ -475,7 +480,7 @@ class _Daemon:
     def _targets(self) -> RolesChange:
         return RolesChange(None, self._config.slo_ttft_ms, self._config.slo_itl_ms)
 
-    def _announce(self, about: str | None) -> None:
+    def _announce(self) -> None:
         """Say what is served, where and how, in the words an operator needs."""
         workers = self._supervisor.workers.values()
         for line in announcement(
@@ -483,7 +488,7 @@ class _Daemon:
             self._service.model,
             self._plan.checkpoint.folder,
             abouts={worker.plan.name: worker.about for worker in workers},
-            rehearsed=about,
+            measuring=self._measuring.announcement,
             is_elastic_static=self._router.roles.acts_static,
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,

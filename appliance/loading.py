@@ -1,8 +1,7 @@
-"""Before a model serves: while it is downloaded, when it takes another's place, and its rehearsal.
+"""Download a model, or swap one for another, before it serves.
 
 Owns: the process that pulls, and how far that is, in the words of /ready, console and journal; the
-order in which workers end and start in a swap, and the way back if that fails; the one rehearsal of
-a daemon, and how long it may take.
+order in which workers end and start in a swap, and the way back if that fails.
 Invariant: each of them ends: done, failed with its reason, or out of time.
 Never: takes work before the model is there; decides where requests go.
 """
@@ -33,11 +32,9 @@ from appliance.fleet.boot import (
     is_to_be_fetched,
     make_plan,
 )
-from appliance.fleet.placer import StepMemory, is_two_better, key_of, pair_times, programme
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
-from appliance.frame.figures import things
 from appliance.frame.latency import Histograms
 from appliance.frame.protocol import (
     FRAME_VERSION,
@@ -58,145 +55,10 @@ from appliance.request import ModelInfo, Request
 from appliance.service import Service
 from engine.cache.prefix_index import PrefixChain
 from engine.errors import CheckpointError, PenstockError, Unavailable
-from engine.kernels.cpu import AGAIN
-from engine.schedule.roles_in_force import Rehearsal, steps
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
-from engine.units import part_text, size_text, with_figures
-from engine.wire.messages import Command, CoresUsed, Rehearsed, Report
-
-TIMEOUT_S = 10.0
-"""Twenty times what it should take; nobody waits longer for a worker that may hang."""
-
-
-class Rehearsing:
-    """One daemon's.
-
-    Args:
-        router: whose roles learn, with blocks of its ledger.
-        send: passes a command to a worker.
-        max_step_tokens: of prompts, in a worker's step.
-        memory: keeps what steps took for the next start; None: nothing is placed by that.
-        is_trial: two workers share a device, and are timed to find whether one would be better.
-    """
-
-    def __init__(
-        self,
-        router: Router,
-        send: Callable[[str, Command], None],
-        max_step_tokens: int,
-        memory: StepMemory | None = None,
-        *,
-        is_trial: bool = False,
-    ) -> None:
-        self._memory = memory
-        self._is_trial = is_trial and memory is not None
-        if memory is not None and self._is_trial:  # before anything can fail
-            memory.write(msgspec.structs.replace(memory.read(), is_trying=True))
-        self._router = router
-        self._send = send
-        self._max_step_tokens = max_step_tokens
-        self._rehearsal: Rehearsal | None = None
-        self._is_over = asyncio.Event()
-
-    async def run(self, max_model_len: int) -> str | None:
-        """Rehearse where elastic roles have something to choose; what there is to say about it."""
-        roles = self._router.roles
-        if self._is_trial and self._memory is not None:
-            return await self._try_two(self._memory, max_model_len)
-        if roles.roles != "elastic" or roles.acts_static:
-            return None
-        plan = steps(self._max_step_tokens, max_model_len)
-        started_s = time.monotonic()
-        made = await self._rehearse(Rehearsal(roles, self._router.ledger, self._send, plan))
-        if self._memory is not None and made.made:
-            known = self._memory.read()
-            self._memory.write(msgspec.structs.replace(known, steps=made.made))
-        return _words(made, time.monotonic() - started_s, min(self._max_step_tokens, max_model_len))
-
-    async def _try_two(self, memory: StepMemory, max_model_len: int) -> str:
-        """Time two workers on one device, and go on with the better; why that is."""
-        router = self._router
-        prefill, decode = router.places.names
-        turns = programme(prefill, decode, self._max_step_tokens, max_model_len)
-        made = await self._rehearse(Rehearsal(router.roles, router.ledger, self._send, [], turns))
-        times = pair_times(made.by_turn)
-        if times is None:
-            return "two workers on one device could not be timed; the next start has one"
-        memory.write(msgspec.structs.replace(memory.read(), pair=times, is_trying=False))
-        has_two, why = is_two_better(times)
-        if has_two:
-            return with_figures("both workers go on", why)
-        router.switch_roles("colocated", time.monotonic_ns())
-        said = f"{decode} does everything, and the next start has no other worker"
-        return with_figures(said, why)
-
-    async def _rehearse(self, rehearsal: Rehearsal) -> Rehearsal:
-        """Until it is over, or has lasted too long."""
-        self._rehearsal = rehearsal
-        rehearsal.begin()
-        self._note()
-        try:
-            await asyncio.wait_for(self._is_over.wait(), TIMEOUT_S)
-        except TimeoutError:
-            rehearsal.give_up()
-        return rehearsal
-
-    def reported(self, worker: str, report: Report) -> None:
-        """A worker has said something; the router has heard it already."""
-        if self._rehearsal is None:
-            return
-        if isinstance(report, Rehearsed):
-            self._rehearsal.rehearsed(worker, report)
-        elif isinstance(report, CoresUsed):
-            self._rehearsal.go_on()
-        self._note()
-
-    def died(self) -> None:
-        """A worker has: what is known by now has to do."""
-        if self._rehearsal is not None:
-            self._rehearsal.give_up()
-            self._note()
-
-    def _note(self) -> None:
-        if self._rehearsal is not None and self._rehearsal.is_over:
-            self._is_over.set()
-
-
-def _words(rehearsal: Rehearsal, elapsed_s: float, largest: int) -> str:
-    """What elastic roles go by, and the figures."""
-    made = rehearsal.made
-    if not made:
-        return f"elastic roles act as static ones: the machine was too busy to time steps; {AGAIN}"
-    said = "elastic roles choose each prompt's worker by what steps take here"
-    size = max(step.num_tokens for step in made)
-    depth = max(step.num_before for step in made if step.num_tokens == size)
-    batch = max(step.num_sequences for step in made)
-    if size < largest // 2:
-        said += (
-            f", but as with static roles for steps of more than {size} tokens, until some have "
-            f"been seen: the machine was busy; {AGAIN}"
-        )
-    before = f" after up to {depth:,} others" if depth else ""
-    return with_figures(
-        said,
-        f"{things(len(made), 'step')} in {elapsed_s:.1f} s, of up to {things(size, 'prompt token')}"
-        f"{before}, or of up to {things(batch, 'sequence')} together",
-    )
-
-
-def rehearsing_of(
-    plan: BootPlan, state_dir: Path, router: Router, send: Callable[[str, Command], None]
-) -> Rehearsing:
-    """That of a plan; what steps take on its GPUs is kept in the state directory."""
-    gpu = next((worker.gpu for worker in plan.placement.workers if worker.gpu is not None), None)
-    memory = None
-    if gpu is not None:
-        memory = StepMemory(state_dir, key_of(plan.checkpoint, plan.dtype, gpu))
-    placement = plan.placement
-    return Rehearsing(router, send, placement.max_step_tokens, memory, is_trial=placement.is_trial)
-
+from engine.units import part_text, size_text
 
 # What the appliance is while its model is being downloaded: it answers, and takes no work.
 # Invariant: the process ends with the daemon, and with whoever waits for it.
@@ -483,7 +345,7 @@ class Swapping:
             request_log: of downloads.
             start: spawns the workers of a plan.
             stop: ends the workers that there are.
-            load: waits until the workers are ready and have rehearsed.
+            load: waits until the workers are ready and the caches are open.
         """
         self._service, self._request_log = service, request_log
         self._start, self._stop, self._load = start, stop, load
@@ -549,7 +411,7 @@ class Swapping:
         before, tokenizer_before = self.swaps.current, self._service.tokenizer
         began_s = time.monotonic()
         self._service.event("info", "model.swapping", f"{name} takes the place of {before}")
-        self._service.availability.is_rehearsing = True  # until it has
+        self._service.availability.is_preparing = True  # until begin()
         try:
             await self._serve(name, tokenizer)
         except (PenstockError, OSError) as error:

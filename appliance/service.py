@@ -29,6 +29,7 @@ from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.log.row import LogRow, RowEnergy, frame_of_row
 from appliance.log.writer import RequestLog
+from appliance.measuring import Measuring
 from appliance.process import read_in_thread
 from appliance.request import (
     CLIENT_CLOSED_REQUEST,
@@ -133,6 +134,7 @@ class Service:
         self.availability = Availability(router, supervisor, self.deadlines)
         self._closed = ClosedRequests(request_log)
         self._last_seq_id, self._num_checked = 0, -1
+        self._measuring: Measuring | None = None
         self.idle = asyncio.Event()  # while no request is live
         self.idle.set()
         if request_log.crash is not None:
@@ -168,14 +170,21 @@ class Service:
         router.roles.counts = old.roles.counts
         router.roles.slo = old.roles.slo  # which an operator may have changed
         self._tokenizer, self.cache_contents = text, router.prefixes.contents
+        self._measuring = None
         self._frames.change_model(plan, model_info(plan), router, workers)
         self.deadlines.change_model(router, workers, plan.placement.max_step_tokens)
         self.availability.change_model(router, workers)
 
-    def rehearsed(self, about: str | None) -> None:
-        """The workers have timed steps, and what that has shown is part of what frames tell."""
-        self.availability.is_rehearsing = False
-        self._frames.rehearsed = about
+    def begin(self, measuring: Measuring) -> None:
+        """Take requests from now on; what is measured while there are none ends for each."""
+        self.availability.is_preparing = False
+        self._measuring = self._frames.measuring = measuring
+        measuring.serves()
+
+    @property
+    def is_quiet(self) -> bool:
+        """True while all workers are ready and no request is live."""
+        return self.idle.is_set() and self.not_ready_reason() is None and not self.degraded_reason()
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining, or when no worker can come back."""
@@ -210,6 +219,8 @@ class Service:
     def submit(self, request: Request) -> None:
         """Accept it whole, or raise and keep nothing."""
         self.check_available()
+        if self._measuring is not None:
+            self._measuring.stop()
         self._ask_router(partial(self._router.submit, request.sequences))
         self._log.opened(LogRow.from_request(request))
         self._energy.opened(request)
@@ -457,6 +468,7 @@ class Service:
 
     def make_frame(self) -> None:
         """Take one reading of everything and wake those who wait for it; if it fails, none."""
+        self._router.roles.learn()
         self._check_when_idle()
         while self._log.said:
             self._telemetry.events.append(self._log.said.popleft())

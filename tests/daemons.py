@@ -61,7 +61,7 @@ class Daemon:
             command += ["--model", str(model)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
         dirs = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "config")}
-        self.env = {**inherited, **dirs, **(env or {})}
+        self.env = {**inherited, **dirs, "PENSTOCK_MEASURE": "0", **(env or {})}
         with self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*command, *args],

@@ -155,8 +155,9 @@ OTHER_VARIABLES = (
     "PENSTOCK_HOST",
     "PENSTOCK_API_KEY",
     "PENSTOCK_BUILD_KERNELS",
+    "PENSTOCK_MEASURE",
 )
-"""Variables that are not settings: the settings' file, what clients read, what setup.py reads."""
+"""Variables that are not settings: the settings' file, what clients, setup.py and tests use."""
 
 
 class FoundSetting(NamedTuple):

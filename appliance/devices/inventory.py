@@ -205,6 +205,8 @@ class Inventory:
     """Of the host, that can be used."""
     has_mps: bool = False
     """The control daemon of MPS runs: processes on one GPU compute at the same time."""
+    driver: str | None = None
+    """The version of the GPUs' driver; None: there is none, or it does not say."""
 
     @property
     def cores(self) -> list[int]:
@@ -249,7 +251,8 @@ def read_inventory(
     nvml = nvml or open_nvml()
     gpus = list_gpus(nvml, visible)
     links = () if nvml is None else _links(nvml, dict.fromkeys(gpu.board for gpu in gpus))
-    return Inventory(tuple(gpus), links, read_nodes(cores, nodes), memory_bytes, mps_runs())
+    driver = None if nvml is None else nvml.ask("nvmlSystemGetDriverVersion")
+    return Inventory(tuple(gpus), links, read_nodes(cores, nodes), memory_bytes, mps_runs(), driver)
 
 
 def mps_runs() -> bool:

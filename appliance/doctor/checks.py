@@ -30,6 +30,7 @@ from appliance.devices.machine import Devices
 from appliance.doctor.gpu_checks import Finding, GpuHost, gpu_findings
 from appliance.dynamo import runtime
 from appliance.fleet import placement
+from appliance.fleet.known import Known, machine_scope
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
 from appliance.models import cache, fits, hub
@@ -39,7 +40,8 @@ from engine.errors import ConfigError, PenstockError
 from engine.folder.checkpoint import Checkpoint
 from engine.folder.gguf import find_gguf
 from engine.folder.model_config import ModelConfig
-from engine.kernels.cpu import AGAIN, find_attention_way, find_ways, load_kernels, try_prompts
+from engine.kernels.cpu import load_kernels
+from engine.profile.product_ways import choose_ways
 from engine.units import part_text, size_text, without_figures
 
 # What a model on the hub is, and where it would fit, without its weights.
@@ -149,7 +151,8 @@ def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> 
     yield _packages()
     found = _configuration(settings)
     checkpoint = None if isinstance(found, PenstockError) else _checkpoint(found)
-    yield _kernels(here, checkpoint)
+    state_dir = None if isinstance(found, PenstockError) else found.state_dir
+    yield _kernels(state_dir, checkpoint)
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
@@ -244,8 +247,8 @@ def _dynamo() -> Finding:
     return Finding("dynamo", "note", about, runtime.INSTALL)
 
 
-def _kernels(state: dict[str, Any] | PenstockError, model: Checkpoint | None = None) -> Finding:
-    """What the daemon that runs has chosen at its start; without one it is tried here and now."""
+def _kernels(state_dir: Path | None, model: Checkpoint | None = None) -> Finding:
+    """Tell of the kernels, and what the profile in a state folder says of products."""
     try:
         kernels, level = load_kernels()
     except ImportError as error:
@@ -257,23 +260,13 @@ def _kernels(state: dict[str, Any] | PenstockError, model: Checkpoint | None = N
         about = f"compiled for {level}, but this CPU runs {best}, which is faster"
         hint = "pip install --force-reinstall --no-deps -e . (it compiles what is missing)"
         return Finding("kernels", "note", about, hint)
-    if not isinstance(state, PenstockError) and (chosen := state.get("trials")):
-        said = "; ".join(map(without_figures, chosen))
-        about = f"compiled, for {level}; chosen at the daemon's start: {said}"
-        hint = (
-            "when nothing else runs here: stop the daemon and start it again (Ctrl-C or SIGTERM, "
-            "then penstock serve; of a service: systemctl restart penstock)"
-        )
-        return Finding("kernels", "note" if AGAIN in about else "ok", about, hint)
-    products = find_ways(kernels, level)
-    prompts = try_prompts(kernels, level, products.ways, len(os.sched_getaffinity(0)))
-    said = without_figures(products.why)
-    found = f"compiled, for {level}; tried now: weights in bfloat16 are {said}"
+    about = f"compiled, for {level}"
+    if state_dir is not None:
+        chosen = choose_ways(Known.of(state_dir, machine_scope()).profile, level).why
+        about += f"; {without_figures(chosen)}" if chosen else ""
     if model is not None and (share := _quantised_ratio(model)) > 0.5:
-        found += f" (this says little of this model: {share:.0%} of its bytes are quantised)"
-    attention = find_attention_way(kernels, level)
-    found = "; ".join(filter(None, (found, *map(without_figures, (prompts.why, attention.why)))))
-    return Finding("kernels", "ok", found)
+        about += f" (this says little of this model: {share:.0%} of its bytes are quantised)"
+    return Finding("kernels", "ok", about)
 
 
 def _quantised_ratio(model: Checkpoint) -> float:

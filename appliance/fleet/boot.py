@@ -13,13 +13,15 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
+from appliance.devices.inventory import Gpu
 from appliance.fleet.gpu_placement import attention_for, installed_torch
+from appliance.fleet.known import Known, devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.placement import (
     MIN_BLOCKS,
     Placement,
@@ -34,20 +36,24 @@ from appliance.fleet.weights_plan import (
     check_weights,
     kv_text,
     plan_weights,
-    tried_attention,
-    with_tried_prompts,
 )
+from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.models import cache
 from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName
+from appliance.profile_store import ProfileUnusable
 from appliance.request import ModelInfo
 from engine.cache.places import DRAM
 from engine.errors import AlreadyRunning, ConfigError, refuse
 from engine.folder.checkpoint import Checkpoint, gpu_layout
+from engine.folder.model_config import ModelConfig
 from engine.kernels.attention_backends import this_machine
+from engine.profile.facts import Profile
+from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
+from engine.schedule.step_times import place_of
 from engine.text.tokenizer import Tokenizer
 from engine.tiers.arena import num_slots_for
-from engine.units import size_text, without_figures
+from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
@@ -88,8 +94,12 @@ class BootPlan:
     """What the weights are in memory, where that is not what the files have."""
     kv_dtype: str = "auto"
     """Of the pools, as the settings say."""
-    trials: tuple[str, ...] = ()
-    """What was chosen for this machine by timing it, and the figures; empty: nothing was timed."""
+    choices: tuple[str, ...] = ()
+    """What was chosen for this machine by its profile, and the figures."""
+    known: Known | None = None
+    """What steps of the model take here; None: nothing is kept."""
+    step_sizes: tuple[int, ...] = ()
+    """Of prompts' steps that may be chosen, the default first."""
 
     def close(self) -> None:
         """Give back what its workers were to share: they have ended, or never began."""
@@ -163,7 +173,14 @@ def place(config: ServeConfig) -> PlacedModel:
     checkpoint = Checkpoint.open(model_folder(config.model))
     model_id = _model_id(config, checkpoint.folder)
     is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
-    placer = Placer(config, checkpoint, this_inventory(), installed_torch(), this_machine())
+    inventory = this_inventory()
+
+    def known(gpus: Sequence[Gpu], serving_dtype: str) -> Profile:
+        devices = gpus_name([gpu.uuid for gpu in gpus], inventory.driver)
+        scope = model_scope(machine_scope(), checkpoint, serving_dtype, devices)
+        return Known.of(config.state_dir, scope).profile
+
+    placer = Placer(config, checkpoint, inventory, installed_torch(), this_machine(), known)
     # the starter's greedy output is exactly reproducible in float32
     placed = placer.place("float32" if is_starter else None)
     dtype, placement = placed.dtype, placed.placement
@@ -213,12 +230,15 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
     """
     model_id, checkpoint, dtype, placement, num_arena_blocks = placed or place(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
-    weights = plan_weights(checkpoint, dtype, config.weights, placement)
-    placement, prompts_trial = with_tried_prompts(placement, weights.ways, checkpoint.config)
-    attention = tried_attention(dtype, placement)
-    trials = tuple(filter(None, (weights.trial, prompts_trial, attention.why)))
-    for trial in trials:
-        log.info("timed at start: %s", without_figures(trial))
+    machine = Known.of(config.state_dir, machine_scope())
+    weights = plan_weights(checkpoint, dtype, config.weights, placement, machine.profile)
+    _keep(machine)
+    devices = devices_name(placement.workers, this_inventory().driver)
+    known = Known.of(config.state_dir, model_scope(machine.scope, checkpoint, dtype, devices))
+    placement, sizes, prompts_why = _with_prompt_steps(placement, checkpoint.config, known.profile)
+    if placement.is_trial:  # before anything can fail
+        known.profile.put(STARTED_TWO, [1.0])
+        _keep(known)
     num_staging = _num_staging_blocks(config, placement)
     arena = _arena(num_arena_blocks + num_staging, placement.block_bytes)
     workers, fds = _setups(
@@ -229,7 +249,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
         arena,
         has_graphs=not config.eager,
         kv_dtype=config.kv_dtype,
-        attention_way=attention.way,
+        attention_way=weights.choice.attention,
     )
     roles = config.roles if config.roles != "auto" else "elastic"
     if placement.places.is_colocated:
@@ -253,8 +273,43 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
         weights=config.weights,
         weights_words=weights.words,
         kv_dtype=config.kv_dtype,
-        trials=trials,
+        choices=tuple(filter(None, (weights.choice.why, prompts_why))),
+        known=known,
+        step_sizes=sizes,
     )
+
+
+def _keep(known: Known) -> None:
+    try:
+        known.save()
+    except ProfileUnusable as error:
+        log.warning("the profile is not kept: %s", error)
+
+
+def _with_prompt_steps(
+    placement: Placement, config: ModelConfig, profile: Profile
+) -> tuple[Placement, tuple[int, ...], str]:
+    """Choose how many prompt tokens a step computes, and whether prompts borrow cores.
+
+    Args:
+        placement: of workers; on GPUs each finds out itself.
+        config: the model's shape: an expert gets but a few tokens of a step.
+        profile: what steps took here.
+
+    Returns:
+        The placement, the sizes that there are to choose from, and what it was chosen by.
+    """
+    if any(plan.gpu is not None for plan in placement.workers):
+        return placement, (placement.max_step_tokens,), ""
+    candidates = STEP_TOKENS if config.experts is None else MIXTURE_STEP_TOKENS
+    fitting = tuple(size for size in candidates if size <= placement.max_model_len)
+    sizes = fitting or candidates[:1]
+    end = placement.workers[-1]
+    num_cores = len({cpu for plan in placement.workers for cpu in plan.cpus})
+    own, lent = place_of(end.name, len(end.cpus)), place_of(end.name, num_cores)
+    choice = choose_prompt_steps(profile, sizes, own, lent)
+    chosen = replace(placement, max_step_tokens=choice.step_tokens, lends_for_prompts=choice.lends)
+    return chosen, sizes, choice.why
 
 
 NO_PREFIX_CACHE = "it keeps the prefix cache, which is off"
@@ -293,7 +348,7 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
-    weights = plan_weights(checkpoint, dtype, config.weights, placement, tries_ways=False)
+    weights = plan_weights(checkpoint, dtype, config.weights, placement)
     words = (weights.words, kv_text(dtype, config.kv_dtype))
     about = "".join(f"; {each}" for each in words if each)
     if num_staging := _num_staging_blocks(config, placement):

@@ -8,7 +8,7 @@ Never: makes memory, reads tensor data.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
@@ -24,20 +24,11 @@ from engine.folder.checkpoint import (
     panels_layout,
     weights_layout,
 )
-from engine.folder.model_config import ModelConfig
 from engine.folder.quantisation import FP8_ROWS
-from engine.kernels.cpu import (
-    WIDENED,
-    AttentionTrial,
-    ProductWays,
-    TrialResult,
-    find_attention_way,
-    find_ways,
-    has_kernels,
-    load_kernels,
-    step_values,
-    try_prompts,
-)
+from engine.kernels.cpu import ProductWays, has_kernels, load_kernels
+from engine.profile.facts import Profile
+from engine.profile.product_ways import AS_STORED as PRODUCTS_AS_STORED
+from engine.profile.product_ways import WaysChoice, choose_ways, try_ways
 from engine.units import size_text
 from engine.wire.messages import LogitsLoss, WeightsSpec
 
@@ -58,8 +49,8 @@ class WeightsPlan:
     """What becomes of quantised matrices on GPUs."""
     words: str
     """What they are in memory, beside the serving dtype; empty: what the files have."""
-    trial: str
-    """How matrices are multiplied, and what that was chosen by; empty: nothing was timed."""
+    choice: WaysChoice
+    """How bfloat16 is multiplied on cores, and by which figures."""
 
     def spec(self, fd: int, index: int, count: int) -> WeightsSpec:
         """What worker `index` of `count` is told of the arena behind fd."""
@@ -82,8 +73,7 @@ def plan_weights(
     dtype: str,
     weights: str,
     placement: Placement,
-    *,
-    tries_ways: bool = True,
+    machine: Profile | None = None,
 ) -> WeightsPlan:
     """What to do with a checkpoint's weights.
 
@@ -92,18 +82,17 @@ def plan_weights(
         dtype: to serve in.
         weights: `stored`, or what to quantise matrices to; check_weights() has taken it.
         placement: where workers are; those on GPUs have memory of their own.
-        tries_ways: time how bfloat16 is multiplied best; else it is taken as stored.
+        machine: knows how bfloat16 is multiplied best, or has it timed; None: as stored.
     """
     on_gpu = [plan.gpu is not None for plan in placement.workers]
     layout: WeightsLayout | PanelsLayout | None = None
-    tried = None
-    if not all(on_gpu) and weights == AS_STORED and tries_ways:
+    choice = PRODUCTS_AS_STORED
+    if not all(on_gpu) and dtype == "bfloat16" and machine is not None:
+        choice = product_choice(machine)
+    ways = None
+    if weights == AS_STORED and choice.ways is not None:
         layout = packed_layout(checkpoint, dtype)
-        if layout is not None:
-            tried = _tried_ways()
-    ways = None if tried is None else tried.ways
-    if ways is None:
-        layout = None
+        ways = choice.ways if layout is not None else None
     if not all(on_gpu) and layout is None:
         layout = panels_layout(checkpoint, dtype, weights) if has_kernels() else None
         layout = layout or weights_layout(checkpoint, dtype, can_widen=has_kernels())
@@ -116,8 +105,17 @@ def plan_weights(
         there = layout or gpu_layout(checkpoint, dtype, packing)
         words = _words(checkpoint, there, dtype, weights)
         words += f": {fault}" if fault else ""
-    trial = "" if tried is None else f"weights in bfloat16 are {tried.why}"
-    return WeightsPlan(layout, ways, weights, packing, words, trial)
+    return WeightsPlan(layout, ways, weights, packing, words, choice)
+
+
+def product_choice(machine: Profile) -> WaysChoice:
+    """How bfloat16 is multiplied on this machine, timed where that is not known yet."""
+    try:
+        kernels, level = load_kernels()
+    except ImportError:
+        return PRODUCTS_AS_STORED
+    try_ways(machine, kernels, level)
+    return choose_ways(machine, level)
 
 
 def weights_text(words: str, loss: LogitsLoss | None) -> str | None:
@@ -194,44 +192,3 @@ def _words(
         kinds = ", ".join(sorted({checkpoint.tensors[name].dtype for name in widened}))
         packed += f"; {len(widened)} matrices in {kinds} are served in {dtype}"
     return packed
-
-
-def with_tried_prompts(
-    placement: Placement, ways: ProductWays | None, config: ModelConfig
-) -> tuple[Placement, str]:
-    """The placement with as many prompt tokens a step as this CPU's rate asks for, which is timed.
-
-    Args:
-        placement: of workers; on GPUs each finds out itself.
-        ways: how packed matrices are multiplied.
-        config: the model's shape: an expert gets but a few tokens of a step.
-
-    Returns:
-        The placement, and what it was chosen by; empty: nothing was timed.
-    """
-    if any(plan.gpu is not None for plan in placement.workers) or not has_kernels():
-        return placement, ""
-    kernels, level = load_kernels()
-    cpus = {cpu for plan in placement.workers for cpu in plan.cpus}
-    tried = try_prompts(kernels, level, ways, len(cpus), step_values(config))
-    step_tokens, lends = tried.step_tokens, tried.lends
-    return replace(placement, max_step_tokens=step_tokens, lends_for_prompts=lends), tried.why
-
-
-def tried_attention(dtype: str, placement: Placement) -> AttentionTrial:
-    """How workers on cores multiply what prompts' queries meet, found by trying."""
-    nothing = AttentionTrial(WIDENED, "")
-    if dtype != "bfloat16" or all(plan.gpu is not None for plan in placement.workers):
-        return nothing
-    try:
-        return find_attention_way(*load_kernels())
-    except ImportError:
-        return nothing
-
-
-def _tried_ways() -> TrialResult | None:
-    """How packed matrices are multiplied, if at all; None: there are no kernels for it."""
-    try:
-        return find_ways(*load_kernels())
-    except ImportError:
-        return None

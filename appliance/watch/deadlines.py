@@ -355,8 +355,8 @@ class Availability:
         self._router = router
         self._supervisor = supervisor
         self._deadlines = deadlines
-        self.is_rehearsing = False
-        """All workers are ready but for what they still measure."""
+        self.is_preparing = False
+        """Workers may be ready, and the caches are not open yet."""
         self.violation: str | None = None
         """Of an invariant: a bug of ours."""
         self.is_draining = False
@@ -424,7 +424,7 @@ class Availability:
 
     @property
     def _is_loading(self) -> bool:
-        return not self._supervisor.is_started or self.is_rehearsing
+        return not self._supervisor.is_started or self.is_preparing
 
     @property
     def _serving(self) -> str:

@@ -44,6 +44,7 @@ from appliance.frame.protocol import (
     WorkerFrame,
     utc_now,
 )
+from appliance.measuring import Measuring
 from appliance.request import ModelInfo, Request
 from appliance.watch.alerts import Alerts, Change
 from appliance.watch.energy import Energy
@@ -242,8 +243,8 @@ class Frames:
         self._plan = plan
         self.model = model
         """As it is served; a pool that turns out small shortens its requests."""
-        self.rehearsed: str | None = None
-        """What steps were timed before anything was served; None: none yet, or none at all."""
+        self.measuring: Measuring | None = None
+        """What is measured while idle; None: the model is loading."""
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
@@ -263,7 +264,7 @@ class Frames:
     ) -> None:
         """Show another model from now on; numbers and counts go on."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
-        self.rehearsed = None
+        self.measuring = None
         self._telemetry.windows.forget_usual_ttft()
 
     def make(self, standing: ServiceState) -> list[Change]:
@@ -300,7 +301,7 @@ class Frames:
                 plan.kv_dtype,
                 next((w.kv_loss for w in states if w.kv_loss is not None), None),
             ),
-            trials=[*plan.trials, *filter(None, (self.rehearsed,))],
+            trials=[*plan.choices, *self._measured()],
             **self._parts(standing, workers, now_ns),
         )
         changes = self._alerts.update(frame)
@@ -310,6 +311,10 @@ class Frames:
         self._is_made.set()
         self._is_made = asyncio.Event()
         return changes
+
+    def _measured(self) -> list[str]:
+        words = None if self.measuring is None else self.measuring.words
+        return [] if words is None else [words]
 
     @property
     def newest(self) -> Frame:

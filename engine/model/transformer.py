@@ -228,8 +228,13 @@ class Transformer:
         """
         return self.logits(self.hidden(batch, kv), batch)
 
-    def hidden(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
+    def hidden(
+        self, batch: StepBatch, kv: torch.Tensor, stops: Callable[[int, int], bool] | None = None
+    ) -> torch.Tensor:
         """The stream of a step's tokens behind the last layer, [num_tokens, hidden_size].
+
+        With `stops` it is asked after each half of a layer, by how many are done and of how many,
+        whether to leave out the rest; a step that is only timed may.
 
         It is valid until the next step. What became NaN or infinite in any layer still is so in
         its token's row, though the pool has finite keys and values of it.
@@ -243,10 +248,12 @@ class Transformer:
         growth = None
         if self._growing is not None:
             growth = query_growth(self._growing, batch.positions, self.dtype)
-        if self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode:
+        has_tape = self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode
+        if has_tape and stops is None:
+            assert self._tapes is not None
             x, added = self._tapes.run(x, kv, plan, growth)
         else:
-            added = self._run_layers(x, kv, plan, growth)
+            added = self._run_layers(x, kv, plan, growth, stops)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
         return x
@@ -264,12 +271,19 @@ class Transformer:
         return logits if config.logit_softcap is None else soft_cap(logits, config.logit_softcap)
 
     def _run_layers(
-        self, x: torch.Tensor, kv: torch.Tensor, plan: Any, growth: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Any,
+        growth: torch.Tensor | None = None,
+        stops: Callable[[int, int], bool] | None = None,
     ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
         step, added = _StepInputs(self._pools(kv, plan), growth), None
-        for branch in self._branches:
+        for number, branch in enumerate(self._branches, 1):
             added = branch(x, added, step)
+            if stops is not None and stops(number, len(self._branches)):
+                break
         return added
 
     def _pools(self, kv: torch.Tensor, plan: Any) -> dict[LayerHeads, _Pool]:

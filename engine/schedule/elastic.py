@@ -18,8 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.profile.facts import MAX_RATIO
 from engine.schedule.journeys import MIN_CHUNK_TOKENS, Pair
-from engine.schedule.step_times import MAX_ERROR, StepLoad, size_class
+from engine.schedule.step_times import StepLoad, size_class
 from engine.wire.messages import SequenceStep, Stepped
 
 EXPECTED_OUTPUT_TOKENS = 64
@@ -112,6 +113,14 @@ class Situation:
     closed: frozenset[PredictionKind] = frozenset()
     """Ways that turned out far worse than predicted, and have not been measured since."""
 
+    @property
+    def is_quiet(self) -> bool:
+        """True where nothing runs and idle workers lend their cores: nothing can be disturbed."""
+        return self.lends_cores and all(
+            not load.num_prefill_tokens and load.batch == load.num_expected
+            for load in self.loads.values()
+        )
+
 
 class Forecast(NamedTuple):
     """What one way would mean."""
@@ -145,8 +154,8 @@ class PairChoice(NamedTuple):
 
     pair: Pair
     reason: str
-    """One of `cheapest`, `closest`, `kept`, `only`, `unknown`, `wary`, or what roles say for
-    themselves."""
+    """One of `cheapest`, `closest`, `kept`, `alone`, `only`, `unknown`, `wary`, or what roles say
+    for themselves."""
     about: str = ""
     max_chunk_tokens: int | None = None
     forecast: Forecast | None = None
@@ -159,6 +168,7 @@ class PairChoice(NamedTuple):
 
 
 _UNKNOWN = "its steps are not all of sizes that have been measured; as static roles do"
+_ALONE = "nothing else runs, and all cores compute it"
 _WARY = "the other ways were far worse than predicted and are not measured anew; as static roles do"
 
 
@@ -174,19 +184,20 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     first = situation.candidates[0]
     if len(situation.candidates) == 1:
         return PairChoice(first, "only", "no other worker is there, or has room")
+    alone = PairChoice(first, "alone", _ALONE) if situation.is_quiet and first.moves else None
     try:
         forecasts = _Forecaster(situation, predict).all()
     except _Unknown:
-        return _short_choice(situation) or PairChoice(first, "unknown", _UNKNOWN)
+        return alone or _short_choice(situation) or PairChoice(first, "unknown", _UNKNOWN)
     static = forecasts[0]
     trusted = [f for f in forecasts if f.pair.moves or f is static or f.way not in situation.closed]
     if trusted == [static]:
         if len(forecasts) > 1:
-            return _choice(static, "wary", f"; {_WARY}")
-        return _short_choice(situation) or _choice(static, "unknown", f"; {_UNKNOWN}")
+            return alone or _choice(static, "wary", f"; {_WARY}")
+        return alone or _short_choice(situation) or _choice(static, "unknown", f"; {_UNKNOWN}")
     best = min(trusted, key=_key)
     kept = [f for f in trusted if f.pair.route == situation.last and _is_as_good(f, best)]
-    if kept and situation.last != best.pair.route:
+    if kept and not situation.is_quiet and situation.last != best.pair.route:
         return _choice(min(kept, key=_key), "kept")
     return _choice(best, "cheapest" if best.miss <= 1 else "closest")
 
@@ -577,7 +588,7 @@ class Outcomes:
         is_miss = worst >= MISS_RATIO
         record.num_missed += is_miss
         is_clear = prompt.num_steps >= CLEAR_STEPS or record.missed_last
-        is_far = record.num_judged >= CLEAR_STEPS and record.error > MAX_ERROR
+        is_far = record.num_judged >= CLEAR_STEPS and record.error > math.log(MAX_RATIO)
         if not forecast.way.pair.moves and ((is_miss and is_clear) or is_far):
             record.closed_at = self._measured(forecast.way)
         record.missed_last = is_miss

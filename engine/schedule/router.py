@@ -14,6 +14,7 @@ from itertools import chain
 
 from engine.cache.blocks import Ledger
 from engine.cache.places import DECODE, Places
+from engine.profile.facts import Profile
 from engine.schedule import recovery
 from engine.schedule.copies import Copies
 from engine.schedule.journeys import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
@@ -66,6 +67,7 @@ class Router:
         roles: str = "static",
         cores: Mapping[str, tuple[int, ...]] | None = None,
         lends_for_prompts: bool = True,
+        profile: Profile | None = None,
     ) -> None:
         self.places = places
         self.ledger = ledger
@@ -80,6 +82,7 @@ class Router:
             max_step_tokens,
             send,
             lends_for_prompts=lends_for_prompts,
+            profile=profile,
         )
         self.counters = Counters()
         self.fetches = Fetches(ledger, self.copies, self.counters, self.roles.prompt_ms)

@@ -1,36 +1,33 @@
-"""How long a worker's steps take, learnt from the steps that it has made.
+"""Predict how long a worker's step takes, from the steps of the profile.
 
-Owns: one model for each worker and number of cores: a step's time by its prompt tokens, its batch
-and what they attend to; how large the steps were that it has learnt from, and how far it was off.
-Invariant: a prediction is finite, positive, and within a kind never falls when the step grows; an
-outlier moves it no further than a step of thrice the expected time would.
-Never: reads a clock; guesses before it has seen a few steps of a kind, beyond the largest that it
-has seen, or where steps of such a size keep taking another time than it says.
+Owns: how a step of any size is read out of facts in powers of two: by straight lines between
+measured sizes, and beyond them by a known form (in proportion to the tokens, plus attention).
+Invariant: a prediction is finite, positive, and within a kind never falls when the step grows.
+Never: reads a clock; predicts beyond the measured sizes from fewer than two of them.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.wire.messages import RehearsedStep, SequenceStep
+from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
+from engine.wire.messages import MeasuredStep, SequenceStep, StepShape
 
 MIN_STEPS = 3
-"""Of a kind, before it is predicted: as many as a fit has weights."""
-MEMORY_STEPS = 200.0
-"""After so many more steps, one counts for a third of the newest."""
-MAX_ERROR = math.log(1.5)
-"""Of the natural logarithm of a step's time, on average: half as long again, or two thirds. Jitter
-to both sides averages out; what stays is what a line cannot follow."""
-_ERROR_SHARE = 0.05
-"""That the newest step has in the average error."""
-_SLACK = 1.1
-"""A step this much deeper than the deepest that was measured still counts as measured."""
-_OUTLIER_RATIO = 3.0
+"""Of a kind, before it is predicted."""
+MARGIN = 1.25
+"""Beyond the measured sizes a step is taken to last this much longer than the form says."""
+SHALLOW = 128
+"""Positions before a step's tokens that hardly count."""
+_SQRT2 = math.sqrt(2)
 _MIN_MS = 1e-3
-_TINY = 1e-9
+_LEAST_SHARE = 0.25
+"""Of a measured step, at least, is not attention over earlier positions."""
 
 
 class StepLoad(NamedTuple):
@@ -63,7 +60,7 @@ class StepLoad(NamedTuple):
         return cls(num_prefill_tokens, num_attended, batch, context)
 
     @classmethod
-    def alike(cls, step: RehearsedStep) -> StepLoad:
+    def alike(cls, step: MeasuredStep | StepShape) -> StepLoad:
         """The load of a step of equal sequences."""
         computed = step.num_before + step.num_tokens
         if step.num_tokens == 1:
@@ -72,145 +69,208 @@ class StepLoad(NamedTuple):
         return cls(num_tokens, num_tokens * (computed - step.num_tokens / 2))
 
 
-class _Fit:
-    """A line through the origin of `1, x, y`, with no negative slope, from decayed sums.
+def size_class(size: float) -> int:
+    """The power of two that is nearest."""
+    return 1 << max(round(math.log2(size)), 0) if size > 1 else 1
 
-    A step's error counts relative to its expected time, so that short ones count as much as long.
+
+def depth_class(depth: float) -> int:
+    """The power of two that is nearest; 0 where positions before hardly count."""
+    return 0 if depth < SHALLOW else size_class(depth)
+
+
+class _Row(NamedTuple):
+    """A fact, as it is read."""
+
+    reach: float
+    ms: float
+    num_samples: int
+
+
+class _Line(NamedTuple):
+    """Facts of one kind at one place, ready to be read: base(size) + slope * reach."""
+
+    sizes: list[int]
+    bases: list[float]
+    slope: float | None
+    """Milliseconds for each pair of a token and a position before; None: not known."""
+    extents: list[tuple[float, float]]
+    """The largest size and reach that each fact stands for."""
+    max_depth: float
+    num_steps: int
+
+    def base_ms(self, size: float) -> float:
+        """The part of a step's time that does not depend on what it attends to."""
+        at = bisect_left(self.sizes, size)
+        if at == 0:
+            return self.bases[0]
+        if at == len(self.sizes):
+            return self.bases[-1] * size / self.sizes[-1]
+        (left, right), (low, high) = self.sizes[at - 1 : at + 1], self.bases[at - 1 : at + 1]
+        return low + (high - low) * (size - left) / (right - left)
+
+
+class _Kind:
+    """Steps of prompts, or of decoding, on one worker and number of cores.
+
+    Args:
+        profile: has the facts.
+        what: their name.
+        place: where they were measured.
+        own_share: of a step's tokens, how many each of them attends to in the step itself.
     """
 
-    def __init__(self, scales: tuple[float, float, float]) -> None:
-        self.num_steps = 0
-        self._scales = scales
-        self._weights = [0.0, 0.0, 0.0]
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._targets = [0.0] * 3
+    def __init__(self, profile: Profile, what: str, place: str, own_share: float) -> None:
+        self._profile = profile
+        self._what = what
+        self._place = place
+        self._own_share = own_share
+        self._line: _Line | None = None
 
-    def value_ms(self, x: float, y: float) -> float:
-        """The time at a point."""
-        return sum(w * f for w, f in zip(self._weights, self._scaled(x, y), strict=True))
+    def observe(self, size: int, reach: float, elapsed_ms: float) -> None:
+        """Enter a step under the nearest sizes, as it would have been with those."""
+        depth = depth_class(self._depth(size, reach))
+        key = FactKey(self._what, size_class(size), depth, self._place)
+        at_ms = max(elapsed_ms, _MIN_MS)
+        known_ms = self.guess_ms(size, reach)
+        if known_ms is not None:
+            centre_ms = self.guess_ms(key.size, self._reach(key.size, key.depth))
+            at_ms *= (centre_ms or known_ms) / known_ms
+        self._profile.observe(key, at_ms)
+        self._line = None
 
-    def observe(self, x: float, y: float, elapsed_ms: float) -> None:
-        """Learn from one step: its load, and what it took."""
-        scale_ms = max(elapsed_ms, _MIN_MS)
-        if self.num_steps >= MIN_STEPS:
-            scale_ms = max(self.value_ms(x, y), _MIN_MS)
-            elapsed_ms = min(elapsed_ms, scale_ms * _OUTLIER_RATIO)
-        self.num_steps += 1
-        features = self._scaled(x, y)
-        weight = scale_ms**-2
-        keep = 1.0 - 1.0 / MEMORY_STEPS
-        for i, feature in enumerate(features):
-            for j, other in enumerate(features):
-                self._products[i][j] = keep * self._products[i][j] + weight * feature * other
-            self._targets[i] = keep * self._targets[i] + weight * feature * elapsed_ms
-        for _ in range(4):  # few are enough: it starts from where the last step left it
-            self._descend()
+    def predict_ms(self, size: int, reach: float) -> float | None:
+        """The time of such a step; None where too little has been measured to say."""
+        line = self._read()
+        if line is None or line.num_steps < MIN_STEPS:
+            return None
+        guess_ms = self._at(line, size, reach)
+        if any(size <= most and reach <= deepest for most, deepest in line.extents):
+            return guess_ms
+        is_deeper = self._depth(size, reach) > line.max_depth
+        if len(line.sizes) < 2 or (is_deeper and line.slope is None):
+            return None
+        return guess_ms * MARGIN
 
-    def _descend(self) -> None:
-        """Coordinate descent, each weight to its best that is not negative."""
-        for i, row in enumerate(self._products):
-            rest = sum(row[j] * self._weights[j] for j in range(3) if j != i)
-            self._weights[i] = max(0.0, (self._targets[i] - rest) / (row[i] + _TINY))
+    def guess_ms(self, size: int, reach: float) -> float | None:
+        """The time by the form, however little it rests on; None: there is no fact."""
+        line = self._read()
+        return None if line is None else self._at(line, size, reach)
 
-    def _scaled(self, x: float, y: float) -> tuple[float, float, float]:
-        one, x_scale, y_scale = self._scales
-        return one, x / x_scale, y / y_scale
+    @property
+    def intercept_ms(self) -> float:
+        """The time of a step of this kind with nothing in it."""
+        line = self._read()
+        if line is None:
+            return 0.0
+        return max(line.bases[0] - max(line.base_ms(2) - line.base_ms(1), 0.0), 0.0)
 
+    def _at(self, line: _Line, size: float, reach: float) -> float:
+        return max(line.base_ms(size) + (line.slope or 0.0) * reach, _MIN_MS)
 
-class _MeasuredRange:
-    """What has been measured of a kind: how large steps were, and how far they were mispredicted.
+    def _reach(self, size: float, depth: float) -> float:
+        return size * (depth + self._own_share * size)
 
-    A size is a class: tokens to within a quarter of a doubling for the extent, to within a doubling
-    for the error, so that both hold a few dozen numbers however many steps there are.
-    """
+    def _depth(self, size: float, reach: float) -> float:
+        """Positions before the step's tokens, on average."""
+        return max(reach / size - self._own_share * size, 0.0)
 
-    def __init__(self) -> None:
-        self._deepest: dict[int, float] = {}
-        """By extent, the largest sum of attended positions."""
-        self._errors: dict[int, float] = {}
-        self._num_errors: Counter[int] = Counter()
-        self.num_steps: Counter[int] = Counter()
-        """By class of size, since the start."""
-
-    def observe(self, size: int, depth: float, error: float | None) -> None:
-        """Learn from one step, and the log of the ratio by which it was mispredicted, if known."""
-        extent, cls = _extent(size), size_class(size)
-        if error is not None and self.covers(size, depth):
-            self._num_errors[cls] += 1
-            share = max(_ERROR_SHARE, 1 / self._num_errors[cls])
-            error = max(-2 * MAX_ERROR, min(error, 2 * MAX_ERROR))  # a stall is one step
-            self._errors[cls] = share * error + (1 - share) * self._errors.get(cls, 0.0)
-        self._deepest[extent] = max(depth, self._deepest.get(extent, 0.0))
-        self.num_steps[cls] += 1
-
-    def covers(self, size: int, depth: float) -> bool:
-        """True if a step at least as large in both respects has been measured."""
-        extent = _extent(size)
-        return any(
-            extent <= seen and depth <= deepest * _SLACK for seen, deepest in self._deepest.items()
-        )
-
-    def is_reliable(self, size: int) -> bool:
-        """True if steps of this size have gone about as predicted."""
-        return abs(self._errors.get(size_class(size), 0.0)) <= MAX_ERROR
-
-
-def size_class(size: int) -> int:
-    """Sizes to within a doubling."""
-    return size.bit_length()
+    def _read(self) -> _Line | None:
+        """The facts as they are now; kept until one of them changes."""
+        if self._line is None:
+            found: dict[int, list[_Row]] = {}
+            extents, max_depth, num_steps = [], 0.0, 0
+            for key, fact in self._profile.about(self._what, self._place):
+                reach = self._reach(key.size, key.depth)
+                found.setdefault(key.size, []).append(_Row(reach, fact.value, len(fact.samples)))
+                most, deepest = key.size * _SQRT2, max(SHALLOW, key.depth * _SQRT2)
+                extents.append((most, self._reach(most, deepest)))
+                max_depth = max(max_depth, deepest)
+                num_steps += len(fact.samples)
+            if not found:
+                return None
+            slope = _slope(found.values())
+            sizes, bases, base_ms = sorted(found), [], 0.0
+            for size in sizes:
+                reach, ms, _ = max(found[size], key=lambda row: (row.num_samples, -row.reach))
+                base_ms = max(base_ms, ms - (slope or 0.0) * reach, ms * _LEAST_SHARE)
+                bases.append(base_ms)
+            self._line = _Line(sizes, bases, slope, extents, max_depth, num_steps)
+        return self._line
 
 
-def _extent(size: int) -> int:
-    return round(4 * math.log2(max(size, 1)))
+def _slope(by_size: Iterable[list[_Row]]) -> float | None:
+    """Milliseconds for each pair that is attended to: between the least and the most, by size."""
+    slopes = []
+    for rows in by_size:
+        near, far = min(rows), max(rows)
+        if far.reach > near.reach:
+            slopes.append(max(far.ms - near.ms, 0.0) / (far.reach - near.reach))
+    return statistics.median(slopes) if slopes else None
+
+
+def place_of(worker: str, num_cores: int) -> str:
+    """The name that facts have for a worker on so many cores."""
+    return f"{worker} on {num_cores}"
+
+
+def worker_of(place: str) -> str:
+    """The worker that a place names."""
+    return place.rpartition(" on ")[0]
 
 
 class StepTimes:
-    """One worker on one number of cores."""
+    """One worker on one number of cores.
 
-    def __init__(self) -> None:
-        self._decode = _Fit((1.0, 8.0, 4096.0))
-        self._prefill = _Fit((1.0, 256.0, 65536.0))
-        self._decode_ground, self._prefill_ground = _MeasuredRange(), _MeasuredRange()
+    Args:
+        profile: has the facts.
+        place: as place_of() names it.
+    """
+
+    def __init__(self, profile: Profile, place: str) -> None:
+        self._decode = _Kind(profile, DECODE_MS, place, 0.0)
+        self._prompt = _Kind(profile, PROMPT_MS, place, 0.5)
+        self._num_steps: Counter[int] = Counter()
 
     def observe(self, load: StepLoad, elapsed_ms: float) -> None:
         """Learn from one step: its load, and what it took."""
-        expected_ms = self.guess_ms(load)
-        error = None
-        if expected_ms is not None:
-            error = math.log(max(elapsed_ms, _MIN_MS) / expected_ms)
         if load.num_prefill_tokens:
-            own_ms = max(elapsed_ms - self._decode_extra_ms(load), elapsed_ms / 4)
-            self._prefill.observe(load.num_prefill_tokens, load.num_attended, own_ms)
-            self._prefill_ground.observe(load.num_prefill_tokens, load.num_attended, error)
+            extra_ms = 0.0
+            if load.batch:
+                guess_ms = self._decode.guess_ms(load.batch, load.context) or 0.0
+                extra_ms = max(guess_ms - self._decode.intercept_ms, 0.0)
+            own_ms = max(elapsed_ms - extra_ms, elapsed_ms / 4)
+            self._prompt.observe(load.num_prefill_tokens, load.num_attended, own_ms)
+            self._num_steps[size_class(load.num_prefill_tokens)] += 1
         elif load.batch:
             self._decode.observe(load.batch, load.context, elapsed_ms)
-            self._decode_ground.observe(load.batch, load.context, error)
 
     def predict_ms(self, load: StepLoad) -> float | None:
         """The time of such a step; None where that would be a guess."""
-        for ground, size, depth in (
-            (self._prefill_ground, load.num_prefill_tokens, load.num_attended),
-            (self._decode_ground, load.batch, load.context),
-        ):
-            if size and not (ground.covers(size, depth) and ground.is_reliable(size)):
-                return None
-        return self.guess_ms(load)
-
-    def num_prompt_steps(self, size: int) -> int:
-        """Steps that it has made with prompt tokens of a class of sizes."""
-        return self._prefill_ground.num_steps[size]
+        decode_ms = self._decode.predict_ms(load.batch, load.context) if load.batch else None
+        if not load.num_prefill_tokens:
+            return decode_ms
+        own_ms = self._prompt.predict_ms(load.num_prefill_tokens, load.num_attended)
+        return self._together(own_ms, decode_ms, load)
 
     def guess_ms(self, load: StepLoad) -> float | None:
-        """By the fit, wherever it may lie; None while too few steps of its kind have been seen."""
-        if load.num_prefill_tokens:
-            if self._prefill.num_steps < MIN_STEPS:
-                return None
-            own_ms = self._prefill.value_ms(load.num_prefill_tokens, load.num_attended)
-            return max(own_ms + self._decode_extra_ms(load), _MIN_MS)
-        if self._decode.num_steps < MIN_STEPS:
-            return None
-        return max(self._decode.value_ms(load.batch, load.context), _MIN_MS)
+        """The time by the form, however little it rests on; None: there is no fact."""
+        decode_ms = self._decode.guess_ms(load.batch, load.context) if load.batch else None
+        if not load.num_prefill_tokens:
+            return decode_ms
+        own_ms = self._prompt.guess_ms(load.num_prefill_tokens, load.num_attended)
+        return self._together(own_ms, decode_ms or 0.0, load)
 
-    def _decode_extra_ms(self, load: StepLoad) -> float:
-        """What single tokens add to a step that reads the weights anyway."""
-        return self._decode.value_ms(load.batch, load.context) - self._decode.value_ms(0, 0)
+    def num_prompt_steps(self, size: int) -> int:
+        """Steps since the start with prompt tokens of a class of sizes."""
+        return self._num_steps[size]
+
+    def _together(
+        self, own_ms: float | None, decode_ms: float | None, load: StepLoad
+    ) -> float | None:
+        """Add to a prompt's step what single tokens add where the weights are read anyway."""
+        if own_ms is None or not load.batch:
+            return own_ms
+        if decode_ms is None:
+            return None
+        return own_ms + max(decode_ms - self._decode.intercept_ms, 0.0)

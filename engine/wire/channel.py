@@ -88,6 +88,10 @@ class WorkerChannel:
             commands += self._take_frames()
         return commands
 
+    def has_commands(self) -> bool:
+        """True if a command has arrived that receive() has not returned, or the daemon is gone."""
+        return bool(self._unread or select.select([self._socket], [], [], 0)[0])
+
     def _take_frames(self) -> list[Command]:
         commands: list[Command] = []
         start = 0

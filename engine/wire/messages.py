@@ -3,7 +3,7 @@
 Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
 command that names blocks is answered after the worker's last touch of them: Admit, with whatever
 Extends it, by the entry of a step that has `released` set, Copy by Copied, pair by pair, and
-Rehearse by Rehearsed. MapPool without memory is answered by Unmapped.
+MeasureSteps by StepsMeasured. MapPool without memory is answered by Unmapped.
 UseCores, which names cores, is answered by CoresUsed.
 
 Owns: the records in which a request's sampling goes from the api to the workers; the wire between
@@ -289,7 +289,7 @@ class UseCores(msgspec.Struct, tag=True, frozen=True):
     cpus: list[int]
 
 
-class RehearsalStep(msgspec.Struct, frozen=True, array_like=True):
+class StepShape(msgspec.Struct, frozen=True, array_like=True):
     """A step of equal sequences: decode if each has one token, else a chunk of a prompt."""
 
     num_sequences: int
@@ -299,16 +299,21 @@ class RehearsalStep(msgspec.Struct, frozen=True, array_like=True):
     """Positions of each that count as computed."""
 
 
-class Rehearse(msgspec.Struct, tag=True, frozen=True):
-    """Make steps like these and time them, as many as there is time for. Answered by Rehearsed.
+class MeasureSteps(msgspec.Struct, tag=True, frozen=True):
+    """Make steps like these and time them, until the time is over or a command arrives.
 
-    They read and write the named blocks, whose content is nothing to anybody.
+    They read and write the named blocks, whose content is nothing to anybody. Answered by
+    StepsMeasured.
     """
 
-    rehearsal_id: int
-    steps: list[RehearsalStep]
+    measurement_id: int
+    steps: list[StepShape]
     block_ids: list[int]
     budget_ms: float
+
+
+class StopMeasuring(msgspec.Struct, tag=True, frozen=True):
+    """End MeasureSteps at the next layer, as any command does. Has no answer of its own."""
 
 
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
@@ -427,20 +432,23 @@ class CoresUsed(msgspec.Struct, tag=True, frozen=True):
     cpus: list[int]
 
 
-class RehearsedStep(msgspec.Struct, frozen=True, array_like=True):
-    """One RehearsalStep, and how long it took."""
+class MeasuredStep(msgspec.Struct, frozen=True, array_like=True):
+    """One StepShape, and how long it took."""
 
     num_sequences: int
     num_tokens: int
     num_before: int
     elapsed_ms: float
+    """Of the whole step, also where it was told from some of the layers."""
 
 
-class Rehearsed(msgspec.Struct, tag=True, frozen=True):
-    """A Rehearse is over; its blocks will not be touched any more."""
+class StepsMeasured(msgspec.Struct, tag=True, frozen=True):
+    """MeasureSteps is over; its blocks will not be touched any more."""
 
-    rehearsal_id: int
-    steps: list[RehearsedStep]
+    measurement_id: int
+    steps: list[MeasuredStep]
+    too_long: list[StepShape] = []
+    """Left out: half a layer of it would keep a request waiting."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -461,7 +469,8 @@ Command = (
     | Release
     | Copy
     | UseCores
-    | Rehearse
+    | MeasureSteps
+    | StopMeasuring
 )
 Report = (
     LoadingProgress
@@ -472,6 +481,6 @@ Report = (
     | Copied
     | Unmapped
     | CoresUsed
-    | Rehearsed
+    | StepsMeasured
     | Failed
 )

@@ -31,7 +31,7 @@ from engine.errors import PenstockError, WorkerFailed
 from engine.folder.checkpoint import expected_shapes, layout_of
 from engine.folder.model_config import ModelConfig
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
-from engine.kernels.cpu import (
+from engine.kernels.costs import (
     AttentionShape,
     Cost,
     attention_cost,

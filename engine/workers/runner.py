@@ -104,8 +104,12 @@ class Runner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def launch(self, planned: list[tuple[Running, int]]) -> Launched:
-        """Start one step: each sequence with its number of new tokens."""
+    def launch(
+        self,
+        planned: list[tuple[Running, int]],
+        stops: Callable[[int, int], bool] | None = None,
+    ) -> Launched:
+        """Start one step: each sequence with its number of new tokens; `stops` as in hidden()."""
         sampling = [r for r, n in planned if r.num_computed_tokens + n == r.num_tokens]
         if not planned:
             return Launched(planned, sampling, None, None)
@@ -122,7 +126,7 @@ class Runner:
             logits, tokens = graphs.launch(sampling)
         else:
             batch = self.batch(planned)
-            hidden = self._transformer.hidden(batch, self._pool)
+            hidden = self._transformer.hidden(batch, self._pool, stops)
             if len(hidden) > len(sampling):
                 bad_rows = self._bad_rows(hidden)
             logits = self._transformer.logits(hidden, batch)
@@ -145,6 +149,16 @@ class Runner:
         whole = finite.all().view(1)
         is_whole = whole.tolist if self._device is None else self._device.fetch(whole)
         return lambda: [] if all(is_whole()) else (~finite).nonzero()[:, 0].tolist()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._transformer.config.num_layers
+
+    @property
+    def is_on_device(self) -> bool:
+        """True where steps are launched, and computed meanwhile."""
+        return self._device is not None
 
     @torch.inference_mode()
     def follow(self, launched: Launched) -> Launched | None:

@@ -150,6 +150,9 @@ class FakeNvml:
         if device.is_lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.1"
+
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 

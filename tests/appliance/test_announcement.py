@@ -35,7 +35,7 @@ def said(
             model,
             FOLDER,
             abouts={"decode": ["found at start"]},
-            rehearsed=None,
+            measuring=None,
             is_elastic_static=False,
             has_template=has_template,
             addresses=["/run/penstock.sock"],

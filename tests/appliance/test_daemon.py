@@ -104,6 +104,6 @@ async def test_a_start_that_is_silent_for_long_says_what_it_waits_for(
         await until(lambda: caplog.text.endswith("for worker a (starting)\n"))
         awaited.clear()
         one._supervisor.is_started = True
-        await until(lambda: caplog.text.endswith("the caches and the rehearsal of steps\n"))
+        await until(lambda: caplog.text.endswith("the caches\n"))
     finally:
         telling.cancel()

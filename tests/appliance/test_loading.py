@@ -1,113 +1,17 @@
-"""Two workers on one device: timed, and by that one of them is left out or not. Swaps of models."""
+"""Swaps of models."""
 
 import asyncio
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from appliance import loading, process
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.placer import MeasuredModel, StepMemory
-from appliance.loading import Rehearsing, Swapping
-from engine.cache.blocks import Ledger
-from engine.cache.places import DECODE, PREFILL, make_places
+from appliance.loading import Swapping
 from engine.errors import PenstockError
-from engine.kernels.cpu import AGAIN
-from engine.schedule.queue import FairQueue
-from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Rehearse, Rehearsed, RehearsedStep
 from tests.appliance.model_folder import make_model
-
-PROMPT_MS, DECODE_MS = 200.0, 10.0
-
-
-class Device:
-    """On which two processes compute at once, or take turns: then steps take longer beside others.
-
-    Args:
-        slowdown: of each process's steps while the other computes.
-    """
-
-    def __init__(self, slowdown: float) -> None:
-        self.slowdown = slowdown
-        self.told: list[tuple[str, Rehearse]] = []
-        places = make_places([PREFILL], [DECODE], "alias", home=DECODE).with_pools({"kv": 100})
-        self.router = Router(
-            places,
-            Ledger(places.books(64)),
-            FairQueue(8, 4096),
-            send=self.send,
-            emit=lambda *_: None,
-            max_step_tokens=4096,
-            roles="elastic",
-            cores={PREFILL: (), DECODE: ()},
-        )
-        for name in places.names:
-            self.router.worker_ready(name, 0)
-
-    def send(self, worker: str, command: object) -> None:
-        if isinstance(command, Rehearse):
-            self.told.append((worker, command))
-
-    def answer(self, rehearsing: Rehearsing) -> None:
-        """What all have been told, who have it at the same time."""
-        told, self.told = self.told, []
-        ratio = self.slowdown if len(told) > 1 else 1.0
-        for worker, command in told:
-            made = [
-                RehearsedStep(
-                    s.num_sequences, s.num_tokens, s.num_before,
-                    ratio * (DECODE_MS if s.num_tokens == 1 else PROMPT_MS),
-                )
-                for s in command.steps[:6]
-            ]  # fmt: skip
-            rehearsing.reported(worker, Rehearsed(command.rehearsal_id, made))
-
-
-def started(device: Device, memory: StepMemory, *, dies: bool = False) -> str | None:
-    async def start() -> str | None:
-        send = device.send
-        rehearsing = Rehearsing(device.router, send, 4096, memory, is_trial=True)
-        assert memory.read().is_trying
-        running = asyncio.create_task(rehearsing.run(8192))
-        while not running.done():
-            await asyncio.sleep(0)
-            if dies and device.told:
-                rehearsing.died()
-            device.answer(rehearsing)
-        return await running
-
-    return asyncio.run(start())
-
-
-@pytest.mark.parametrize(
-    ("slowdown", "roles", "words"),
-    [(1.1, "elastic", "both workers go on"), (2.0, "colocated", "decode does everything")],
-)
-def test_two_workers_go_on_where_they_are_better_and_one_does_everything_where_not(
-    slowdown: float, roles: str, words: str, tmp_path: Path
-) -> None:
-    device, memory = Device(slowdown), StepMemory(tmp_path, "a model here")
-    about = started(device, memory)
-    assert about is not None
-    assert about.startswith(words)
-    assert device.router.roles.roles == roles
-    known = memory.read()
-    assert not known.is_trying
-    assert known.pair is not None
-    assert known.pair.decode_beside_ms == pytest.approx(slowdown * DECODE_MS)
-    device.router.check_invariants()
-
-
-def test_a_start_that_fails_while_it_tries_two_workers_is_remembered(tmp_path: Path) -> None:
-    device, memory = Device(1.0), StepMemory(tmp_path, "a model here")
-    about = started(device, memory, dies=True)
-    assert about is not None
-    assert "could not be timed" in about
-    assert memory.read() == MeasuredModel(is_trying=True)
 
 
 def two_models(tmp_path):
@@ -161,29 +65,6 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
     assert service.tokenizer is first
     assert await swap() is None
     assert served[-1] == ("b", served[0][1])
-
-
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        ([], f"elastic roles act as static ones: the machine was too busy to time steps; {AGAIN}"),
-        (
-            [RehearsedStep(1, 16, 0, 2.0)],
-            "elastic roles choose each prompt's worker by what steps take here, but as with static "
-            "roles for steps of more than 16 tokens, until some have been seen: the machine was "
-            f"busy; {AGAIN}. Timed: 1 step in 0.9 s, of up to 16 prompt tokens, or of up to 1 "
-            "sequence together",
-        ),
-        (
-            [RehearsedStep(1, 512, 1024, 2.0), RehearsedStep(8, 8, 0, 1.0)],
-            "elastic roles choose each prompt's worker by what steps take here. Timed: 2 steps in "
-            "0.9 s, of up to 512 prompt tokens after up to 1,024 others, or of up to 8 sequences "
-            "together",
-        ),
-    ],
-)
-def test_what_elastic_roles_go_by_is_a_sentence_and_then_figures(made, expected):
-    assert loading._words(SimpleNamespace(made=made), 0.9, 512) == expected
 
 
 async def test_files_that_cannot_be_read_are_an_event_of_their_model(tmp_path):

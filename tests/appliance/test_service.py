@@ -252,12 +252,24 @@ def test_nobody_waits_for_the_last_worker_that_cannot_come_back(machine):
     assert refused.value.code == "engine_dead"
 
 
-def test_what_the_rehearsal_has_shown_is_in_frames_beside_the_trials(machine):
+class FakeMeasuring:
+    words = "timed 3 steps"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def serves(self) -> None:
+        self.calls.append("serves")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+def test_what_was_measured_is_in_frames_and_a_request_ends_it(machine):
     machine.start_workers()
-    before = machine.frame["trials"]
-    machine.service.rehearsed("timed 3 steps")
+    before, measuring = machine.frame["trials"], FakeMeasuring()
+    machine.service.begin(measuring)
     machine.service.make_frame()
     assert machine.frame["trials"] == [*before, "timed 3 steps"]
-    machine.service.rehearsed(None)
-    machine.service.make_frame()
-    assert machine.frame["trials"] == before
+    machine.submit()
+    assert measuring.calls == ["serves", "stop"]

@@ -39,13 +39,13 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     Admit,
+    MeasureSteps,
     Ready,
-    Rehearse,
-    Rehearsed,
     Release,
     SequenceStep,
     Setup,
     Stepped,
+    StepsMeasured,
     WeightsComplete,
     WeightsLoaded,
 )
@@ -99,8 +99,8 @@ class FakeWorker:
                 num_output = len(command.token_ids) - command.num_prompt_tokens
                 self._running[command.seq_id] = command, num_output
                 new.append(command.seq_id)
-            elif isinstance(command, Rehearse):
-                self._channel.send(Rehearsed(command.rehearsal_id, []))
+            elif isinstance(command, MeasureSteps):
+                self._channel.send(StepsMeasured(command.measurement_id, []))
             elif isinstance(command, Release) and command.seq_id in self._running:
                 admit, num_output = self._running.pop(command.seq_id)
                 self._send([self._entry(admit, num_output, released="ended")])

@@ -19,9 +19,12 @@ from appliance.configuration import config
 from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
+from appliance.fleet.known import Known, machine_scope
 from engine.errors import PenstockError
-from engine.kernels.cpu import AGAIN, has_kernels
-from engine.units import with_figures, without_figures
+from engine.kernels.cpu import WAY_NAMES, has_kernels, load_kernels
+from engine.profile.facts import FactKey
+from engine.profile.product_ways import LEVELS, NUM_INPUTS, PRODUCT_US, STORED
+from engine.units import without_figures
 from tests.appliance.cli_process import penstock
 from tests.appliance.logs import write
 from tests.gguf_files import write_gguf
@@ -129,23 +132,23 @@ def test_a_daemon_is_graded_as_status_grades_it() -> None:
     assert verdicts["degraded"].found.endswith("; a worker is gone")
 
 
-def test_beside_a_daemon_its_own_choices_are_told_not_measured_anew() -> None:
-    chosen = checks._kernels(
-        {"trials": [with_figures("up to 96 prompt tokens a step", "1.3x"), "two cores"]}
-    )
+def test_of_products_the_profile_is_told_and_nothing_is_timed(tmp_path: Path) -> None:
+    found = checks._kernels(tmp_path).found
     if not has_kernels():
-        assert "torch" in chosen.found
+        assert "torch" in found
         return
-    told = "chosen at the daemon's start: up to 96 prompt tokens a step; two cores"
-    assert (chosen.verdict, chosen.found.endswith(told)) == ("ok", True)
-    undecided = checks._kernels({"trials": [f"two cores: undecided; {AGAIN}"]})
-    assert (undecided.verdict, "drain" in undecided.hint) == ("note", False)  # that ends no daemon
-    assert "(Ctrl-C or SIGTERM, then penstock serve; " in undecided.hint
-    for nothing in ({"trials": []}, {}, PenstockError("no daemon")):
-        found = checks._kernels(nothing).found
-        assert "tried now: weights in bfloat16 are " in found
-        assert without_figures(found) == found
-        assert re.search(r"\d\.\d", found) is None, "figures are elsewhere"
+    level = load_kernels()[1]
+    assert found == f"compiled, for {level}"
+    if level not in LEVELS:
+        return
+    known = Known.of(tmp_path, machine_scope())
+    for count in NUM_INPUTS:
+        for place, us in ((STORED, 9.0), *((WAY_NAMES[way], 3.0) for way in LEVELS[level])):
+            known.profile.put(FactKey(PRODUCT_US, count, 0, place), [us])
+    known.save()
+    found = checks._kernels(tmp_path).found
+    assert found.startswith(f"compiled, for {level}; bfloat16 products: repacked")
+    assert without_figures(found) == found
 
 
 def test_kernels_that_are_not_this_processors_best_are_noted(
@@ -153,7 +156,7 @@ def test_kernels_that_are_not_this_processors_best_are_noted(
 ) -> None:
     other_machines = SimpleNamespace(supported=lambda: ("avx512", "avx2", "portable"))
     monkeypatch.setattr(checks, "load_kernels", lambda: (other_machines, "portable"))
-    found = checks._kernels({"trials": []})
+    found = checks._kernels(None)
     assert (found.verdict, "pip install" in found.hint) == ("note", True)
     assert {"portable", "avx512"} <= set(re.findall(r"\w+", found.found))
 
@@ -207,7 +210,7 @@ def test_of_a_quantised_model_the_trial_in_bfloat16_says_little(
     path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
     for model, is_told in ((tiny_llama, False), (path, True)):
         settings = config.load_asked({"model": str(model)})
-        found = checks._kernels(PenstockError("no daemon"), checks._checkpoint(settings))
+        found = checks._kernels(None, checks._checkpoint(settings))
         assert ("of its bytes are quantised" in found.found) == is_told
 
 

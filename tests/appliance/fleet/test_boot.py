@@ -11,8 +11,11 @@ from appliance.fleet.boot import check_plan, dram_forecast, lock_state_dir, make
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.folder.checkpoint import packed_layout
 from engine.kernels.attention_backends import triton_fault
-from engine.kernels.cpu import TILES, WIDENED, ProductWays, TrialResult, has_kernels
-from engine.units import without_figures
+from engine.kernels.cpu import TILES, WIDENED, ProductWays, has_kernels
+from engine.profile.facts import PROMPT_MS, FactKey
+from engine.profile.product_ways import WaysChoice
+from engine.profile.prompt_steps import MIN_SAMPLES, STEP_TOKENS
+from engine.schedule.step_times import place_of
 from engine.wire.messages import GpuSpec
 from tests.gguf_files import write_gguf
 
@@ -79,16 +82,35 @@ def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
         assert os.fstat(spec.fd).st_size == spec.num_blocks * plan.placement.block_bytes
 
 
-def test_a_plan_keeps_what_was_timed_for_it_and_what_follows(plan_of, tiny_llama, caplog):
-    caplog.set_level("INFO", logger="penstock")
+def test_a_plan_keeps_what_was_chosen_for_it_and_what_follows(plan_of, tiny_llama):
     plan = plan_of(model=tiny_llama)
-    told = [line for line in caplog.messages if line.startswith("timed at start: ")]
-    assert told == [f"timed at start: {without_figures(trial)}" for trial in plan.trials]
     size = plan.placement.max_step_tokens
+    assert size == plan.step_sizes[0] == STEP_TOKENS[0]
     assert [setup.max_step_tokens for _, setup in plan.workers] == [size, size]
-    assert [f"up to {size:,} prompt tokens a step" in trial for trial in plan.trials] == (
-        [True] if has_kernels() else []
-    )
+    assert plan.choices[-1].startswith(f"prefill step: {size} tokens (default")
+
+
+def test_a_start_reads_what_was_measured_before_and_times_nothing(
+    plan_of, tiny_llama, tmp_path, monkeypatch
+):
+    (tmp_path / "state_dir").mkdir()
+    first = plan_of(model=tiny_llama, dtype="bfloat16")
+    place = place_of("decode", len({cpu for w in first.placement.workers for cpu in w.cpus}))
+    for size, ms in ((256, 100.0), (512, 120.0)):
+        first.known.profile.put(FactKey(PROMPT_MS, size, 0, place), [ms] * MIN_SAMPLES)
+    first.known.save()
+
+    def fail(*_):
+        raise AssertionError("a start with a profile timed something")
+
+    monkeypatch.setattr("engine.profile.product_ways._take_turns", fail)
+    again = plan_of(model=tiny_llama, dtype="bfloat16")
+    assert again.placement.max_step_tokens == 512
+    assert [setup.attention_way for _, setup in again.workers] == [
+        setup.attention_way for _, setup in first.workers
+    ]
+    other = plan_of(model=tiny_llama, dtype="float32")
+    assert other.placement.max_step_tokens == STEP_TOKENS[0], "of that nothing is known"
 
 
 def test_a_dram_cache_is_memory_that_every_worker_copies_to_and_from(plan_of, tiny_llama):
@@ -261,14 +283,14 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
 def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike(
     plan_of, tiny_llama, monkeypatch, dtype
 ):
-    tried = TrialResult(ProductWays((1, 16), (WIDENED, TILES)), "rearranged")
-    monkeypatch.setattr("appliance.fleet.weights_plan._tried_ways", lambda: tried)
+    choice = WaysChoice(ProductWays((1, 16), (WIDENED, TILES)), WIDENED, "repacked")
+    monkeypatch.setattr("appliance.fleet.weights_plan.product_choice", lambda machine: choice)
     plan = plan_of(model=tiny_llama, dtype=dtype)
     specs = [setup.weights for _, setup in plan.workers]
     if dtype == "float32":
         assert specs == [None, None]
         return
-    assert plan.trials[0] == "weights in bfloat16 are rearranged"
+    assert plan.choices[0] == "repacked"
     for spec in specs:
         assert (spec.is_packed, spec.way_starts, spec.ways) == (True, [1, 16], [WIDENED, TILES])
         layout = packed_layout(plan.checkpoint, dtype)

@@ -1,6 +1,6 @@
 """Placements over recorded machines: what is chosen, why, and what is refused with what would work.
 
-To accept a change: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/appliance/fleet/test_placing.py, then
+To accept a change: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/appliance/fleet/test_placer.py, then
 read the diff of tests/appliance/golden/place-*.txt.
 """
 
@@ -19,21 +19,13 @@ from appliance.configuration.setting_kinds import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
 from appliance.fleet.placement import placement_lines
-from appliance.fleet.placer import (
-    MeasuredModel,
-    PairTimes,
-    PlacedModel,
-    Placer,
-    StepMemory,
-    is_two_better,
-    key_of,
-    pair_times,
-    programme,
-)
+from appliance.fleet.placer import PlacedModel, Placer
+from appliance.fleet.worker_counts import STARTED_TWO, is_two_better
 from engine.errors import ConfigError
 from engine.folder.checkpoint import Checkpoint
 from engine.kernels.attention_backends import Machine
-from engine.wire.messages import RehearsedStep
+from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
+from engine.schedule.measurer import ALONE
 from tests.appliance.inventories import machines
 from tests.appliance.large_model import make_large
 
@@ -167,78 +159,92 @@ def test_of_several_divided_boards_pairs_stand_on_one_each(
     assert [set(plan.cpus) <= nodes[at] for at, plan in enumerate(by_hand.workers)] == [True] * 2
 
 
-TIMES = PairTimes(4096, 8, 210.0, 9.0, 222.0, 14.0)
-"""Of two processes that compute at once."""
-TURNS = PairTimes(4096, 8, 210.0, 9.0, 410.0, 19.0)
-"""Of two that take turns."""
+def pair_known(
+    prompt_alone_ms: float, decode_alone_ms: float, prompt_ms: float, decode_ms: float
+) -> Profile:
+    """What is known of two processes on one GPU; chunks of 4,096 and eight sequences."""
+    profile = Profile()
+    profile.put(FactKey(PROMPT_MS, 4096, 0, ALONE), [prompt_alone_ms])
+    profile.put(FactKey(DECODE_MS, 8, 1024, ALONE), [decode_alone_ms])
+    profile.put(FactKey(PROMPT_MS, 4096, 0, "prefill on 1"), [prompt_ms])
+    profile.put(FactKey(DECODE_MS, 8, 1024, "decode on 1"), [decode_ms])
+    return profile
+
+
+def started_two() -> Profile:
+    profile = Profile()
+    profile.put(STARTED_TWO, [1.0])
+    return profile
 
 
 @pytest.mark.parametrize(
-    ("known", "workers", "why"),
+    ("known", "num_workers", "why"),
     [
-        (MeasuredModel(), ["prefill", "decode"], "they are timed at this start"),
+        (Profile(), 2, "both are timed while idle"),
         (
-            MeasuredModel(pair=TIMES),
-            ["prefill", "decode"],
-            "219 ms in one worker and 14 ms in a second",
+            pair_known(210.0, 9.0, 222.0, 14.0),
+            2,
+            "a token takes 219 ms in one process",
         ),
-        (MeasuredModel(pair=TURNS), ["colocated"], "at 53% of the rate"),
-        (MeasuredModel(is_trying=True), ["colocated"], "that start has failed"),
+        (
+            pair_known(210.0, 9.0, 400.0, 14.0),
+            1,
+            "with prompts at 55% of the rate",
+        ),
+        (
+            started_two(),
+            1,
+            "two processes were started, and that start failed",
+        ),
     ],
 )
-def test_one_gpu_has_one_worker_or_two_by_what_was_timed_there(
-    known: MeasuredModel,
-    workers: list[str],
+def test_one_gpu_has_as_many_workers_as_were_found_to_be_better(
+    known: Profile,
+    num_workers: int,
     why: str,
     models: dict[str, Checkpoint],
     inventory_of: Any,
     tmp_path: Path,
 ) -> None:
     machine = inventory_of("2xh100-one-hidden")
-    gpu = next(gpu for gpu in machine.gpus if gpu.obstacle is None)
-    StepMemory(tmp_path, key_of(models["8b"], "bfloat16", gpu)).write(known)
-
-    def found(model: str, **settings: Any) -> Any:
-        config = ServeConfig(Path("socket"), tmp_path, **settings)
-        return Placer(config, models[model], machine, TORCH, MACHINE).place("bfloat16").placement
-
-    placement = found("8b")
-    assert placement.places.names == workers
-    assert placement.is_trial == (known == MeasuredModel())
-    assert why in placement.reasons[0]
-    assert found("1b").is_trial  # of another model nothing is known
-    asked = [found("8b", roles=roles) for roles in ("static", "colocated")]
-    assert [len(each.workers) for each in asked] == [2, 1]
-    assert not any(each.is_trial for each in asked)
+    config = ServeConfig(Path("socket"), tmp_path)
+    placer = Placer(config, models["8b"], machine, TORCH, MACHINE, lambda gpus, dtype: known)
+    placement = placer.place("bfloat16").placement
+    assert len(placement.workers) == num_workers
+    assert any(why in reason for reason in placement.reasons)
+    assert placement.is_trial == (known.facts == {})
 
 
-def h200_steps(prompt_ms: float, decode_ms: float) -> list[RehearsedStep]:
-    """As eight of them might report: chunks of prompts, and batches of single tokens."""
-    prompts = [
-        RehearsedStep(1, n, before, prompt_ms * n / 4096 * (1 + before / 80000))
-        for n in (16, 256, 1024, 4096)
-        for before in (0, 2048, 8192)
-    ]
-    decodes = [
-        RehearsedStep(n, 1, before, decode_ms * (1 + n * before / 4e5))
-        for n in (1, 4, 16)
-        for before in (64, 512, 2048)
-    ]
-    return prompts + decodes  # fmt: skip
+def h200_known(prompt_ms: float, decode_ms: float) -> Profile:
+    """As eight of them might be known: chunks of prompts, and batches of single tokens."""
+    profile = Profile()
+    for size in (16, 256, 1024, 4096):
+        for depth in (0, 2048, 8192):
+            ms = prompt_ms * size / 4096 * (1 + depth / 80000)
+            profile.put(FactKey(PROMPT_MS, size, depth, "prefill on 1"), [ms])
+    for size in (1, 4, 16):
+        for depth in (0, 512, 2048):
+            ms = decode_ms * (1 + size * depth / 4e5)
+            profile.put(FactKey(DECODE_MS, size, depth, "decode on 1"), [ms])
+    return profile
+
+
+def without_decodes(profile: Profile) -> Profile:
+    return Profile({key: fact for key, fact in profile.facts.items() if key.what == PROMPT_MS})
 
 
 @pytest.mark.parametrize(
-    ("steps", "num_prefill", "why"),
+    ("known", "num_prefill", "why"),
     [
-        ([], 3, "is estimated to need"),
-        (h200_steps(prompt_ms=100.0, decode_ms=5.0), 3, "was measured to need"),
-        (h200_steps(prompt_ms=900.0, decode_ms=5.0), 6, "was measured to need"),
-        (h200_steps(prompt_ms=20.0, decode_ms=9.0), 1, "was measured to need"),
-        (h200_steps(prompt_ms=20.0, decode_ms=9.0)[:3], 3, "is estimated to need"),
+        (Profile(), 3, "is estimated to need"),
+        (h200_known(prompt_ms=100.0, decode_ms=5.0), 3, "was measured to need"),
+        (h200_known(prompt_ms=900.0, decode_ms=5.0), 6, "was measured to need"),
+        (h200_known(prompt_ms=20.0, decode_ms=9.0), 1, "was measured to need"),
+        (without_decodes(h200_known(prompt_ms=20.0, decode_ms=9.0)), 3, "is estimated to need"),
     ],
 )
 def test_of_several_gpus_as_many_prefill_as_step_times_say(
-    steps: list[RehearsedStep],
+    known: Profile,
     num_prefill: int,
     why: str,
     models: dict[str, Checkpoint],
@@ -246,27 +252,11 @@ def test_of_several_gpus_as_many_prefill_as_step_times_say(
     tmp_path: Path,
 ) -> None:
     machine = inventory_of("8xh200-nvswitch")
-    memory = StepMemory(tmp_path, key_of(models["8b"], "bfloat16", machine.gpus[0]))
-    memory.write(MeasuredModel(steps=steps))
     config = ServeConfig(Path("socket"), tmp_path)
-    placement = Placer(config, models["8b"], machine, TORCH, MACHINE).place("bfloat16").placement
+    placer = Placer(config, models["8b"], machine, TORCH, MACHINE, lambda gpus, dtype: known)
+    placement = placer.place("bfloat16").placement
     assert len(placement.places.playing("prefill")) == num_prefill
     assert why in placement.reasons[0]
-
-
-def test_a_memory_of_steps_that_cannot_be_read_is_none(
-    models: dict[str, Checkpoint], inventory_of: Any, tmp_path: Path
-) -> None:
-    gpu = inventory_of("rtx4090").gpus[0]
-    memory = StepMemory(tmp_path, key_of(models["1b"], "bfloat16", gpu))
-    assert memory.read() == MeasuredModel()
-    (tmp_path / "step-times.json").write_text('{"a": [')
-    assert memory.read() == MeasuredModel()
-    memory.write(MeasuredModel(pair=TIMES))
-    assert memory.read().pair == TIMES
-    other = StepMemory(tmp_path, key_of(models["8b"], "bfloat16", gpu))
-    other.write(MeasuredModel(is_trying=True))
-    assert memory.read().pair == TIMES
 
 
 def test_a_whole_gpu_and_a_part_of_another_are_placed_by_hand(
@@ -389,31 +379,6 @@ def test_nodes_that_the_kernel_does_not_describe_are_one(tmp_path: Path) -> None
     assert read_nodes([1], tmp_path) == (Node(0, (1,), 1 << 20),)
 
 
-# One worker or two on one device: what is timed for it, and what follows.
-
-
-def made(steps, elapsed_ms):
-    return [
-        RehearsedStep(s.num_sequences, s.num_tokens, s.num_before, elapsed_ms(s)) for s in steps[:9]
-    ]
-
-
-def test_what_is_timed_is_each_kind_alone_and_beside_the_other():
-    alone, beside = programme("p", "d", 4096, 131072)
-    assert list(alone) == ["d"]
-    assert {step.num_tokens for step in alone["d"]} == {1, 4096}
-    assert {step.num_tokens for step in beside["p"]} == {4096}
-    assert {step.num_tokens for step in beside["d"]} == {1}
-    by_turn = [
-        {"d": made(alone["d"], lambda s: 200.0 if s.num_tokens > 1 else 10.0)},
-        {"p": made(beside["p"], lambda s: 230.0), "d": made(beside["d"], lambda s: 17.0)},
-    ]
-    times = pair_times(by_turn)
-    assert times == PairTimes(4096, 8, 200.0, 10.0, 230.0, 17.0)
-    assert pair_times(by_turn[:1]) is None
-    assert pair_times([by_turn[0], {"p": by_turn[1]["p"], "d": []}]) is None
-
-
 @pytest.mark.parametrize(
     ("beside_prompt_ms", "beside_decode_ms", "is_better"),
     [
@@ -424,9 +389,14 @@ def test_what_is_timed_is_each_kind_alone_and_beside_the_other():
     ],
 )
 def test_two_are_better_where_tokens_wait_less_and_prompts_hardly_more(
-    beside_prompt_ms, beside_decode_ms, is_better
-):
-    times = PairTimes(4096, 8, 200.0, 10.0, beside_prompt_ms, beside_decode_ms)
-    found, why = is_two_better(times)
-    assert found == is_better
-    assert "210 ms in one worker" in why
+    beside_prompt_ms: float, beside_decode_ms: float, is_better: bool
+) -> None:
+    found = is_two_better(pair_known(200.0, 10.0, beside_prompt_ms, beside_decode_ms))
+    assert found is not None
+    assert found[0] == is_better
+    assert "210 ms in one process" in found[1]
+
+
+def test_two_of_which_one_kind_was_not_timed_are_not_compared() -> None:
+    assert is_two_better(Profile()) is None
+    assert is_two_better(without_decodes(pair_known(200.0, 10.0, 222.0, 14.0))) is None

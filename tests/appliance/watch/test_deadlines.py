@@ -23,7 +23,8 @@ from appliance.watch.deadlines import (
     WorkerReading,
 )
 from engine.schedule.sequence import FinishReason, Leg, Moving, On
-from engine.wire.messages import Rehearsed, RehearsedStep
+from engine.schedule.step_times import place_of
+from engine.wire.messages import MeasuredStep
 from tests.appliance.machine import make_machine
 
 S = 1_000_000_000
@@ -95,17 +96,17 @@ def test_a_target_for_the_first_token_is_a_limit_of_its_own(machine, clock):
     assert (queue.max_wait_ms, queue.max_first_ms) == (60_000, 4_000)
 
 
-def test_until_first_tokens_are_seen_the_rehearsal_says_what_a_prompt_takes(machine, clock):
+def test_until_first_tokens_are_seen_the_profile_says_what_a_prompt_takes(machine, clock):
     machine.start_workers()
     queue, roles = machine.router.queue, machine.router.roles
     machine.service.deadlines.keep()
     assert queue._tokens.assumed_ms == 0
-    steps = [RehearsedStep(1, size, before, float(size)) for size in (8, 64) for before in (0, 64)]
+    steps = [MeasuredStep(1, size, before, float(size)) for size in (8, 64) for before in (0, 64)]
     for worker, slower in (("prefill", 1), ("decode", 2)):
         slow = [msgspec.structs.replace(s, elapsed_ms=s.elapsed_ms * slower) for s in steps]
-        roles.rehearsed(worker, Rehearsed(1, slow * 3))
+        roles.measured(place_of(worker, 1), slow * 3)
     machine.service.deadlines.keep()
-    assert queue._tokens.assumed_ms == pytest.approx(1.0, rel=0.2)
+    assert queue._tokens.assumed_ms == pytest.approx(1.0, rel=0.3)
 
 
 def test_without_a_limit_one_waits_for_ever(machine, clock):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.folder.checkpoint import Checkpoint
-from engine.kernels.cpu import AttentionShape, Cost, attention_cost, product_cost
+from engine.kernels.costs import AttentionShape, Cost, attention_cost, product_cost
 from engine.model import transformer
 from engine.model.attention import (
     StepBatch,

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.cpu import MeasuredRatio, PromptTrial, best_step_tokens
 from engine.schedule.elastic import (
     ANEW_STEPS,
     Forecast,
@@ -133,7 +132,7 @@ def test_what_stays_on_a_gpu_for_prefill_must_fit_there():
 
 
 def test_while_step_times_are_unknown_roles_are_static():
-    choice = choose(CPU, lambda *_: None)
+    choice = choice_of(CPU, predict=lambda *_: None, decode=TWO_STREAMS)
     assert (choice.pair, choice.reason) == (MOVE, "unknown")
 
 
@@ -160,6 +159,16 @@ def test_a_short_prompt_passes_a_long_one_also_where_only_its_own_step_is_unknow
     assert (choice.pair, choice.reason) == (DECODE, "unknown")
 
 
+def test_where_nothing_runs_no_prediction_is_needed():
+    nothing_known = {"predict": lambda *_: None}
+    choice = choice_of(CPU, **nothing_known)
+    assert (choice.pair, choice.reason) == (MOVE, "alone")
+    back = WorkerLoad(batch=2, context=1000, num_expected=2)
+    assert choice_of(CPU, **nothing_known, decode=back).reason == "alone", "nobody is there yet"
+    assert choice_of(CPU, **nothing_known, prefill=PREFILLING).reason == "unknown"
+    assert choice_of(GPUS, **nothing_known).reason == "unknown", "no core would be lent"
+
+
 def test_a_way_that_cannot_be_predicted_is_not_taken_and_that_is_said():
     def alone_only(worker, num_cores, load):
         is_mixed = load.num_prefill_tokens and load.batch
@@ -177,8 +186,8 @@ def test_a_way_that_is_closed_is_not_taken_and_others_are():
     assert first.pair == DECODE
     choice = choose(replace(busy, closed=frozenset({first.forecast.way})), linear)
     assert (choice.pair, choice.reason) == (MOVE, "wary")
-    assert first.forecast.way == PredictionKind(DECODE, is_beside=True, num_cores=2, size=3)
-    larger = replace(busy, closed=frozenset({first.forecast.way._replace(size=4)}))
+    assert first.forecast.way == PredictionKind(DECODE, is_beside=True, num_cores=2, size=4)
+    larger = replace(busy, closed=frozenset({first.forecast.way._replace(size=8)}))
     assert choose(larger, linear) == first
 
 
@@ -190,8 +199,12 @@ def test_a_forecast_promises_the_target_where_that_is_wider():
 
 
 def test_a_way_that_is_hardly_better_does_not_replace_the_last_one():
-    last = choose(replace(CPU, last="move"), linear)
-    assert (last.pair, last.reason) == (MOVE, "kept")
+    near = {"num_prompt_tokens": 20, "decode": TWO_STREAMS, "slo": Slo(itl_ms=5000)}
+    best = choice_of(CPU, **near)
+    assert best.pair == DECODE
+    last = choice_of(CPU, **near, last="move")
+    assert (last.pair, last.reason) in {(MOVE, "kept"), (DECODE, "cheapest")}
+    assert choose(replace(CPU, last="move"), linear).pair == DECODE, "nothing runs: the best way"
     far = choice_of(CPU, last="move", num_prompt_tokens=4, decode=TWO_STREAMS)
     assert far.pair == DECODE
 
@@ -302,35 +315,6 @@ def test_smaller_steps_follow_from_the_size_that_was_measured():
         choice_of(CPU, predict=seen, decode=TWO_STREAMS, max_step_tokens=most)
         sizes[most] = asked
     assert sizes == {128: {64, 128}, 512: {64, 128, 256, 512}}
-
-
-@pytest.mark.parametrize(
-    ("cost_of_512", "core_gain", "ttft_ms", "chunks"),
-    [
-        (1.0, 1.9, 1529.3, {64, 128}),  # larger steps are no better: small ones
-        (0.5, 1.9, 1529.3, {64, 128, 256, 512}),
-        (0.5, 1.0, 1558.6, {64, 128, 256, 512}),  # a second core is no help
-    ],
-)
-def test_what_is_chosen_follows_from_what_the_trial_at_start_has_timed(
-    cost_of_512, core_gain, ttft_ms, chunks
-):
-    size, is_decided = best_step_tokens([{128: 1.0, 256: 1.0, 512: cost_of_512}] * 3)
-    trial = PromptTrial(size, MeasuredRatio.of([core_gain] * 3))
-    assert is_decided
-    follows = {"max_step_tokens": trial.step_tokens, "lends_for_prompts": trial.lends}
-    asked = set()
-
-    def seen(worker, num_cores, load):
-        """Decoding halves on two cores; a prompt takes as long on two as on one."""
-        if load.num_prefill_tokens and load.batch:
-            asked.add(load.num_prefill_tokens)
-        return 20 / num_cores + load.num_prefill_tokens
-
-    choice_of(CPU, predict=seen, decode=TWO_STREAMS, **follows)
-    assert asked == chunks
-    alone = choose(replace(CPU, **follows | {"max_step_tokens": 512}), seen)
-    assert alone.forecast.ttft_ms == pytest.approx(ttft_ms, abs=0.1)
 
 
 NAMES = ("p", "q", "d")

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.schedule.step_times import MIN_STEPS, StepLoad, StepTimes, size_class
+from engine.profile.facts import Profile
+from engine.schedule.step_times import (
+    MARGIN,
+    MIN_STEPS,
+    StepLoad,
+    StepTimes,
+    depth_class,
+    size_class,
+)
 from engine.wire.messages import SequenceStep
 
 
@@ -12,6 +20,10 @@ def truth_ms(load):
     """A machine as linear as machines are."""
     ms = 6 + 0.4 * load.batch + 0.001 * load.context
     return ms + 0.5 * load.num_prefill_tokens + 2e-4 * load.num_attended
+
+
+def new():
+    return StepTimes(Profile(), "w on 1")
 
 
 def decode(batch, context):
@@ -31,7 +43,7 @@ def some_load(rng):
 
 
 def learnt(num_steps=400, *, seed=0, noise=0.05, factor=1.0, times=None):
-    rng, times = random.Random(seed), times or StepTimes()
+    rng, times = random.Random(seed), times or new()
     for _ in range(num_steps):
         load = some_load(rng)
         times.observe(load, factor * truth_ms(load) * rng.uniform(1 - noise, 1 + noise))
@@ -48,7 +60,7 @@ CASES = [
 
 
 def test_nothing_is_predicted_before_a_few_steps_of_the_kind_are_seen():
-    times = StepTimes()
+    times = new()
     for _ in range(MIN_STEPS):
         assert times.predict_ms(decode(1, 100)) is None
         times.observe(decode(1, 100), 10)
@@ -82,33 +94,65 @@ def test_long_prompts_do_not_wash_out_what_is_known_of_decoding():
     assert times.predict_ms(decode(4, 2000)) == before_ms
 
 
-def test_a_step_larger_than_any_that_was_measured_is_not_predicted():
-    times = StepTimes()
-    for tokens in (4, 8, 16, 32, 64):
-        times.observe(prefill(tokens), truth_ms(prefill(tokens)))
-        times.observe(decode(tokens // 4, 1000), 10)
+def test_beyond_what_was_measured_two_sizes_are_needed_and_a_margin_is_added():
+    times = new()
+    for _ in range(MIN_STEPS):
+        times.observe(prefill(64), truth_ms(prefill(64)))
     assert times.predict_ms(prefill(50)) is not None
-    assert times.predict_ms(prefill(128)) is None, "more tokens"
-    assert times.predict_ms(prefill(64, 4000)) is None, "further into its prompt"
-    assert times.predict_ms(prefill(50, 0, 2, 500)) is not None
-    assert times.predict_ms(prefill(50, 0, 40, 500)) is None, "beside more sequences"
-    assert times.predict_ms(decode(40, 1000)) is None
-    times.observe(prefill(512, 4000), truth_ms(prefill(512, 4000)))
-    assert times.predict_ms(prefill(64, 4000)) is not None
+    assert times.predict_ms(prefill(256)) is None, "one size says nothing of the form"
+    times.observe(prefill(16), truth_ms(prefill(16)))
+    own_ms, most_ms = truth_ms(prefill(64)), times.predict_ms(prefill(256))
+    assert most_ms == pytest.approx(4 * own_ms * MARGIN, rel=0.01)
+    assert times.predict_ms(prefill(64, 4000)) is None, "attention has not been measured"
+    times.observe(prefill(64, 1000), truth_ms(prefill(64, 1000)))
+    deep = prefill(64, 4000)
+    assert truth_ms(deep) < times.predict_ms(deep) <= MARGIN**2 * truth_ms(deep)
 
 
-def test_a_size_whose_steps_keep_taking_another_time_is_not_predicted_until_they_do_not():
-    times = learnt()
-    assert times.predict_ms(prefill(400)) is not None
-    for _ in range(60):  # slower than a line through the other sizes can say
-        times.observe(prefill(400), 6 * truth_ms(prefill(400)))
-        for tokens in (200, 150, 100, 512, 600, 30):
-            times.observe(prefill(tokens), truth_ms(prefill(tokens)))
-    assert times.predict_ms(prefill(400)) is None
-    assert times.predict_ms(prefill(30)) is not None, "others are as good as before"
-    for _ in range(150):
-        times.observe(prefill(400), truth_ms(prefill(400)))
-    assert times.predict_ms(prefill(400)) is not None
+def test_a_prompt_beside_sequences_needs_both_kinds():
+    times = new()
+    for tokens in (16, 32, 64):
+        times.observe(prefill(tokens), truth_ms(prefill(tokens)))
+    assert times.predict_ms(prefill(50, 0, 2, 200)) is None
+    for batch in (1, 2, 4):
+        times.observe(decode(batch, batch * 100), truth_ms(decode(batch, batch * 100)))
+    assert times.predict_ms(prefill(50, 0, 2, 200)) > times.predict_ms(prefill(50))
+
+
+def test_between_two_sizes_lies_a_straight_line():
+    times = new()
+    for tokens, ms in ((64, 10.0), (64, 10.0), (256, 70.0), (256, 70.0)):
+        times.observe(prefill(tokens), ms)
+    assert times.predict_ms(prefill(160)) == pytest.approx(40, rel=0.01)
+
+
+def test_a_step_is_entered_under_the_nearest_sizes_as_it_would_have_been_with_those():
+    times = new()
+    for tokens in (128, 256, 512):
+        for _ in range(MIN_STEPS):
+            times.observe(prefill(tokens), tokens / 4)
+    for tokens in (200, 300, 350) * 3:
+        times.observe(prefill(tokens), tokens / 4)
+    assert times.predict_ms(prefill(256)) == pytest.approx(64, rel=0.02)
+
+
+def test_a_size_that_becomes_slower_is_known_anew_after_sixteen_steps():
+    times = new()
+    for tokens in (64, 128, 256, 512) * 16:
+        times.observe(prefill(tokens), truth_ms(prefill(tokens)))
+    slow_ms = 3 * truth_ms(prefill(256))
+    for _ in range(16):
+        times.observe(prefill(256), slow_ms)
+    assert times.predict_ms(prefill(256)) == pytest.approx(slow_ms, rel=0.2)
+
+
+@pytest.mark.parametrize(("size", "cls"), [(1, 1), (3, 4), (5, 4), (6, 8), (300, 256), (400, 512)])
+def test_sizes_go_to_the_nearest_power_of_two(size, cls):
+    assert size_class(size) == cls
+
+
+def test_few_positions_before_a_step_count_as_none():
+    assert [depth_class(depth) for depth in (0, 100, 200, 1000)] == [0, 0, 256, 1024]
 
 
 def test_jitter_to_both_sides_does_not_make_a_size_unpredictable():
@@ -138,7 +182,7 @@ LOADS = st.one_of(
 @settings(deadline=None)
 @given(st.lists(st.tuples(LOADS, st.floats(1e-4, 1e5)), max_size=40), LOADS, LOADS)
 def test_whatever_was_seen_predictions_are_positive_and_grow_with_the_step(seen, load, more):
-    times = StepTimes()
+    times = new()
     for each, elapsed_ms in seen:
         times.observe(each, elapsed_ms)
     larger = StepLoad(*(a + b for a, b in zip(load, more, strict=True)))

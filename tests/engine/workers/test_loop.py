@@ -16,11 +16,12 @@ from engine.wire.messages import (
     Extend,
     Extension,
     FilledBy,
-    RehearsalStep,
-    Rehearse,
+    MeasureSteps,
     Release,
     SamplingParams,
     Stepped,
+    StepShape,
+    StopMeasuring,
     UseCores,
 )
 from engine.workers.runner import Sampled
@@ -33,6 +34,7 @@ class FakeRunner:
     """Writes each computed token's position into the pool and samples 100, 101, ..."""
 
     block_size = BLOCK_SIZE
+    is_on_device = True
 
     def __init__(self, pool):
         self.pool = pool
@@ -50,7 +52,7 @@ class FakeRunner:
     def clear(self, block_ids):
         self.pool[block_ids] = 0
 
-    def launch(self, planned):
+    def launch(self, planned, stops=None):
         return planned
 
     def follow(self, planned):
@@ -328,17 +330,9 @@ def test_a_parked_worker_lets_go_of_what_it_is_told_to_drop(make):
     assert [entry.released for entry in step.entries] == ["ended"]
 
 
-def test_a_rehearsal_times_what_there_is_time_for_in_the_blocks_it_was_given(make):
+def test_steps_to_measure_are_made_in_their_blocks_and_a_word_to_stop_has_no_answer(make):
     harness = make()
-    plan = [RehearsalStep(1, 8, 0), RehearsalStep(2, 1, 20), RehearsalStep(1, 4, 12)]
-    harness.tell(Rehearse(3, plan, [5, 6], budget_ms=10_000))
+    harness.tell(MeasureSteps(3, [StepShape(1, 8, 0)], [5, 6], budget_ms=10_000), StopMeasuring())
     (answer,) = harness.reported()
-    assert answer.rehearsal_id == 3
-    made = [RehearsalStep(s.num_sequences, s.num_tokens, s.num_before) for s in answer.steps]
-    assert made == plan
-    assert all(step.elapsed_ms > 0 for step in answer.steps)
-    written = [block for block in range(8) if harness.pool[block].any()]
-    assert written == [5, 6]
-    harness.tell(Rehearse(4, plan, [5], budget_ms=0))
-    (answer,) = harness.reported()
-    assert answer.steps == []
+    assert (answer.measurement_id, len(answer.steps)) == (3, 1)
+    assert [block for block in range(8) if harness.pool[block].any()] == [5, 6]

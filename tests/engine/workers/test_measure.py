@@ -7,7 +7,7 @@ import torch
 
 from engine.folder.checkpoint import expected_shapes
 from engine.folder.model_config import ModelConfig
-from engine.kernels.cpu import step_values
+from engine.kernels.costs import step_values
 from engine.model.linear import as_one_matrix
 from engine.workers import measure
 from engine.workers.measure import LLAMA_8B, Bench, _config, steps, transports

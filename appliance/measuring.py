@@ -1,0 +1,133 @@
+"""Learn from each second's steps, and measure others while no request is live.
+
+Owns: when a slice of measuring may begin, when facts are written, and what is said about it.
+Invariant: nothing is measured within QUIET_S of a request; a start waits for no measurement.
+Never: decides what is measured, or what follows from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from appliance.fleet.boot import BootPlan
+from appliance.fleet.worker_counts import STARTED_TWO
+from appliance.profile_store import ProfileUnusable
+from engine.schedule.measurer import MAX_WORK_MS, Measurer
+from engine.schedule.router import Router
+from engine.wire.messages import Command, CoresUsed, Report, StepsMeasured
+
+log = logging.getLogger("penstock")
+
+QUIET_S = 1.0
+"""Without a request, before something is measured."""
+LOOK_S = 0.25
+SAVE_INTERVAL_S = 10.0
+OFF_VARIABLE = "PENSTOCK_MEASURE"
+"""Set to 0, nothing is measured while idle: for tests, whose machine has other things to do."""
+
+
+class Measuring:
+    """The measuring of one model.
+
+    Args:
+        plan: what is served, and what is known of it.
+        router: whose roles learn, with blocks of its ledger.
+        send: passes a command to a worker.
+    """
+
+    def __init__(
+        self, plan: BootPlan, router: Router, send: Callable[[str, Command], None]
+    ) -> None:
+        self._router = router
+        self._known = plan.known
+        gpus = [worker.gpu for worker in plan.placement.workers if worker.gpu is not None]
+        self._measurer = Measurer(
+            router.roles,
+            router.ledger,
+            send,
+            plan.step_sizes or (plan.placement.max_step_tokens,),
+            plan.placement.max_model_len,
+            shares_gpu=len(gpus) > len(set(gpus)),
+        )
+        self._is_on = os.environ.get(OFF_VARIABLE) != "0"
+        self._quiet_since_s: float | None = None
+        self._saved_s = time.monotonic()
+
+    @property
+    def announcement(self) -> str | None:
+        """What a start says about what is not known yet; None: nothing."""
+        if not self._is_on or not self._measurer.num_unknown:
+            return None
+        return (
+            f"First start of this model here: measuring for up to {MAX_WORK_MS / 1e3:.0f} s "
+            "while idle"
+        )
+
+    @property
+    def words(self) -> str | None:
+        """What has been measured since the start; None: nothing."""
+        measurer = self._measurer
+        if not measurer.num_done:
+            return None
+        unknown = f", {measurer.num_unknown} sizes to go" if measurer.num_unknown else ""
+        return f"timed {measurer.num_done} steps in {measurer.work_ms / 1e3:.1f} s{unknown}"
+
+    def look(self, *, is_idle: bool) -> None:
+        """Begin a slice if it has been quiet for long enough.
+
+        Args:
+            is_idle: all workers are ready, and no request is live.
+        """
+        now_s = time.monotonic()
+        if not is_idle:
+            self._quiet_since_s = None
+        elif self._quiet_since_s is None:
+            self._quiet_since_s = now_s
+        elif self._is_on and now_s - self._quiet_since_s >= QUIET_S:
+            self._measurer.begin(time.monotonic_ns())
+
+    def serves(self) -> None:
+        """All workers are ready: two processes on one GPU did not fail."""
+        if self._known is not None and self._known.profile.value(*STARTED_TWO):
+            self._known.profile.put(STARTED_TWO, [0.0])
+
+    async def save_when_due(self) -> None:
+        """Write the profile now and then."""
+        if time.monotonic() - self._saved_s >= SAVE_INTERVAL_S:
+            await self.save()
+
+    async def save(self) -> None:
+        """Write what is new in the profile, in a thread."""
+        self._saved_s = time.monotonic()
+        if self._known is None or not (changed := self._known.profile.take_changed()):
+            return
+        try:
+            await asyncio.to_thread(self._known.store.save, self._known.scope, changed)
+        except ProfileUnusable as error:
+            log.warning("the profile is not kept: %s", error)
+
+    def stop(self) -> None:
+        """A request has come."""
+        self._quiet_since_s = None
+        self._measurer.stop(time.monotonic_ns())
+
+    def reported(self, worker: str, report: Report) -> None:
+        """A worker has said something; the router has heard it already."""
+        if isinstance(report, CoresUsed):
+            self._measurer.go_on()
+        elif isinstance(report, StepsMeasured):
+            now_ns = time.monotonic_ns()
+            self._measurer.measured(worker, report, now_ns)
+            if not self._measurer.is_measuring and not (
+                self._quiet_since_s is not None and self._measurer.begin(now_ns)
+            ):
+                self._router.dispatch(now_ns)  # blocks and cores are there again
+
+    def died(self, worker: str) -> None:
+        """A worker has."""
+        self._quiet_since_s = None
+        self._measurer.worker_died(worker, time.monotonic_ns())

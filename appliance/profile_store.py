@@ -1,0 +1,130 @@
+"""Keep the machine's profile in an SQLite file of the state folder.
+
+Owns: the file, its mode, its migration; what is read into memory at a start and written back.
+Invariant: several processes may read and write it; a fact is replaced whole; a file that is damaged
+or not ours is as good as none, and is left alone.
+Never: measures or decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from sqlite_utils import Database
+
+from engine.errors import PenstockError
+from engine.profile.facts import Fact, FactKey, Profile
+from engine.profile.machine import Scope
+from migrations.profile import migration
+
+log = logging.getLogger("penstock")
+
+FILE_NAME = "profile.db"
+BUSY_TIMEOUT_S = 5.0
+_SCOPE = "machine = ? AND build = ? AND model = ? AND dtype = ? AND placement = ?"
+
+
+class ProfileUnusable(PenstockError):
+    """The profile's file cannot be read or written."""
+
+
+class Row(NamedTuple):
+    """A fact as it is kept, with what it holds for."""
+
+    scope: Scope
+    key: FactKey
+    fact: Fact
+
+
+class ProfileStore:
+    """The profile of one state folder.
+
+    Args:
+        state_dir: where the file is, or will be.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self.path = state_dir / FILE_NAME
+
+    def load(self, scope: Scope) -> Profile:
+        """Read the facts of a scope; none where there is no file that can be read."""
+        try:
+            rows = self.rows(scope)
+        except ProfileUnusable as error:
+            log.warning("no profile is read: %s", error)
+            rows = []
+        return Profile({row.key: row.fact for row in rows})
+
+    def rows(self, scope: Scope | None = None) -> list[Row]:
+        """Read every fact, or those of one scope.
+
+        Raises:
+            ProfileUnusable: the file cannot be read.
+        """
+        if not self.path.exists():
+            return []
+        where, values = ("1", ()) if scope is None else (_SCOPE, tuple(scope))
+        with self._open() as db:
+            found = db.execute(
+                "SELECT machine, build, model, dtype, placement, what, size, depth, place, samples,"
+                f" at FROM facts WHERE {where} ORDER BY 1, 2, 3, 4, 5, 6, 9, 7, 8",
+                values,
+            ).fetchall()
+        return [
+            Row(Scope(*row[:5]), FactKey(*row[5:9]), Fact(json.loads(row[9]), row[10]))
+            for row in found
+        ]
+
+    def save(self, scope: Scope, facts: Mapping[FactKey, list[float]]) -> None:
+        """Write facts, each with all its samples.
+
+        Raises:
+            ProfileUnusable: the file cannot be written.
+        """
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = []
+        for key, samples in facts.items():
+            fact = Fact(samples)
+            told = json.dumps([float(f"{sample:.6g}") for sample in samples])
+            rows.append((*scope, *key, told, fact.value, fact.low, fact.high, at))
+        with self._open() as db, db:
+            db.executemany(f"INSERT OR REPLACE INTO facts VALUES ({', '.join('?' * 14)})", rows)
+
+    def clear(self) -> int:
+        """Forget all facts; how many there were, 0 of a file that cannot be read.
+
+        Raises:
+            ProfileUnusable: the file cannot be deleted.
+        """
+        try:
+            num_facts = len(self.rows())
+        except ProfileUnusable:
+            num_facts = 0
+        try:
+            for ending in ("", "-wal", "-shm"):
+                self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
+        except OSError as error:
+            raise ProfileUnusable(str(error), where=str(self.path)) from error
+        return num_facts
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+            os.close(fd)
+            with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)) as db:
+                db.execute("PRAGMA journal_mode = WAL").fetchall()
+                migration.apply(Database(db))
+                yield db
+        except (OSError, sqlite3.Error) as error:
+            hint = "`penstock profile clear` begins a new one"
+            raise ProfileUnusable(str(error), where=str(self.path), hint=hint) from error

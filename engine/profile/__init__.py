@@ -1,0 +1,1 @@
+"""What this machine does: facts that were measured once, kept, and refined while idle."""

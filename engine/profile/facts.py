@@ -1,0 +1,120 @@
+"""Keep what each thing takes on this machine: its newest samples, their median and spread.
+
+Owns: the facts of one scope in memory, which of them are not stored yet, and what was asked for
+and not known.
+Invariant: a fact has at most 32 samples; 16 in a row that are 1.5 times off replace all others.
+Never: reads a clock or a file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+PROMPT_MS, DECODE_MS = "prompt_ms", "decode_ms"
+"""Steps of a worker, by their tokens or sequences and the positions before these."""
+MAX_SAMPLES = 32
+MAX_RATIO = 1.5
+"""A sample further than this from the median, either way, is beyond it."""
+REOPEN_AFTER = 16
+"""Samples in a row that are beyond the median: what was known before them is forgotten."""
+
+
+class FactKey(NamedTuple):
+    """What a fact is about."""
+
+    what: str
+    """With its unit, as `prompt_ms`."""
+    size: int = 0
+    """In powers of two."""
+    depth: int = 0
+    """A second size, as positions before a step's tokens."""
+    place: str = ""
+    """Cores, device, link or disk."""
+
+
+class Fact:
+    """The newest samples of one thing."""
+
+    __slots__ = ("_num_beyond", "_value", "at", "samples")
+
+    def __init__(self, samples: Iterable[float] = (), at: str = "") -> None:
+        self.samples = deque(samples, MAX_SAMPLES)
+        self.at = at
+        """When it was last stored, ISO 8601 in UTC; empty: never."""
+        self._num_beyond = 0
+        self._value: float | None = None
+
+    @property
+    def value(self) -> float:
+        """The median of the samples."""
+        if self._value is None:
+            self._value = _quantile(self.samples, 0.5)
+        return self._value
+
+    @property
+    def low(self) -> float:
+        """A tenth of the samples is lower."""
+        return _quantile(self.samples, 0.1)
+
+    @property
+    def high(self) -> float:
+        """A tenth of the samples is higher."""
+        return _quantile(self.samples, 0.9)
+
+    def observe(self, sample: float) -> None:
+        """Take in one sample."""
+        if self.samples and not 1 / MAX_RATIO <= sample / self.value <= MAX_RATIO:
+            self._num_beyond += 1
+        else:
+            self._num_beyond = 0
+        self.samples.append(sample)
+        if self._num_beyond >= REOPEN_AFTER:
+            self.samples = deque(list(self.samples)[-REOPEN_AFTER:], MAX_SAMPLES)
+            self._num_beyond = 0
+        self._value = None
+
+
+def _quantile(samples: Iterable[float], share: float) -> float:
+    ordered = sorted(samples)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+class Profile:
+    """The facts of one scope: a machine, and perhaps a model as it is served there."""
+
+    def __init__(self, facts: Mapping[FactKey, Fact] | None = None) -> None:
+        self.facts = dict(facts or {})
+        self.asked: Counter[FactKey] = Counter()
+        """What a chooser asked for and did not get, by how often."""
+        self._changed: set[FactKey] = set()
+
+    def value(self, what: str, size: int = 0, depth: int = 0, place: str = "") -> float | None:
+        """The median of a fact; None: it is not known."""
+        fact = self.facts.get(FactKey(what, size, depth, place))
+        return None if fact is None else fact.value
+
+    def about(self, what: str, place: str | None = None) -> Iterator[tuple[FactKey, Fact]]:
+        """Every fact of a kind, at one place or at all."""
+        for key, fact in self.facts.items():
+            if key.what == what and place in {None, key.place}:
+                yield key, fact
+
+    def observe(self, key: FactKey, sample: float) -> None:
+        """Take in one sample of a fact."""
+        fact = self.facts.get(key)
+        if fact is None:
+            fact = self.facts[key] = Fact()
+        fact.observe(sample)
+        self._changed.add(key)
+
+    def put(self, key: FactKey, samples: Iterable[float]) -> None:
+        """Replace what is known of a fact."""
+        self.facts[key] = Fact(samples)
+        self._changed.add(key)
+
+    def take_changed(self) -> dict[FactKey, list[float]]:
+        """The samples of each fact that has changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return {key: list(self.facts[key].samples) for key in changed}

@@ -1,0 +1,268 @@
+"""Find the fastest way to multiply bfloat16 matrices, and to meet a prompt's keys, on this machine.
+
+The kernels read matrices as the checkpoint stores them, or packed in pairs, which a processor's
+dots of pairs and its matrix tiles want. What an instruction is called says little about its speed:
+dots are twice as fast as widening on some processors, and less than half as fast on others. So each
+way is timed once per machine, on few inputs and on many, and checked against the first.
+
+Owns: the trial, whose times are facts of the machine, and what follows from these facts.
+Invariant: a way that computes anything else than the first one is not chosen; the same facts give
+the same choice; a default stays until another way is faster by more than GAIN_TO_CHANGE.
+Never: imports torch; is timed while a model is loaded.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from array import array
+from collections.abc import Callable
+from ctypes import addressof, c_char
+from dataclasses import dataclass
+from random import Random
+
+from engine.folder.quantisation import packed_shape
+from engine.kernels.cpu import (
+    BFLOAT16,
+    BFLOAT16_PAIRS,
+    DOTS,
+    TILES,
+    WAY_NAMES,
+    WIDENED,
+    Kernels,
+    ProductWays,
+)
+from engine.profile.facts import FactKey, Profile
+from engine.units import with_figures
+
+PRODUCT_US, ATTENTION_US, IS_WRONG = "product_us", "attention_us", "is_wrong"
+LEVELS = {"avx512bf16": (WIDENED, DOTS), "amx": (WIDENED, DOTS, TILES)}
+"""Levels with instructions for bfloat16, and the ways in which they read packed matrices."""
+STORED = "stored"
+"""The place of facts about matrices as the checkpoint has them."""
+NUM_INPUTS = (1, 4, 16, 64, 256)
+"""Tried; from each of them on, up to the next, its best way is used."""
+ATTENTION_TOKENS = 512
+GAIN = 1.5
+"""Packing costs memory and a part of the start, so that it has to bring this at 256 inputs..."""
+LOSS = 0.8
+"""...and may not cost more than this at any other number."""
+GAIN_TO_CHANGE = 1.1
+"""Of a way over the one that is used for more inputs, which is the default for fewer."""
+ROUNDS = 9
+"""Each times all ways one after the other."""
+_DEPTH = 1024
+_ROWS = {1: 16384, 4: 16384, 16: 2048, 64: 2048, 256: 1024}
+"""Few inputs are bound by reading: more than the caches hold."""
+_TOLERANCE = 2**-6
+_ATTENTION_TOLERANCE = 2**-5
+"""Of outputs that are means of values of about 1, with weights of eight bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaysChoice:
+    """How bfloat16 is multiplied, and why."""
+
+    ways: ProductWays | None
+    """None: matrices stay as they are stored, which is as fast or faster."""
+    attention: int
+    """The way in which prompts' queries meet keys and values."""
+    why: str
+    """For people; empty: there was nothing to choose."""
+
+
+AS_STORED = WaysChoice(None, WIDENED, "")
+
+
+def try_ways(profile: Profile, kernels: Kernels, level: str) -> None:
+    """Time every way of the level, unless the profile knows them; takes half a second once."""
+    ways = LEVELS.get(level, ())
+    if not ways or profile.value(PRODUCT_US, NUM_INPUTS[0], 0, STORED) is not None:
+        return
+    trial = _Trial(kernels)
+    for way in ways:
+        profile.put(FactKey(IS_WRONG, place=WAY_NAMES[way]), [float(not trial.is_right(way))])
+    for count in NUM_INPUTS:
+        calls = {STORED: trial.call(count, None)}
+        calls |= {WAY_NAMES[way]: trial.call(count, way) for way in ways}
+        _take_turns(profile, PRODUCT_US, count, calls)
+    if TILES in ways:
+        attention = _AttentionTrial(kernels)
+        attends = {WAY_NAMES[way]: attention.call(way) for way in (WIDENED, TILES)}
+        _take_turns(profile, ATTENTION_US, ATTENTION_TOKENS, attends)
+        is_wrong = float(not attention.is_right())
+        profile.put(FactKey(IS_WRONG, place="attention"), [is_wrong])
+
+
+def _take_turns(
+    profile: Profile, what: str, size: int, calls: dict[str, Callable[[], None]]
+) -> None:
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()  # threads and pages are there from now on
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            started_s = time.perf_counter()
+            call()
+            found[name].append((time.perf_counter() - started_s) * 1e6)
+    for name, times_us in found.items():
+        profile.put(FactKey(what, size, 0, name), times_us)
+
+
+def choose_ways(profile: Profile, level: str) -> WaysChoice:
+    """Choose by the facts that there are.
+
+    The shortest times are compared: what else runs can only make a call longer.
+    """
+    ways = LEVELS.get(level, ())
+    right = [way for way in ways if not profile.value(IS_WRONG, place=WAY_NAMES[way])]
+    wrong = [WAY_NAMES[way] for way in ways if way not in right]
+    warning = f" ({', '.join(wrong)} compute wrongly)" if wrong else ""
+    found = {count: _times_us(profile, count, right) for count in NUM_INPUTS}
+    stored = {count: _low_us(profile, count, STORED) for count in NUM_INPUTS}
+    if not right or not all(found.values()) or not all(stored.values()):
+        why = f"bfloat16 products: stored layout{warning}" if wrong else ""
+        return WaysChoice(None, WIDENED, why)
+    chosen: dict[int, int] = {}
+    default = min(found[NUM_INPUTS[-1]], key=found[NUM_INPUTS[-1]].__getitem__)
+    for count in reversed(NUM_INPUTS):
+        best = min(found[count], key=found[count].__getitem__)
+        if found[count][default] > GAIN_TO_CHANGE * found[count][best]:
+            default = best
+        chosen[count] = default
+    gains = {count: (stored[count] or 0) / found[count][way] for count, way in chosen.items()}
+    attention = _attention_way(profile, right)
+    by_tiles = "; attention by tiles" if attention == TILES else ""
+    few, many = gains[NUM_INPUTS[0]], gains[NUM_INPUTS[-1]]
+    figures = f"repacked is {few:.1f}x at 1 token, {many:.1f}x at {NUM_INPUTS[-1]}"
+    if many < GAIN or min(gains.values()) < LOSS:
+        said = f"bfloat16 products: stored layout{by_tiles}{warning}"
+        why = with_figures(said, figures)
+        return WaysChoice(None, attention, why)
+    product_ways = ProductWays(NUM_INPUTS, tuple(chosen[count] for count in NUM_INPUTS))
+    said = f"bfloat16 products: repacked, {product_ways} tokens{by_tiles}{warning}"
+    return WaysChoice(product_ways, attention, with_figures(said, figures))
+
+
+def _times_us(profile: Profile, count: int, ways: list[int]) -> dict[int, float]:
+    times_us = {way: _low_us(profile, count, WAY_NAMES[way]) for way in ways}
+    return {way: low_us for way, low_us in times_us.items() if low_us}
+
+
+def _low_us(profile: Profile, count: int, place: str) -> float | None:
+    fact = profile.facts.get(FactKey(PRODUCT_US, count, 0, place))
+    return None if fact is None else fact.low
+
+
+def _attention_way(profile: Profile, right: list[int]) -> int:
+    """Tiles, where they compute the right thing and are faster beyond doubt."""
+    keys = [FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, WAY_NAMES[w]) for w in (WIDENED, TILES)]
+    known = [profile.facts.get(key) for key in keys]
+    if TILES not in right or profile.value(IS_WRONG, place="attention") or not all(known):
+        return WIDENED
+    widened, tiled = known
+    assert widened is not None
+    assert tiled is not None
+    return TILES if widened.low > GAIN_TO_CHANGE * tiled.low else WIDENED
+
+
+class _AttentionTrial:
+    """A prompt's chunk of 4 heads of 64 over itself."""
+
+    def __init__(self, kernels: Kernels, num_tokens: int = ATTENTION_TOKENS) -> None:
+        self._kernels = kernels
+        self._num_heads, self._head_dim, self._block_size = 4, 64, 64
+        self._width = self._num_heads * self._head_dim
+        self._num_blocks = -(-num_tokens // self._block_size)
+        sizes = [
+            num_tokens * self._width * 2,
+            self._num_blocks * self._block_size * 4 * self._width,
+        ]
+        self._q, self._kv = _noise(sizes[0]), _noise(sizes[1])
+        self._outs = {way: mmap.mmap(-1, sizes[0]) for way in (WIDENED, TILES)}
+        self._sequence = array("q", [0, num_tokens, num_tokens])
+        self._table = array("q", range(self._num_blocks))
+
+    def call(self, way: int) -> Callable[[], None]:
+        """What computes it once."""
+        out, q, kv = (_address(each) for each in (self._outs[way], self._q, self._kv))
+
+        def call() -> None:
+            self._kernels.attend(
+                out, q, kv, self._sequence.buffer_info()[0], self._table.buffer_info()[0], 0,
+                BFLOAT16, 1, self._num_blocks, self._width, self._num_heads, self._num_heads,
+                self._head_dim, self._block_size, 1, 0, 0, BFLOAT16,
+                self._block_size * self._width * 2, way, 1, self._head_dim**-0.5, 0.0,
+            )  # fmt: skip
+
+        return call
+
+    def is_right(self) -> bool:
+        """True if both ways, computed before, agree."""
+        expected, found = (_floats(out[-16 * self._width * 2 :]) for out in self._outs.values())
+        pairs = zip(expected, found, strict=True)
+        return all(abs(a - b) <= _ATTENTION_TOLERANCE for a, b in pairs)
+
+
+class _Trial:
+    """A matrix as it is stored and packed, inputs, and where outputs go."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        num_rows, num_inputs = max(_ROWS.values()), max(_ROWS)
+        self._stored, self._x = _noise(num_rows * _DEPTH * 2), _noise(num_inputs * _DEPTH * 2)
+        self._packed = mmap.mmap(-1, num_rows * _DEPTH * 2)
+        self._out = mmap.mmap(-1, max(num_inputs * 1024, num_rows * 16) * 2)
+        panels = packed_shape(num_rows, _DEPTH)[0]
+        addresses = _address(self._packed), _address(self._stored)
+        kernels.pack_pairs(*addresses, num_rows, _DEPTH, 0, panels)
+
+    def call(
+        self, num_inputs: int, way: int | None, num_rows: int | None = None
+    ) -> Callable[[], None]:
+        """What makes one product; way None: of the matrix as it is stored."""
+        memory, scheme = (self._stored, BFLOAT16) if way is None else (self._packed, BFLOAT16_PAIRS)
+        parts = array("q", [_address(memory), num_rows or _ROWS[num_inputs], scheme])
+        out, x, address = _address(self._out), _address(self._x), parts.buffer_info()[0]
+
+        def call() -> None:
+            shape = num_inputs, _DEPTH, address, len(parts) // 3, 0
+            if way is None:
+                self._kernels.linear(out, x, BFLOAT16, *shape, 1)
+            else:
+                self._kernels.linear_pairs(out, x, *shape, way, 1)
+
+        return call
+
+    def is_right(self, way: int) -> bool:
+        """True if the way yields what matrices as stored do, but for rounding."""
+        expected, found = (self._outputs(each) for each in (None, way))
+        limit = _TOLERANCE * _DEPTH**0.5  # of sums of so many products of about 1
+        return all(abs(a - b) <= limit for a, b in zip(expected, found, strict=True))
+
+    def _outputs(self, way: int | None) -> tuple[float, ...]:
+        num_inputs, num_rows = 3, 128
+        self._out[:] = b"\xff" * len(self._out)  # NaNs, which are right nowhere
+        self.call(num_inputs, way, num_rows)()
+        return _floats(self._out[: num_inputs * num_rows * 2])
+
+
+def _noise(num_bytes: int) -> mmap.mmap:
+    """Memory of bfloat16 values of about 1, the same every time."""
+    random = Random(0)
+    values = array("f", [random.gauss(0, 1) for _ in range(8191)]).tobytes()
+    halves = b"".join(values[i + 2 : i + 4] for i in range(0, len(values), 4))
+    memory = mmap.mmap(-1, num_bytes)
+    memory.write((halves * (num_bytes // len(halves) + 1))[:num_bytes])
+    return memory
+
+
+def _address(memory: mmap.mmap) -> int:
+    return addressof(c_char.from_buffer(memory))
+
+
+def _floats(bfloat16: bytes) -> tuple[float, ...]:
+    count = len(bfloat16) // 2
+    widened = b"".join(b"\0\0" + bfloat16[i : i + 2] for i in range(0, len(bfloat16), 2))
+    return struct.unpack(f"{count}f", widened)

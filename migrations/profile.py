@@ -1,0 +1,38 @@
+"""The schema of the machine's profile, as steps that are only ever appended.
+
+Owns: its table.
+Invariant: a step that has been released is never edited; each runs in one transaction.
+Never: executescript(), which would commit that transaction half-way.
+"""
+
+from __future__ import annotations
+
+from sqlite_utils import Database, Migrations
+
+migration = Migrations("profile")
+
+_FACTS = """
+CREATE TABLE facts (
+  machine    TEXT NOT NULL,
+  build      TEXT NOT NULL,
+  model      TEXT NOT NULL,
+  dtype      TEXT NOT NULL,
+  placement  TEXT NOT NULL,
+  what       TEXT NOT NULL,
+  size       INTEGER NOT NULL,
+  depth      INTEGER NOT NULL,
+  place      TEXT NOT NULL,
+  samples    TEXT NOT NULL,
+  value      REAL NOT NULL,
+  low        REAL NOT NULL,
+  high       REAL NOT NULL,
+  at         TEXT NOT NULL,
+  PRIMARY KEY (machine, build, model, dtype, placement, what, size, depth, place)
+) STRICT, WITHOUT ROWID
+"""
+
+
+@migration()
+def m001_facts(db: Database) -> None:
+    """Facts: the newest samples of each as a JSON list, with their median and spread."""
+    db.conn.execute(_FACTS)
