@@ -30,12 +30,15 @@ from engine.errors import RequestError, UsageError
 POLL_S = 1.0
 BATCH_ROWS = "1000"
 
-StateDir = Annotated[str | None, typer.Option(help="Where the log is, if no daemon answers.")]
-Follow = Annotated[bool, typer.Option("-f", "--follow", help="Go on with new ones.")]
-Since = Annotated[str | None, typer.Option(help="Not before: 1h, 2d (ago), 2026-01-31T12:00.")]
-Until = Annotated[str | None, typer.Option(help="Before; as --since.")]
+StateDir = Annotated[str | None, typer.Option(help="Folder of the log, used if no daemon answers.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new ones.")]
+Since = Annotated[
+    str | None, typer.Option(help="Start of the time range: 1h, 2d (ago) or 2026-01-31T12:00.")
+]
+Until = Annotated[str | None, typer.Option(help="End of the time range, in the same forms.")]
 Limit = Annotated[
-    int, typer.Option("-n", "--limit", callback=within(1, 10_000), help="The newest so many.")
+    int,
+    typer.Option("-n", "--limit", callback=within(1, 10_000), help="How many, the newest ones."),
 ]
 Rows = list[dict[str, Any]]
 
@@ -63,17 +66,17 @@ def log(
     until: Until = None,
     user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
     errors: Annotated[
-        bool, typer.Option("--errors", help="Only failed and cut short; a cancel is none.")
+        bool,
+        typer.Option("--errors", help="Only failed or cut-off requests; excludes cancelled ones."),
     ] = False,
-    slow: Annotated[str | None, typer.Option(help="As 'ttft>500' (ms) or 'e2e>2s'.")] = None,
+    slow: Annotated[
+        str | None, typer.Option(help="Only slow ones, e.g. 'ttft>500' (ms) or 'e2e>2s'.")
+    ] = None,
     host: Host = None,
     state_dir: StateDir = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show finished requests, the newest last.
-
-    Without a daemon the log's file is read.
-    """
+    """Show finished requests, newest last; read from the log's file if no daemon runs."""
     wanted = {
         "limit": str(limit),
         "since": since,
@@ -92,20 +95,20 @@ def events(
     since: Since = None,
     until: Until = None,
     priority: Annotated[
-        Priority | None, typer.Option("-p", "--priority", help="At least this one.")
+        Priority | None, typer.Option("-p", "--priority", help="At least this severity.")
     ] = None,
     host: Host = None,
     state_dir: StateDir = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show what an operator should know, the newest last."""
+    """Show events (restarts, alerts, changed settings), newest last."""
     wanted = {"limit": str(limit), "since": since, "until": until, "severity": priority}
     source = _Source("events", terminal.client(host), state_dir, wanted)
     _print(source, listings.EVENTS, output, follow)
 
 
 def usage(
-    by: Annotated[UsageKey, typer.Option(help="Which sums.")] = UsageKey.USER,
+    by: Annotated[UsageKey, typer.Option(help="What to sum by.")] = UsageKey.USER,
     since: Since = None,
     until: Until = None,
     host: Host = None,
@@ -244,7 +247,9 @@ class State(StrEnum):
 
 def ps(
     host: Host = None,
-    show_all: Annotated[bool, typer.Option("-a", "--all", help="Also the last finished.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("-a", "--all", help="Also recently finished ones.")
+    ] = False,
     user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
     state: Annotated[State | None, typer.Option(help="Only in this phase.")] = None,
     output: Output = Format.TABLE,
@@ -270,7 +275,7 @@ def show(
         str,
         typer.Argument(
             metavar="ID",
-            help="From ps, log or top; its beginning will do.",
+            help="From ps, log or top; the first characters are enough.",
             autocompletion=request_ids,
         ),
     ],
@@ -294,24 +299,26 @@ def show(
 
 
 def whoami(host: Host = None, output: Output = Format.TABLE) -> None:
-    """Show who the daemon takes you for, and what that lets you do."""
+    """Show your user name and role at the daemon, and what they permit."""
     content = terminal.client(host).get("/v1/penstock/whoami")
     terminal.show("whoami", content, output, lambda: listings.facts(content))
 
 
 def top(
     host: Host = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one reading as text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --once: the frame.")] = False,
-    as_lines: Annotated[bool, typer.Option("--plain", help="Print lines, no screen.")] = False,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Change nothing.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one page as text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
+    as_lines: Annotated[
+        bool, typer.Option("--plain", help="Print plain lines instead of a screen.")
+    ] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Disable actions.")] = False,
     as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
     replay: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Show what `penstock record` has saved.")
+        str | None, typer.Option(metavar="FILE", help="Replay a file that `penstock record` wrote.")
     ] = None,
-    at: Annotated[str | None, typer.Option(help="Where the replay begins: 14:02:11, +5m.")] = None,
+    at: Annotated[str | None, typer.Option(help="Start of the replay: 14:02:11 or +5m.")] = None,
 ) -> None:
-    """Open the live console, or a recording; into a pipe it prints lines."""
+    """Open the live console, or replay a recording; plain text when piped."""
     wanted = {
         "--once": once,
         "--json": as_json,
@@ -338,7 +345,7 @@ def top(
 
 
 def version(host: Host = None, output: Output = Format.TABLE) -> None:
-    """Show the version of this command, and of the daemon if one answers."""
+    """Show the versions of this command and of the running daemon."""
     from importlib import metadata  # 20 ms that only this verb needs
 
     content: dict[str, Any] = {"version": None, "daemon_version": None}

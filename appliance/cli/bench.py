@@ -107,67 +107,71 @@ DEFAULT_SECONDS = 30.0
 Specs = Annotated[
     list[str],
     typer.Argument(
-        metavar="ARM...",
-        help="static, colocated, elastic: a daemon started for it; or a server that is there: a"
-        " socket or http://HOST:PORT. NAME= may precede. The first is the base of all ratios.",
+        metavar="SERVER...",
+        help="static, colocated or elastic: a daemon started for it; or a running server: a socket"
+        " or http://HOST:PORT. NAME= before it names it. Ratios are relative to the first.",
     ),
 ]
 ArmsModel = Annotated[
-    str | None, typer.Option("--model", "-m", help="For the daemons that are started.")
+    str | None, typer.Option("--model", "-m", help="Model of the started daemons.")
 ]
-Rounds = Annotated[int, typer.Option(callback=within(1), help="How often every arm has its turn.")]
+Rounds = Annotated[int, typer.Option(callback=within(1), help="Rounds per server.")]
 Alone = Annotated[
-    bool, typer.Option("--alone", help="Start daemons anew for each turn, one at a time.")
+    bool, typer.Option("--alone", help="Restart daemons for each turn, so that one runs at a time.")
 ]
 PromptText = Annotated[
-    bool, typer.Option("--prompt-text", help="Send words, for servers that know no /tokenize.")
+    bool, typer.Option("--prompt-text", help="Send words: for servers without /tokenize.")
 ]
-Seed = Annotated[int, typer.Option(help="Of schedules, lengths, prompts and turns.")]
-Save = Annotated[Path | None, typer.Option(help="Keep every sample in this JSON file.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw distributions to this SVG.")]
+Seed = Annotated[int, typer.Option(help="Random seed of schedules, lengths and prompts.")]
+Save = Annotated[Path | None, typer.Option(help="Write all samples to this JSON file.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the distributions into this SVG file.")
+]
 Seconds = Annotated[
-    float, typer.Option(callback=within(0.1), help="Of a turn; what was sent may end later.")
+    float, typer.Option(callback=within(0.1), help="Seconds of a turn; requests may end later.")
 ]
 Speed = Annotated[
-    float, typer.Option(callback=within(0.001), help="A workload's times: 2 is twice as fast.")
+    float, typer.Option(callback=within(0.001), help="Speed of the workload: 2 is twice as fast.")
 ]
 LengthScale = Annotated[
     float,
     typer.Option(
-        callback=within(0.0001), help="A workload's lengths: 0.25 is a quarter of the tokens."
+        callback=within(0.0001),
+        help="Factor on the workload's lengths: 0.25 is a quarter of the tokens.",
     ),
 ]
-SloTtft = Annotated[float | None, typer.Option(help="Goodput: first token within so many ms.")]
-SloItl = Annotated[float | None, typer.Option(help="Goodput: p99 of a reply's gaps within.")]
+SloTtft = Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")]
+SloItl = Annotated[float | None, typer.Option(help="Goodput: most ms of a reply's p99 gap.")]
 
 
 def _load(
     concurrency: Annotated[
         int | None,
-        typer.Option(callback=within(1), help="Closed loop: so many requests open; 1 by default."),
+        typer.Option(callback=within(1), help="Closed loop: number of open requests; default 1."),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(callback=within(0.001), help="Open loop: requests per second.")
     ] = None,
     burstiness: Annotated[
         float,
-        typer.Option(
-            callback=within(0.01), help="With --rate: 1 is Poisson, less comes in bursts."
-        ),
+        typer.Option(callback=within(0.01), help="With --rate: 1 is Poisson, less is burstier."),
     ] = 1.0,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Open loop: JSON lines in the form of Mooncake's traces."),
+        typer.Option(help="Open loop: a trace in Mooncake's format (JSON lines)."),
     ] = None,
     speed: Speed = 1.0,
     length_scale: LengthScale = 1.0,
     seconds: Annotated[
-        float | None, typer.Option(callback=within(0.1), help="Of a turn: 30, or all of the trace.")
+        float | None,
+        typer.Option(
+            callback=within(0.1), help="Seconds of a turn; default 30, or the whole trace."
+        ),
     ] = None,
-    input_tokens: Annotated[str, typer.Option(help="Of a prompt: 512, or any of 128-1024.")] = (
-        "512"
-    ),
-    output_tokens: Annotated[str, typer.Option(help="Of a reply, likewise.")] = "64",
+    input_tokens: Annotated[
+        str, typer.Option(help="Prompt length: 512, or random from 128-1024.")
+    ] = ("512"),
+    output_tokens: Annotated[str, typer.Option(help="Reply length, in the same forms.")] = "64",
     seed: Seed = 0,
 ) -> Load:
     """The load that the options describe."""
@@ -325,14 +329,14 @@ class Bar:
 Model = Annotated[
     Path | None,
     typer.Argument(
-        help="A folder, whose shape is taken; without, Llama 3.1 8B's, with the layers that fit."
+        help="Folder of a model for its shape. Default: Llama 3.1 8B, with the layers that fit."
     ),
 ]
-Small = Annotated[bool, typer.Option("--small", help="Little work, to see that it works.")]
+Small = Annotated[bool, typer.Option("--small", help="A small size, to check that it works.")]
 
 
 def kernels(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time the parts of a layer on the device, beside its copy bandwidth and matmul rate.
+    """Time the parts of a layer, beside the device's copy bandwidth and matmul rate.
 
     OF CEILING is a part's rate to one of these, timed first: 100% is all that the device can do.
     More says that something else disturbed that ceiling, or that a cache held what was read.
@@ -341,7 +345,7 @@ def kernels(model: Model = None, small: Small = False, output: Output = Format.T
 
 
 def steps(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time whole steps on the device, with random weights.
+    """Time whole steps, with random weights.
 
     OF CEILING is a step's rate to the device's copy bandwidth or matmul rate, timed first: 100% is
     all that it can do. More says that something else disturbed that ceiling, or that a cache held
@@ -351,7 +355,7 @@ def steps(model: Model = None, small: Small = False, output: Output = Format.TAB
 
 
 def transports(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time KV blocks on their way through host memory, beside one large copy of as many bytes.
+    """Time the copy of KV blocks through host memory, beside one copy of as many bytes.
 
     OF ONE COPY is how fast they are beside it; 100% where they are as fast, more where faster.
     """
@@ -403,7 +407,8 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
 KINDS = ("trace", *CONVERSATIONS)
 
 Count = Annotated[
-    int, typer.Option(callback=within(1), help="Conversations, or requests of a trace.")
+    int,
+    typer.Option(callback=within(1), help="Number of conversations, or of requests of a trace."),
 ]
 
 
@@ -412,7 +417,7 @@ def workload(
     count: Count = 8,
     seed: Seed = 0,
 ) -> None:
-    """Write a workload as JSON lines: for --trace of run and compare, or --workload of turns.
+    """Print a workload as JSON lines, for --trace of run and compare or --workload of turns.
 
     A trace has the form that Mooncake published: timestamp (ms, in ticks of 3 s), input_length,
     output_length, hash_ids of 512 tokens each.
@@ -434,7 +439,7 @@ def conversations_of(name: str, count: int, seed: int) -> list[PlannedConversati
 # --------------------------------------------------------------------------------------------------
 
 
-bench = typer.Typer(help="Measure this appliance, and others beside it.", no_args_is_help=True)
+bench = typer.Typer(help="Measure this daemon and other servers.", no_args_is_help=True)
 for verb in (kernels, steps, transports):
     bench.command(verb.__name__)(verb)
 bench.command("workload")(workload)
@@ -455,7 +460,7 @@ def run(
     plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Put one server under load: the daemon, or what --host says."""
+    """Put one server under load: the daemon, or the one at --host."""
     bar, place = Bar(1), str(terminal.client(host).address)
     arms = Arms([place], model=None, is_text=prompt_text, seed=load.seed)
     with arms, arms.ready(place) as target:
@@ -488,7 +493,7 @@ def compare(
     plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Put several servers under the same load by turns.
+    """Put several servers under the same load, in interleaved turns.
 
     The first has two turns in each round: by how much they differ is the A/A band, and a ratio
     within it says nothing.
@@ -514,10 +519,10 @@ def compare(
 def turns(
     specs: Specs,
     workload: Annotated[
-        str, typer.Option(help="chat, agent, or a file that `bench workload` wrote.")
+        str, typer.Option(help="chat, agent, or a file from `bench workload`.")
     ] = "chat",
     count: Count = 8,
-    api: Annotated[str, typer.Option(help=f"How they are spoken: {', '.join(APIS)}.")] = "chat",
+    api: Annotated[str, typer.Option(help=f"API to use: {', '.join(APIS)}.")] = "chat",
     speed: Speed = 1.0,
     length_scale: LengthScale = 1.0,
     model: ArmsModel = None,
@@ -530,7 +535,7 @@ def turns(
     save: Save = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Have conversations with servers by turns: TTFT and what was cached, by turn.
+    """Hold conversations with servers; measures TTFT and cache hits by turn.
 
     Every server and turn gets a system prompt and words of its own, so that nothing is cached but
     what its conversations have said. infinite_hit_ratio is at most what a cache could have had.
@@ -568,10 +573,10 @@ def turns(
 def interference(
     specs: Specs,
     streams: Annotated[
-        int, typer.Option(callback=within(1), help="Replies that go on all the time.")
+        int, typer.Option(callback=within(1), help="Number of replies that stream all the time.")
     ] = 2,
     prompt_tokens: Annotated[
-        int, typer.Option(callback=within(1), help="Of each prompt that comes.")
+        int, typer.Option(callback=within(1), help="Length of each long prompt.")
     ] = 1500,
     every: Annotated[
         float, typer.Option(callback=within(0.01), help="Seconds between prompts.")
@@ -586,7 +591,7 @@ def interference(
     plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Measure what long prompts do to the gaps of replies that are going on.
+    """Measure how long prompts stretch the token gaps of running replies.
 
     Each turn has three parts: the prompts alone, the replies alone (quiet), both (loaded).
     """
@@ -614,13 +619,16 @@ def interference(
 
 @bench.command("step")
 def step(
-    model: Annotated[str | None, typer.Argument(help="A folder; without, the settings'.")] = None,
-    case: Annotated[
-        list[str] | None, typer.Option(metavar="BxN", help="B sequences of N tokens; repeat.")
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a model. Default: the one of the settings.")
     ] = None,
-    roles: Annotated[str, typer.Option(help="colocated has all cores, static its own.")] = (
-        "colocated"
-    ),
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="BxN", help="B sequences of N tokens. May be repeated."),
+    ] = None,
+    roles: Annotated[
+        str, typer.Option(help="colocated: all cores; static: those of a decode worker.")
+    ] = ("colocated"),
     rounds: Rounds = 3,
     save: Save = None,
     output: Output = Format.TABLE,

@@ -18,13 +18,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from appliance.cli import listings, terminal
-from appliance.cli.connection import ChosenModel, Connection
+from appliance.cli.connection import ChosenModel, Connection, when_loaded
 from appliance.cli.short_ids import model_ids
 from appliance.cli.terminal import Host, Range, WordWrap, for_terminal, printable, within
 from appliance.client import Client, ClientError, GenerationFailed, ReplyError, Stream
@@ -123,7 +124,8 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
     Raises:
         ClientError: no daemon, a refusal, or an incomplete reply.
     """
-    with client.stream(path, {**content, "stream": True}) as events:
+    ask = partial(client.stream, path, {**content, "stream": True})
+    with when_loaded(client, ask) as events:
         reply.request_id = events.request_id
         try:
             _print(events, reply)

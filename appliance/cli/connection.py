@@ -13,15 +13,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from appliance.cli import models, terminal
 from appliance.cli.terminal import ProgressLine, printable
-from appliance.client import DaemonAbsent, ReplyError
+from appliance.client import Client, DaemonAbsent, ReplyError
 from appliance.configuration import config, paths
 from appliance.configuration.address import UnixAddress
 from appliance.ephemeral import users_daemon
@@ -30,6 +30,7 @@ from appliance.models.names import HubName, NoSuchModel, is_model_file
 
 SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
 """At the API's temperature of 1 small models ramble."""
+Answer = TypeVar("Answer")
 POLL_S = 0.2
 _WITH_TAG = re.compile(r"[a-z][a-z0-9.-]*:[\w.-]+")
 """`llama3.2:1b`, known or not."""
@@ -63,7 +64,7 @@ class Connection:
         self._models: list[dict[str, Any]] = []
         self._absent: DaemonAbsent | None = None
         try:
-            self._models = self._loaded()
+            self._models = self._listed()
         except DaemonAbsent as error:
             self._absent = error
 
@@ -90,7 +91,7 @@ class Connection:
             yield self._chosen(asked)
             return
         with self._started(self._absent, asked):
-            self._models = self._loaded()
+            self._models = self._listed()
             yield ChosenModel(None, self._models[0])
 
     def check(self, asked: str | None) -> None:
@@ -104,20 +105,10 @@ class Connection:
         elif asked is not None:
             _check_exists(asked, _meant(asked))
 
-    def _loaded(self) -> list[dict[str, Any]]:
-        """Wait until the daemon has loaded; its models, the one that is served first."""
-        line = ProgressLine()
-        try:
-            while True:
-                frame = self.client.get("/v1/penstock/state")
-                if frame.get("state") != "loading":
-                    break
-                line.wait(_loading_text(frame.get("state_reason")))
-                time.sleep(POLL_S)
-        finally:
-            line.end()
-        models: list[dict[str, Any]] = self.client.get("/v1/models").get("data") or [{"id": ""}]
-        return models
+    def _listed(self) -> list[dict[str, Any]]:
+        """The models of the daemon, the one that is served first."""
+        reply = when_loaded(self.client, lambda: self.client.get("/v1/models"))
+        return reply.get("data") or [{"id": ""}]
 
     def _chosen(self, asked: str | None) -> ChosenModel:
         """The model that is meant, loaded if the daemon knows it and serves another now."""
@@ -128,8 +119,7 @@ class Connection:
         if about.get("is_loaded") is False:
             served = printable(self._models[0]["id"])
             terminal.note(f"penstock: loading {printable(name)} in place of {served} ...")
-            wake = {"model": name, "prompt": "\n", "max_tokens": 1, "stream": True}
-            with self.client.stream("/v1/completions", wake) as events:
+            with self.client.stream("/api/generate", {"model": name, "stream": True}) as events:
                 for _ in events:
                     pass
             about = self.client.get(f"/v1/models/{quote(name)}")
@@ -185,6 +175,27 @@ class Connection:
             finally:
                 line.end()
             yield
+
+
+def when_loaded(client: Client, ask: Callable[[], Answer]) -> Answer:
+    """Ask the daemon something; where its model still loads, again when that is done.
+
+    Raises:
+        ClientError: as `ask`.
+    """
+    try:
+        return ask()
+    except ReplyError as error:
+        if error.code != "model_loading":
+            raise
+    line = ProgressLine()
+    try:
+        while (frame := client.get("/v1/penstock/state")).get("state") == "loading":
+            line.wait(_loading_text(frame.get("state_reason")))
+            time.sleep(POLL_S)
+    finally:
+        line.end()
+    return ask()
 
 
 def _loading_text(reason: object) -> str:

@@ -200,11 +200,11 @@ def serve(
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
     check_config: Annotated[
-        bool, typer.Option("--check-config", help="Only say whether all of it could be served.")
+        bool, typer.Option("--check-config", help="Only check the settings and the model.")
     ] = False,
     **given: Any,
 ) -> None:
-    """Run the daemon in the foreground; SIGTERM drains it, SIGHUP reads its settings again."""
+    """Run the daemon in the foreground; SIGTERM stops it after a drain, SIGHUP reloads settings."""
     if folder is not None and given["model"] is not None:
         raise typer.BadParameter("give the model once: as an argument, or with --model")
     model = given["model"] if folder is None else folder
@@ -247,10 +247,12 @@ def cancel(
         list[str] | None,
         typer.Argument(metavar="ID...", help="From ps or top.", autocompletion=live_request_ids),
     ] = None,
-    user: Annotated[str | None, typer.Option("-u", "--user", help="All of this user's.")] = None,
+    user: Annotated[
+        str | None, typer.Option("-u", "--user", help="All requests of this user.")
+    ] = None,
     host: Host = None,
 ) -> None:
-    """End requests; exits 5 if one of them is not live."""
+    """Cancel requests; exits with 5 if one is not live."""
     if bool(ids) == (user is not None):
         raise typer.BadParameter("give ids, or a user with --user")
     client = terminal.client(host)
@@ -277,14 +279,14 @@ def cancel(
 
 
 def drain(
-    wait: Annotated[bool, typer.Option("--wait", help="Until no request is left.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until no request is left.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option(callback=within(0), help="Wait so many seconds at most; 120 with --wait."),
+        typer.Option(callback=within(0), help="Most seconds to wait; 120 with --wait."),
     ] = None,
     host: Host = None,
 ) -> None:
-    """Take no new requests; those accepted go on. Exits 124 when the time to wait is up."""
+    """Accept no new requests; accepted ones continue. Exits with 124 after --timeout."""
     client = terminal.client(host)
     client.post("/v1/penstock/drain")
     if not wait and timeout is None:
@@ -302,7 +304,7 @@ def drain(
 
 
 def resume(host: Host = None) -> None:
-    """Take requests again after a drain."""
+    """Accept requests again after a drain."""
     terminal.client(host).post("/v1/penstock/resume")
     terminal.write("serving\n")
 
@@ -351,10 +353,10 @@ def keys_group() -> None:
 
 @keys.command("new")
 def new_key(
-    name: Annotated[str, typer.Argument(help="What the log will call its user.")],
+    name: Annotated[str, typer.Argument(help="Name of the key's user in the log.")],
     role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
 ) -> None:
-    """Make a key: its line for the file on stdout, the key itself on stderr, once."""
+    """Make a key; its line for the file goes to stdout, the key itself to stderr, once."""
     from appliance.http import access
 
     key, line = access.new_key(name, role)
@@ -420,21 +422,21 @@ def roles(
         str | None,
         typer.Argument(
             metavar=f"[{'|'.join(ROLES)}]",
-            help="What to switch to.",
+            help="Roles to switch to.",
             autocompletion=lambda incomplete: [r for r in ROLES if r.startswith(incomplete)],
         ),
     ] = None,
     slo_ttft_ms: Annotated[
         int | None,
-        typer.Option(callback=within(0), help="Target for the first token; 0 is relative."),
+        typer.Option(callback=within(0), help="TTFT target in ms; 0: relative."),
     ] = None,
     slo_itl_ms: Annotated[
-        int | None, typer.Option(callback=within(0), help="Target for the gaps; 0 is relative.")
+        int | None, typer.Option(callback=within(0), help="ITL target in ms; 0: relative.")
     ] = None,
     host: Host = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show the workers' roles and targets, or change them while everything runs."""
+    """Show the workers' roles and targets, or change them without a restart."""
     client = terminal.client(host)
     asked = {"roles": wanted, "slo_ttft_ms": slo_ttft_ms, "slo_itl_ms": slo_itl_ms}
     change = {name: value for name, value in asked.items() if value is not None}
@@ -457,24 +459,24 @@ log = logging.getLogger("penstock.dynamo")
 
 def worker(
     host: Host = None,
-    dynamo: Annotated[bool, typer.Option("--dynamo", help="Be a worker of NVIDIA Dynamo.")] = False,
+    dynamo: Annotated[bool, typer.Option("--dynamo", help="Join NVIDIA Dynamo.")] = False,
     discovery: Annotated[
         str,
         typer.Option(
-            help="How Dynamo's parts find each other: file:FOLDER, which all can write, or etcd "
-            "(ETCD_ENDPOINTS says where), or kubernetes."
+            help="Dynamo's discovery: file:FOLDER (shared, writable), etcd (at ETCD_ENDPOINTS) "
+            "or kubernetes."
         ),
     ] = "",
-    namespace: Annotated[str, typer.Option(help="In Dynamo.")] = "penstock",
-    component: Annotated[str, typer.Option(help="In the namespace.")] = "worker",
+    namespace: Annotated[str, typer.Option(help="Dynamo's namespace.")] = "penstock",
+    component: Annotated[str, typer.Option(help="Dynamo's component in the namespace.")] = "worker",
     model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model; else as the daemon does.")
+        str | None, typer.Option(help="Model name for clients. Default: the daemon's.")
     ] = None,
     drain_s: Annotated[
-        float, typer.Option("--drain-s", help="Longest wait for replies when it is told to end.")
+        float, typer.Option("--drain-s", help="Most seconds to wait for replies at the end.")
     ] = 90.0,
 ) -> None:
-    """Make this appliance a worker of a system of several, until a signal."""
+    """Join a multi-node cluster (NVIDIA Dynamo) until stopped."""
     if not dynamo:
         raise UsageError(
             "of which system?", where="penstock worker", hint="say --dynamo; there is no other"
@@ -539,13 +541,13 @@ def _first_signal(adapter: object) -> None:
 
 def install_service(
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done, files in full.")
+        bool, typer.Option("--dry-run", help="Only print the steps and the files.")
     ] = False,
 ) -> None:
-    """Install and start the systemd units of the daemon, or bring them up to date; takes root.
+    """Install or update the daemon's systemd units and start them (needs root).
 
-    The unit starts the command of this environment. Done again after an upgrade it restarts the
-    daemon; clients that connect meanwhile wait.
+    The unit runs the command of this environment. After an upgrade, run it again: it restarts the
+    daemon, and clients that connect meanwhile wait.
     """
     program = own_program()
     if dry_run:

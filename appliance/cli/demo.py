@@ -86,7 +86,7 @@ class DemoChats:
 
 
 def demo() -> None:
-    """Ask the starter model about a long document while short chats stream beside it.
+    """Ask the built-in model about a long document while short chats stream.
 
     Starts a daemon of its own, marks each answer right or wrong, shows what the long prompts cost
     and what they cost the others, and cleans up. Ends with 1 if an answer was wrong.

@@ -52,18 +52,20 @@ _FINDINGS = (
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option("--model", "-m", help="As serve takes it.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Check this model.")] = None,
     config_file: Annotated[
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
     host: Host = None,
     bundle: Annotated[
         Path | None,
-        typer.Option(help="Also write a file for a report: no prompts, no keys.", metavar="FILE"),
+        typer.Option(
+            help="Also write a file for a bug report, without prompts and keys.", metavar="FILE"
+        ),
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Look at this machine, the settings, the log and the daemon; say what is wrong and what to do.
+    """Check this machine, the settings, the log and the daemon; say what to fix, and how.
 
     Ends with 8 if something is bad, and with 0 if it serves.
     """
@@ -132,7 +134,7 @@ _DEVICES = (
 
 
 def devices(output: Output = Format.TABLE) -> None:
-    """List what computes here, what it reports of itself and what joins it; - is not reported."""
+    """List CPUs, GPUs and their links; - means not reported."""
     import msgspec
 
     from appliance.devices.machine import Devices
@@ -195,13 +197,13 @@ config = typer.Typer(
 
 @config.command()
 def show(
-    origin: Annotated[bool, typer.Option("--origin", help="And what set each one.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Also show what set each one.")] = False,
     config_file: Annotated[
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show every setting as serve would find it here and now."""
+    """Show every setting with the value that `penstock serve` would use."""
     written = _for_people if output.is_for_people else _plain
     rows = [_row(found, written) for found in explain({"config": config_file})]
     columns = [TableColumn("SETTING", "name"), TableColumn("VALUE", "value")]

@@ -122,7 +122,7 @@ FITS = (
     TableColumn("WEIGHTS", "weights_bytes", size),
     TableColumn("MOST KV TOKENS", "kv_tokens", count),
     TableColumn("FITS", "verdict"),
-    TableColumn("QUANTISED, WOULD", "quantised"),
+    TableColumn("FITS IF QUANTISED", "quantised"),
 )
 
 CHECKSUMS = (
@@ -178,7 +178,8 @@ def facts(content: Row) -> str:
 
 
 def _label(name: str) -> str:
-    """`num_parameters` as people say it: `parameters`; `rows.events` as `rows, events`."""
+    """Put `num_parameters` as `parameters`, and `rows.events` as `rows, events`."""
+    name = name.replace("kv_bytes_of_a_request.", "KV_cache_at_")
     return name.removeprefix("num_").replace("_", " ").replace(".", ", ")
 
 

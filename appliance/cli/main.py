@@ -24,45 +24,53 @@ from typer.core import TyperGroup
 from appliance.cli import short_ids, terminal
 from engine.errors import PenstockError
 
-VERBS: Mapping[str, str] = {
-    "run": "chat",
-    "chat": "chat",
-    "serve": "control",
-    "stop": "control",
-    "pull": "models.pull_model",
-    "list": "models.list_models",
-    "rm": "models.remove",
-    "demo": "demo",
-    "status": "status",
-    "ps": "activity",
-    "show": "activity",
-    "top": "activity",
-    "cancel": "control",
-    "drain": "control",
-    "resume": "control",
-    "roles": "control",
-    "log": "activity",
-    "events": "activity",
-    "usage": "activity",
-    "metrics": "status",
-    "record": "storage",
-    "bench": "bench",
-    "models": "models",
-    "cache": "storage",
-    "db": "storage",
-    "config": "doctor",
-    "keys": "control",
-    "whoami": "activity",
-    "install-service": "control",
-    "worker": "control",
-    "doctor": "doctor",
-    "devices": "doctor",
-    "version": "activity",
-    "completion": "short_ids",
-    "dial-stdio": "control",
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Talk and serve": {
+        "run": "chat",
+        "chat": "chat",
+        "serve": "control",
+        "stop": "control",
+        "demo": "demo",
+    },
+    "Models": {
+        "pull": "models.pull_model",
+        "list": "models.list_models",
+        "rm": "models.remove",
+        "models": "models",
+    },
+    "Watch": {
+        "status": "status",
+        "ps": "activity",
+        "show": "activity",
+        "top": "activity",
+        "log": "activity",
+        "events": "activity",
+        "usage": "activity",
+        "metrics": "status",
+        "record": "storage",
+    },
+    "Operate": {
+        "cancel": "control",
+        "drain": "control",
+        "resume": "control",
+        "roles": "control",
+        "config": "doctor",
+        "keys": "control",
+        "cache": "storage",
+        "db": "storage",
+        "install-service": "control",
+        "worker": "control",
+    },
+    "Check and measure": {"doctor": "doctor", "devices": "doctor", "bench": "bench"},
+    "Other": {
+        "whoami": "activity",
+        "version": "activity",
+        "completion": "short_ids",
+        "dial-stdio": "control",
+    },
 }
 """Each verb's file in this folder; its function or group of verbs there, if not of its name."""
-
+VERBS = {name: place for group in GROUPS.values() for name, place in group.items()}
 _HIDDEN = ("dial-stdio",)
 HOST_OPTIONS = ("--host", "-H", "--socket")
 """Of most verbs; they may stand before the verb as well."""
@@ -92,11 +100,14 @@ class Verbs(TyperGroup):
         return verb
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """A verb a paragraph; what is hidden is left out."""
-        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        shown = [(name, verb) for name, verb in verbs if verb is not None and not verb.hidden]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, verb.get_short_help_str(_LONGEST)) for name, verb in shown])
+        """Write a paragraph for each verb that is not hidden; those of the command in groups."""
+        verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        shown = {name: verb for name, verb in verbs.items() if not verb.hidden}
+        groups = GROUPS if ctx.parent is None else {"Commands": shown}
+        for title, names in groups.items():
+            rows = [(n, shown[n].get_short_help_str(_LONGEST)) for n in names if n in shown]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def _given_once(parser: Any, ctx: Any) -> Any:
@@ -152,7 +163,7 @@ def build(asked: str) -> typer.Typer:
     """
     app = typer.Typer(
         cls=Verbs,
-        help="Penstock: serve a language model with prefill and decode on separate devices.",
+        help="Serve a language model with prefill and decode on separate devices.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
@@ -182,7 +193,7 @@ def _group(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", "-V", is_eager=True, callback=_version, help="The same as version."
+            "--version", "-V", is_eager=True, callback=_version, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:

@@ -161,9 +161,9 @@ def show_model(
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show a model's shape, what it needs, and where it fits; also before it is downloaded.
+    """Show a model's shape, memory needs and where it fits, also before a download.
 
-    MOST KV TOKENS is what all memory beside the weights holds. A start takes a part of it:
+    MOST KV TOKENS is what fits into all memory beside the weights. A start takes a part of it:
     `serve --check-config` says how much, and --kv-memory sets it.
     """
     terminal.of_this_machine()
@@ -194,10 +194,10 @@ def show_model(
 
 @models.command("verify")
 def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> None:
-    """Read every byte of a model's weights; exits 78 if it cannot be served or a sum is wrong.
+    """Check every byte of a model's weights; exits with 78 if it cannot be served or is damaged.
 
-    Sums are compared with SHA256SUMS or FILE.sha256 in the folder, or with the names that Hugging
-    Face's cache gives its files. A file that has none is read and its sum shown.
+    Checksums come from SHA256SUMS or FILE.sha256 in the folder, or from the file names in Hugging
+    Face's cache. Where there is none, the file's own is shown.
     """
     terminal.of_this_machine()
     from appliance.cli import model_folders

@@ -75,7 +75,8 @@ def the_one(text: str, ids: Iterable[str]) -> str | None:
     if len(found) > 1:
         more = ", ..." if len(found) > SHOWN_IDS else ""
         raise AmbiguousId(
-            f"{len(found)} requests begin so", where=text, hint=", ".join(found[:SHOWN_IDS]) + more
+            f"{text!r} matches {len(found)} requests; type more characters",
+            hint=", ".join(found[:SHOWN_IDS]) + more,
         )
     return found[0]
 
@@ -120,7 +121,7 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-def completion(shell: Annotated[Shell, typer.Argument(help="Whose script to print.")]) -> None:
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
     """Print a shell's completion script: source <(penstock completion bash)."""
     from typer import completion as typers
 

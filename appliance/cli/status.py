@@ -1,7 +1,6 @@
 """Verbs that say how the appliance is: status as a page or a line, metrics.
 
-Owns: the wording of the page, one subject a line; what --check takes for a fault; how a frame is
-shown again and again.
+Owns: the wording of the page, one subject a line; what --check takes for a fault; --watch.
 Invariant: --check ends with 0 only if the daemon would take a request and no alert is raised.
 Never: judges a figure; the alerts are the daemon's.
 """
@@ -33,10 +32,6 @@ from appliance.frame.figures import (
     watts,
 )
 from engine.units import without_figures
-
-# The daemon's state as text: a page, or a line.
-# Never: judges a figure, or shows one that the daemon did not send.
-
 
 _RED, _YELLOW, _GREEN = "31", "33", "32"
 _SEVERITY_COLOURS = {"error": _RED, "warning": _YELLOW}
@@ -92,7 +87,7 @@ def line(frame: Row) -> str:
 
 
 def _note_lines(name: str, doubled: str, note: object) -> list[tuple[str, str]]:
-    """A sentence of the start without the words that its subject says; a line for each part."""
+    """Split a note of the start into lines, without the words that repeat its subject."""
     first, *others = str(note).removeprefix(doubled).split("; ")
     return [(name, first), *(("", each) for each in others)]
 
@@ -155,12 +150,12 @@ def _worker_text(worker: Row) -> str:
 
 
 def _lent_text(worker: Row) -> str:
-    """Where the cores that it computes on are not its own."""
+    """Say so where a worker computes on other cores than its own."""
     own, used = set(worker.get("cpus") or ()), set(worker.get("cpus_used") or ())
     if worker.get("state") != "ready" or "cpus_used" not in worker or own == used:
         return ""
     borrowed = ", ".join(map(str, sorted(used - own)))
-    return f" (with cpu {borrowed} on loan)" if borrowed else " (its cores are lent)"
+    return f" (also using cpu {borrowed})" if borrowed else " (idle; cores lent)"
 
 
 def _pool_text(pool: Row) -> str:
@@ -200,7 +195,7 @@ def _latency_text(latency: Row) -> str:
 
 
 def _slo_text(frame: Row) -> str:
-    """What was in time, of the targets that there are."""
+    """Show the share of requests within each target."""
     latency = frame.get("latency") or {}
     named = (
         ("ttft", latency.get("ttft_slo_ratio"), frame.get("slo_ttft_ms")),
@@ -242,22 +237,22 @@ def _energy_text(energy: Row) -> str:
 
 
 def _tier_text(tier: Row) -> str:
-    """`1.2 GiB of 20.0 GiB of KV in 96 blocks; since the start 96 stored; its size finds ...`."""
+    """Say how full the cache is and how it has served, e.g. `1.2 GiB of 20.0 GiB in 96 blocks`."""
     if tier.get("state") != "on":
         return f"{tier.get('state')}: {tier.get('reason')}"
     text = (
-        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))} of KV in"
-        f" {things(tier.get('blocks'), 'block')}; since the start"
+        f"{size(tier.get('num_bytes'))} of {size(tier.get('max_bytes'))} in"
+        f" {things(tier.get('blocks'), 'block')}; since start"
         f" {count(tier.get('stored_blocks'))} stored, {count(tier.get('loaded_blocks'))} loaded"
     )
     if tier.get("loads"):
-        text += f", regret {duration(tier.get('regret_ms'))}"
+        text += f", time lost versus recomputing {duration(tier.get('regret_ms'))}"
     if limit := tier.get("limit"):
         text += f"; {limit}"
     shares = tier.get("would_find") or {}
     if "1" in shares and "2" in shares:
         now, twice = ratio(shares["1"]), ratio(shares["2"])
-        text += f"; its size finds {now} of prompts' blocks, twice {twice}"
+        text += f"; hit rate {now} ({twice} at double size)"
     return text
 
 
@@ -271,13 +266,13 @@ _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 
 def status(
     check: Annotated[
-        bool, typer.Option("--check", help="Only what is wrong; ends with 8 if something is.")
+        bool, typer.Option("--check", help="Only print problems; exits with 8 if there are any.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again and again.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
     host: Host = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show what the daemon is doing: state, alerts, queue, workers, KV, latency."""
+    """Show the daemon's state, alerts, queue, workers, KV cache and latency."""
     client = terminal.client(host)
     if check and watch:
         raise typer.BadParameter("--check ends, and --watch does not")
@@ -292,7 +287,7 @@ def status(
 
 
 def metrics(host: Host = None) -> None:
-    """Print what the daemon shows to Prometheus."""
+    """Print the metrics in Prometheus' format."""
     terminal.write(terminal.client(host).text("/metrics"))
 
 
@@ -307,7 +302,7 @@ def _check(frame: dict[str, Any], form: Format) -> None:
     if faults or not form.is_for_people:
         terminal.write(terminal.listing("status-check", listings.ALERTS, form).render(faults))
     else:
-        terminal.write("ready, and nothing is wrong\n")
+        terminal.write("OK\n")
     if faults:
         raise typer.Exit(FAULT_EXIT_CODE)
 

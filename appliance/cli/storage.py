@@ -32,12 +32,12 @@ from engine.errors import AlreadyRunning, FileError, PenstockError, RequestError
 
 # engine.tiers costs 20 ms, so it comes with the verbs.
 
-SsdDir = Annotated[str | None, typer.Option(help="The folder of the SSD cache.")]
+SsdDir = Annotated[str | None, typer.Option(help="Folder of the SSD cache.")]
 
 _T = TypeVar("_T")
 
 cache = typer.Typer(
-    help="KV blocks on disk: the SSD cache.",
+    help="The SSD cache: KV blocks on disk.",
     no_args_is_help=True,
     callback=terminal.of_this_machine,
 )
@@ -53,7 +53,7 @@ class Damaged(PenstockError):
 def cache_stats(
     ssd_dir: SsdDir = None, state_dir: StateDir = None, output: Output = Format.TABLE
 ) -> None:
-    """Show how much is on disk, and since when."""
+    """Show the size and age of the cache."""
     from engine.tiers.files import slab_bytes, survey
 
     folder = _folder(ssd_dir, state_dir)
@@ -79,7 +79,7 @@ def cache_stats(
 
 @cache.command()
 def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
-    """Read every block on disk; exits 8 if one is damaged.
+    """Read every block on disk; exits with 8 if one is damaged.
 
     A daemon finds the same out before it uses a block. What it writes meanwhile may look damaged.
     """
@@ -153,20 +153,18 @@ def _guarded(found: Iterator[_T], where: Path) -> Iterator[_T]:
 
 _DAYS_BY_UNIT = {"d": 1, "w": 7, "m": 30, "y": 365}
 
-db = typer.Typer(
-    help="The request log's file.", no_args_is_help=True, callback=terminal.of_this_machine
-)
+db = typer.Typer(help="The request log.", no_args_is_help=True, callback=terminal.of_this_machine)
 
 
 @db.command("path")
 def show_path(state_dir: StateDir = None) -> None:
-    """Print where the file is, or would be."""
+    """Print the path of the request log."""
     terminal.write(f"{_path(state_dir)}\n")
 
 
 @db.command("stats")
 def db_stats(state_dir: StateDir = None, output: Output = Format.TABLE) -> None:
-    """Show the file's sizes, its rows and the time that it covers."""
+    """Show the log's size, rows and time range."""
     from appliance.log import store as log_store
 
     content = log_store.stats(_path(state_dir))
@@ -176,10 +174,10 @@ def db_stats(state_dir: StateDir = None, output: Output = Format.TABLE) -> None:
 
 @db.command()
 def export(
-    file: Annotated[Path, typer.Argument(help="The copy; it must not exist yet.")],
+    file: Annotated[Path, typer.Argument(help="New file.")],
     state_dir: StateDir = None,
 ) -> None:
-    """Write a complete, compact copy that any SQLite tool can open."""
+    """Copy the log to a new SQLite file."""
     from appliance.log import store as log_store
 
     log_store.export(_path(state_dir), file)
@@ -188,12 +186,19 @@ def export(
 
 @db.command()
 def prune(
-    older_than: Annotated[str | None, typer.Option(help="Forget what is older: 30d, 8w.")] = None,
-    max_size: Annotated[str | None, typer.Option(help="Then the oldest beyond: 2GiB.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how much.")] = False,
+    older_than: Annotated[
+        str | None, typer.Option(help="Delete rows older than e.g. 30d or 8w.")
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(help="Then delete the oldest rows until the log is smaller than e.g. 2GiB."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print how much would be deleted.")
+    ] = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Forget old requests and events; give the space back."""
+    """Delete old requests and events, and free their space."""
     if older_than is None and max_size is None:
         raise typer.BadParameter("say what to forget: --older-than, --max-size")
     if state_dir is None:
@@ -242,13 +247,13 @@ BUILD_TIMEOUT_S = 120.0
 
 
 def record(
-    file: Annotated[Path, typer.Option("--output", "-o", help="The file; it must not exist yet.")],
+    file: Annotated[Path, typer.Option("--output", "-o", help="New file.")],
     since: activity.Since = DEFAULT_SINCE,
     until: activity.Until = None,
     host: Host = None,
     state_dir: activity.StateDir = None,
 ) -> None:
-    """Save what the console showed, to be seen again with `penstock top --replay FILE`.
+    """Save the console's history to a file for `penstock top --replay FILE`.
 
     The daemon keeps the last three days. Without a daemon the log's file is read.
     """

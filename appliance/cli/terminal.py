@@ -381,9 +381,11 @@ _told = set[str]()
 
 Host = Annotated[
     str | None,
-    typer.Option("--host", "-H", "--socket", help="Socket's path, http://... or ssh://..."),
+    typer.Option(
+        "--host", "-H", "--socket", help="Daemon to ask: socket path, http://... or ssh://..."
+    ),
 ]
-Output = Annotated[Format, typer.Option("--output", "-o", help="How to print.")]
+Output = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
 
 
 def with_options(verb: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:

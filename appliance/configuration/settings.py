@@ -51,140 +51,136 @@ class Setting(NamedTuple):
 SETTINGS: Mapping[str, Setting] = {
     "model": Setting(
         a_model,
-        "model to serve: a folder, or a name on the hub such as Qwen/Qwen3-0.6B; without one the "
-        "embedded starter model",
+        "model to serve: a folder, a GGUF file, owner/name on the hub or a short name; "
+        "default: the built-in starter model",
     ),
     "dtype": Setting(
         one_of("auto", "float32", "bfloat16", "float16"),
-        "dtype to serve in: auto, float32, bfloat16 or float16",
+        "dtype to compute in: auto, float32, bfloat16 or float16",
     ),
     "weights": Setting(
         one_of("stored", "q8", "q4", "int8"),
-        "matrices in memory: stored, as the checkpoint has them, or quantised at start: q8 and "
-        "q4 to 8 or 4 bits each, int8 to 8 bits with inputs rounded to 8 bits, too",
+        "weights in memory: stored keeps the checkpoint's form; q8 and q4 quantise to 8 or 4 bits; "
+        "int8 is W8A8",
     ),
     "kv_dtype": Setting(
         one_of("auto", INT8_KV),
-        "keys and values in the pools: auto, in the dtype that is served, or int8, of which about "
-        "twice as many tokens fit, on CPUs",
+        "dtype of the KV cache: auto is the serving dtype; int8 holds about twice the tokens (CPUs "
+        "only)",
     ),
     "transport": Setting(
         one_of("auto", "alias", "peer", "shm"),
-        "how the KV is handed over: auto, alias (nothing moves), peer or shm",
+        "how KV moves from prefill to decode: auto, alias (zero-copy), peer or shm",
     ),
     "roles": Setting(
         one_of("auto", *ROLES),
-        "workers: elastic lets each do what pays, static has one for each phase, colocated one; "
-        "auto is elastic, and colocated on a single GPU",
+        "what workers do: elastic routes each prompt to the better worker, static has one for each "
+        "phase, colocated has a single worker; auto: elastic, or colocated on one GPU",
     ),
     "place": Setting(
         parse_place,
-        "workers by role: 2x1, or cores and GPUs as 'prefill=cuda:0 decode=cuda:1,2-3'; without "
-        "it one of each role, or one for each GPU or NUMA node",
+        "prefill and decode workers: 2x1, or their devices: 'prefill=cuda:0 decode=cuda:1,2-3'; "
+        "default: one each, or one for each GPU or NUMA node",
     ),
-    "devices": Setting(some_devices, "what to serve on: auto, cpu, or GPUs by name, as gpu0"),
-    "eager": Setting(a_flag, "launch decode steps on a GPU piece by piece: true or false"),
+    "devices": Setting(some_devices, "devices to serve on: auto, cpu, or GPUs by name, e.g. gpu0"),
+    "eager": Setting(a_flag, "do not use CUDA graphs for decode steps: true or false"),
     "slo_ttft_ms": Setting(
         at_least(0, "milliseconds"),
-        "target for the first token, and for a turn; 0 is relative to the prompt's own time",
+        "TTFT target in ms; 0: relative to the time that the prompt takes alone",
         True,
     ),
     "slo_itl_ms": Setting(
         at_least(0, "milliseconds"),
-        "target for the gaps between tokens, likewise; 0 is relative to an undisturbed step",
+        "ITL target in ms; 0: relative to an undisturbed decode step",
         True,
     ),
-    "max_model_len": Setting(
-        at_least(2, "tokens"), "most tokens of a prompt and its reply together"
+    "max_model_len": Setting(at_least(2, "tokens"), "most tokens of prompt and reply together"),
+    "kv_memory": Setting(
+        parse_bytes, "memory for the KV cache, e.g. 2GiB", field="kv_memory_bytes"
     ),
     "default_max_tokens": Setting(
         at_least(1, "tokens"),
-        "most tokens of a chat's reply where its client names no limit; without it the room left",
+        "most tokens of a chat's reply if the client sets no limit; default: the room left",
     ),
-    "kv_memory": Setting(parse_bytes, "memory for KV blocks, as 2GiB", field="kv_memory_bytes"),
     "prefix_cache": Setting(
         on_or_off,
-        "keep what prompts and answers leave in the KV pools for those that begin alike: on, or "
-        "off for measuring",
+        "reuse KV of prompts that begin alike: on or off",
     ),
     "cache_isolation": Setting(
         one_of("none", "user"),
-        "whose prompts share what is kept: none sets nobody apart; user lets nobody find out, by "
-        "the time of a first token, what another user has asked",
+        "who shares the prefix cache: none: shared by all; user: separate per user, which prevents "
+        "timing leaks",
     ),
     "dram_cache": Setting(
-        a_size_or("off"), "most KV to keep in the host's memory below the pools, as 8GiB; or off"
+        a_size_or("off"), "host memory for KV evicted from the pools, e.g. 8GiB; or off"
     ),
     "ssd_cache": Setting(
-        a_size_or("auto", "off"), "most KV to keep on disk across restarts, as 20GiB; or auto, off"
+        a_size_or("auto", "off"), "disk space for KV kept across restarts, e.g. 20GiB; or auto, off"
     ),
-    "ssd_dir": Setting(a_path, "folder for that; by default kv in the state folder"),
+    "ssd_dir": Setting(a_path, "folder of the SSD cache; default: kv in the state folder"),
     "socket": Setting(a_path, "the Unix socket to listen on"),
-    "state_dir": Setting(a_path, "folder for the request log"),
+    "state_dir": Setting(a_path, "folder of the request log and of KV on disk"),
     "listen": Setting(
         an_address,
-        "TCP beside the socket, as 127.0.0.1:8000; beyond loopback, as 0.0.0.0:8443, only with TLS",
+        "TCP address to listen on as well, e.g. 127.0.0.1:8000; beyond loopback only with TLS",
     ),
-    "tls_cert": Setting(
-        a_path, "certificate (PEM, with what leads to its root) for TLS on TCP; a reload reads it"
-    ),
-    "tls_key": Setting(a_path, "its private key (PEM), likewise"),
-    "open_metrics": Setting(
-        on_or_off, "let whoever reaches TCP read /metrics without a key, as gateways do", True
-    ),
-    "api_keys": Setting(a_path, "file of the keys that clients on TCP need", True),
+    "tls_cert": Setting(a_path, "certificate chain (PEM) for TLS on TCP; read again at a reload"),
+    "tls_key": Setting(a_path, "private key (PEM) of the certificate; read again at a reload"),
+    "open_metrics": Setting(on_or_off, "serve /metrics on TCP without a key: on or off", True),
+    "api_keys": Setting(a_path, "file of the API keys of clients on TCP", True),
     "operators": Setting(
-        names, "users and @groups who may cancel anything and drain, with commas", True
+        names, "users and @groups who may cancel any request and drain, separated by commas", True
     ),
-    "viewers": Setting(names, "users and @groups who may only look, with commas", True),
-    "max_queued": Setting(at_least(1, "sequences"), "most sequences that may wait", True),
-    "max_queued_tokens": Setting(at_least(1, "tokens"), "most prompt tokens that may wait", True),
-    "max_connections": Setting(at_least(1, "connections"), "most connections open at once", True),
-    "max_body": Setting(parse_bytes, "largest body of a request, as 8MiB", True, "max_body_bytes"),
+    "viewers": Setting(names, "users and @groups who may only read, separated by commas", True),
+    "max_queued": Setting(at_least(1, "sequences"), "most sequences in the queue", True),
+    "max_queued_tokens": Setting(at_least(1, "tokens"), "most prompt tokens in the queue", True),
+    "max_connections": Setting(at_least(1, "connections"), "most open connections", True),
+    "max_body": Setting(parse_bytes, "largest request body, e.g. 8MiB", True, "max_body_bytes"),
     "model_aliases": Setting(
-        aliases, "other names of the model for clients, with commas; * is any text, as claude-*"
+        aliases,
+        "other names of the model for clients, separated by commas; * matches any text",
     ),
     "cors_origins": Setting(
         origins,
-        "web pages that may use the API in a browser, as https://app.example; * is all",
+        "web origins that may use the API from a browser, e.g. https://app.example; * is all",
         True,
     ),
     "tool_parser": Setting(
-        one_of("auto", *TOOL_PARSERS), "how the model writes tool calls; auto: by its chat template"
+        one_of("auto", *TOOL_PARSERS),
+        "format of the model's tool calls; auto: from its chat template",
     ),
     "reasoning_parser": Setting(
-        one_of("auto", "none", *REASONING_PARSERS), "how the model marks its reasoning, likewise"
+        one_of("auto", "none", *REASONING_PARSERS),
+        "format of the model's reasoning; auto: from its chat template",
     ),
     "max_queue_wait": Setting(
         a_duration,
-        "longest wait for a turn, as 60s: who would wait longer is refused at once, with a time to "
-        "come back; 0 lets everybody wait",
+        "reject (429 with Retry-After) requests expected to wait longer, e.g. 60s; 0: no limit",
         True,
         "max_queue_wait_s",
     ),
     "priorities": Setting(
-        some_weights, "users and keys that get more turns, or fewer: ann=4,key:batch=0.5", True
+        some_weights,
+        "shares of the queue by user or key, e.g. ann=4,key:batch=0.5; default 1",
+        True,
     ),
     "max_drain": Setting(
         a_duration,
-        "longest drain at a stop, as 90s, before replies are ended with a word; 0: no limit",
+        "longest drain at a stop, e.g. 90s; running replies are then cut; 0: no limit",
         True,
         "max_drain_s",
     ),
-    "log_text": Setting(a_flag, "keep prompts in the request log: true or false", True),
-    "log_keep_days": Setting(
-        at_least(1, "days"), "days after which the log forgets a request", True
-    ),
+    "log_text": Setting(a_flag, "store prompts in the request log: true or false", True),
+    "log_keep_days": Setting(at_least(1, "days"), "days that the log keeps a request", True),
     "min_stay": Setting(
         a_duration,
-        "how long a model in use stays before a request for another of [models] swaps it, as 10s; "
-        "one that was idle for a second goes at once",
+        "shortest time that a busy model stays before a swap, e.g. 10s; an idle one goes at once",
         True,
         "min_stay_s",
     ),
     "log_max_size": Setting(
         parse_bytes,
-        "largest request log, as 2GiB; beyond it the oldest are forgotten",
+        "largest request log, e.g. 2GiB; the oldest rows are deleted",
         True,
         "log_max_bytes",
     ),

@@ -98,7 +98,7 @@ def resolve(cache: Path, name: HubName) -> Path | None:
     elif _COMMIT.fullmatch(name.revision):
         fitting = sorted((folder / "snapshots").glob(f"{name.revision}*"))
         if len(fitting) > 1:
-            what = f"{len(fitting)} revisions in the cache begin so"
+            what = f"{len(fitting)} revisions in the cache begin with {name.revision!r}"
             raise ConfigError(what, where=str(name), hint="give more of the commit")
         snapshot = fitting[0] if fitting else None
     return None if snapshot is None or missing_files(snapshot, name.file) else snapshot

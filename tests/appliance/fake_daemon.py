@@ -12,10 +12,7 @@ from types import TracebackType
 from typing import Any
 
 RID = "cmpl-1"
-READINGS = {
-    "GET /v1/penstock/state": {"state": "ready"},
-    "GET /v1/models": {"data": [{"id": "m"}]},
-}
+READINGS = {"GET /v1/models": {"data": [{"id": "m"}]}}
 """What is answered where a script says nothing else; it is not counted as asked."""
 
 

@@ -165,17 +165,20 @@ def test_a_model_that_is_known_and_not_loaded_is_loaded_for_its_sampling(
     ended = penstock(environ, "run", "small", "Hello")
     assert (ended.returncode, ended.stdout) == (0, "Hello\n")
     assert "loading small in place of m" in ended.stderr
-    assert [body and body["model"] for body in daemon.script.asked_for(CONTINUE)] == ["small"]
+    (loaded,) = daemon.script.asked_for("POST /api/generate")
+    assert loaded == {"model": "small", "stream": True}, "no prompt: Ollama's way to load a model"
     assert [body and body["model"] for body in daemon.script.asked_for(ASK)] == ["small"]
 
 
 def test_run_waits_while_the_model_loads(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     state = "GET /v1/penstock/state"
+    refusal = {"error": {"message": "the model is still loading", "code": "model_loading"}}
+    daemon.script.replies[ASK] = (503, refusal)
     daemon.script.replies[state] = (200, {"state": "loading", "state_reason": "model_loading"})
     running = start(environ, "run", "p")
     while not daemon.script.asked_for(state):
         time.sleep(0.01)
-    assert asked_text(daemon) == []
+    del daemon.script.replies[ASK]
     daemon.script.replies[state] = (200, {"state": "ready"})
     shown, _ = running.communicate(timeout=30)
     assert (running.returncode, shown) == (0, b"Hello\n")

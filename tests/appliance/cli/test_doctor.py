@@ -175,7 +175,7 @@ def test_beside_a_daemon_a_model_that_a_start_could_not_serve_is_bad(tmp_path: P
     settings: dict[str, str | None] = {"model": str(tmp_path / "none")}
     served = partial(checks._served, state, config.load(settings, {}))
     found = checks._looked_at(settings, "model", served)
-    assert (found.verdict, "a GGUF file" in found.hint) == ("bad", True)
+    assert (found.verdict, ".gguf file" in found.hint) == ("bad", True)
     assert found.found.startswith(f"--model: {tmp_path}/none: no model here, so that a start")
     assert "the daemon serves penstock-starter-1" in found.found
 

@@ -224,9 +224,11 @@ def test_top_opens_the_console_with_the_socket_and_its_own_flags(
 def test_help_has_the_first_sentence_of_each_verb_whole(environ: dict[str, str]) -> None:
     for arguments in ((), ("bench",), ("models",)):
         shown = penstock(environ, *arguments, "--help").stdout
-        assert "..." not in shown.partition("Commands:")[2]
+        listed = shown.partition("exit.\n")[2]
+        assert listed
+        assert "..." not in listed
     words = " ".join(penstock(environ, "--help").stdout.split())
-    assert "SIGTERM drains it, SIGHUP reads its settings again." in words
+    assert "SIGTERM stops it after a drain, SIGHUP reloads settings." in words
 
 
 def test_a_second_daemon_is_told_so_after_what_was_asked_is_checked(

@@ -173,9 +173,8 @@ def test_ssh_carries_a_call_and_a_stream(tmp_path, ssh_environ):
         daemon.script.events = [text_event("a"), text_event("b", "stop"), b"data: [DONE]"]
         ended = penstock(ssh_environ, "run", "p")
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ab\n", "")
-    assert (tmp_path / "ssh.log").read_text().splitlines() == [
-        "-T -- ann@box penstock dial-stdio"
-    ] * 2
+    calls = ["-T -- ann@box penstock dial-stdio"] * 3  # run asks for the models, too
+    assert (tmp_path / "ssh.log").read_text().splitlines() == calls
 
 
 def test_the_daemon_sees_the_far_client_hang_up(tmp_path, ssh_environ):
