@@ -103,6 +103,10 @@ def _with_fields(verb: Callable[..., None]) -> Callable[..., None]:
     return terminal.with_options(verb, FIELDS)
 
 
+ROOM_LEFT = -1
+"""In place of max_tokens: until the model's context is full."""
+
+
 def given(fields: Mapping[str, object]) -> dict[str, Any]:
     """What the user gave of FIELDS, but for the model."""
     return {n: v for n, v in fields.items() if v not in (None, []) and n != "model"}
@@ -111,8 +115,7 @@ def given(fields: Mapping[str, object]) -> dict[str, Any]:
 def body(model: ChosenModel, settings: Mapping[str, object]) -> dict[str, Any]:
     """Make a request's fields, but for the prompt: the user's settings over run's defaults."""
     named = {} if model.name is None else {"model": model.name}
-    most = {} if "max_tokens" in settings else {"n_predict": -1}
-    return {**named, **most, **model.sampling, **settings}
+    return {**named, "max_tokens": ROOM_LEFT, **model.sampling, **settings}
 
 
 def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedReply) -> None:
@@ -134,7 +137,7 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
             raise
     if reply.finish_reason not in ("stop", "length", "tool_calls"):
         raise GenerationFailed(_why_incomplete(client, reply))
-    if reply.finish_reason == "length" and "max_tokens" not in content:
+    if reply.finish_reason == "length" and content["max_tokens"] == ROOM_LEFT:
         terminal.note("penstock: the model's context is full; the reply ends here")
 
 

@@ -38,7 +38,7 @@ DONE = b"data: [DONE]"
 ASK, CONTINUE = "POST /v1/chat/completions", "POST /v1/completions"
 SAMPLING = {"temperature": 0.6, "top_p": 0.9}
 """What run and chat take where neither the model nor the user says otherwise."""
-DEFAULTS = {**SAMPLING, "n_predict": -1}
+DEFAULTS = {**SAMPLING, "max_tokens": -1}
 
 
 def asked_text(daemon: FakeDaemon, line: str = ASK) -> list[object]:
