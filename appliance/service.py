@@ -27,6 +27,7 @@ from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
+from appliance.log.query import UsageQuery
 from appliance.log.row import LogRow, RowEnergy, frame_of_row
 from appliance.log.writer import RequestLog
 from appliance.measuring import Measuring
@@ -137,6 +138,9 @@ class Service:
         self._measuring: Measuring | None = None
         self.idle = asyncio.Event()  # while no request is live
         self.idle.set()
+        today = UsageQuery(by="day", since=utc_now()[:10])
+        with contextlib.suppress(Unavailable):  # they are then counted from now on
+            self._telemetry.today.go_on_from(request_log.usage(today))
         if request_log.crash is not None:
             self.event("error", "daemon.died", request_log.crash)
         self._frames.make(self._standing())
@@ -376,7 +380,7 @@ class Service:
         if token_ids and len(token_ids) == sequence.num_output_tokens:
             self._router.queue.answered(sequence, time.monotonic_ns())
         if token_ids and sequence.stamps.last_token_ns is not None:
-            self._telemetry.token(sequence, sequence.stamps.last_token_ns)
+            self._telemetry.token(sequence, sequence.stamps.last_token_ns, request.peer.name)
         request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))
 
     def worker_reported(self, worker: str, report: Report) -> None:

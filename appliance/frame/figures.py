@@ -18,6 +18,8 @@ ABSENT = "-"
 TTFT_STAGES = ("tokenize", "queue", "restore", "prefill")
 STAGES = (*TTFT_STAGES, "handoff", "decode_wait", "decode", "paused")
 """In the order in which they happen; the first four add up to ttft, all of them to e2e."""
+_ENDS = {"abort": "cancelled", "error": "failed", "tool_calls": "done (tools)"}
+"""How requests end that do not end as the model or `max_tokens` says."""
 _THOUSANDS = ("", "k", "M", "B", "T")
 _LOADED = re.compile(r"\b[1-9]\d* of \d+ blocks from (?:the )?(\w+)")
 
@@ -248,11 +250,16 @@ def quantiles(latency: Mapping[str, Any], name: str, *which: str) -> str:
 
 def since(iso: str, now_iso: str) -> str:
     """How long ago a stamp was, by another stamp: `41s`; `-` if either cannot be read."""
+    passed_s = seconds_between(iso, now_iso)
+    return whole_seconds(None if passed_s is None else max(0.0, passed_s))
+
+
+def seconds_between(iso: str, later_iso: str) -> float | None:
+    """The time from one stamp to another; None if either cannot be read."""
     try:
-        passed = datetime.fromisoformat(now_iso) - datetime.fromisoformat(iso)
+        return (datetime.fromisoformat(later_iso) - datetime.fromisoformat(iso)).total_seconds()
     except (ValueError, TypeError):  # the latter: one has a zone, the other has none
-        return ABSENT
-    return whole_seconds(max(0.0, passed.total_seconds()))
+        return None
 
 
 def clock(iso: str | None) -> str:
@@ -292,13 +299,13 @@ def restored_from(reason: object) -> str:
 
 
 def phase_text(request: Mapping[str, Any]) -> str:
-    """`prefilling 62%`, `handing off`, `decoding`; of one that has ended how it ended.
+    """Say where a request is, as `prefilling 62%`, or how it ended, as `done (stop)`.
 
     Without a share until a step of it has ended: one may take seconds, and 0% would look hung.
     `waiting` is a prompt that has its blocks, and whose worker computes others before it.
     """
-    if request.get("finish_reason"):
-        return str(request["finish_reason"])
+    if reason := request.get("finish_reason"):
+        return _ENDS.get(reason, f"done ({reason})")
     has_turn = request.get("queue_ms") is not None or not request.get("waits_for")
     if request.get("phase") == "prefilling" and not has_turn:
         return "waiting"
@@ -325,7 +332,6 @@ def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
         "tpot": duration(request.get("tpot_ms")),
         "first itl": duration(request.get("first_itl_ms")),
         "moved": f"{size(request.get('handoff_bytes'))} by {transport}" if transport else ABSENT,
-        "energy": _energy(request),
         **{label: text for label, text in _explanations(request) if text},
     }
 
@@ -335,6 +341,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     preemptions, waits_for = request.get("preemptions"), request.get("waits_for")
     by = request.get("cancelled_by")
     return [
+        ("energy", _energy(request)),
         ("worker", _legs(request)),
         ("route", _route(request)),
         ("restored", request.get("restore_reason") or ""),
@@ -389,7 +396,7 @@ def _route(request: Mapping[str, Any]) -> str:
 def _energy(request: Mapping[str, Any]) -> str:
     total_j = energy_j(request.get("prefill_j"), request.get("decode_j"))
     if total_j is None:
-        return "not reported"
+        return ""
     parts = (f"{phase} {joules(request.get(f'{phase}_j'))}" for phase in ("prefill", "decode"))
     return f"{joules(total_j)} = {' + '.join(parts)}"
 

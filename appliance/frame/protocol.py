@@ -237,6 +237,10 @@ class RequestFrame(msgspec.Struct):
     """Where it has run, with commas, and how its KV came to all but the first; None in old rows."""
     changes: str | None = None
     """What was changed to serve it, in words: its limit of tokens, its messages; None: nothing."""
+    behind: str | None = None
+    """The request whose prompt is computed before its own; None: it waits for no prompt."""
+    behind_tokens: int | None = None
+    """Prompt tokens that are computed before its own, of all requests."""
 
 
 class WorkerFrame(msgspec.Struct):
@@ -475,6 +479,25 @@ class DeviceFrame(msgspec.Struct):
     """The newest critical error since the daemon started."""
 
 
+class UserFrame(msgspec.Struct):
+    """One user who has live requests, or had tokens in the last second."""
+
+    user: str
+    num_requests: int
+    output_tokens_per_s: float
+
+
+class TodayFrame(msgspec.Struct):
+    """Sums over the requests that ended today, in UTC."""
+
+    since: str
+    """Midnight, or when counting began because the log could not be read."""
+    requests: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+
+
 class HostFrame(msgspec.Struct):
     """The machine and the daemon process."""
 
@@ -485,6 +508,8 @@ class HostFrame(msgspec.Struct):
     daemon_cpu_percent: float | None
     """Of one core."""
     daemon_rss_bytes: int | None
+    core_percents: list[int] = []
+    """Of each core of the machine, 0 to 100, by its number."""
 
 
 class EventFrame(msgspec.Struct):
@@ -548,6 +573,9 @@ class Frame(msgspec.Struct):
     weights: str | None = None  # what became of them, at what loss; None: served as stored
     kv: str | None = None  # what the pools keep, at what loss; None: the dtype that is served
     trials: list[str] = []  # what timing this machine has chosen at start, with the figures
+    users: list[UserFrame] = []
+    """Most tokens first; at most MAX_POOL_OWNERS."""
+    today: TodayFrame | None = None
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

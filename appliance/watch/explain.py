@@ -8,12 +8,12 @@ Never: compares with a time that nobody has measured.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from appliance.frame.figures import TTFT_STAGES, duration, things
+from appliance.frame.figures import TTFT_STAGES, duration, short_id, things
 from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
 from appliance.watch.telemetry import UsualTimes
 from engine.schedule.queue import PromptsAhead
@@ -64,14 +64,14 @@ def slow_because(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float = 0
 
 def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Iterator[_Cause]:
     if swap_wait_ms:
-        text = f"swap: it waited {duration(swap_wait_ms)} for its model to be loaded"
+        text = f"swap: {duration(swap_wait_ms)} for its model"
         yield _Cause(swap_wait_ms, text, None)
     for stage, phase, usual_ms, text in (
-        ("queue", "queued", usual.queue_ms, "queue: it waited {} for its turn"),
-        ("restore", "", None, "restore: it waited {} for its prefix from DRAM or the SSD"),
-        ("handoff", "handing_off", usual.handoff_ms, "handoff: its KV was on the way for {}"),
-        ("paused", "", None, "pause: {} without KV blocks, which others needed"),
-        ("decode_wait", "", usual.decode_wait_ms, "wait: {} to its first step of decoding"),
+        ("queue", "queued", usual.queue_ms, "queue: {}"),
+        ("restore", "", None, "restore: {} for cached KV"),
+        ("handoff", "handing_off", usual.handoff_ms, "handoff: {}"),
+        ("paused", "", None, "paused: {} without KV blocks"),
+        ("decode_wait", "", usual.decode_wait_ms, "decode wait: {}"),
     ):
         actual_ms = _so_far(frame, stage, phase)
         if actual_ms is not None and stage == "queue":
@@ -86,7 +86,7 @@ def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
     prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
     usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens
     if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
-        text = f"prefill: {duration(prefill_ms)} for {frame.prompt_tokens:,} prompt tokens"
+        text = f"prefill: {duration(prefill_ms)} for {frame.prompt_tokens:,} tokens"
         yield _Cause(prefill_ms - usual_ms, text, usual_ms)
     if tpot_ms is not None and usual.tpot_ms and tpot_ms > MIN_RATIO * usual.tpot_ms:
         excess_ms = (tpot_ms - usual.tpot_ms) * (frame.output_tokens or 0) / frame.num_sequences
@@ -163,41 +163,67 @@ MAX_TOLD = 200
 """Of the queue's sequences; for the others nobody asks, and each costs a look at the blocks."""
 
 
-def waits(router: Router, now_ns: int) -> dict[int, str]:
-    """What each sequence waits for whose prompt no step has taken up, by its number."""
-    found: dict[int, str] = {}
+class Wait(NamedTuple):
+    """What a prompt waits for."""
+
+    text: str
+    behind: str | None = None
+    """The request with most prompt tokens among those computed before it."""
+    behind_tokens: int | None = None
+    """Of all of those."""
+
+
+class _Ahead(NamedTuple):
+    """Prompts that a worker computes first."""
+
+    num_tokens: int = 0
+    most_tokens: int = 0
+    request_id: str = ""
+
+    def plus(self, sequence: Sequence) -> _Ahead:
+        """The same with another prompt."""
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        largest = (self.most_tokens, self.request_id)
+        if num_left > self.most_tokens:
+            largest = (num_left, sequence.request_id)
+        return _Ahead(self.num_tokens + num_left, *largest)
+
+
+def waits(router: Router, now_ns: int) -> dict[int, Wait]:
+    """Find what each sequence waits for whose prompt no step has taken up, by its number."""
+    found: dict[int, Wait] = {}
     for sequence in router.at.resuming.values():
-        found[sequence.seq_id] = f"its worker to come back; {_by_now(sequence, now_ns)}"
+        found[sequence.seq_id] = _wait("its worker to come back", sequence, now_ns)
     for sequence in router.at.paused.values():
         text = _coming(router, sequence) or "KV blocks, for others needed those that it had"
-        found[sequence.seq_id] = f"{text}; {_by_now(sequence, now_ns)}"
-    left: Counter[str] = Counter()
+        found[sequence.seq_id] = _wait(text, sequence, now_ns)
+    ahead: defaultdict[str, _Ahead] = defaultdict(_Ahead)
     spare = router.growth.spare()
     admitted = [s for s in router.at.running.values() if s.phase is Phase.PREFILLING and s.worker]
     for sequence in sorted(admitted, key=_has_begun, reverse=True):
         worker = sequence.worker or ""
         # what fits into one step with those before it may be in the one that is being computed
-        if not _has_begun(sequence) and left[worker] >= router.max_step_tokens:
-            found[sequence.seq_id] = _turn(sequence, worker, left[worker], now_ns)
-        left[worker] += sequence.num_prompt_tokens - sequence.num_computed_tokens
+        if not _has_begun(sequence) and ahead[worker].num_tokens >= router.max_step_tokens:
+            found[sequence.seq_id] = _turn(sequence, worker, ahead[worker], now_ns)
+        ahead[worker] = ahead[worker].plus(sequence)
     under_way = PromptsAhead(router.at.running.values(), router.max_step_tokens, now_ns)
     ready = sorted(router.roles.ready_workers)
-    busiest = max(ready, key=lambda name: left[name], default=None)
+    busiest = max(ready, key=lambda name: ahead[name].num_tokens, default=None)
     for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
         if busiest is None:
-            text = f"a worker to be ready; {_by_now(sequence, now_ns)}"
+            wait = _wait("a worker to be ready", sequence, now_ns)
         elif (coming := _coming(router, sequence)) is not None:
-            text = f"{coming}; {_by_now(sequence, now_ns)}"
+            wait = _wait(coming, sequence, now_ns)
         elif not router.ways.fits(sequence, spare):
-            text = f"KV blocks that others hold; {_by_now(sequence, now_ns)}"
+            wait = _wait("KV blocks that others hold", sequence, now_ns)
         elif (leader := router.prefixes.leader(sequence, under_way)) is not None:
             # of other users' requests only that there is one
             who = leader.request_id if leader.owner == sequence.owner else "another request"
-            text = f"the beginning of its prompt, which {who} computes; {_by_now(sequence, now_ns)}"
+            wait = _wait(f"the beginning of its prompt, which {who} computes", sequence, now_ns)
         else:
-            text = _turn(sequence, busiest, left[busiest], now_ns)
-        found[sequence.seq_id] = text
-        left[busiest or ""] += sequence.num_prompt_tokens
+            wait = _turn(sequence, busiest, ahead[busiest], now_ns)
+        found[sequence.seq_id] = wait
+        ahead[busiest or ""] = ahead[busiest or ""].plus(sequence)
     return found
 
 
@@ -212,10 +238,13 @@ def _has_begun(sequence: Sequence) -> bool:
     return sequence.stamps.started_ns is not None
 
 
-def _turn(sequence: Sequence, worker: str, num_ahead: int, now_ns: int) -> str:
-    ahead = f"{num_ahead:,} prompt tokens are before it" if num_ahead else "it is the next"
-    return f"its turn on worker {worker}: {ahead}; {_by_now(sequence, now_ns)}"
+def _turn(sequence: Sequence, worker: str, ahead: _Ahead, now_ns: int) -> Wait:
+    if not ahead.num_tokens:
+        return _wait(f"its turn on worker {worker}: it is next", sequence, now_ns)
+    first = f"{short_id(ahead.request_id)} ({ahead.num_tokens:,} prompt tokens)"
+    text = _wait(f"its turn on worker {worker}, behind {first}", sequence, now_ns).text
+    return Wait(text, ahead.request_id, ahead.num_tokens)
 
 
-def _by_now(sequence: Sequence, now_ns: int) -> str:
-    return f"{(now_ns - sequence.stamps.arrived_ns) / 1e9:.1f} s by now"
+def _wait(text: str, sequence: Sequence, now_ns: int) -> Wait:
+    return Wait(f"{text}; {(now_ns - sequence.stamps.arrived_ns) / 1e9:.1f} s so far")

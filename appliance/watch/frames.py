@@ -292,6 +292,8 @@ class Frames:
             host=telemetry.host(),
             handoff=telemetry.handoff(router, elapsed_s),
             links=telemetry.links(router, elapsed_s),
+            users=telemetry.users(standing.live, elapsed_s),
+            today=msgspec.structs.replace(telemetry.today.at(utc_now())),
             weights=weights_text(
                 plan.weights_words,
                 next((w.weights_loss for w in states if w.weights_loss is not None), None),
@@ -344,8 +346,9 @@ class Frames:
         for request in requests:
             frame = request_frame(request, self._router, self._plan.placement, now_ns)
             frame.slow_because = slow_because(frame, self._usual, request.swap_wait_ms)
-            texts = (told.get(sequence.seq_id) for sequence in request.sequences)
-            frame.waits_for = next(filter(None, texts), None)
+            found = (told.get(sequence.seq_id) for sequence in request.sequences)
+            if wait := next(filter(None, found), None):
+                frame.waits_for, frame.behind, frame.behind_tokens = wait
             frames.append(frame)
         return frames
 

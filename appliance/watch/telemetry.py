@@ -11,9 +11,11 @@ from __future__ import annotations
 import statistics
 import time
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
+from typing import Any
 
 import msgspec
 import psutil
@@ -23,12 +25,16 @@ from appliance.frame.figures import TTFT_STAGES
 from appliance.frame.latency import Histograms, Stages, Window, quantile_of, stages
 from appliance.frame.protocol import (
     MAX_FRAME_EVENTS,
+    MAX_POOL_OWNERS,
     EventFrame,
     HandoffFrame,
     HostFrame,
     LatencyFrame,
     LinkFrame,
+    TodayFrame,
+    UserFrame,
     WorkerFrame,
+    utc_now,
 )
 from appliance.request import Request
 from engine.schedule.elastic import Slo
@@ -261,6 +267,38 @@ class _Steps:
     """In each step, added up."""
 
 
+class Today:
+    """Add up the requests that end today, in UTC."""
+
+    def __init__(self) -> None:
+        self.frame = TodayFrame(utc_now(), 0, 0, 0, 0)
+
+    def go_on_from(self, logged: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from what the log holds of today: no row, or its sums."""
+        day = self.frame.since[:10]
+        sums = next((row for row in logged if row["day"] == day), {})
+        names = ("requests", "errors", "prompt_tokens", "completion_tokens")
+        self.frame = TodayFrame(_midnight(day), *(int(sums.get(name) or 0) for name in names))
+
+    def add(self, request: Request) -> None:
+        """Count a request that has ended."""
+        frame = self.at(utc_now())
+        frame.requests += 1
+        frame.failed += request.has_failed
+        frame.prompt_tokens += request.prompt_tokens
+        frame.output_tokens += sum(s.num_output_tokens for s in request.sequences)
+
+    def at(self, now: str) -> TodayFrame:
+        """Return today's sums, which start over at midnight."""
+        if now[:10] != self.frame.since[:10]:
+            self.frame = TodayFrame(_midnight(now[:10]), 0, 0, 0, 0)
+        return self.frame
+
+
+def _midnight(day: str) -> str:
+    return f"{day}T00:00:00.000Z"
+
+
 class Telemetry:
     """What the daemon remembers in order to show it."""
 
@@ -271,7 +309,10 @@ class Telemetry:
         self.num_output_tokens = 0
         self.windows = Windows()
         self.histograms = Histograms(max_model_len)
+        self.today = Today()
         self._last_token_ns: dict[int, int] = {}
+        self._num_tokens_of: Counter[str] = Counter()
+        """Output tokens by user, since the last frame."""
         self._steps: dict[str, _Steps] = {}
         self._since_ns = time.monotonic_ns()
         self._prefill_tokens_per_ns: dict[str, float] = {}
@@ -306,8 +347,9 @@ class Telemetry:
         steps.num_prefill_tokens += step.num_prefill_tokens
         steps.num_decode_tokens += step.num_decode_tokens
 
-    def token(self, sequence: Sequence, now_ns: int) -> None:
+    def token(self, sequence: Sequence, now_ns: int, user: str) -> None:
         """A token has come for a reply."""
+        self._num_tokens_of[user] += 1
         last_ns = self._last_token_ns.get(sequence.seq_id)
         if last_ns is None:
             ttft_ms = (now_ns - sequence.stamps.arrived_ns) / 1e6
@@ -325,6 +367,7 @@ class Telemetry:
     def finished(self, request: Request, now_ns: int) -> None:
         """A request has had its terminal reply."""
         self.windows.request_finished(now_ns)
+        self.today.add(request)
         self.histograms.num_sequences.observe(len(request.sequences))
         for sequence in request.sequences:
             self._last_token_ns.pop(sequence.seq_id, None)
@@ -339,6 +382,17 @@ class Telemetry:
         elapsed_s = max((now_ns - self._since_ns) / 1e9, 1e-3)
         self._since_ns = now_ns
         return elapsed_s
+
+    def users(self, live: Iterable[Request], elapsed_s: float) -> list[UserFrame]:
+        """Who has requests or had tokens since the last call, most tokens first."""
+        num_tokens, self._num_tokens_of = self._num_tokens_of, Counter()
+        num_requests = Counter(request.peer.name for request in live)
+        for user in num_requests:
+            num_tokens[user] += 0
+        return [
+            UserFrame(user, num_requests[user], number / elapsed_s)
+            for user, number in num_tokens.most_common(MAX_POOL_OWNERS)
+        ]
 
     def handoff(self, router: Router, elapsed_s: float) -> HandoffFrame:
         """What was handed over since the last call, and what is on its way."""
@@ -477,4 +531,5 @@ class Telemetry:
             memory_total_bytes=memory.total,
             daemon_cpu_percent=self._daemon.cpu_percent(),
             daemon_rss_bytes=self._daemon.memory_info().rss,
+            core_percents=[round(each) for each in psutil.cpu_percent(percpu=True)],
         )
