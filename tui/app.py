@@ -21,9 +21,10 @@ from appliance.frame.protocol import Frame, RequestFrame
 from tui import feed, keys
 from tui import view as console_view
 from tui.lines import clean
-from tui.view import READ_ONLY, WINDOWS_S, Caller, RequestListing, View
+from tui.view import READ_ONLY, WINDOWS_S, Caller, RequestListing, View, has_meter
 from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
-from tui.widgets.main_screen import ALL_CLASSES, THEMES, MainScreen
+from tui.widgets.filter_line import FilterLine
+from tui.widgets.main_screen import ALL_CLASSES, THEMES, MainScreen, pages
 from tui.widgets.panel import (
     CallerKnown,
     FinishedArrived,
@@ -81,7 +82,7 @@ class Console(App[None]):
         self._paused: View | None = None
         self._down_since_s = now_s() - (self._latest.link.down_s or 0.0)
         self._retry_at_s = now_s() + (self._latest.link.retry_in_s or 0.0)
-        self._fetched: tuple[int, int] | None = None
+        self._fetched: tuple[int, int, int] | None = None
 
     def get_default_screen(self) -> Screen[None]:
         """The pages are under all dialogs."""
@@ -172,20 +173,20 @@ class Console(App[None]):
             return  # the stream will say so, too
 
     def _fetch_finished_if_newer(self) -> None:
-        """Only while they are on screen, and only if some have ended since."""
+        """Fetch as many as the page has room for, if some have ended since."""
         frame = self._latest.frame
-        if frame is None or not self.screen_stack or self.main.page != "requests":
+        if frame is None or not self.screen_stack:
             return
-        totals = frame.totals
-        newest = (frame.pid, totals.finished + totals.aborted + totals.failed)
-        if newest != self._fetched:
+        totals, num = frame.totals, self.main.num_finished_wanted
+        newest = (frame.pid, num, totals.finished + totals.aborted + totals.failed)
+        if num and newest != self._fetched:
             self._fetched = newest
-            self._fetch_finished()
+            self._fetch_finished(frame.num_requests + num)
 
     @work(group="finished", exclusive=True)
-    async def _fetch_finished(self) -> None:
+    async def _fetch_finished(self, most: int) -> None:
         try:
-            self.post_message(FinishedArrived(await feed.fetch_finished(self._socket_path)))
+            self.post_message(FinishedArrived(await feed.fetch_finished(self._socket_path, most)))
         except feed.FeedLost:
             self._fetched = None
 
@@ -201,6 +202,10 @@ class Console(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """False for what cannot be done now, unless it is worth a word why."""
+        if action == "page":
+            return parameters[0] in pages(self._latest.frame)
+        if action == "unfilter" and self.main.filter_line.is_open:
+            return True
         now = action, self.view, self.selected, self.main.page
         return keys.is_allowed(*now) or bool(keys.refusal(*now))
 
@@ -223,7 +228,7 @@ class Console(App[None]):
             self.notify(f"{what} waits until this is closed: esc", timeout=2, markup=False)
 
     def _hints(self) -> list[tuple[str, str]]:
-        return keys.hints(self._keys, self.view, self.main.page)
+        return keys.hints(self._keys, self.view)
 
     @property
     def _keys(self) -> list[Binding]:
@@ -260,11 +265,14 @@ class Console(App[None]):
         self.notify(f"theme: {self._theme.name}", timeout=2, markup=False)
 
     def action_help(self) -> None:
-        """Show a dialog with the keys that work now."""
+        """Show a dialog with the keys that work now, by what they are about."""
         table = [binding for binding in RequestTable.BINDINGS if isinstance(binding, Binding)]
-        every = [*self._keys, *table]
-        shown = [(" ".join(keys.signs(key)), keys.label(key, self.view)) for key in every]
-        self.push_screen(Help(shown, is_ascii=self._is_ascii))
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for key in [*self._keys, *table]:
+            title = key.group.description if key.group else "MOVE"
+            about = " ".join(keys.signs(key)), keys.label(key, self.view)
+            groups.setdefault(title, []).append(about)
+        self.push_screen(Help(groups, is_ascii=self._is_ascii))
 
     def action_explain(self) -> None:
         """What the words on this page mean."""
@@ -286,7 +294,7 @@ class Console(App[None]):
 
     def action_sort(self) -> None:
         """Sort requests by the next column."""
-        self._list_anew(self._latest.listing.sorted_by_next())
+        self._list_anew(self._latest.listing.sorted_by_next(has_meter(self._latest.frame)))
 
     def action_reverse(self) -> None:
         """Turn the order round."""
@@ -296,18 +304,22 @@ class Console(App[None]):
     def action_unfilter(self) -> None:
         """Show all requests again."""
         self._list_anew(replace(self._latest.listing, filter=console_view.Filter()))
+        self.on_filter_line_kept()
 
     def action_filter(self) -> None:
-        """Ask which requests to show."""
+        """Filter requests by what is typed, as it is typed."""
+        if not self._refuses("filter"):
+            self.main.filter_line.open(self._latest.listing.filter.text)
 
-        def filter_by(text: str | None) -> None:
-            if text is not None:
-                self._list_anew(replace(self._latest.listing, filter=console_view.parse(text)))
+    def on_filter_line_typed(self, message: FilterLine.Typed) -> None:
+        """Show the requests that the text admits so far."""
+        self._list_anew(replace(self._latest.listing, filter=console_view.parse(message.text)))
 
-        text = self._latest.listing.filter.text
-        hint = f"as {console_view.GRAMMAR}; empty shows all"
-        check = keys.problem_of(console_view.parse)
-        self.push_screen(AskDialog("FILTER", hint, text, check, is_ascii=self._is_ascii), filter_by)
+    def on_filter_line_kept(self) -> None:
+        """Give the keys back to the requests."""
+        self.main.filter_line.close()
+        if self.main.table is not None:
+            self.main.table.focus()
 
     def _list_anew(self, listing: RequestListing) -> None:
         self._latest = replace(self._latest, listing=listing)

@@ -283,13 +283,13 @@ async def fetch_caller(socket_path: str) -> Caller:
     return await _read(socket_path, "/v1/penstock/whoami", Caller)
 
 
-async def fetch_finished(socket_path: str) -> tuple[RequestFrame, ...]:
-    """The newest finished requests.
+async def fetch_finished(socket_path: str, most: int) -> tuple[RequestFrame, ...]:
+    """Fetch finished requests, the newest of at most so many requests, live ones included.
 
     Raises:
         FeedLost: the daemon cannot be reached or its answer cannot be read.
     """
-    requests = await _read(socket_path, "/v1/requests", _Requests)
+    requests = await _read(socket_path, f"/v1/requests?limit={most}", _Requests)
     return tuple(request for request in requests.data if request.phase == "finished")
 
 

@@ -19,7 +19,7 @@ from appliance.frame.protocol import Frame, RequestFrame
 from tui import feed
 from tui.lines import clean
 from tui.view import READ_ONLY, REPLAY, View
-from tui.widgets import main_screen
+from tui.widgets.main_screen import LINED, NAMES, pages
 
 # What an operator can change through the console: questions, and what is asked of the daemon.
 # Invariant: nothing is sent that was not asked about first.
@@ -114,31 +114,51 @@ def problem_of(parse: Callable[[str], object]) -> Callable[[str], str]:
 # --------------------------------------------------------------------------------------------------
 
 
+def group(title: str, *keys: tuple[str, str, str]) -> list[Binding]:
+    """The keys of one heading of the help, as (keys, action, label)."""
+    heading = Binding.Group(title)
+    return [Binding(key, action, label, group=heading) for key, action, label in keys]
+
+
 KEYS: Sequence[Binding] = (
-    Binding("question_mark", "help", "help"),
-    Binding("q,ctrl+c", "quit", "quit"),
-    Binding("enter", "detail", "detail"),
-    Binding("x", "cancel", "cancel"),
-    Binding("slash", "filter", "filter"),
-    Binding("s", "sort", "sort"),
-    Binding("p,space", "pause", "pause"),
-    Binding("e", "explain", "explain"),
-    Binding("D", "drain", "drain"),
-    Binding("r", "roles", "roles"),
-    Binding("T", "targets", "targets"),
-    Binding("S", "reverse", "reverse"),
-    Binding("w", "window", "graphs"),
-    Binding("y", "copy_id", "copy id"),
-    Binding("t", "theme", "theme"),
-    Binding("ctrl+p", "commands", "commands"),
-    Binding("escape", "unfilter", "clear filter"),
-    *(
-        Binding(str(number), f"page('{name}')", name, show=False)
-        for number, name in enumerate(main_screen.NAMES, start=1)
+    *group(
+        "REQUESTS",
+        ("enter", "detail", "detail"),
+        ("x", "cancel", "cancel"),
+        ("slash", "filter", "filter"),
+        ("escape", "unfilter", "clear filter"),
+        ("s", "sort", "sort"),
+        ("S", "reverse", "reverse"),
+        ("y", "copy_id", "copy id"),
+    ),
+    *group(
+        "VIEW",
+        ("e", "explain", "explain"),
+        ("p,space", "pause", "pause"),
+        ("w", "window", "graphs"),
+        ("t", "theme", "theme"),
+    ),
+    *group(
+        "OPERATE",
+        ("D", "drain", "drain"),
+        ("r", "roles", "roles"),
+        ("T", "targets", "targets"),
+    ),
+    *group(
+        "GENERAL",
+        ("colon,ctrl+p", "commands", "commands"),
+        ("q,ctrl+c", "quit", "quit"),
+        ("question_mark,f1", "help", "help"),
+    ),
+    *group(
+        "PAGES",
+        *((str(number), f"page('{name}')", name) for number, name in enumerate(NAMES, start=1)),
     ),
 )
 _SIGNS = {
     "question_mark": "?",
+    "f1": "F1",
+    "colon": ":",
     "slash": "/",
     "comma": ",",
     "full_stop": ".",
@@ -168,7 +188,7 @@ _ON_A_LIST = frozenset({"filter", "sort", "reverse", "unfilter"})
 def is_allowed(action: str, view: View, selected: RequestFrame | None, page: str) -> bool:
     """False for what cannot be done now, on this page, or not by this caller."""
     caller = view.caller
-    if action in _ON_A_LIST and page in main_screen.LINED:
+    if action in _ON_A_LIST and page in LINED:
         return False
     if action in _OF_OPERATORS:
         return caller is not None and caller.is_operator and view.frame is not None
@@ -209,22 +229,25 @@ def refusal(action: str, view: View, selected: RequestFrame | None, page: str) -
 
 def _no_request(view: View, page: str) -> str:
     """What to do where there is no request to act on."""
-    if page in main_screen.LINED:
-        return "requests are on other pages: 1 has the live ones, 2 those that have ended, too"
+    if page in LINED:
+        return "no requests on this page: press 1 or 2"
     if view.frame is None:
         return "the daemon has not answered yet"
     if view.listing.filter.text:
-        return "no request matches the filter: / changes it, esc clears it"
-    if page == "overview":
-        return "no request is live: 2 has those that have ended"
-    return "no request yet: each is listed here as soon as it arrives"
+        return "no request matches the filter; press / to change it, esc to clear it"
+    return "no request yet"
 
 
 def allowed(
     bindings: Sequence[Binding], view: View, selected: RequestFrame | None, page: str
 ) -> list[Binding]:
     """Those of the keys that work now."""
-    return [key for key in bindings if is_allowed(name_of(key), view, selected, page)]
+    hidden = {f"page('{name}')" for name in set(NAMES) - set(pages(view.frame))}
+    return [
+        key
+        for key in bindings
+        if key.action not in hidden and is_allowed(name_of(key), view, selected, page)
+    ]
 
 
 def name_of(key: Binding) -> str:
@@ -251,8 +274,7 @@ def label(key: Binding, view: View) -> str:
     return key.description
 
 
-def hints(bindings: Sequence[Binding], view: View, page: str) -> list[tuple[str, str]]:
-    """A sign and what it does, for the last line of the screen; `e` first where all is figures."""
-    if page in main_screen.LINED:
-        bindings = sorted(bindings, key=lambda key: key.action != "explain")
-    return [(signs(key)[0], label(key, view)) for key in bindings if key.show]
+def hints(bindings: Sequence[Binding], view: View) -> list[tuple[str, str]]:
+    """A sign and what it does, for the last line of the screen, which names the pages itself."""
+    keys = (key for key in bindings if name_of(key) != "page")
+    return [(signs(key)[0], label(key, view)) for key in keys]

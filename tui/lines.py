@@ -40,6 +40,7 @@ class Tone(StrEnum):
     GOOD = "good"
     WARN = "warn"
     BAD = "bad"
+    CURRENT = "current"
 
 
 class Run(NamedTuple):
@@ -123,6 +124,17 @@ def pairs(width: int, *items: tuple[str, str]) -> Line:
         line.append(Run(" " * max(1 if line else 0, start - width_of(line))))
         line += [Run(f"{label} " if label else "", Tone.MUTED), Run(value, Tone.STRONG)]
     return line
+
+
+def two_a_row(width: int, items: Sequence[tuple[str, str]]) -> list[Line]:
+    """Labels with their values in two columns."""
+    even = [*items, ("", "")] if len(items) % 2 else items
+    return [pairs(width, *even[index : index + 2]) for index in range(0, len(even), 2)]
+
+
+def nonzero(*items: tuple[str, int | None]) -> list[tuple[str, str]]:
+    """Labels with their numbers, of things that are worth a word only when they happen."""
+    return [(label, f"{number:,}") for label, number in items if number]
 
 
 def facts(width: int, items: Iterable[tuple[str, str]], *, indent: int = 0) -> list[Line]:
@@ -221,6 +233,37 @@ def sparkline(samples: Sequence[float | None], width: int) -> str:
         for value in samples[-width:]
     ]
     return "".join(cells).rjust(width) if width > 0 else ""
+
+
+def chart(
+    samples: Sequence[float | None], width: int, height: int, top: float | None = None
+) -> list[str]:
+    """Draw the newest samples as a graph of `height` rows, from 0 to `top` or the highest."""
+    known = [value for value in samples[-width:] if value is not None]
+    top = top or max(known, default=0.0) or 1.0
+    columns = []
+    for value in samples[-width:]:
+        eighths = 0 if value is None else round(8 * height * value / top)
+        eighths = max(eighths, 1) if value else eighths
+        full, rest = divmod(eighths, 8)
+        column = "█" * full + (SPARK_LEVELS[rest - 1] if rest else "")
+        columns.append(column.ljust(height))
+    rows = ["".join(column[row] for column in columns) for row in reversed(range(height))]
+    return [row.rjust(width) for row in rows]
+
+
+def beside_chart(
+    head: Line,
+    samples: Sequence[float | None],
+    width: int,
+    height: int,
+    top: float | None = None,
+) -> list[Line]:
+    """Put a graph of `height` rows right of `head`, which stands in the first of them."""
+    room = width - width_of(head)
+    rows = chart(samples, room, height, top) if height > 1 else [sparkline(samples, room)]
+    first, *others = ([Run(row, Tone.ACCENT)] for row in rows)
+    return [[*head, *first], *([Run(" " * width_of(head)), *row] for row in others)]
 
 
 def gauge(ratio: float | None, width: int) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from appliance.frame import figures as fig
 from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
-from tui.lines import Line, clean, folded, text_of, to_ascii
+from tui.lines import Line, Run, clean, folded, text_of, to_ascii
 from tui.panels import gauges, header, lanes
 from tui.panels import requests as table
-from tui.view import View
+from tui.view import View, has_meter
 
 _POOL_LINES = 5
 
@@ -105,7 +105,7 @@ def page(view: View, width: int) -> list[str]:
     """Every panel of the overview below each other, as text."""
     frame = view.frame
     kv_height = _POOL_LINES * len(frame.pools) if frame else 0
-    columns = table.columns_for(width)
+    columns = table.columns_for(width, has_meter(frame))
     requests = frame.requests if frame else []
     num_live = len(requests)
     sections: Sequence[tuple[str, list[Line]]] = (
@@ -127,7 +127,7 @@ def page(view: View, width: int) -> list[str]:
                 *([] if requests else [table.placeholder(view)]),
             ],
         ),
-        ("EVENTS", header.events(view, width, 10)),
+        ("EVENTS", header.events(view, width, 10) or [[Run("none in the last 10 min")]]),
     )
     lines: list[str] = []
     for title, body in sections:

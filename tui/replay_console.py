@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 
 from appliance.frame import figures as fig
 from appliance.frame.recording import RecordingError
+from tui import keys
 from tui.app import Console
 from tui.lines import Line, Run, Tone, clean, width_of
 from tui.replay import Playback, Replay, iso, parse_moment
@@ -102,18 +103,21 @@ class ReplayConsole(Console, inherit_bindings=False):
 
     UNDER_READERS = Console.UNDER_READERS | {"step", "skip", "mark", "speed", "first", "last"}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "pause", "play"),
-        Binding("comma", "step(-1)", "-1 s"),
-        Binding("full_stop", "step(1)", "+1 s"),
-        Binding("less_than_sign", "skip(-60)", "-60 s"),
-        Binding("greater_than_sign", "skip(60)", "+60 s"),
-        Binding("left_square_bracket", "mark(-1)", "previous alert"),
-        Binding("right_square_bracket", "mark(1)", "next alert"),
-        Binding("plus,equals_sign", "speed(1)", "faster"),
-        Binding("minus", "speed(-1)", "slower"),
-        Binding("g", "go", "go to time"),
-        Binding("ctrl+home", "first", "first frame"),
-        Binding("ctrl+end", "last", "last frame"),
+        *keys.group(
+            "REPLAY",
+            ("space", "pause", "play"),
+            ("comma", "step(-1)", "-1 s"),
+            ("full_stop", "step(1)", "+1 s"),
+            ("less_than_sign", "skip(-60)", "-60 s"),
+            ("greater_than_sign", "skip(60)", "+60 s"),
+            ("left_square_bracket", "mark(-1)", "previous alert"),
+            ("right_square_bracket", "mark(1)", "next alert"),
+            ("plus,equals_sign", "speed(1)", "faster"),
+            ("minus", "speed(-1)", "slower"),
+            ("g", "go", "go to time"),
+            ("ctrl+home", "first", "first frame"),
+            ("ctrl+end", "last", "last frame"),
+        ),
         *Console.BINDINGS,
     ]
 
@@ -172,9 +176,9 @@ class ReplayConsole(Console, inherit_bindings=False):
             self.exit(return_code=error.exit_code, message=clean(str(error)))
 
     def _find_finished(self) -> None:
-        """What had ended by now, while it is on screen."""
-        if self.main.page == "requests":
-            finished = self._replay.finished_at(self._playback.index)
+        """Find what had ended by this time, as much as the page shows."""
+        if num := self.main.num_finished_wanted:
+            finished = self._replay.finished_at(self._playback.index)[:num]
             self._latest = replace(self._latest, finished=finished)
 
     def _fetch_finished_if_newer(self) -> None:

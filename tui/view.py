@@ -167,9 +167,9 @@ class RequestListing:
     """The least first."""
     filter: Filter = field(default_factory=Filter)
 
-    def sorted_by_next(self) -> RequestListing:
-        """The same by the next of SORTS."""
-        names = list(SORTS)
+    def sorted_by_next(self, is_metered: bool = True) -> RequestListing:
+        """The same by the next of SORTS, of which energy needs a meter."""
+        names = [name for name in SORTS if is_metered or name != "j"]
         return replace(self, sort=names[(names.index(self.sort) + 1) % len(names)])
 
     def of(self, requests: Iterable[RequestFrame]) -> list[RequestFrame]:
@@ -277,6 +277,13 @@ class History:
         return decode_tokens_per_s < STALL_RATIO * statistics.median(seen)
 
 
+def has_meter(frame: Frame | None) -> bool:
+    """Whether any device reports power, energy or utilisation."""
+    if frame is None:
+        return False
+    return bool(frame.devices) or (frame.energy is not None and frame.energy.total_j is not None)
+
+
 def total_power_w(frame: Frame) -> float | None:
     """All devices together; a MIG slice has no power of its own. None if no device reports any."""
     readings = [device.power_w for device in frame.devices if device.parent is None]
@@ -375,7 +382,7 @@ class View:
     paused_s: float | None = None
     """Age of the frame shown, by the daemon's clock; None unless paused."""
     finished: tuple[RequestFrame, ...] = ()
-    """The newest finished requests, as far as somebody has asked for them."""
+    """The newest finished requests, as many as the page has asked for."""
     caller: Caller | None = None
     """None until the daemon has said."""
     listing: RequestListing = field(default_factory=RequestListing)

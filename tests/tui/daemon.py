@@ -79,8 +79,9 @@ class FakeDaemon:
     def _reply(self, method: str, target: str, content: bytes) -> tuple[int, bytes]:
         if target == "/v1/penstock/whoami":
             return 200, self.caller
-        if target == "/v1/requests":
-            return 200, msgspec.json.encode({"data": list(self.requests.values())})
+        if target.startswith("/v1/requests?limit="):
+            most = int(target.partition("=")[2])
+            return 200, msgspec.json.encode({"data": list(self.requests.values())[:most]})
         if target.startswith("/v1/penstock/"):
             self.changes.append((target, content))
             return 200, b"{}"

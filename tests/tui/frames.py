@@ -24,7 +24,9 @@ from appliance.frame.protocol import (
     PoolFrame,
     QueueFrame,
     RequestFrame,
+    TodayFrame,
     TotalsFrame,
+    UserFrame,
     WorkerFrame,
 )
 from tui.view import Caller, View
@@ -72,7 +74,10 @@ def request(number: int = 1, phase: str = "decoding", **changes: Any) -> Request
         route_reason="decode is free sooner" if rank >= 1 else None,
         prefill_j=6.0 + number if rank >= 2 else None,
         decode_j=2.5 * number if rank >= 3 else None,
-        slow_because="it waited behind 31k prompt tokens" if number % 5 == 4 else None,
+        slow_because="queue: 1.2s, usually 20ms" if number % 5 == 4 and rank else None,
+        waits_for=None if rank else "its turn on worker prefill, behind aaa971e6; 1.2 s so far",
+        behind=None if rank else "cmpl-aaa971e6d7e2b1a4c0583f96",
+        behind_tokens=None if rank else 4730,
     )
     return msgspec.structs.replace(frame, **changes)
 
@@ -152,7 +157,8 @@ def idle(seq: int = 160, **changes: Any) -> Frame:
         latency=LatencyFrame(60.0, 0, *[None] * 8),
         totals=TotalsFrame(*[0] * 12, has_prefix_cache=True),
         devices=[],
-        host=HostFrame(3.1, 5 * GIB, 23 * GIB, 0.8, 72 << 20),
+        host=HostFrame(3.1, 5 * GIB, 23 * GIB, 0.8, 72 << 20, [4, 2]),
+        today=TodayFrame("2026-11-21T00:00:00.000Z", 1237, 2, 2_412_333, 281_002),
         requests=[],
         num_requests=0,
         events=[
@@ -201,7 +207,9 @@ def busy(seq: int = 160, **changes: Any) -> Frame:
                             {"move cheapest": 1190, "decode prefill is busy": 84},
                             has_prefix_cache=True, prefix_cache_queries=2_400_000,
                             prefix_cache_hits=1_300_000, prefix_cache_s=2.4),
-        host=HostFrame(97.6, 9 * GIB, 23 * GIB, 1.2, 80 << 20),
+        host=HostFrame(97.6, 9 * GIB, 23 * GIB, 1.2, 80 << 20, [99, 96]),
+        users=[UserFrame("svc-rag", 8, 812.0), UserFrame("ana", 8, 640.5),
+               UserFrame("bo", 7, 488.0)],
         devices=[
             DeviceFrame("package-0", "cpu", power_w=96.4, power_limit_w=125.0, temperature_c=61.0,
                         power_source="rapl", energy_j=812_000.0)

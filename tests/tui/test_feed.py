@@ -140,7 +140,7 @@ async def test_the_caller_and_what_has_finished_can_be_fetched(socket_path):
     async with FakeDaemon(socket_path) as daemon:
         live, ended = frames.request(1), frames.finished(2)
         daemon.requests = {request.id: request for request in (live, ended)}
-        assert await feed.fetch_finished(str(socket_path)) == (ended,)
+        assert await feed.fetch_finished(str(socket_path), 9) == (ended,)
         caller = await feed.fetch_caller(str(socket_path))
         assert (caller.name, caller.role, caller.is_operator) == ("ana", "operator", True)
         daemon.caller = b'{"role": 7}'

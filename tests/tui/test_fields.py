@@ -50,6 +50,10 @@ def rich() -> Frame:
         restored_tokens=64, cached_tokens=128, restore_ms=3.0, restore_reason="x",
         workers="prefill0,decode1,decode0", links="peer,none", changes="x",
     )  # fmt: skip
+    queued = msgspec.structs.replace(
+        request, error=None, waits_for="KV; 1 s", behind="cmpl-1", behind_tokens=9
+    )
+    slow = msgspec.structs.replace(request, error=None)
     frame = frames.kv_critical()
     frame.workers = [
         msgspec.structs.replace(worker, step_ms_p50=4.0, step_ms_max=9.0)
@@ -70,8 +74,8 @@ def rich() -> Frame:
         swaps=SwapsFrame(["small"], "small", 3, 2, 2100.0),
         links=[LinkFrame("prefill", "decode", "shm", 4e11, 3.6e11, 1e9, "lost", True, 14, 2)],
         devices=[device],
-        requests=[request],
-        num_requests=1,
+        requests=[request, queued, slow],
+        num_requests=3,
         ssd=TierFrame(
             "on",
             "",
@@ -105,6 +109,7 @@ def shown(frame: Frame) -> str:
     titles = [lanes.prefill_title(view), lanes.decode_title(view), lanes.handoff_title(view),
               gauges.kv_title(view, 40, 9), gauges.title(view),
               requests.title(view, 1, 1, 1)]  # fmt: skip
+    lines.append(requests.summary(view, 400))
     for request in frame.requests:
         lines.append(requests.row(request, requests.columns_for(300), is_selected=False))
         lines += requests.detail(request, 120)
@@ -146,7 +151,7 @@ def changed(path: str) -> Frame:
     for name in outer:
         values = [getattr(struct, name) for struct in reached]
         reached = [item for v in values for item in (v if isinstance(v, list) else [v])]
-    for struct in reached:
+    for struct in [each for each in reached if getattr(each, last) is not None] or reached:
         value = getattr(struct, last)
         setattr(struct, last, other(value if value is not None else 7))
     return frame

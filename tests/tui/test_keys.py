@@ -48,7 +48,7 @@ async def press(pilot, *names):
 @covers("1", "2", "3", "4", "5", "6")
 async def test_a_digit_puts_its_page_on_screen(busy, number, page):
     async with console_at(80, 24, busy) as (console, pilot):
-        await press(pilot, "4" if number != 4 else "1", str(number))
+        await press(pilot, "3" if number != 3 else "1", str(number))
         assert console.main.page == page
         assert "LIVE" in grid(console).splitlines()[0]
         if page in main_screen.LINED:
@@ -56,10 +56,11 @@ async def test_a_digit_puts_its_page_on_screen(busy, number, page):
             assert titles
 
 
-@covers("question_mark")
-async def test_help_lists_every_key_that_works_now(busy):
+@pytest.mark.parametrize("key", ["question_mark", "f1"])
+@covers("question_mark", "f1")
+async def test_help_lists_every_key_that_works_now_by_what_it_is_about(busy, key):
     async with console_at(80, 40, busy) as (console, pilot):
-        await press(pilot, "question_mark")
+        await press(pilot, key)
         assert isinstance(console.screen, Help)
         shown = grid(console)
         for key in [
@@ -68,6 +69,8 @@ async def test_help_lists_every_key_that_works_now(busy):
         ]:
             assert keys.label(key, console.view) in shown
             assert " ".join(keys.signs(key)) in shown
+        for title in ("REQUESTS", "VIEW", "OPERATE", "GENERAL", "PAGES", "MOVE"):
+            assert title in shown
         assert "clear filter" not in shown
         await press(pilot, "end")
         await press(pilot, "escape")
@@ -100,27 +103,36 @@ async def test_x_cancels_after_a_yes(busy, daemon):
 
 
 @covers("slash", "escape")
-async def test_a_filter_is_typed_and_cleared(busy):
+async def test_a_filter_applies_as_it_is_typed_and_enter_keeps_it(busy):
     async with console_at(80, 24, busy) as (console, pilot):
-        await press(pilot, "slash")
-        assert isinstance(console.screen, AskDialog)
-        await pilot.press(*"user", "colon", *"ana")
-        await pilot.press("enter")
-        await pilot.pause()
+        await press(pilot, "slash", "a", "n", "a")
         assert {line.split()[2] for line in rows(console)} == {"ana"}
-        assert "filter user:ana" in grid(console)
-        await press(pilot, "escape")
-        assert "filter" not in grid(console).splitlines()[11]
+        await press(pilot, "q")
+        assert console.main.table.num_rows == 0, "keys are letters while a filter is typed"
+        await press(pilot, "backspace", "enter")
+        assert not console.main.filter_line.is_open
+        assert "filter ana" in grid(console)
+        await press(pilot, "j")
+        assert console.selected.user == "ana", "keys go to the table again"
+        await press(pilot, "slash", "escape")
+        assert not console.main.filter_line.is_open
         assert console.main.table.num_rows == 30
 
 
-async def test_a_wrong_filter_is_said_while_it_is_typed_and_not_taken(busy):
+@covers("escape")
+async def test_escape_drops_a_filter_that_was_kept(busy):
     async with console_at(80, 24, busy) as (console, pilot):
-        await press(pilot, "slash", "n", "o", "colon", "x", "enter")
-        assert isinstance(console.screen, AskDialog)
-        assert "no no: to look in" in grid(console)
-        await pilot.press("escape")
-        await pilot.pause()
+        await press(pilot, "slash", "b", "o", "enter", "escape")
+        assert console.main.table.num_rows == 30
+        assert "filter bo" not in grid(console)
+
+
+async def test_a_wrong_filter_is_said_while_it_is_typed_and_not_taken(busy):
+    async with console_at(120, 40, busy) as (console, pilot):
+        await press(pilot, "slash", "i", "n", "colon", "enter")
+        assert console.main.filter_line.is_open
+        assert "in is a number" in grid(console)
+        await press(pilot, "escape")
         assert console.main.table.num_rows == 30
 
 
@@ -177,7 +189,7 @@ async def test_e_explains_the_stages_of_a_request(busy):
         assert "e explains" in grid(console)
         await press(pilot, "e")
         assert isinstance(console.screen, Explain)
-        assert "decode_wait" in grid(console)
+        assert "decode wait" in " ".join(grid(console).split())
         await press(pilot, "escape")
         assert isinstance(console.screen, Detail)
 
@@ -253,16 +265,17 @@ async def test_t_goes_through_the_themes_and_back(busy):
         assert len({str(look) for look in looks}) > 2
 
 
-@covers("ctrl+p")
-async def test_commands_are_narrowed_chosen_and_run(busy):
+@pytest.mark.parametrize("key", ["colon", "ctrl+p"])
+@covers("colon", "ctrl+p")
+async def test_commands_are_narrowed_chosen_and_run(busy, key):
     async with console_at(80, 24, busy) as (console, pilot):
-        await press(pilot, "ctrl+p")
+        await press(pilot, key)
         assert isinstance(console.screen, Choose)
         await pilot.press(*"power", "enter")
         await pilot.pause()
         assert console.main.page == "power"
         await press(pilot, "ctrl+p", "down", "down", "up", "enter")
-        assert not console.is_running or console._exit, "the second one is quit"
+        assert console.view.paused_s is not None, "the second one is pause"
 
 
 @covers("j", "down", "k", "up", "pagedown", "pageup", "home", "end")
@@ -322,7 +335,7 @@ async def test_a_key_that_does_nothing_says_why(busy, caller, key, words):
 async def test_a_key_on_a_page_without_requests_says_why(busy):
     async with console_at(120, 40, busy) as (console, pilot):
         await press(pilot, "4", "enter")
-        assert "requests are on other pages: 1" in " ".join(grid(console).split())
+        assert "no requests on this page: press 1 or 2" in " ".join(grid(console).split())
 
 
 @covers("s", "S", "slash", "escape")
@@ -334,14 +347,14 @@ async def test_a_page_without_requests_neither_offers_nor_takes_keys_of_their_li
             await press(pilot, page, "s", "S", "slash")
             assert console.screen is console.main
             assert not {"filter", "sort", "reverse", "unfilter"} & hinted(console)
-            assert "│ e explain ? help" in grid(console).splitlines()[-1]
+            assert "│ e explain" in grid(console).splitlines()[-1]
         assert console.view.listing == listing
 
 
 async def test_a_toast_says_what_to_do_and_does_not_lie_over_a_dialog():
     async with console_at(80, 24, frames.view_of(frames.idle())) as (console, pilot):
         await press(pilot, "enter")
-        assert "no request is live: 2 has" in " ".join(grid(console).split())
+        assert "no request yet" in " ".join(grid(console).split())
         await press(pilot, "question_mark", "x", "y")
         assert isinstance(console.screen, Help)
         assert "no request" not in grid(console)
@@ -363,6 +376,36 @@ async def test_x_in_a_requests_detail_cancels_that_one(busy, daemon):
         await pilot.press("y")
         await until(pilot, lambda: daemon.cancelled == [busy.frame.requests[1].id])
         assert isinstance(console.screen, Detail)
+
+
+async def test_the_power_page_and_its_key_need_a_meter(busy):
+    async with console_at(80, 24, frames.view_of(frames.no_gpu())) as (console, pilot):
+        await press(pilot, "6")
+        assert console.main.page == "overview"
+        assert "power" not in grid(console).splitlines()[-1]
+        await press(pilot, "question_mark")
+        assert "power" not in grid(console)
+        await press(pilot, "escape")
+        for _ in range(6):
+            await press(pilot, "s")
+        assert console.view.listing.sort == "time", "nor is there energy to sort by"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+async def test_keys_that_do_not_fit_are_announced(busy, width):
+    async with console_at(width, 40, busy) as (console, _):
+        footer = grid(console).splitlines()[-1]
+        shown = [keys.label(key, console.view) in footer for key in console._keys]
+        assert footer.endswith("? help" if all(shown) else "? for more")
+
+
+async def test_finished_requests_fill_the_room_that_live_ones_leave(daemon):
+    few = frames.busy(requests=[frames.request(1)], num_requests=1)
+    daemon.requests = {one.id: one for one in map(frames.finished, range(40, 60))}
+    view = frames.view_of(few)
+    async with console_at(120, 40, view, socket_path=daemon.socket_path) as (console, pilot):
+        console.post_message(FrameArrived(frames.busy(161, requests=few.requests, num_requests=1)))
+        await until(pilot, lambda: "done (stop)" in grid(console))
 
 
 def hinted(console):

@@ -1,4 +1,4 @@
-"""KV occupancy, the machine, what clients wait for; and the page of power and energy.
+"""KV occupancy, the machine and latency; and the page of power and energy.
 
 Owns: nothing; pure.
 Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.
@@ -10,10 +10,12 @@ from __future__ import annotations
 from appliance.frame import figures as fig
 from appliance.frame.protocol import DeviceFrame, EnergyFrame, Frame, LatencyFrame, PoolFrame
 from tui.lines import (
+    SPARK_LEVELS,
     STATE_CELLS,
     Line,
     Run,
     Tone,
+    chart,
     clip,
     facts,
     fold,
@@ -23,11 +25,12 @@ from tui.lines import (
     rule,
     sparkline,
     state_bar,
+    two_a_row,
     width_of,
     wrap,
 )
 from tui.panels.header import mark_of
-from tui.view import Samples, View, alert_of, pool_counts, total_power_w
+from tui.view import Samples, View, alert_of, has_meter, pool_counts, total_power_w
 
 _BLOCK_ROWS = 4
 """From here on a pool has its numbers with their states' names."""
@@ -84,7 +87,6 @@ def used_spans(frame: Frame, pool: PoolFrame) -> Line:
 def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Line]:
     counts = pool_counts(pool)
     cells = [(f"{STATE_CELLS[state]} {state}", fig.count(counts[state])) for state in STATE_CELLS]
-    cells += [("", "")] if len(cells) % 2 else []
     lines: list[Line] = [
         [
             Run(pad(pool.name, _NAME_WIDTH)),
@@ -93,8 +95,7 @@ def _pool_block(frame: Frame, pool: PoolFrame, width: int, rows: int) -> list[Li
         ],
         [Run(state_bar(counts, width), Tone.ACCENT)],
     ]
-    lines += [pairs(width, *cells[index : index + 2]) for index in range(0, len(cells), 2)]
-    return lines[:rows]
+    return [*lines, *two_a_row(width, cells)][:rows]
 
 
 def _pool_pair(frame: Frame, pool: PoolFrame, width: int) -> list[Line]:
@@ -128,34 +129,54 @@ def _numbers(pool: PoolFrame, room: int) -> Line:
 
 
 def machine(view: View, width: int, height: int) -> list[Line]:
-    """CPU, memory, power, J/token and the daemon itself."""
-    if view.frame is None:
+    """CPU by core, memory and the daemon; power and J/token where there is a meter."""
+    frame = view.frame
+    if frame is None:
         return []
-    host, devices = view.frame.host, view.frame.devices
+    host, is_metered = frame.host, has_meter(frame)
     memory = fig.part(host.memory_used_bytes, host.memory_total_bytes)
-    energy = _energy_line(view.frame)
-    if height < _MACHINE_ROWS:
-        cpu = fig.percent(host.cpu_percent)
-        return [pairs(width, ("cpu", cpu), ("mem", memory)), _power_line(view.frame), energy][
-            :height
-        ]
-    lines = [
-        _meter("cpu", fig.percent(host.cpu_percent), _share(host.cpu_percent, 100), "", width),
-        _meter(
-            "memory", memory, _share(host.memory_used_bytes, host.memory_total_bytes), "", width
-        ),
-    ]
-    if devices and len(devices) <= height - len(lines) - 2:
-        lines += [device_row(device, width) for device in devices]
-    else:
-        lines.append(_power_line(view.frame))
     daemon = [
         Run(pad("daemon", _DEVICE_WIDTH), Tone.MUTED),
         Run(fig.percent(host.daemon_cpu_percent), Tone.STRONG),
         Run(" of a core, ", Tone.MUTED),
         Run(fig.size(host.daemon_rss_bytes), Tone.STRONG),
     ]
-    return [*lines, energy, daemon][:height]
+    if height < _MACHINE_ROWS:
+        cpu = pairs(width, ("cpu", fig.percent(host.cpu_percent)), ("mem", memory))
+        others = [_power_line(frame), _energy_line(frame)] if is_metered else []
+        return [cpu, *(others or [*_cores(frame, width, 1), daemon])][:height]
+    lines = [
+        _meter("cpu", fig.percent(host.cpu_percent), _share(host.cpu_percent, 100), "", width),
+        _meter(
+            "memory", memory, _share(host.memory_used_bytes, host.memory_total_bytes), "", width
+        ),
+    ]
+    metered: list[Line] = []
+    if is_metered:
+        num_rows = height - len(lines) - 3
+        has_room = 0 < len(frame.devices) <= num_rows
+        metered = [device_row(each, width) for each in frame.devices] if has_room else []
+        metered = [*(metered or [_power_line(frame)]), _energy_line(frame)]
+    cores = _cores(frame, width, height - len(lines) - len(metered) - 1)
+    return [*lines, *cores, *metered, daemon][:height]
+
+
+def _cores(frame: Frame, width: int, height: int) -> list[Line]:
+    """A bar for each core with its worker, or, where these do not fit, a cell for each."""
+    percents = frame.host.core_percents
+    users = {cpu: worker.name for worker in frame.workers for cpu in worker.cpus_used}
+    if 0 < len(percents) <= height:
+        return [
+            _meter(f"cpu {cpu}", f"{percent}% {users.get(cpu, '')}", percent / 100, "", width)
+            for cpu, percent in enumerate(percents)
+        ]
+    room = max(1, width - _DEVICE_WIDTH)
+    levels = [SPARK_LEVELS[min(7, percent * 8 // 100)] for percent in percents]
+    rows = ["".join(levels[start : start + room]) for start in range(0, len(levels), room)]
+    return [
+        [Run(pad("cores" if not index else "", _DEVICE_WIDTH), Tone.MUTED), Run(row, Tone.ACCENT)]
+        for index, row in enumerate(rows[: max(0, height)])
+    ]
 
 
 def _share(value: float | None, whole: float | None) -> float | None:
@@ -175,15 +196,14 @@ def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int)
 
 def _power_line(frame: Frame) -> Line:
     """All devices in one line: power, and the hottest."""
-    power_w = total_power_w(frame)
-    line = [Run(pad("power", _DEVICE_WIDTH), Tone.MUTED)]
-    if power_w is None:
-        return [*line, Run("not reported", Tone.MUTED)]
     devices = [device for device in frame.devices if device.power_w is not None]
     limits_w = [device.power_limit_w for device in devices]
     known_w = [limit_w for limit_w in limits_w if limit_w is not None]
-    limit_w = sum(known_w) if len(known_w) == len(devices) else None
-    line.append(Run(fig.watts(power_w, limit_w), Tone.STRONG))
+    limit_w = sum(known_w) if known_w and len(known_w) == len(devices) else None
+    line = [
+        Run(pad("power", _DEVICE_WIDTH), Tone.MUTED),
+        Run(fig.watts(total_power_w(frame), limit_w), Tone.STRONG),
+    ]
     if len(devices) > 1:
         line.append(Run(f", {len(devices)} devices", Tone.MUTED))
     degrees = [device.temperature_c for device in devices if device.temperature_c is not None]
@@ -191,15 +211,15 @@ def _power_line(frame: Frame) -> Line:
 
 
 def _energy_line(frame: Frame) -> Line:
-    """Joules a token costs in each phase."""
-    line = [Run(pad("J/token", _DEVICE_WIDTH), Tone.MUTED)]
+    """Joules that a token costs in each phase."""
     energy = frame.energy
-    if energy is None or energy.total_j is None:
-        return [*line, Run("not reported", Tone.MUTED)]
+    prefill_j, decode_j = (
+        (energy.prefill_j_per_token, energy.decode_j_per_token) if energy else (None, None)
+    )
     return [
-        *line,
-        Run(f"in {fig.short_count(energy.prefill_j_per_token)}", Tone.STRONG),
-        Run(f"  out {fig.short_count(energy.decode_j_per_token)}", Tone.STRONG),
+        Run(pad("J/token", _DEVICE_WIDTH), Tone.MUTED),
+        Run(f"in {fig.short_count(prefill_j)}", Tone.STRONG),
+        Run(f"  out {fig.short_count(decode_j)}", Tone.STRONG),
     ]
 
 
@@ -245,7 +265,7 @@ def latency(view: View, width: int, height: int) -> list[Line]:
         return []
     now, is_wide = frame.latency, width >= _TREND_FROM
     if now.ttft_ms_p50 is None and now.itl_ms_p50 is None and now.e2e_ms_p50 is None:
-        quiet = f"nothing to measure: no token came in the last {now.window_s:.0f} s"
+        quiet = f"no tokens in the last {now.window_s:.0f} s"
         return wrap(quiet, width, 0, Tone.MUTED)[:height]
     names = ["p50", "p95", "p99", *(["max"] if is_wide else []), "ok"]
     head = pad("ms", _NAME_WIDTH)
@@ -314,11 +334,7 @@ def _made_of(now: LatencyFrame, width: int, height: int) -> list[Line]:
 
 _LABEL_WIDTH = 14
 _INDENT = 2
-_NO_METER = (
-    "CPU packages report energy through /sys/class/powercap (RAPL), which on most machines only "
-    "root may read, and which virtual machines lack; NVIDIA GPUs through NVML. penstock doctor "
-    "says what is here; with a meter this page shows power, and joules by phase and token."
-)
+_CHART_ROWS = 8
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
@@ -329,14 +345,12 @@ def page(view: View, width: int, height: int) -> list[Line]:
     lines: list[Line] = [rule("DEVICES", width, "power/limit, utilisation, temperature, memory")]
     for device in _in_families(frame.devices):
         lines += _device(frame, device, width)
-    if not frame.devices:
-        lines.append([Run("power not reported: no device has a meter here", Tone.MUTED)])
-        lines += wrap(_NO_METER, width, 0, Tone.MUTED)
-    else:
-        graph = sparkline(view.recent(view.history.power_w, width), width)
-        lines.append(rule("POWER", width, f"all devices, last {fig.whole_seconds(view.window_s)}"))
-        lines.append([Run(graph, Tone.ACCENT)])
-    return [*lines, *_energy(frame.energy, width)]
+    energy = _energy(frame.energy, width)
+    num_rows = max(1, min(_CHART_ROWS, height - len(lines) - len(energy) - 1))
+    lines.append(rule("POWER", width, f"all devices, last {fig.whole_seconds(view.window_s)}"))
+    samples = view.recent(view.history.power_w, width)
+    lines += [[Run(row, Tone.ACCENT)] for row in chart(samples, width, num_rows)]
+    return [*lines, *energy]
 
 
 def _in_families(devices: list[DeviceFrame]) -> list[DeviceFrame]:
@@ -411,9 +425,7 @@ def _both(rx: float | None, tx: float | None) -> str:
 def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
     """The ledger since the daemon started, and the price of a token now."""
     if energy is None or energy.total_j is None:
-        method = energy.method if energy else "not reported"
-        text = "not reported" if method == "not reported" else f"not reported: {method}"
-        return [rule("ENERGY", width), [Run(text, Tone.MUTED)]]
+        return []
     shares = (
         ("prefill", energy.prefill_j),
         ("decode", energy.decode_j),

@@ -1,8 +1,8 @@
-"""What the words on each page, and in a request's dialog, mean; their source, and what helps.
+"""The glossary: what the words on each page mean, and what to do about a bad figure.
 
-Owns: the glossary.
-Invariant: every page has entries; each says what the word is, its source, and what helps.
-Never: repeats a number; thresholds are the daemon's.
+Owns: every explanation that `e` shows; docs/console.md has the same tables.
+Invariant: every page has entries; each reads on its own.
+Never: repeats a threshold; those are the daemon's.
 """
 
 from __future__ import annotations
@@ -15,177 +15,207 @@ from tui.lines import Line, Run, Tone, wrap
 
 
 class Entry(NamedTuple):
-    """What a word on a page means, where it comes from and what to do about it."""
+    """What a word on a page means, and what to do about it."""
 
     word: str
     what: str
-    source: str
-    remedy: str
+    advice: str = ""
 
 
 REQUEST = "request"
 """The dialog of one request; all others are pages."""
-_QUEUED = Entry(
-    "queued", "sequences accepted but not yet placed, of the most that may wait",
-    "router queue", "long and growing: more than the machine can do; see what limits it",
-)  # fmt: skip
 _TTFT = Entry(
-    "ttft", "time to first token (TTFT): tokenize + queue + restore + prefill",
-    "daemon's clock, exact over the window", "queue large: load; prefill large: long prompts",
-)  # fmt: skip
+    "ttft",
+    "time to first token (TTFT): tokenize + queue + restore + prefill",
+    "if queue is the largest part: too much load; if prefill is: long prompts",
+)
 _USED = Entry(
-    "used", "blocks that new work cannot take",
-    "the ledger", "near full: shorter max_tokens, fewer requests, more kv_memory",
-)  # fmt: skip
+    "used",
+    "share of a pool's blocks that new requests cannot take: active, reserved and draining",
+    "if near 100%: lower max_tokens, fewer requests, or more kv_memory",
+)
+_PAUSED = Entry(
+    "paused, preempted",
+    "a sequence whose KV blocks were taken for others; it is recomputed and continues",
+    "fewer requests at a time, or more kv_memory",
+)
 
 GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
     {
         "overview": (
-            _QUEUED,
-            Entry("busy", "share of the last second that the worker spent in steps",
-                  "worker's step times", "both near 100%: the machine is full"),
-            Entry("!", "a tick: decode fell below a quarter of its median while a prompt ran",
-                  "this console, from frames", "elastic roles or an itl target keep prompts away"),
-            Entry("itl", "inter-token latency (ITL): time between two tokens of a reply",
-                  "daemon's clock, exact over the window", "grows with the batch and stalls"),
-            Entry("ttft mean", "its stages, each a mean; those that took no time are left out",
-                  "daemon's clock, over the window", "see the largest"),
+            Entry("running", "sequences in this phase now"),
+            Entry(
+                "queued",
+                "requests accepted but not started, of the most that may wait",
+                "if it grows: more load than the machine can serve; see the bottleneck",
+            ),
+            Entry("oldest, waiting", "age of the first in the queue; prompt tokens in the queue"),
+            Entry("owners", "users and API keys that have requests in the queue"),
+            Entry("tok/s", "tokens of this phase in the last second"),
+            Entry("step", "median time of a step; max: the longest in the last second"),
+            Entry("busy", "share of the last second that the worker spent in steps"),
+            Entry("batch", "mean number of sequences in a step"),
+            Entry("in, out", "prompt tokens read and output tokens produced since the start"),
+            Entry("attn", "the code that computes attention"),
+            Entry(
+                "also cpu, used by",
+                "elastic roles lend a core to another worker while its owner has no work",
+            ),
+            Entry(
+                "stalls, !",
+                "stalls: gaps over 4x their median and 100 ms; !: a second in which decode fell"
+                " below a quarter of its median during a prefill",
+                "elastic roles, or an itl target",
+            ),
+            Entry("restarts", "how often the worker was restarted", "see events"),
+            _PAUSED,
+            Entry("moving, done, moved", "handoffs now, handoffs so far, bytes they copied"),
+            Entry("copied", "bytes a second that handoffs copy now"),
             _TTFT,
-            Entry("ok", "goodput: share of ttft or itl within their target",
-                  "daemon, over the window", "set targets with T; alerts follow them"),
+            Entry("itl", "inter-token latency (ITL): time between two tokens of a reply"),
+            Entry("e2e", "end to end: from a request's arrival to its last token"),
+            Entry("ok, target", "share within the target; press T to set targets"),
+            Entry("ttft mean", "mean time of each stage before the first token"),
             _USED,
-            Entry("cores lent", "another worker computes on this one's cores while it has no work",
-                  "router", "nothing: it takes them back with its first prompt"),
-            Entry("stalls", "gaps longer than four times their median and 100 ms",
-                  "daemon, over the window", "elastic roles, or an itl target"),
-            Entry("paused", "without KV blocks, which others needed more; preempted: how often",
-                  "router, when a pool is full", "fewer at a time, more kv_memory"),
-            Entry("moved", "bytes that handoffs have copied; with alias none",
-                  "the copies' reports", "see the page handoff"),
-            Entry("J/token", "energy of a phase's steps by its tokens",
-                  "device meters, shared by step time", "larger batches cost less a token"),
+            Entry("cpu, cores", "load of the machine and of each core, with its worker"),
+            Entry("rss, pid, last step", "of a worker process: memory, id, time since its step"),
+            Entry("admitted, weights", "sequences the worker holds; bytes of the model it loaded"),
+            Entry("daemon", "CPU and memory of the daemon itself"),
+            Entry("J/token", "energy per prompt token (in) and per output token (out)"),
+            Entry("bottleneck", "what limits the throughput now"),
         ),
         "requests": (
-            Entry("phase", "queued, waiting, prefilling, handing off, paused, decoding; then how "
-                  "it ended; waiting: its worker computes others first, which counts as queue",
-                  "the least advanced sequence", "enter shows where its time went"),
+            Entry(
+                "PHASE",
+                "queued, waiting, prefilling, handing off, decoding, paused; then how it ended:"
+                " done (stop), done (length: max_tokens reached), done (tools), cancelled, failed."
+                " A waiting request has its KV blocks, and its worker computes other prompts first",
+            ),
+            Entry("IN, OUT, MAX", "prompt tokens; output tokens so far; max_tokens"),
+            Entry("TIME", "time since its arrival; of a finished request, its whole time"),
             _TTFT,
-            Entry("time", "since its arrival; of one that has ended, how long it took",
-                  "daemon's clock", "enter shows what of"),
-            Entry("itl1", "the gap after its first token, with the handoff in it",
-                  "daemon's clock", "large: see the page handoff"),
-            Entry("wait", "until the decode worker's first step with it",
-                  "daemon's clock", "large: decode steps are long"),
-            Entry("route", "move: prefilled by one worker, decoded by another; or all of it at one",
-                  "elastic roles, by prediction", "roles: r"),
-            Entry("tpot", "time per output token (TPOT), the mean of a reply after its first",
-                  "daemon's clock", "compare with itl"),
-            Entry("blocks", "KV blocks held, for all tokens so far and some to come",
-                  "the ledger", "ask for less at a time"),
-            Entry("restore", "in the queue until its prefix had come from DRAM or the SSD",
-                  "daemon's clock", "only where computing was predicted to take longer"),
-            Entry("paused", "its KV blocks went to others; it is computed again and goes on",
-                  "the router, when the pool is full", "fewer at a time, more kv_memory"),
-            Entry("J", "energy of its share of the steps",
-                  "device meters", "- means that no device reports power"),
+            Entry("TPOT", "mean time per output token (TPOT) after the first"),
+            Entry("QUEUE, PREFILL, HANDOFF", "time in these stages, in ms"),
+            Entry(
+                "NOTE",
+                "an error; or the prompt that is computed first, with all prompt tokens ahead;"
+                " or why the request is slow",
+            ),
+            Entry("BLOCKS, MOVED", "KV blocks it holds; bytes its handoff copied"),
+            Entry("WORKER", "the worker that has it now"),
+            Entry(
+                "ROUTE",
+                "move: prefilled by one worker, decoded by another; else one worker does both",
+                "press r to change roles",
+            ),
+            Entry("J", "energy of its share of the steps; shown where a meter is"),
+            Entry("today", "requests that ended since midnight UTC, with their tokens"),
+            Entry("live, tok/s", "of each user: requests now, output tokens in the last second"),
         ),
         REQUEST: (
-            Entry("tokenize", "from the body's arrival to its token ids", "daemon's clock",
-                  "long: a very long prompt"),
-            Entry("queue", "until a worker's first step with it, also once it has that worker",
-                  "daemon's clock",
-                  "large: more work than the machine does; fewer at a time"),
-            Entry("prefill", "until its first token", "daemon's clock",
-                  "shorter prompts, or ones that begin as earlier ones did"),
-            Entry("handoff", "until its KV blocks were the decode worker's", "daemon's clock",
-                  "large: see the page handoff"),
-            Entry("decode_wait", "until the decode worker's first step with it", "daemon's clock",
-                  "large: decode steps are long; fewer at a time"),
-            Entry("decode", "the steps of all further tokens", "daemon's clock",
-                  "many at a time share the steps"),
-            Entry("paused", "without KV blocks, which others needed more", "daemon's clock",
-                  "fewer at a time, more kv_memory"),
-            Entry("unattributed", "end to end less the sum of the stages: time in none of them",
-                  "daemon's clock", "large: a client that reads slowly"),
+            Entry("tokenize", "from its arrival to its token ids", "long: a very long prompt"),
+            Entry(
+                "queue",
+                "until a worker's first step with it",
+                "long: more load than the machine can serve",
+            ),
+            Entry("restore", "wait for cached KV from DRAM or SSD"),
+            Entry("prefill", "until its first token", "shorter prompts, or shared beginnings"),
+            Entry("handoff", "until the decode worker has its KV", "long: see page handoff"),
+            Entry("decode wait", "until the decode worker's first step with it"),
+            Entry("decode", "all further tokens", "requests at the same time share the steps"),
+            Entry("paused", "without KV blocks, which others needed", "more kv_memory"),
+            Entry("first itl", "the gap after the first token; includes the handoff"),
+            Entry(
+                "sum, end to end, unattributed",
+                "all stages; the whole time; the difference",
+                "unattributed is large where a client reads slowly",
+            ),
+            Entry("from the pool, from SSD, computed", "where the prompt's KV came from"),
+            Entry("slow because", "the stage with the largest excess over its usual time"),
         ),
         "kv": (
             _USED,
-            Entry("active", "blocks that hold keys and values now", "the ledger", "-"),
-            Entry("reserved", "blocks of sequences on their way, or without a worker",
-                  "the ledger", "large for long: a worker is down"),
-            Entry("cached", "in use by nobody, found by prompts that begin alike",
-                  "the ledger", "few hits: more kv_memory, or prompts that begin differently"),
-            Entry("found", "of prompt tokens, the share that was computed already",
-                  "prefix cache", "low: prompts that begin alike are cheap"),
-            Entry("overhead", "time spent in hashing blocks and finding them",
-                  "daemon's clock", "-"),
-            Entry("stored", "blocks written to DRAM or to the disk since the start",
-                  "each cache", "of use at the second use, or when the daemon ends"),
-            Entry("loaded", "blocks that prompts got from there instead of computing them",
-                  "each cache", "none: nothing was asked again that has left the pool"),
-            Entry("computing", "what computing those blocks was predicted to take",
-                  "measured prefills", "compare with took"),
-            Entry("regret", "by how much loads took longer than computing would have",
-                  "daemon's clock", "large: a slow disk"),
-            Entry("reads at", "bytes a second that loads count on",
-                  "a probe when the cache was opened", "-"),
-            Entry("hit ratio", "of prompts' blocks, the share that a cache of this size finds",
-                  "one block in eight, since the start", "-"),
-            Entry("x0.5, x2, x4", "the same for a cache of half, twice, four times the size",
-                  "one block in eight, since the start", "much more: a larger cache"),
-            Entry("draining", "freed, but a command that names them is unanswered",
-                  "the ledger", "large for long: a worker is stuck"),
-        ),
-        "power": (
-            Entry("throttle", "why the device runs below its clock",
-                  "driver", "power: raise the limit; thermal: cooling"),
-            Entry("unattributed", "energy outside steps: idle power, the rest of the machine",
-                  "total less both phases", "large: the machine idles"),
-            Entry("instant", "power at the moment of reading; the other figure is a mean",
-                  "driver", "-"),
-            Entry("last xid", "the last error of the GPU that its driver reported",
-                  "driver", "its manual lists the numbers"),
-            Entry("method", "how energy was read and divided", "daemon", "-"),
+            Entry("active", "blocks of running sequences"),
+            Entry("reserved", "blocks set aside for sequences that are moving or starting"),
+            Entry("cached", "blocks of earlier prompts, reused when a prompt begins alike"),
+            Entry("draining", "freed blocks that a worker may still be reading"),
+            Entry("free", "empty blocks"),
+            Entry("owners, largest requests", "who uses most blocks, and for which requests"),
+            Entry("hit rate", "share of prompt tokens or blocks that were found in a cache"),
+            Entry("at half, double size", "hit rate of a smaller or larger cache, estimated"),
+            Entry("hashing took", "time spent on finding cached blocks"),
+            Entry(
+                "evicted, fetched", "cached blocks dropped for room; tokens copied between pools"
+            ),
+            Entry("stored, loaded, tokens", "blocks written to and read from the cache"),
+            Entry("reads at", "read speed measured when the cache was opened"),
+            Entry("loads, took", "prompts that waited for cached KV; their total wait"),
+            Entry(
+                "recomputing would take, time lost",
+                "predicted time to compute the same tokens; how much longer loading took",
+                "time lost is large: slow disk",
+            ),
+            Entry("waiting, declined, late", "loads now; skipped as slower; past their deadline"),
+            Entry("expired, damaged, not stored", "dropped by age; bad checksum; failed writes"),
         ),
         "handoff": (
-            Entry("alias", "both workers map one pool; a handoff changes owners only",
-                  "probed at start", "nothing to tune"),
-            Entry("shm", "blocks are copied through a ring in shared memory",
-                  "probed at start with a checksum", "rate below the probe's: memory bus is busy"),
-            Entry("peer", "each worker has a pool; blocks are copied as they fill",
-                  "probed at start", "rate below the probe's: memory bus is busy"),
-            Entry("stale", "a worker's messages about what had moved on or ended meanwhile",
-                  "router", "harmless"),
-            Entry("recovered", "sequences that went on after a worker's death", "router",
-                  "growing: read the log"),
-            Entry("copies", "bytes a second while a copy runs; at start: when it was tried out",
-                  "the copies' reports", "far below that at start: the memory bus is busy"),
-            Entry("failed", "handoffs of which some blocks did not come, and were computed again",
-                  "router", "growing: read the log"),
-            Entry("routes", "which way sequences went, and why", "router", "roles: r"),
-            Entry("predictions", "of elastic roles: how far off, by way and size of step",
-                  "steps measured at start and since", "closed: not taken until measured anew"),
-            Entry("gave way", "prompts that left a worker, as gaps there exceeded the promise",
-                  "router", "many: set an itl target"),
-            Entry("trials", "what timing this machine chose: products, steps of prompts, cores",
-                  "at the daemon's start", "undecided: the machine was busy then"),
+            Entry("alias", "workers share one KV pool; a handoff copies nothing"),
+            Entry("peer", "blocks are copied directly into the other worker's pool"),
+            Entry("shm", "blocks are copied through a ring buffer in shared memory"),
+            Entry("copies, at start", "copy speed now; copy speed measured at start"),
+            Entry("down", "a failed or slow link; another path is used"),
+            Entry("mean", "bytes per handoff"),
+            Entry("failed", "handoffs whose blocks were lost; they were recomputed", "see events"),
+            Entry("recovered", "sequences that continued after a worker died", "see events"),
+            Entry("stale", "late messages of a worker about finished sequences; harmless"),
+            Entry("routes", "how many sequences took which route, and why"),
+            Entry(
+                "predictions, error",
+                "elastic roles predict the time of each route; error is the factor between"
+                " prediction and outcome",
+            ),
+            Entry("moved away", "prompts that left a worker because its gaps grew too long"),
+            Entry("not used", "a route with bad predictions, until its steps are measured again"),
+            Entry("trials", "what was chosen by timing this machine at start"),
+            Entry("wait", "time from the handoff to the decode worker's first step"),
+            Entry("serves too, comes next, swaps", "other models; the next one; swaps so far"),
         ),
-        "log": (
-            Entry("alert", "a reading beyond its threshold for long enough",
-                  "daemon's table of thresholds", "status --check exits by the same"),
-            Entry("limit", "what holds the appliance up now", "daemon", "start there"),
-            Entry("event", "something that happened once", "daemon; all in: penstock events", "-"),
+        "events": (
+            Entry("alert", "a reading beyond its threshold, and since when"),
+            Entry("bottleneck", "what limits the throughput now"),
+            Entry("event", "something that happened once; all of them: penstock events"),
+        ),
+        "power": (
+            Entry("throttle", "why the device runs below its clock", "power limit or cooling"),
+            Entry("source, instant", "where the figure comes from; the reading of the moment"),
+            Entry("util, sm, tensor, memory bandwidth", "utilisation as the driver reports it"),
+            Entry("last xid", "the last error that the GPU driver reported"),
+            Entry("unattributed", "energy outside steps: idle power and the rest of the machine"),
+            Entry("method", "how energy was read and divided among requests"),
         ),
     }
-)  # fmt: skip
+)
 
 
 def glossary(page: str, width: int) -> list[Line]:
-    """The entries of a page, or of REQUEST."""
+    """The entries of a page, or of REQUEST, as lines."""
     lines: list[Line] = []
     for entry in GLOSSARY[page]:
         lines += [[Run(entry.word, Tone.ACCENT)], *wrap(entry.what, width, 2)]
-        lines += wrap(f"from {entry.source}", width, 2, Tone.MUTED)
-        if entry.remedy != "-":
-            lines += wrap(f"> {entry.remedy}", width, 2)
+        if entry.advice:
+            lines += wrap(f"> {entry.advice}", width, 2, Tone.MUTED)
     return lines
+
+
+def markdown() -> str:
+    """The whole glossary as it stands in docs/console.md."""
+    sections = []
+    for page, entries in GLOSSARY.items():
+        rows = (
+            f"| {entry.word} | {'; '.join(filter(None, (entry.what, entry.advice)))} |"
+            for entry in entries
+        )
+        title = "enter on a request" if page == REQUEST else page
+        sections.append("\n".join([f"### {title}", "", "| word | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(sections) + "\n"

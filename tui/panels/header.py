@@ -22,17 +22,10 @@ SEVERITIES = {
     "warning": ("▲ WARN", Tone.WARN),
     "info": ("● INFO", Tone.MUTED),
 }
-_REASONS = {"draining": "no new work is taken", "model_loading": "the model is being loaded"}
-"""Of a state, where the daemon gives a code."""
-_PAGES_FROM = 72
-_SHORT_PAGES = {
-    "overview": "over",
-    "requests": "req",
-    "kv": "kv",
-    "power": "power",
-    "handoff": "hand",
-    "log": "log",
-}
+_REASONS = {"draining": "no new requests", "model_loading": "loading the model"}
+"""In words, where the daemon gives a code."""
+_LEAST_KEYS = 12
+"""Cells that the names of the pages leave to the keys."""
 
 
 class Alert(NamedTuple):
@@ -189,21 +182,32 @@ def alert_line(view: View, width: int) -> Line:
     return line
 
 
-def key_hints(hints: Sequence[tuple[str, str]], page: str, width: int) -> Line:
-    """The pages, then keys and what they do, as many as fit."""
-    line: Line = [Run(" 1-6 ", Tone.ACCENT), Run(f"{page} ", Tone.STRONG)]
-    if width >= _PAGES_FROM:
-        line = [Run(" ")]
-        for number, (name, short) in enumerate(_SHORT_PAGES.items(), start=1):
-            tone = Tone.STRONG if name == page else Tone.MUTED
-            line += [Run(f"{number} ", Tone.ACCENT), Run(f"{short} ", tone)]
+def key_hints(
+    hints: Sequence[tuple[str, str]], pages: Sequence[str], page: str, width: int
+) -> Line:
+    """The pages, then keys and what they do; where some do not fit, that help has more."""
+    line: Line = [Run(f" 1-{len(pages)} ", Tone.ACCENT), Run(page, Tone.CURRENT), Run(" ")]
+    named: Line = []
+    for number, name in enumerate(pages, start=1):
+        tone = Tone.CURRENT if name == page else Tone.MUTED
+        named += [Run(f" {number} ", Tone.ACCENT), Run(name, tone)]
+    if width_of(named) + _LEAST_KEYS <= width:
+        line = [*named, Run(" ")]
     line.append(Run("│", Tone.MUTED))
-    for key, label in hints:
-        item = [Run(f" {key} ", Tone.ACCENT), Run(label, Tone.MUTED)]
-        if width_of(line) + width_of(item) > width:
+    room = width - width_of(line)
+    *others, last = (_hint(key, label) for key, label in hints)
+    if sum(map(width_of, [*others, last])) > room:
+        last = _hint("?", "for more")
+    for hint in others:
+        if width_of(hint) + width_of(last) > room:
             break
-        line += item
-    return line
+        line += hint
+        room -= width_of(hint)
+    return [*line, *last]
+
+
+def _hint(key: str, label: str) -> Line:
+    return [Run(f" {key} ", Tone.ACCENT), Run(label, Tone.MUTED)]
 
 
 def summary(view: View) -> str:
@@ -247,14 +251,23 @@ def version_problem(version: int) -> str | None:
 # Never: drops an event that the frame has.
 
 
+_NEWS_S = 600
 _ROOMY = 100
 _CODE_WIDTH = 22
 _SUBJECT_WIDTH = 10
 
 
 def events(view: View, width: int, height: int) -> list[Line]:
-    """The newest events that fit."""
-    return all_events(view, width)[:height]
+    """The newest events that fit; what only informed has left after a while."""
+    frame = view.frame
+    if frame is None:
+        return []
+    recent = [
+        event
+        for event in frame.events
+        if event.severity != "info" or (fig.seconds_between(event.at, frame.at) or 0.0) < _NEWS_S
+    ]
+    return [_event_line(event, width) for event in reversed(recent)][:height]
 
 
 def all_events(view: View, width: int) -> list[Line]:

@@ -15,12 +15,13 @@ from tui.lines import (
     Run,
     Tone,
     beside,
+    beside_chart,
     clean,
     facts,
     gauge,
+    nonzero,
     pad,
     rule,
-    sparkline,
     state_bar,
 )
 from tui.panels.gauges import kv, used_spans
@@ -29,6 +30,9 @@ from tui.view import View, pool_counts
 # The caches below the pools as lines of the KV page: how full, what they earned, what went wrong.
 # Invariant: what has not happened is left out, but for what was stored and loaded.
 # Never: shows a cache that the daemon has not reported.
+
+
+_SIZES = {"0.5": "half", "2": "double", "4": "four times the"}
 
 
 def lines(frame: Frame, width: int) -> list[Line]:
@@ -53,16 +57,22 @@ def _figures(tier: TierFrame) -> list[tuple[str, str]]:
         ("stored", fig.short_count(tier.stored_blocks)),
         ("loaded", fig.short_count(tier.loaded_blocks)),
         ("tokens", fig.short_count(tier.loaded_tokens)),
-        ("reads at", f"{fig.size(tier.read_bytes_per_s)}/s"),
+        ("reads at", fig.bytes_per_s(tier.read_bytes_per_s)),
     ]
     if tier.loads:
         always.append(("loads", fig.short_count(tier.loads)))
         always.append(("took", fig.duration(tier.load_ms)))
-        always.append(("computing", fig.duration(tier.compute_ms)))
-        always.append(("regret", fig.duration(tier.regret_ms)))
+        always.append(("recomputing would take", fig.duration(tier.compute_ms)))
+        if tier.regret_ms:
+            always.append(("time lost", fig.duration(tier.regret_ms)))
     if "1" in tier.would_find:
-        others = [f", x{n} {fig.ratio(share)}" for n, share in tier.would_find.items() if n != "1"]
-        always.append(("hit ratio", f"{fig.ratio(tier.would_find['1'])}{''.join(others)}"))
+        others = [
+            f"{fig.ratio(share)} at {_SIZES[n]} size"
+            for n, share in tier.would_find.items()
+            if n in _SIZES
+        ]
+        rest = f" ({', '.join(others)})" if others else ""
+        always.append(("hit rate", f"{fig.ratio(tier.would_find['1'])}{rest}"))
     seldom = (
         ("waiting", tier.waiting),
         ("declined", tier.declined_loads),
@@ -85,9 +95,8 @@ _NARROW = 76
 _NAME_WIDTH = 10
 _NUMBER_WIDTH = 8
 _MAP_ROWS = 2
-_TALL_MAP_ROWS = 6
-_TALL = 32
-"""From this height on a map has more rows."""
+_MAX_ROWS = 10
+"""Of a map, or of a graph."""
 _MAX_OWNERS = 8
 _MAX_HOLDERS = 8
 
@@ -103,24 +112,27 @@ def page(view: View, width: int, height: int) -> list[Line]:
         return [
             *_pools(view, frame, width),
             *_maps(frame, width, _MAP_ROWS),
-            *_history(view, width),
+            *_history(view, width, 1),
             *_owners(frame, width),
             *_holders(frame, width),
             *_prefix_cache(frame, width),
             *lines(frame, width),
         ]
-    rows = _TALL_MAP_ROWS if height >= _TALL else _MAP_ROWS
+    pools, tiers = _pools(view, frame, width), lines(frame, width)
+    # a map and a graph of each pool share what is left below the rules and the legend
+    num_pools = len(frame.pools)
+    room = height - len(pools) - len(tiers) - num_pools - 2
+    rows = max(1, min(_MAX_ROWS, room // (2 * num_pools)))
     left = (width - 2) * 3 // 5
     right = width - 2 - left
-    maps = [*_maps(frame, left, rows), *_history(view, left)]
     return [
-        *_pools(view, frame, width),
+        *pools,
         *beside(
-            maps,
+            [*_maps(frame, left, max(rows, _MAP_ROWS)), *_history(view, left, rows)],
             [*_owners(frame, right), *_holders(frame, right), *_prefix_cache(frame, right)],
             left,
         ),
-        *lines(frame, width),
+        *tiers,
     ]
 
 
@@ -129,17 +141,19 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     totals = frame.totals
     found, asked = totals.prefix_cache_hits, totals.prefix_cache_queries
     rate = fig.ratio(found / asked if asked else None)
-    note = f"{rate} of {fig.short_count(asked)} tokens found"
+    note = f"hit rate {rate} of {fig.short_count(asked)} tokens"
     lines: list[Line] = [rule("PREFIX CACHE", width, note)]
     if not totals.has_prefix_cache:
-        return [*lines, [Run("off, or still loading", Tone.MUTED)]]
+        return [*lines, [Run("off, or loading", Tone.MUTED)]]
     evicted = sum(pool.evicted for pool in frame.pools)
-    sums = [
-        ("blocks evicted", fig.short_count(evicted)),
-        ("tokens fetched", fig.short_count(totals.prefix_cache_fetches)),
-        ("overhead", fig.seconds(totals.prefix_cache_s)),
-    ]
-    lines += facts(width, sums)
+    fetched = totals.prefix_cache_fetches
+    lines += facts(
+        width,
+        [
+            ("hashing took", fig.seconds(totals.prefix_cache_s)),
+            *nonzero(("blocks evicted", evicted), ("tokens fetched", fetched)),
+        ],
+    )
     for pool in frame.pools:
         items = [
             (f"{pool.name}: {holder.user}", f"{fig.count(holder.num_blocks)} blocks")
@@ -147,7 +161,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
         ]
         lines += facts(width, items[:_MAX_OWNERS])
     has_some = any(pool.holders for pool in frame.pools)
-    return lines if has_some else [*lines, [Run("nothing is kept", Tone.MUTED)]]
+    return lines if has_some else [*lines, [Run("no cached blocks", Tone.MUTED)]]
 
 
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:
@@ -193,21 +207,18 @@ def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
     return [*lines, [Run(legend, Tone.MUTED)]]
 
 
-def _history(view: View, width: int) -> list[Line]:
+def _history(view: View, width: int, height: int) -> list[Line]:
     """Occupancy of each pool over the window, on a scale from empty to the highest."""
     room = width - _NAME_WIDTH - 6
     lines: list[Line] = [rule("OCCUPANCY", width, f"last {fig.whole_seconds(view.window_s)}")]
     for name, samples in view.history.kv_used_ratio.items():
         known = [value for value in samples[-view.window_s :] if value is not None]
         top = f"{fig.ratio(max(known, default=None))} "
-        graph = sparkline(view.recent(samples, room), room)
-        lines.append(
-            [
-                Run(pad(name, _NAME_WIDTH), Tone.MUTED),
-                Run(pad(top, 6, right=True), Tone.STRONG),
-                Run(graph, Tone.ACCENT),
-            ]
-        )
+        head = [
+            Run(pad(name, _NAME_WIDTH), Tone.MUTED),
+            Run(pad(top, 6, right=True), Tone.STRONG),
+        ]
+        lines += beside_chart(head, view.recent(samples, room), width, height, 1.0)
     return lines
 
 
@@ -216,7 +227,7 @@ def _owners(frame: Frame, width: int) -> list[Line]:
     lines: list[Line] = [rule("OWNERS", width, "blocks and requests")]
     for pool in frame.pools:
         lines += _pool_owners(pool, width)
-    return lines if len(lines) > 1 else [*lines, [Run("nobody holds a block", Tone.MUTED)]]
+    return lines if len(lines) > 1 else [*lines, [Run("no blocks in use", Tone.MUTED)]]
 
 
 def _pool_owners(pool: PoolFrame, width: int) -> list[Line]:

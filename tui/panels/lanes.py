@@ -27,15 +27,18 @@ from tui.lines import (
     Line,
     Run,
     Tone,
+    beside_chart,
     clean,
     facts,
     gauge,
     marked,
+    nonzero,
     pad,
     pairs,
     rule,
     sparkline,
     state_bar,
+    two_a_row,
     width_of,
     wrap,
 )
@@ -68,16 +71,21 @@ def _lane_title(view: View, role: str) -> str:
     workers = workers_for(view.frame, role)
     if not workers:
         return role.upper()
-    return f"{role.upper()}  {where(*workers) if len(workers) == 1 else f'{len(workers)} workers'}"
+    if len(workers) > 1:
+        return f"{role.upper()}  {len(workers)} workers"
+    return f"{role.upper()}  {where(workers[0], view.frame)}"
 
 
-def where(worker: WorkerFrame) -> str:
-    """`cpu 1`; `cpu 0,1` while it has others' cores, `cores lent` while others have its own."""
+def where(worker: WorkerFrame, frame: Frame | None) -> str:
+    """`cpu 1`; `cpu 1, also cpu 0` with a core of another; `idle, cpu 1 used by decode`."""
     if worker.state != "ready" or worker.cpus_used == worker.cpus:
         return worker.device
-    if not worker.cpus_used:
-        return "cores lent" if worker.cpus else worker.device
-    return f"cpu {','.join(map(str, worker.cpus_used))}"
+    if worker.cpus_used:
+        lent = sorted(set(worker.cpus_used) - set(worker.cpus))
+        return f"{worker.device}, also cpu {','.join(map(str, lent))}" if lent else worker.device
+    others = frame.workers if frame else []
+    by = next((each.name for each in others if set(worker.cpus) & set(each.cpus_used)), "")
+    return f"idle, {worker.device} used by {by}" if by else worker.device
 
 
 def prefill(view: View, width: int, height: int) -> list[Line]:
@@ -94,7 +102,7 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
         _not_ready(workers, width)
         or pairs(width, ("running", fig.count(queue.prefilling)), ("queued", waiting)),
         _trend(view, view.history.prefill_tokens_per_s, "tok/s", width),
-        *_steps(workers, width),
+        *_steps(frame, workers, width),
         [
             Run(pad("queue", _LABEL_WIDTH), Tone.MUTED),
             Run(_graph(view, view.history.queued, width - _LABEL_WIDTH), Tone.ACCENT),
@@ -119,10 +127,15 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
     if frame is None:
         return []
     if frame.transport is None:
-        return [[Run("one worker does both", Tone.MUTED)]][:height]
+        return [[Run("one worker for both phases: no handoff", Tone.MUTED)]][:height]
     totals, latency, history = frame.totals, frame.latency, view.history
-    moved = fig.size(history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None)
-    num_failed = frame.handoff.num_failed if frame.handoff else None
+    rate = f"{_newest_size(history.handoff_bytes_per_s)}/s"
+    copied = [("copied", rate), ("moved", fig.size(totals.handoff_bytes))]
+    troubles = nonzero(
+        ("failed", frame.handoff.num_failed if frame.handoff else None),
+        ("recovered", totals.recovered_sequences),
+        ("stale", totals.stale_messages),
+    )
     return [
         pairs(
             width,
@@ -135,22 +148,16 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
             ("p50", fig.duration(latency.handoff_ms_p50)),
             ("p95", fig.duration(latency.handoff_ms_p95)),
         ),
-        [Run("KV blocks are shared, no bytes move", Tone.MUTED)]
+        [Run("zero-copy: one pool for all workers", Tone.MUTED)]
         if frame.transport == "alias"
-        else pairs(width, ("copied", f"{moved}/s")),
-        pairs(
-            width,
-            ("moved", fig.size(totals.handoff_bytes)),
-            ("stale", fig.count(totals.stale_messages)),
-        ),
-        pairs(
-            width,
-            ("recovered", fig.count(totals.recovered_sequences)),
-            ("failed", fig.count(num_failed)),
-        ),
-        [],
+        else pairs(width, *copied),
+        *two_a_row(width, troubles),
         *([Run(line, Tone.MUTED)] for line in routes(frame)),
     ][:height]
+
+
+def _newest_size(samples: Samples) -> str:
+    return fig.size(samples[-1] if samples else None)
 
 
 def ranked_routes(frame: Frame) -> list[tuple[int, str, str]]:
@@ -179,6 +186,12 @@ def decode(view: View, width: int, height: int) -> list[Line]:
     stalls = view.recent(history.stalls, len(graph[-1].text))
     batches = [w.batch_size_mean for w in workers if w.batch_size_mean is not None]
     longest_ms = max((w.step_ms_max for w in workers if w.step_ms_max is not None), default=None)
+    troubles = nonzero(
+        ("stalls", frame.latency.num_stalls),
+        ("restarts", sum(worker.num_restarts for worker in workers)),
+        ("paused", frame.queue.paused),
+        ("preempted", frame.totals.preemptions),
+    )
     backends = dict.fromkeys(w.attention for w in workers if w.attention)
     return [
         _not_ready(workers, width)
@@ -191,7 +204,7 @@ def decode(view: View, width: int, height: int) -> list[Line]:
             ),
         ),
         [*graph[:-1], *marked(graph[-1].text, stalls)],
-        *_steps(workers, width),
+        *_steps(frame, workers, width),
         pairs(
             width,
             ("max", fig.duration(longest_ms)),
@@ -199,19 +212,10 @@ def decode(view: View, width: int, height: int) -> list[Line]:
         ),
         pairs(
             width,
-            ("attn", ", ".join(backends) or fig.ABSENT),
-            ("restarts", fig.count(sum(w.num_restarts for w in workers) if workers else None)),
-        ),
-        pairs(
-            width,
             ("out", f"{fig.short_count(frame.totals.output_tokens)} tok"),
-            ("stalls", fig.count(frame.latency.num_stalls)),
+            ("attn", ", ".join(backends) or fig.ABSENT),
         ),
-        pairs(
-            width,
-            ("paused", fig.count(frame.queue.paused)),
-            ("preempted", fig.count(frame.totals.preemptions)),
-        ),
+        *two_a_row(width, troubles),
         *_processes(workers, width),
     ][:height]
 
@@ -247,14 +251,14 @@ def _process(worker: WorkerFrame, width: int) -> list[Line]:
     ]
 
 
-def _steps(workers: list[WorkerFrame], width: int) -> list[Line]:
+def _steps(frame: Frame, workers: list[WorkerFrame], width: int) -> list[Line]:
     """How long steps take: of one worker, or a row for each; those that are not ready first."""
     if len(workers) < 2:
         return [pairs(width, *(_step(*workers) if workers else _step(None)))]
     lines, label_width = [], max(len(worker.name) for worker in workers) + 2
     for worker in sorted(workers, key=lambda worker: worker.state == "ready"):
         room = width - label_width
-        place = [("", where(worker))] if width >= _PLACE_WIDTH else []
+        place = [("", where(worker, frame))] if width >= _PLACE_WIDTH else []
         (_, step), busy = _step(worker)
         about = _trouble(worker, room) or pairs(room, *place, ("", step), busy)
         lines.append([Run(pad(worker.name, label_width), Tone.MUTED), *about])
@@ -315,46 +319,62 @@ _ROUTE_WIDTH = 8
 _RATE_WIDTH = 12
 _RING = "ring"
 _MAX_LINKS = 8
+_MAX_CHART_ROWS = 5
+_LEAST_RECENT = 6
+"""Newest handoffs that are listed however little room there is, with their heading."""
 REASONS: Mapping[str, str] = MappingProxyType(
     {
-        "cheapest": "meets the targets at the least cost",
-        "closest": "no way met the targets, and this one missed them least",
-        "kept": "as good as the best way, and the one taken before",
-        "only": "the other worker was not there",
-        "unknown": "steps of its size were not measured yet: as static roles do",
-        "wary": "the other way had been far worse than predicted: as static roles do",
-        "static": "static roles: prefill and decode always apart",
-        "colocated": "one worker does all of it",
+        "cheapest": "meets the targets at the lowest cost",
+        "closest": "no route met the targets; least bad chosen",
+        "kept": "as good as the best route, and used before",
+        "only": "the other worker was not ready",
+        "unknown": "steps of this size not measured yet; static route",
+        "wary": "the other route was far slower than predicted; static route",
+        "static": "static roles: prefill and decode always separate",
+        "colocated": "one worker for both phases",
     }
 )
-"""What each reason for a route means; one that is not here is shown as it is."""
+"""What each reason for a route means; any other is shown as it is."""
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
-    """Path, rates, latency, what is on its way, routes."""
+    """Path, latency, routes; rates and the newest handoffs take the room that is left."""
     frame = view.frame
     if frame is None:
         return []
-    if frame.transport is None:
-        note = "one worker does both: nothing is handed over"
-        return [
-            rule("PATH", width),
-            [Run(note, Tone.MUTED)],
-            *_routes(frame, width),
-            *_predictions(frame, width),
-            *_trials(frame, width),
-            *_models(frame, width),
-        ]
-    return [
-        *_path(frame, width),
-        *_rates(view, frame, width),
-        *_latency(frame, width),
-        *_in_flight(frame, width),
+    below = [
         *_routes(frame, width),
         *_predictions(frame, width),
         *_trials(frame, width),
         *_models(frame, width),
     ]
+    if frame.transport is None:
+        note = "one worker for both phases: no handoff"
+        return [rule("PATH", width), [Run(note, Tone.MUTED)], *below]
+    path = _path(frame, width)
+    now = [*_latency(frame, width), *_in_flight(frame, width)]
+    recent = _recent(view, width)
+    room = height - len(path) - len(now) - len(below)
+    num_rows = max(1, min(_MAX_CHART_ROWS, (room - len(recent[:_LEAST_RECENT])) // 2 - 1))
+    rates = _rates(view, frame, width, num_rows)
+    return [*path, *rates, *now, *below, *recent[: max(_LEAST_RECENT, room - len(rates))]]
+
+
+def _recent(view: View, width: int) -> list[Line]:
+    """A line for each request that was handed over and has ended, the newest first."""
+    handed = [request for request in view.finished if request.handoff_ms is not None]
+    rows: list[Line] = [
+        [
+            Run(pad(fig.short_id(request.id), 10), Tone.STRONG),
+            Run(pad(request.user or fig.ABSENT, 12)),
+            Run(pad(fig.duration(request.handoff_ms), 9, right=True)),
+            Run(pad(f"  wait {fig.duration(request.decode_wait_ms)}", 14)),
+            Run(f"  {fig.size(request.handoff_bytes)}" if request.handoff_bytes else ""),
+            Run(f"  {clean(request.route_reason or '')}", Tone.MUTED),
+        ]
+        for request in handed
+    ]
+    return [rule("RECENT HANDOFFS", width, "newest first"), *rows] if rows else []
 
 
 def _models(frame: Frame, width: int) -> list[Line]:
@@ -415,7 +435,7 @@ def _per_s(rate: float | None) -> str:
 
 def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
     if frame.transport == "alias":
-        return [Run("all workers map the same pool: blocks change owner, no byte moves")]
+        return [Run("zero-copy: workers share one KV pool")]
     if handoff is None or handoff.probe_bytes_per_s is None:
         return [Run("▲ not measured at start", Tone.WARN)]
     return [
@@ -434,40 +454,34 @@ def _ring(ring: PoolFrame, width: int) -> Line:
     ]
 
 
-def _rates(view: View, frame: Frame, width: int) -> list[Line]:
+def _rates(view: View, frame: Frame, width: int, num_rows: int) -> list[Line]:
     history, totals, handoff = view.history, frame.totals, frame.handoff
     mean = totals.handoff_bytes / totals.handoffs if totals.handoffs else None
-    handed = f"{_newest(history.handoffs_per_s)}/s"
-    newest = history.handoff_bytes_per_s[-1] if history.handoff_bytes_per_s else None
-    lines = [
-        rule("RATES", width, f"last {fig.whole_seconds(view.window_s)}"),
-        _rate_graph(view, "handoffs", history.handoffs_per_s, handed, width),
-    ]
+    graphs = [("handoffs", history.handoffs_per_s, _newest(history.handoffs_per_s))]
     if frame.transport != "alias":
-        rate = f"{fig.size(newest)}/s"
-        lines.append(_rate_graph(view, "bytes", history.handoff_bytes_per_s, rate, width))
-    counts = [
-        ("done", fig.count(totals.handoffs)),
-        ("moved", fig.size(totals.handoff_bytes)),
-        ("mean", fig.size(mean)),
-        ("failed", fig.count(handoff.num_failed if handoff else None)),
-        ("stale", fig.count(totals.stale_messages)),
-        ("recovered", fig.count(totals.recovered_sequences)),
-    ]
+        copied = history.handoff_bytes_per_s
+        graphs.append(("bytes", copied, _newest_size(copied)))
+    lines = [rule("RATES", width, f"last {fig.whole_seconds(view.window_s)}")]
+    for label, samples, reading in graphs:
+        head = [
+            Run(pad(label, _WIDE_LABEL), Tone.MUTED),
+            Run(pad(f"{reading}/s", _RATE_WIDTH), Tone.STRONG),
+        ]
+        shown = view.recent(samples, width - width_of(head))
+        lines += beside_chart(head, shown, width, num_rows)
+    counts = [("done", fig.count(totals.handoffs))]
+    if totals.handoff_bytes:
+        counts += [("moved", fig.size(totals.handoff_bytes)), ("mean", fig.size(mean))]
+    counts += nonzero(
+        ("failed", handoff.num_failed if handoff else None),
+        ("stale", totals.stale_messages),
+        ("recovered", totals.recovered_sequences),
+    )
     return [*lines, *facts(width, counts)]
 
 
 def _newest(samples: Samples) -> str:
     return fig.rate(samples[-1] if samples else None)
-
-
-def _rate_graph(view: View, label: str, samples: Samples, reading: str, width: int) -> Line:
-    room = width - _WIDE_LABEL - 12
-    return [
-        Run(pad(label, _WIDE_LABEL), Tone.MUTED),
-        Run(pad(reading, 12), Tone.STRONG),
-        Run(sparkline(view.recent(samples, room), room), Tone.ACCENT),
-    ]
 
 
 def _latency(frame: Frame, width: int) -> list[Line]:
@@ -528,16 +542,18 @@ def _predictions(frame: Frame, width: int) -> list[Line]:
 def _way(way: WayFrame) -> Line:
     where = f"{way.worker}, {'all' if way.has_all else 'own'} cores"
     beside = "beside decodes" if way.is_beside else "alone"
-    error = "" if way.error_ratio is None else f", off by {way.error_ratio:.1f}x"
+    error = "" if way.error_ratio is None else f", error {way.error_ratio:.1f}x"
     line = [
         Run(pad(fig.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
         Run(f"  {pad(way.route, _ROUTE_WIDTH)}"),
         Run(f"on {where}, {beside}, from {fig.count(way.step_tokens)} tokens a step{error}"),
     ]
     if way.num_missed:
-        line.append(Run(f", {fig.count(way.num_missed)} twice as bad or worse", Tone.WARN))
+        line.append(
+            Run(f", {fig.count(way.num_missed)} took at least twice the prediction", Tone.WARN)
+        )
     if way.num_gave_way:
-        line.append(Run(f", {fig.count(way.num_gave_way)} gave way"))
+        line.append(Run(f", {fig.count(way.num_gave_way)} moved away"))
     if way.is_closed:
-        line.append(Run(", closed until measured anew", Tone.WARN))
+        line.append(Run(", not used until measured again", Tone.WARN))
     return line

@@ -13,7 +13,7 @@ from typing import Any
 
 from appliance.frame import figures as fig
 from appliance.frame.protocol import RequestFrame, fields
-from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, wrap
+from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, width_of, wrap
 from tui.replay import PastRequest
 from tui.view import REPLAY, RequestListing, View
 
@@ -66,12 +66,23 @@ def _output_text(request: RequestFrame) -> str:
     return sign + fig.short_count(request.output_tokens)
 
 
+def _note(request: RequestFrame) -> str:
+    """What went wrong, what it waits for, or why it is slow; empty where nothing is to be said."""
+    if request.error:
+        return request.error
+    if request.behind:
+        return f"behind {fig.short_id(request.behind)} ({fig.count(request.behind_tokens)} tok)"
+    if request.waits_for:
+        return f"waits for {request.waits_for.partition(';')[0]}"
+    return request.slow_because or ""
+
+
 COLUMNS = (
     RequestColumn("ID", 8, 0, lambda r: fig.short_id(r.id), is_right=False),
     RequestColumn("PHASE", 15, 0, phase_text, is_right=False),
-    RequestColumn("USER", 8, 6, lambda r: r.user or fig.ABSENT, is_right=False, grows_to=16),
-    RequestColumn("WORKER", 9, 13, lambda r: r.worker or fig.ABSENT, is_right=False),
-    RequestColumn("ENDPOINT", 16, 17, lambda r: r.endpoint, is_right=False, grows_to=24),
+    RequestColumn("USER", 8, 6, lambda r: r.user or fig.ABSENT, is_right=False, grows_to=12),
+    RequestColumn("WORKER", 9, 14, lambda r: r.worker or fig.ABSENT, is_right=False),
+    RequestColumn("ENDPOINT", 16, 16, lambda r: r.endpoint, is_right=False, grows_to=24),
     RequestColumn("IN", 6, 1, lambda r: fig.short_count(r.prompt_tokens)),
     RequestColumn("OUT", 5, 2, _output_text),
     RequestColumn("MAX", 5, 7, lambda r: fig.short_count(r.max_tokens)),
@@ -79,16 +90,13 @@ COLUMNS = (
     RequestColumn("QUEUE", 6, 10, lambda r: fig.millis(r.queue_ms)),
     RequestColumn("PREFILL", 7, 11, lambda r: fig.millis(r.prefill_ms)),
     RequestColumn("TTFT", 6, 4, lambda r: fig.millis(r.ttft_ms)),
-    RequestColumn("HANDOFF", 7, 9, lambda r: fig.millis(r.handoff_ms)),
-    RequestColumn("WAIT", 6, 14, lambda r: fig.millis(r.decode_wait_ms)),
-    RequestColumn("PAUSED", 6, 20, lambda r: fig.millis(r.paused_ms)),
-    RequestColumn("ITL1", 6, 15, lambda r: fig.millis(r.first_itl_ms)),
+    RequestColumn("HANDOFF", 7, 12, lambda r: fig.millis(r.handoff_ms)),
     RequestColumn("TPOT", 6, 5, lambda r: fig.millis(r.tpot_ms)),
-    RequestColumn("E2E", 6, 18, lambda r: fig.millis(r.e2e_ms)),
-    RequestColumn("BLOCKS", 6, 12, lambda r: _estimate_sign(r) + fig.short_count(r.num_blocks)),
-    RequestColumn("MOVED", 8, 16, lambda r: fig.size(r.handoff_bytes)),
-    RequestColumn("J", 7, 8, lambda r: _joules(r)),
-    RequestColumn("ROUTE", 8, 19, lambda r: r.route or fig.ABSENT, is_right=False),
+    RequestColumn("BLOCKS", 6, 13, lambda r: _estimate_sign(r) + fig.short_count(r.num_blocks)),
+    RequestColumn("MOVED", 8, 15, lambda r: fig.size(r.handoff_bytes)),
+    RequestColumn("J", 7, 9, lambda r: _joules(r)),
+    RequestColumn("ROUTE", 8, 17, lambda r: r.route or fig.ABSENT, is_right=False),
+    RequestColumn("NOTE", 28, 8, _note, is_right=False, grows_to=120),
 )
 
 
@@ -97,18 +105,24 @@ def _joules(request: RequestFrame) -> str:
     return fig.short_count(fig.energy_j(request.prefill_j, request.decode_j))
 
 
-def columns_for(width: int) -> list[RequestColumn]:
-    """The most important columns that fit, in display order; room left over widens the texts."""
+def columns_for(width: int, is_metered: bool = True) -> list[RequestColumn]:
+    """The most important columns that fit, in display order; room left over widens the texts.
+
+    Args:
+        width: cells of a row.
+        is_metered: some device reports energy, which has a column then.
+    """
     chosen: list[RequestColumn] = []
     gap = 2 if width >= _ROOMY else 1
     room = width - _MARGIN + gap
-    for column in sorted(COLUMNS, key=lambda column: column.rank):
+    known = [column for column in COLUMNS if is_metered or column.title != "J"]
+    for column in sorted(known, key=lambda column: column.rank):
         if column.width + gap <= room:
             chosen.append(column)
             room -= column.width + gap
     if width >= _WIDE:
         chosen = [_with_whole_id(column) for column in chosen]
-    chosen.sort(key=lambda column: [known.title for known in COLUMNS].index(column.title))
+    chosen.sort(key=lambda column: [each.title for each in COLUMNS].index(column.title))
     grown: list[RequestColumn] = []
     for column in chosen:
         more = max(0, min(column.grows_to - column.width, room))
@@ -144,40 +158,59 @@ def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected:
 
 
 def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -> str:
-    """`REQUESTS  30 live, 1-8 by age v`, the filter, and what became of the others.
+    """`REQUESTS  30 live, 1-8 by time v`, the filter, and how many have ended how.
 
-    What does not fit whole is left out whole: counts that are 0, the order of those that have
-    ended, then the other counts from the last on.
+    What does not fit whole is left out whole, from the last on.
     """
     frame, listing = view.frame, view.listing
     if frame is None:
         return "REQUESTS"
     arrow = "^" if listing.is_reversed else "v"
     num_finished = num_shown - listing.num_admitted(frame.requests)
-    order = [f", {first}-{last} by {listing.sort} {arrow}"] if num_shown else []
-    live = f"REQUESTS  {fig.count(frame.num_requests)} live"
-    finished = [f", {fig.count(num_finished)} finished"] if num_finished > 0 else []
-    # age is what those have that are there
-    is_by_end = num_finished > 0 and listing.sort == "time"
-    end_order = [f", finished by end {arrow}"] if is_by_end else []
-    filtered = [f" │ filter {listing.filter.text}"] if listing.filter.text else []
-    totals = frame.totals
-    counts = [
+    text = f"REQUESTS  {fig.count(frame.num_requests)} live"
+    text += f", {fig.count(num_finished)} finished" if num_finished > 0 else ""
+    text += f", {first}-{last} by {listing.sort} {arrow}" if num_shown else ""
+    text += f" │ filter {listing.filter.text}" if listing.filter.text else ""
+    totals, sign = frame.totals, " │ "
+    for number, word in (
         (totals.finished, "done"),
-        (totals.aborted, "aborted"),
         (totals.failed, "failed"),
         (totals.refused, "refused"),
-    ]
-    not_none = [(num, word) for num, word in counts if num]
-    choices = [(counts, end_order), (not_none, end_order)]
-    choices += [(not_none[:num], []) for num in range(len(not_none), -1, -1)]
-    for shown, ends in choices:
-        texts = [f"{fig.short_count(num)} {word}" for num, word in shown]
-        others = [" │ " + ", ".join(texts)] if texts else []
-        text = "".join([live, *finished, *order, *ends, *filtered, *others])
-        if len(text) <= room:
-            break
+        (totals.aborted, "cancelled"),
+    ):
+        count = f"{sign}{fig.short_count(number)} {word}"
+        if number and len(text) + len(count) <= room:
+            text, sign = text + count, ", "
     return text
+
+
+def summary(view: View, width: int) -> Line:
+    """`today 148 requests, 281k in, 41k out │ ana 3 live, 48.3 tok/s`, as many users as fit."""
+    frame = view.frame
+    if frame is None:
+        return []
+    line: Line = []
+    if (today := frame.today) is not None:
+        is_whole = "T00:00:00" in today.since
+        line += [
+            Run(" today " if is_whole else f" since {fig.clock(today.since)} ", Tone.MUTED),
+            Run(fig.things(today.requests, "request"), Tone.STRONG),
+            Run(f", {fig.short_count(today.prompt_tokens)} in"),
+            Run(f", {fig.short_count(today.output_tokens)} out"),
+            Run(f", {fig.count(today.failed)} failed" if today.failed else "", Tone.BAD),
+        ]
+    for index, user in enumerate(frame.users):
+        item = [
+            Run(" │ " if line else " ", Tone.MUTED),
+            Run(clip(user.user, 16), Tone.STRONG),
+            Run(f" {fig.count(user.num_requests)} live"),
+            Run(f", {fig.tokens_per_s(user.output_tokens_per_s)}"),
+        ]
+        more = f" +{fig.things(len(frame.users) - index, 'user')}"
+        if width_of(line) + width_of(item) + len(more) > width:
+            return [*line, Run(more, Tone.MUTED)]
+        line += item
+    return line
 
 
 def placeholder(view: View) -> Line:
@@ -189,10 +222,10 @@ def placeholder(view: View) -> Line:
     if view.frame is None:
         return [Run("  waiting for the first frame", Tone.MUTED)]
     if view.listing.filter.text:
-        return [Run("  no request passes the filter; / changes it", Tone.MUTED)]
+        return [Run("  no request matches the filter", Tone.MUTED)]
     if view.link.word == REPLAY:
-        return [Run("  no live requests that the log knows of", Tone.MUTED)]
-    return [Run('  no live requests; send one with: penstock run --chat "Hello"', Tone.MUTED)]
+        return [Run("  no live requests in the log", Tone.MUTED)]
+    return [Run('  no requests yet; send one with: penstock run "Hello"', Tone.MUTED)]
 
 
 # One request in detail: its facts, and where its time went, stage by stage.

@@ -7,7 +7,7 @@ Never: acts; an answer goes to the app.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -17,13 +17,14 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from appliance.frame.protocol import RequestFrame
-from tui.lines import Line, Run, Tone, clip, pad, wrap
+from tui.lines import Line, Run, Tone, beside, clip, pad, wrap
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.requests import detail
 from tui.widgets.panel import KeyUnderDialog, Page, Panel, entitle
 
 YES = "yes"
-_KEY_WIDTH = 20
+_KEY_WIDTH = 14
+_TWO_COLUMNS = 60
 _NAME_WIDTH = 20
 _WIDTH = 72
 """Lines inside the frame are at most so long."""
@@ -81,18 +82,30 @@ class Reader(Dialog):
     """Something to read; the keys that open one close it, too."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,enter,e,question_mark", "dismiss", "close", show=False)
+        Binding("q,enter,e,question_mark,f1", "dismiss", "close", show=False)
     ]
 
 
 class Help(Reader):
-    """All keys, from the bindings themselves."""
+    """All keys by what they are about, from the bindings themselves."""
 
-    def __init__(self, keys: Sequence[tuple[str, str]], *, is_ascii: bool) -> None:
-        lines: list[Line] = [
-            [Run(pad(key, _KEY_WIDTH), Tone.ACCENT), Run(what)] for key, what in keys
-        ]
-        super().__init__("KEYS  esc or q closes", lambda width: lines, is_ascii=is_ascii)
+    def __init__(self, groups: Mapping[str, Sequence[tuple[str, str]]], *, is_ascii: bool) -> None:
+        self._groups = groups
+        super().__init__("KEYS  esc or q closes", self._lines, is_ascii=is_ascii)
+
+    def _lines(self, width: int) -> list[Line]:
+        """Two columns of groups where there is room, of about the same height."""
+        blocks = [self._block(title, keys) for title, keys in self._groups.items()]
+        if width < _TWO_COLUMNS:
+            return [line for block in blocks for line in block]
+        left: list[Line] = []
+        while blocks and len(left) + len(blocks[0]) <= sum(map(len, blocks)):
+            left += blocks.pop(0)
+        return beside(left, [line for block in blocks for line in block], width // 2 - 1)
+
+    def _block(self, title: str, keys: Sequence[tuple[str, str]]) -> list[Line]:
+        named = [[Run(pad(key, _KEY_WIDTH), Tone.ACCENT), Run(what)] for key, what in keys]
+        return [[Run(title, Tone.STRONG)], *named]
 
 
 class Explain(Reader):
@@ -122,7 +135,7 @@ class Detail(Reader):
         if self._is_there:
             return detail(self.request, width)
         name = Run(clip(self.request.id, width), Tone.STRONG)
-        return [[name], [Run("it had not come yet at this time", Tone.MUTED)]]
+        return [[name], [Run("not received yet", Tone.MUTED)]]
 
     def show(self, request: RequestFrame | None) -> None:
         """Another reading of the same request; None: of a time before it came."""

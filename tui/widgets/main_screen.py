@@ -19,9 +19,11 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
+from appliance.frame.protocol import Frame
 from tui.lines import Line, Run, Tone, folded
 from tui.panels import gauges, header, kv, lanes
-from tui.view import View, workers_for
+from tui.view import View, has_meter, workers_for
+from tui.widgets.filter_line import FilterLine
 from tui.widgets.panel import Page, Panel, RequestBox, RequestTable, entitle
 
 # The overview: which panel stands where, and one call to show a view in all of them.
@@ -61,7 +63,7 @@ class Overview(Container):
             yield self._framed("kv")
             with Container(id="pair"):
                 yield from map(self._framed, ("latency", "machine"))
-        yield RequestBox(id="live", with_finished=False)
+        yield RequestBox(id="live")
         yield self._framed("events")
 
     def _framed(self, name: str) -> Panel:
@@ -84,6 +86,7 @@ class Overview(Container):
             panel = self.query_one(f"#{name}", Panel)
             entitle(panel, title(view, *panel.size))
             panel.repaint()
+        self.set_class(not header.events(view, 1, 1), "-no-events")
         self.query_one(RequestBox).show(view)
 
 
@@ -92,14 +95,19 @@ class Overview(Container):
 # Never: draws.
 
 
-NAMES = ("overview", "requests", "kv", "power", "handoff", "log")
-"""`1` to `6`."""
+NAMES = ("overview", "requests", "kv", "handoff", "events", "power")
+"""By their digits, from 1."""
 Paint = Callable[[View, int, int], list[Line]]
 """Lines for a view, a width and a height; there may be more of them, a page scrolls."""
 LINED: Mapping[str, Paint] = MappingProxyType(
-    {"kv": kv.page, "power": gauges.page, "handoff": lanes.page, "log": header.page}
+    {"kv": kv.page, "handoff": lanes.page, "events": header.page, "power": gauges.page}
 )
 """Pages that are lines and nothing else."""
+
+
+def pages(frame: Frame | None) -> tuple[str, ...]:
+    """The pages that have something to show: power needs a meter."""
+    return tuple(name for name in NAMES if name != "power" or has_meter(frame))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -108,6 +116,7 @@ LINED: Mapping[str, Paint] = MappingProxyType(
 Hints = Callable[[], Sequence[tuple[str, str]]]
 """The keys that work now, and what they do."""
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
+_MOST_FINISHED = 500
 
 
 class MainScreen(Screen[None]):
@@ -144,10 +153,14 @@ class MainScreen(Screen[None]):
         yield Panel(self._paint_tiny, id="tiny", classes="-fresh")
         with ContentSwitcher(initial=_id(self.page)):
             yield Overview(id=_id("overview"))
-            yield RequestBox(id=_id("requests"), with_finished=True)
+            yield RequestBox(id=_id("requests"))
             for name in LINED:
                 yield self._lined(name)
-        yield self._line("footer", lambda width: header.key_hints(self._hints(), self.page, width))
+        yield FilterLine()
+        yield self._line("footer", self._paint_footer)
+
+    def _paint_footer(self, width: int) -> Line:
+        return header.key_hints(self._hints(), pages(self._view.frame), self.page, width)
 
     def _line(self, name: str, paint: Callable[[int], Line]) -> Panel:
         """A line without a frame, that is never greyed."""
@@ -175,6 +188,19 @@ class MainScreen(Screen[None]):
         return next(iter(self._current.query(RequestTable)), None)
 
     @property
+    def num_finished_wanted(self) -> int:
+        """How many finished requests the page can show: what live ones leave free, or a list."""
+        if self.page in ("requests", "handoff"):
+            return _MOST_FINISHED
+        num_live = len(self._view.frame.requests) if self._view.frame else 0
+        return max(0, self.table.size.height - num_live) if self.table else 0
+
+    @property
+    def filter_line(self) -> FilterLine:
+        """The line that filters are typed into."""
+        return self.query_one(FilterLine)
+
+    @property
     def _current(self) -> Overview | RequestBox | Page:
         page = self.query_one(f"#{_id(self.page)}")
         assert isinstance(page, Overview | RequestBox | Page)
@@ -199,14 +225,14 @@ class MainScreen(Screen[None]):
                 self.set_class(is_stale, "-stale")
                 for widget in (*self.query(Panel), *self.query(RequestTable)):
                     widget.refresh()
-            for line in self.children:
-                if isinstance(line, Panel):
-                    line.repaint()
             current = self._current
             if isinstance(current, Page):
                 current.repaint()
             else:
                 current.show(view)
+            for line in self.children:  # the keys depend on what the page has selected
+                if isinstance(line, Panel):
+                    line.repaint()
 
     def _paint_tiny(self, width: int, height: int) -> list[Line]:
         need = f"need {_MIN_WIDTH}x{_MIN_HEIGHT}, have {self.size.width}x{self.size.height}"

@@ -29,7 +29,7 @@ from tui.feed import FeedLost
 from tui.lines import Line, Run, Tone, clean, fit, to_ascii
 from tui.panels import requests as rows
 from tui.panels.requests import detail
-from tui.view import Caller, View
+from tui.view import Caller, View, has_meter
 
 # What happens to the console, as Textual messages: past facts.
 # Invariant: a newer frame replaces one that has not been shown; nothing else is ever dropped.
@@ -240,6 +240,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         self._requests: list[RequestFrame] = []
         self._lines: dict[int, Line] = {}
         self._placeholder: Line = []
+        self._is_metered = True
         self._cursor = 0
 
     @property
@@ -258,9 +259,12 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         first = self.scroll_offset.y
         return first + 1, min(len(self._requests), first + self.size.height)
 
-    def show(self, requests: list[RequestFrame], placeholder: Line) -> None:
+    def show(
+        self, requests: list[RequestFrame], placeholder: Line, is_metered: bool = True
+    ) -> None:
         """Take new readings, in order; the cursor follows its request until that ends."""
         selected = self.selected
+        self._is_metered = is_metered
         self._requests = requests
         self._placeholder = placeholder
         for index, request in enumerate(requests):
@@ -325,7 +329,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         """The rows on screen, by their place in the order."""
         if not self._requests:
             return {0: self._placeholder}
-        columns = rows.columns_for(width)
+        columns = rows.columns_for(width, self._is_metered)
         return {
             index: rows.row(self._requests[index], columns, is_selected=index == self._cursor)
             for index in range(top, min(top + height, len(self._requests)))
@@ -342,14 +346,14 @@ class RequestTable(ScrollView, Toned, can_focus=True):
 class RequestBox(Container):
     """The table under its heading, and beside it, where there is room, the selected request."""
 
-    def __init__(self, *, id: str, with_finished: bool) -> None:
+    def __init__(self, *, id: str) -> None:
         super().__init__(id=id, classes="requests framed")
-        self._with_finished = with_finished
         self._view = View()
 
     def compose(self) -> ComposeResult:
         """The table at the left."""
         with Container(classes="listed"):
+            yield Panel(lambda width, height: [rows.summary(self._view, width)], classes="summary")
             yield Panel(self._paint_heading, classes="heading")
             yield RequestTable()
         yield Panel(self._paint_selected, classes="selected")
@@ -363,9 +367,10 @@ class RequestBox(Container):
         """Repaint the requests of what is known now."""
         self._view = view
         live = view.frame.requests if view.frame else []
-        finished = view.finished if self._with_finished else ()
-        self.table.show(view.listing.arranged(live, finished), rows.placeholder(view))
-        self.query_one(".heading", Panel).repaint()
+        listed = view.listing.arranged(live, view.finished)
+        self.table.show(listed, rows.placeholder(view), has_meter(view.frame))
+        for panel in self.query(Panel):
+            panel.repaint()
 
     def on_window_moved(self, message: WindowMoved) -> None:
         """The title says which rows are on screen; the side pane follows the cursor."""
@@ -376,7 +381,10 @@ class RequestBox(Container):
         self.query_one(".selected", Panel).repaint()
 
     def _paint_heading(self, width: int, height: int) -> list[Line]:
-        return [rows.heading(rows.columns_for(width), self._view.listing)]
+        return [rows.heading(self._columns(width), self._view.listing)]
+
+    def _columns(self, width: int) -> list[rows.RequestColumn]:
+        return rows.columns_for(width, has_meter(self._view.frame))
 
     def _paint_selected(self, width: int, height: int) -> list[Line]:
         selected = self.table.selected

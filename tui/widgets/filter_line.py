@@ -1,0 +1,83 @@
+"""The line that a filter is typed into; the requests follow at every letter.
+
+Owns: the text while it is typed, and what is wrong with it.
+Invariant: a text that cannot be read changes nothing; the line says why.
+Never: filters; the app does.
+"""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Container
+from textual.message import Message
+from textual.widgets import Input
+
+from tui.lines import Line, Run, Tone
+from tui.view import GRAMMAR, FilterError, parse
+from tui.widgets.panel import Panel
+
+
+class FilterLine(Container):
+    """Hidden until it is opened; enter keeps the filter."""
+
+    class Typed(Message):
+        """The filter is another one now."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class Kept(Message):
+        """The line is closed, and the filter stays."""
+
+    def __init__(self) -> None:
+        super().__init__(id="filter")
+        self._problem = ""
+
+    def compose(self) -> ComposeResult:
+        """What is typed, then what can be."""
+        yield Panel(lambda width, height: [[Run(" / ", Tone.ACCENT)]], id="slash", classes="-fresh")
+        yield Input(compact=True)
+        yield Panel(self._paint_hint, id="hint", classes="-fresh")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a filter is being typed."""
+        return self.has_class("-open")
+
+    def open(self, text: str) -> None:
+        """Go on typing at the end of `text`."""
+        self.add_class("-open")
+        line = self.query_one(Input)
+        line.value = text
+        line.cursor_position = len(text)
+        line.focus()
+
+    def close(self) -> None:
+        """Hide; whoever closes it moves the focus."""
+        self.remove_class("-open")
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Pass on what can be read."""
+        event.stop()
+        try:
+            parse(event.value)
+        except FilterError as error:
+            self._problem = str(error)
+        else:
+            self._problem = ""
+            if self.is_open:
+                self.post_message(self.Typed(event.value))
+        for panel in self.query(Panel):
+            panel.repaint()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Keep the filter, unless something is wrong with it."""
+        event.stop()
+        if not self._problem:
+            self.post_message(self.Kept())
+
+    def _paint_hint(self, width: int, height: int) -> list[Line]:
+        if self._problem:
+            return [[Run(self._problem, Tone.WARN)]]
+        return [[Run(f"enter keeps, esc drops   {GRAMMAR}", Tone.MUTED)]]
