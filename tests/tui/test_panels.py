@@ -293,8 +293,8 @@ def test_where_nothing_was_measured_a_sentence_says_so():
     ("used", "title"),
     [
         ([1], "DECODE  cpu 1"),
-        ([0, 1], "DECODE  cpu 1, also cpu 0"),
-        ([], "DECODE  idle, cpu 1 used by prefill"),
+        ([0, 1], "DECODE  cpu 1 + cpu 0"),
+        ([], "DECODE  lent to prefill"),
     ],
 )
 def test_a_lane_says_on_which_cores_its_worker_computes_now(used, title):

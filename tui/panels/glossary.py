@@ -58,8 +58,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("in, out", "prompt tokens read and output tokens produced since the start"),
             Entry("attn", "the code that computes attention"),
             Entry(
-                "also cpu, used by",
-                "elastic roles lend a core to another worker while its owner has no work",
+                "cpu 1 + cpu 0, lent to",
+                "elastic roles lend an idle worker's core to another; it returns with the next prompt",
             ),
             Entry(
                 "stalls, !",

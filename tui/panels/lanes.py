@@ -77,15 +77,15 @@ def _lane_title(view: View, role: str) -> str:
 
 
 def where(worker: WorkerFrame, frame: Frame | None) -> str:
-    """`cpu 1`; `cpu 1, also cpu 0` with a core of another; `idle, cpu 1 used by decode`."""
+    """`cpu 1`; `cpu 1 + cpu 0` with a core of another; `lent to decode` without its own."""
     if worker.state != "ready" or worker.cpus_used == worker.cpus:
         return worker.device
     if worker.cpus_used:
         lent = sorted(set(worker.cpus_used) - set(worker.cpus))
-        return f"{worker.device}, also cpu {','.join(map(str, lent))}" if lent else worker.device
+        return f"{worker.device} + cpu {','.join(map(str, lent))}" if lent else worker.device
     others = frame.workers if frame else []
     by = next((each.name for each in others if set(worker.cpus) & set(each.cpus_used)), "")
-    return f"idle, {worker.device} used by {by}" if by else worker.device
+    return f"lent to {by}" if by else worker.device
 
 
 def prefill(view: View, width: int, height: int) -> list[Line]:
