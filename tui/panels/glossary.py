@@ -59,7 +59,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("attn", "the code that computes attention"),
             Entry(
                 "cpu 1 + cpu 0, lent to",
-                "elastic roles lend an idle worker's core to another; it returns with the next prompt",
+                "elastic roles lend an idle worker's core until it has work again",
             ),
             Entry(
                 "stalls, !",
