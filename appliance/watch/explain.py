@@ -86,11 +86,10 @@ def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
     prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
     usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens
     if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
-        text = f"prefill: {duration(prefill_ms)} for {frame.prompt_tokens:,} tokens"
-        yield _Cause(prefill_ms - usual_ms, text, usual_ms)
+        yield _Cause(prefill_ms - usual_ms, f"prefill: {duration(prefill_ms)}", usual_ms)
     if tpot_ms is not None and usual.tpot_ms and tpot_ms > MIN_RATIO * usual.tpot_ms:
         excess_ms = (tpot_ms - usual.tpot_ms) * (frame.output_tokens or 0) / frame.num_sequences
-        yield _Cause(excess_ms, f"decode: {duration(tpot_ms)} a token", usual.tpot_ms)
+        yield _Cause(excess_ms, f"decode: {duration(tpot_ms)}/token", usual.tpot_ms)
 
 
 def _so_far(frame: RequestFrame, stage: str, phase: str) -> float | None:

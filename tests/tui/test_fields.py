@@ -24,6 +24,8 @@ INTERNAL = {
     "requests.computed_tokens": "as a share while it is prefilled",
     "latency.ttft_over_usual": "an alert of the daemon when it is large",
     "devices.parent": "places a slice under its GPU",
+    "workers.pid": "status and the events have it",
+    "workers.last_step_age_ms": "an alert where it grows",
     "workers.num_prefilling": "decides which phase the limiting sentence blames",
     "links.num_bytes": "the rate is shown; the sum is for /metrics",
     "links.num_strikes": "shown until the link is down",

@@ -78,7 +78,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("ttft mean", "mean time of each stage before the first token"),
             _USED,
             Entry("cpu, cores", "load of the machine and of each core, with its worker"),
-            Entry("rss, pid, last step", "of a worker process: memory, id, time since its step"),
+            Entry("rss", "memory of the worker process"),
             Entry("admitted, weights", "sequences the worker holds; bytes of the model it loaded"),
             Entry("daemon", "CPU and memory of the daemon itself"),
             Entry("J/token", "energy per prompt token (in) and per output token (out)"),

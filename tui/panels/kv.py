@@ -150,7 +150,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
     lines += facts(
         width,
         [
-            ("hashing took", fig.seconds(totals.prefix_cache_s)),
+            ("hashing took", fig.duration(1000 * totals.prefix_cache_s)),
             *nonzero(("blocks evicted", evicted), ("tokens fetched", fetched)),
         ],
     )

@@ -230,25 +230,16 @@ def _processes(workers: list[WorkerFrame], width: int) -> list[Line]:
 
 
 def _process(worker: WorkerFrame, width: int) -> list[Line]:
-    own, used = (",".join(map(str, cpus)) for cpus in (worker.cpus, worker.cpus_used))
-    return [
-        pairs(
-            width,
+    loaded = fig.part(worker.loaded_bytes, worker.total_bytes)
+    return two_a_row(
+        width,
+        [
             ("cpu", fig.percent(worker.cpu_percent)),
             ("rss", fig.size(worker.rss_bytes)),
-        ),
-        pairs(width, ("cores", own or fig.ABSENT), ("used", used or fig.ABSENT)),
-        pairs(
-            width,
-            ("pid", fig.ABSENT if worker.pid is None else str(worker.pid)),
-            ("last step", fig.duration(worker.last_step_age_ms)),
-        ),
-        pairs(
-            width,
             ("admitted", fig.count(worker.num_sequences)),
-            ("weights", fig.part(worker.loaded_bytes, worker.total_bytes)),
-        ),
-    ]
+            ("weights", loaded),
+        ],
+    )
 
 
 def _steps(frame: Frame, workers: list[WorkerFrame], width: int) -> list[Line]:
@@ -367,14 +358,20 @@ def _recent(view: View, width: int) -> list[Line]:
         [
             Run(pad(fig.short_id(request.id), 10), Tone.STRONG),
             Run(pad(request.user or fig.ABSENT, 12)),
-            Run(pad(fig.duration(request.handoff_ms), 9, right=True)),
-            Run(pad(f"  wait {fig.duration(request.decode_wait_ms)}", 14)),
-            Run(f"  {fig.size(request.handoff_bytes)}" if request.handoff_bytes else ""),
-            Run(f"  {clean(request.route_reason or '')}", Tone.MUTED),
+            Run(f"{fig.millis(request.handoff_ms):>7} ms, wait"),
+            Run(f"{fig.millis(request.decode_wait_ms):>7} ms"),
+            Run(f", {fig.size(request.handoff_bytes)}" if request.handoff_bytes else ""),
+            Run(f"  {_reason(request.route_reason or '')}", Tone.MUTED),
         ]
         for request in handed
     ]
     return [rule("RECENT HANDOFFS", width, "newest first"), *rows] if rows else []
+
+
+def _reason(told: str) -> str:
+    """Why a route was taken, without its figures."""
+    code = clean(told).partition(":")[0]
+    return REASONS.get(code, code)
 
 
 def _models(frame: Frame, width: int) -> list[Line]:

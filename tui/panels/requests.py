@@ -85,7 +85,7 @@ COLUMNS = (
     RequestColumn("ENDPOINT", 16, 16, lambda r: r.endpoint, is_right=False, grows_to=24),
     RequestColumn("IN", 6, 1, lambda r: fig.short_count(r.prompt_tokens)),
     RequestColumn("OUT", 5, 2, _output_text),
-    RequestColumn("MAX", 5, 7, lambda r: fig.short_count(r.max_tokens)),
+    RequestColumn("MAX", 5, 8, lambda r: fig.short_count(r.max_tokens)),
     RequestColumn("TIME", 6, 3, lambda r: fig.seconds(r.age_ms / 1000)),
     RequestColumn("QUEUE", 6, 10, lambda r: fig.millis(r.queue_ms)),
     RequestColumn("PREFILL", 7, 11, lambda r: fig.millis(r.prefill_ms)),
@@ -96,7 +96,7 @@ COLUMNS = (
     RequestColumn("MOVED", 8, 15, lambda r: fig.size(r.handoff_bytes)),
     RequestColumn("J", 7, 9, lambda r: _joules(r)),
     RequestColumn("ROUTE", 8, 17, lambda r: r.route or fig.ABSENT, is_right=False),
-    RequestColumn("NOTE", 28, 8, _note, is_right=False, grows_to=120),
+    RequestColumn("NOTE", 34, 7, _note, is_right=False, grows_to=120),
 )
 
 
