@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.frame.latency import GAP_S, REQUEST_S, STAGE_S, Histogram, stages, token_edges
-from appliance.frame.protocol import WorkerFrame
+from appliance.frame.protocol import TodayFrame, UserFrame, WorkerFrame
+from appliance.watch import telemetry
 from appliance.watch.telemetry import (
     MIN_STALL_MS,
     WINDOW_S,
     Telemetry,
+    Today,
     UsualTimes,
     Windows,
     owes_something,
@@ -130,6 +132,31 @@ def test_a_few_slow_first_tokens_are_not_told(num_slow, num_all, is_told):
     windows = after_usual_minutes(SHORT)
     seen = [(40, 3400.0, 100.0)] * num_slow + [SHORT] * (num_all - num_slow)
     assert (first_tokens(windows, 400, *seen) or 1.0) == pytest.approx(35.0 if is_told else 1.0)
+
+
+def test_todays_sums_go_on_from_the_log_and_start_over_at_midnight(monkeypatch):
+    monkeypatch.setattr(telemetry, "utc_now", lambda: "2026-11-22T23:59:58.000Z")
+    today = Today()
+    assert today.frame.since == "2026-11-22T23:59:58.000Z", "the log was not read"
+    today.go_on_from([])
+    assert today.frame == TodayFrame("2026-11-22T00:00:00.000Z", 0, 0, 0, 0)
+    sums = {"requests": 7, "errors": 1, "prompt_tokens": 900, "completion_tokens": None}
+    today.go_on_from([{"day": "2026-11-22", **sums}])
+    ended = SimpleNamespace(has_failed=True, prompt_tokens=10, sequences=[sequence()])
+    today.add(ended)
+    assert today.frame == TodayFrame("2026-11-22T00:00:00.000Z", 8, 2, 910, 3)
+    assert today.at("2026-11-23T00:00:01.000Z") == TodayFrame(
+        "2026-11-23T00:00:00.000Z", 0, 0, 0, 0
+    )
+
+
+def test_users_have_their_tokens_of_the_last_second_also_when_none_is_live():
+    seen, live = Telemetry(1024), [SimpleNamespace(peer=SimpleNamespace(name="bo"))]
+    for _ in range(6):
+        seen.token(sequence(), SECOND, "ana")
+    users = seen.users(live, elapsed_s=2.0)
+    assert users == [UserFrame("ana", 0, 3.0), UserFrame("bo", 1, 0.0)]
+    assert seen.users([], elapsed_s=1.0) == []
 
 
 def test_means_are_of_first_tokens_and_ends_of_what_was_not_cut_short():
