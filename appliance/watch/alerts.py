@@ -135,7 +135,7 @@ def preempted(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Times in the last minute that a sequence has lost its blocks to others."""
     number = past.num_preemptions
     about = f"KV blocks are short: {number} preemption{'s' * (number != 1)} in {PAST_S:.0f} s"
-    yield Signal(number, f"{about}; those sequences pause until there are blocks again")
+    yield Signal(number, f"{about}; lower max_tokens or raise kv_memory")
 
 
 def queue_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -143,8 +143,8 @@ def queue_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     waited_ms = frame.queue.oldest_queued_ms
     if waited_ms is not None:
         target_ms = frame.slo_ttft_ms or DEFAULT_TTFT_MS
-        about = f"a request waits for {waited_ms / 1000:.1f} s already, and its first token is due"
-        yield Signal(waited_ms / target_ms, f"{about} within {target_ms / 1000:g} s")
+        about = f"a request has waited {waited_ms / 1000:.1f} s for its first token"
+        yield Signal(waited_ms / target_ms, f"{about}; the limit is {target_ms / 1000:g} s")
 
 
 def queue_full_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -155,7 +155,7 @@ def queue_full_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
         ("prompt tokens", queue.queued_tokens, queue.max_queued_tokens),
     ):
         if most:
-            yield Signal(number / most, f"{number} of at most {most} {unit} wait", unit)
+            yield Signal(number / most, f"queue: {number} of at most {most} {unit}", unit)
 
 
 def late_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -166,7 +166,7 @@ def late_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
         ("itl", "gaps between tokens", latency.itl_slo_ratio, frame.slo_itl_ms),
     ):
         if ratio is not None:
-            about = f"{1 - ratio:.1%} of the {what} take longer than {target_ms} ms"
+            about = f"{1 - ratio:.1%} of the {what} miss the target of {target_ms} ms"
             yield Signal(1 - ratio, about, subject)
 
 
@@ -182,7 +182,7 @@ def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """The share of requests that fail, of the last minute's."""
     number = past.num_ended
     if number:
-        about = f"{past.num_failed} of {number} requests have failed in {PAST_S:.0f} s"
+        about = f"{past.num_failed} of {number} requests failed in {PAST_S:.0f} s"
         yield Signal(past.num_failed / number, about)
 
 
@@ -190,7 +190,7 @@ def decode_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """How far decoding has fallen below its usual rate while prompts are computed."""
     rate, usual = _decode_rate(frame), past.decode_rate
     if rate is not None and usual and frame.queue.prefilling:
-        about = f"decoding has stalled: {rate:.1f} tokens/s for each sequence, usually {usual:.1f}"
+        about = f"decode stalled: {rate:.1f} tok/s per sequence, usually {usual:.1f}"
         yield Signal(1 - rate / usual, about)
 
 
@@ -246,7 +246,7 @@ def worker_stuck(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """1 for a worker that is silent for half of what its longest step may take: the watchdog's."""
     for worker in frame.workers:
         reason = _reason(frame, f"worker {worker.name}: ")
-        yield Signal(reason is not None, f"{reason}; it gets nothing more", worker.name)
+        yield Signal(reason is not None, f"{reason}; it gets no new work", worker.name)
 
 
 def worker_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -274,7 +274,7 @@ def _reason(frame: Frame, beginning: str) -> str | None:
 def log_rows_lost(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Rows that the request log has lost in the last minute."""
     number = past.num_rows_lost
-    yield Signal(number, f"the request log has lost {number} rows in {PAST_S:.0f} s")
+    yield Signal(number, f"the request log lost {number} rows in {PAST_S:.0f} s")
 
 
 def device_power_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -346,32 +346,32 @@ THRESHOLDS = (
         worker_stuck,
         1,
         None,
-        "worker {} no longer stands still",
+        "worker {} makes progress again",
         is_state=True,
     ),
-    Threshold("state.degraded", state_degraded, None, 1, "it is not degraded now", is_state=True),
+    Threshold("state.degraded", state_degraded, None, 1, "not degraded any more", is_state=True),
     Threshold("kv.occupancy", kv_used_ratio, 0.90, 0.98, "KV pool {} has room again", 10),
-    Threshold("kv.preempted", preempted, 1, None, "no sequence loses its KV blocks now"),
+    Threshold("kv.preempted", preempted, 1, None, "no more preemptions"),
     Threshold(
         "queue.wait",
         queue_wait_ratio,
         0.5,
         1,
-        "no request waits any more for half of the time within which its first token is due",
+        "no request waits too long any more",
         5,
     ),
     Threshold("queue.full", queue_full_ratio, 0.5, 0.9, "the queue has room for {}", 5),
-    Threshold("slo.missed", late_ratio, 0.01, 0.10, "the {} target is kept again", 60),
+    Threshold("slo.missed", late_ratio, 0.01, 0.10, "the {} target is met again", 60),
     Threshold("ttft.slow", ttft_over_usual, 5, None, "TTFT is as usual again", 5),
-    Threshold("requests.failing", failed_ratio, 0.001, 0.01, "no request fails any more"),
-    Threshold("decode.stall", decode_slowdown, 0.75, None, "decoding goes on as usual", 5),
+    Threshold("requests.failing", failed_ratio, 0.001, 0.01, "no more failed requests"),
+    Threshold("decode.stall", decode_slowdown, 0.75, None, "decode is as fast as usual again", 5),
     Threshold("link.down", link_down, 1, None, "the link from {} is up again", is_state=True),
     Threshold("link.slow", link_slowdown, 0.5, None, "the link from {} is as it was at start", 5),
     Threshold("dram.down", dram_down, 1, None, "the DRAM cache is on again", is_state=True),
     Threshold("ssd.down", ssd_down, 1, None, "the SSD cache is on again", is_state=True),
     Threshold("ssd.full", ssd_full, 1, None, "the SSD cache has room again", is_state=True),
     Threshold("ssd.off", ssd_off, 1, None, "there is an SSD cache again", is_state=True),
-    Threshold("log.rows_lost", log_rows_lost, None, 1, "the request log loses no rows now"),
+    Threshold("log.rows_lost", log_rows_lost, None, 1, "the request log loses no more rows"),
     Threshold("device.power", device_power_ratio, 0.95, None, "{} draws less power", 10),
     Threshold("device.temperature", device_temperature_c, 85, 95, "{} is cooler again", 10),
     Threshold("device.throttled", device_throttled, 1, None, "{} is not throttled now", 10),

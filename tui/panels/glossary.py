@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tui.lines import Line, Run, Tone, wrap
+from tui.lines import Line, Run, Tone, pad, wrap
 
 
 class Entry(NamedTuple):
@@ -22,6 +22,7 @@ class Entry(NamedTuple):
     advice: str = ""
 
 
+_WORD_WIDTH = 18
 REQUEST = "request"
 """The dialog of one request; all others are pages."""
 _TTFT = Entry(
@@ -202,9 +203,14 @@ def glossary(page: str, width: int) -> list[Line]:
     """The entries of a page, or of REQUEST, as lines."""
     lines: list[Line] = []
     for entry in GLOSSARY[page]:
-        lines += [[Run(entry.word, Tone.ACCENT)], *wrap(entry.what, width, 2)]
+        word = Run(pad(entry.word, _WORD_WIDTH), Tone.ACCENT)
+        if len(entry.word) >= _WORD_WIDTH:
+            lines.append([Run(entry.word, Tone.ACCENT)])
+            word = Run(" " * _WORD_WIDTH)
+        first, *others = wrap(entry.what, width, _WORD_WIDTH)
+        lines += [[word, *first[1:]], *others]
         if entry.advice:
-            lines += wrap(f"> {entry.advice}", width, 2, Tone.MUTED)
+            lines += wrap(f"> {entry.advice}", width, _WORD_WIDTH, Tone.MUTED)
     return lines
 
 

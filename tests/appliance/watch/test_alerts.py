@@ -233,8 +233,8 @@ def test_the_end_of_an_alert_is_told_in_words_of_its_own():
     assert told == [
         ("worker.down", "worker prefill is restarting"),
         ("worker.down", "worker prefill is ready again"),
-        ("worker.stuck", f"{SILENT}; it gets nothing more"),
-        ("worker.stuck", "worker prefill no longer stands still"),
+        ("worker.stuck", f"{SILENT}; it gets no new work"),
+        ("worker.stuck", "worker prefill makes progress again"),
     ]
     assert "{" not in "".join(each.over.format("x") for each in THRESHOLDS)
 
