@@ -235,12 +235,10 @@ def sparkline(samples: Sequence[float | None], width: int) -> str:
     return "".join(cells).rjust(width) if width > 0 else ""
 
 
-def chart(
-    samples: Sequence[float | None], width: int, height: int, top: float | None = None
-) -> list[str]:
-    """Draw the newest samples as a graph of `height` rows, from 0 to `top` or the highest."""
+def chart(samples: Sequence[float | None], width: int, height: int) -> list[str]:
+    """Draw the newest samples as a graph of `height` rows, from 0 to the highest."""
     known = [value for value in samples[-width:] if value is not None]
-    top = top or max(known, default=0.0) or 1.0
+    top = max(known, default=0.0) or 1.0
     columns = []
     for value in samples[-width:]:
         eighths = 0 if value is None else round(8 * height * value / top)
@@ -253,15 +251,11 @@ def chart(
 
 
 def beside_chart(
-    head: Line,
-    samples: Sequence[float | None],
-    width: int,
-    height: int,
-    top: float | None = None,
+    head: Line, samples: Sequence[float | None], width: int, height: int
 ) -> list[Line]:
     """Put a graph of `height` rows right of `head`, which stands in the first of them."""
     room = width - width_of(head)
-    rows = chart(samples, room, height, top) if height > 1 else [sparkline(samples, room)]
+    rows = chart(samples, room, height) if height > 1 else [sparkline(samples, room)]
     first, *others = ([Run(row, Tone.ACCENT)] for row in rows)
     return [[*head, *first], *([Run(" " * width_of(head)), *row] for row in others)]
 

@@ -69,7 +69,7 @@ async def capture(view: View, folder: Path) -> list[Path]:
     written = []
     for width, height in SIZES:
         async with console_at(width, height, view) as (console, pilot):
-            for page in main_screen.NAMES:
+            for page in main_screen.pages(view.frame):
                 console.main.go_to(page)
                 await pilot.pause()
                 svg = console.export_screenshot(title="penstock top", simplify=True)

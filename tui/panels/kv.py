@@ -95,7 +95,7 @@ _NARROW = 76
 _NAME_WIDTH = 10
 _NUMBER_WIDTH = 8
 _MAP_ROWS = 2
-_MAX_ROWS = 10
+_MAX_ROWS = 8
 """Of a map, or of a graph."""
 _MAX_OWNERS = 8
 _MAX_HOLDERS = 8
@@ -218,7 +218,7 @@ def _history(view: View, width: int, height: int) -> list[Line]:
             Run(pad(name, _NAME_WIDTH), Tone.MUTED),
             Run(pad(top, 6, right=True), Tone.STRONG),
         ]
-        lines += beside_chart(head, view.recent(samples, room), width, height, 1.0)
+        lines += beside_chart(head, view.recent(samples, room), width, height)
     return lines
 
 
