@@ -523,9 +523,9 @@ def _routes(frame: Frame, width: int) -> list[Line]:
 
 
 def _trials(frame: Frame, width: int) -> list[Line]:
-    """What was chosen for this machine at start, with its figures; nothing where nothing was."""
+    """What the machine's profile chose, with its figures; nothing where nothing was."""
     lines = [line for trial in frame.trials for line in wrap(trial, width)]
-    return [rule("TRIALS", width, "by timing this machine at start"), *lines] if lines else []
+    return [rule("TRIALS", width, "chosen by the machine's profile"), *lines] if lines else []
 
 
 def _predictions(frame: Frame, width: int) -> list[Line]:
