@@ -17,6 +17,7 @@ import msgspec
 from appliance.api import turns
 from appliance.api.tool_format import OutputFormat
 from appliance.api.tools import Constraint, Tools, in_words, needs_words
+from appliance.frame.figures import things
 from appliance.json_fields import (
     INT64_MAX,
     Fields,
@@ -54,6 +55,8 @@ ROLES = {
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 """Of one message: parts of its content, and calls."""
+LEFT_OUT = " was left out: this model reads text]"
+"""The end of what a model reads in the place of an image from an earlier turn."""
 MAX_NESTING = 64
 """Of a call's arguments; templates write them out by recursion."""
 
@@ -66,18 +69,32 @@ def read_messages(value: object) -> list[Message]:
         raise invalid_value("messages", "is empty")
     if len(value) > MAX_MESSAGES:
         raise invalid_value("messages", f"has {len(value)} messages, at most {MAX_MESSAGES} may be")
-    places = [f"messages[{index}]" for index in range(len(value))]
-    return [_message(Fields.of(one, at)) for one, at in zip(value, places, strict=True)]
+    last = len(value) - 1
+    return [
+        _message(Fields.of(one, f"messages[{index}]"), is_last=index == last)
+        for index, one in enumerate(value)
+    ]
 
 
-def _message(fields: Fields) -> Message:
+def left_out(param: str, kind: str, *, is_last: bool) -> str:
+    """Write in the place of an image that one was there; in the user's newest turn refuse it.
+
+    Raises:
+        RequestError: so that whoever sent it hears of it once, and can go on.
+    """
+    if is_last:
+        raise unsupported(param, f"`{kind}` is not supported: this model reads text")
+    return f"[{kind}{LEFT_OUT}"
+
+
+def _message(fields: Fields, *, is_last: bool) -> Message:
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid_value(fields.path("role"), f"must be one of {', '.join(ROLES)}")
-    for name in ("function_call", "audio"):
-        if fields.get(name):
-            raise unsupported(fields.path(name))
-    message: Message = {"role": ROLES[role], "content": _content(fields, role)}
+    if fields.get("audio"):
+        raise unsupported(fields.path("audio"))
+    is_asked = is_last and role == "user"
+    message: Message = {"role": ROLES[role], "content": _content(fields, role, is_last=is_asked)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (text := fields.text(name)) is not None:
             message[name] = text
@@ -88,10 +105,12 @@ def _message(fields: Fields) -> Message:
         message["tool_calls"] = [
             _call(Fields.of(one, at)) for one, at in zip(calls, places, strict=True)
         ]
+    elif function := fields.nested("function_call"):  # OpenAI's older form
+        message["tool_calls"] = [_called(function)]
     return message
 
 
-def _content(fields: Fields, role: str) -> str:
+def _content(fields: Fields, role: str, *, is_last: bool) -> str:
     """A string; parts are joined by line breaks."""
     value, param = fields.get("content"), fields.path("content")
     if value is None and role == "assistant":
@@ -103,12 +122,18 @@ def _content(fields: Fields, role: str) -> str:
     if len(value) > MAX_PARTS:
         raise invalid_value(param, f"has {len(value)} parts, at most {MAX_PARTS} may be")
     texts: list[str] = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise unsupported(f"{param}[{index}]", "is not supported; only parts of type text are")
-        texts.append(Fields.of(part, f"{param}[{index}]").text("text") or "")
-        if part.get("text") is None:
-            raise invalid_type(f"{param}[{index}].text", "a string", None)
+    for index, one in enumerate(value):
+        part, where = Fields.of(one, f"{param}[{index}]"), f"{param}[{index}]"
+        kind = part.get("type")
+        if kind == "image_url":
+            texts.append(left_out(where, kind, is_last=is_last))
+            continue
+        if kind not in ("text", "refusal"):
+            raise unsupported(where, "is not supported; only parts of type text are")
+        text = part.text(kind)
+        if text is None:
+            raise invalid_type(part.path(kind), "a string", None)
+        texts.append(text)
     return "\n".join(texts)
 
 
@@ -116,13 +141,16 @@ def _call(fields: Fields) -> dict[str, Any]:
     """A call as templates read it: OpenAI writes arguments as text, templates want the object."""
     if fields.get("type") not in (None, "function"):
         raise unsupported(fields.path("type"), "is not supported; only functions are")
-    function = Fields.of(fields.required("function"), fields.path("function"))
+    call = _called(Fields.of(fields.required("function"), fields.path("function")))
+    call_id = fields.text("id")
+    return call if call_id is None else {"id": call_id, **call}
+
+
+def _called(function: Fields) -> dict[str, Any]:
     name = function.text("name")
     if not name:
         raise invalid_value(function.path("name"), "is empty")
-    call = {"type": "function", "function": {"name": name, "arguments": _arguments(function)}}
-    call_id = fields.text("id")
-    return call if call_id is None else {"id": call_id, **call}
+    return {"type": "function", "function": {"name": name, "arguments": _arguments(function)}}
 
 
 def _arguments(function: Fields) -> dict[str, Any]:
@@ -349,6 +377,8 @@ class Chat:
             RequestError: there is no template, or it refuses.
         """
         messages, tools = self.messages, self.tools.definitions if self.tools else None
+        count = sum(one["content"].count(LEFT_OUT) for one in messages)
+        changes = (f"{things(count, 'image')} left out",) if count else ()
         if output_format.has_preamble and (tools or needs_words(messages)):
             messages, tools = in_words(messages, tools), None
         options = {
@@ -359,12 +389,13 @@ class Chat:
         }
         if tokenizer.chat_template is None:
             return turns.Rendered(tokenizer.render_chat(messages, **options))
-        return turns.render(
+        rendered = turns.render(
             messages,
             lambda form: tokenizer.render_chat(form, **options),
             tokenizer.chat_template.known_forms,
             has_tools=bool(tools),
         )
+        return rendered._replace(changes=(*changes, *rendered.changes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask, PromptTooLong
+from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask, PromptTooLong, left_out
 from appliance.api.call_readers import CallDelta
 from appliance.api.openai import chat_ask
 from appliance.api.replies import EVENTS, event
@@ -40,6 +40,32 @@ PASSED = (
     *("ignore_eos", "min_tokens"),
 )
 """The same in a chat; those that are not Anthropic's are vLLM's additions to both."""
+_FILE_EDITOR: Json = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
+        "path": {"type": "string"},
+        **{name: {"type": "string"} for name in ("file_text", "old_str", "new_str", "insert_text")},
+        "insert_line": {"type": "integer"},
+        "view_range": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["command", "path"],
+}
+_CLIENT_SIDE: dict[str, Json] = {
+    "bash_": {
+        "description": "Run a command in a shell that stays open; `restart` begins a new one.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}, "restart": {"type": "boolean"}},
+        },
+    },
+    "text_editor_": {
+        "description": "View a file, create one, replace a text in one, or insert lines.",
+        "parameters": _FILE_EDITOR,
+    },
+}
+"""Anthropic's tools that a client runs itself, by the beginning of their type: their models know
+the arguments, others are told."""
 _NO_EFFECT = ("metadata", "service_tier", "betas", "context_management", "cache_control")
 _OUR_WORDS = {
     "max_completion_tokens": "max_tokens",
@@ -100,7 +126,8 @@ def _messages(fields: Fields) -> list[Json]:
     if system := _system(fields):
         messages.append({"role": "system", "content": system})
     for index, one in enumerate(asked):
-        messages += _message(Fields.of(one, f"messages[{index}]"))
+        is_last = index == len(asked) - 1
+        messages += _message(Fields.of(one, f"messages[{index}]"), is_last=is_last)
     return messages
 
 
@@ -111,15 +138,15 @@ def _system(fields: Fields) -> str:
     return BILLING_LINE.sub("", "\n".join(texts))
 
 
-def _message(fields: Fields) -> list[Json]:
+def _message(fields: Fields, *, is_last: bool) -> list[Json]:
     role = fields.get("role")
     if role not in ("user", "assistant", "system"):
         raise invalid_value(fields.path("role"), "must be user or assistant")
     blocks = _blocks(fields.required("content"), fields.path("content"))
-    return _assistant(blocks) if role == "assistant" else _user(blocks, role)
+    return _assistant(blocks) if role == "assistant" else _user(blocks, role, is_last=is_last)
 
 
-def _user(blocks: list[Fields], role: str) -> list[Json]:
+def _user(blocks: list[Fields], role: str, *, is_last: bool) -> list[Json]:
     """Texts between results are joined by line breaks, as in a chat."""
     messages: list[Json] = []
     for block in blocks:
@@ -128,7 +155,7 @@ def _user(blocks: list[Fields], role: str) -> list[Json]:
             call_id = _string(block, "tool_use_id")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             continue
-        text = _text(block)
+        text = _text(block, is_last=is_last)
         if messages and messages[-1]["role"] == role:
             messages[-1]["content"] += f"\n{text}"
         else:
@@ -162,7 +189,7 @@ def _result(block: Fields) -> str:
     """What a function gave; that it failed is said before it."""
     value = block.get("content")
     parts = _blocks(value, block.path("content")) if value is not None else []
-    text = "\n".join(_text(part) for part in parts)
+    text = "\n".join(_text(part, is_last=False) for part in parts)
     return f"Error: {text}" if block.boolean("is_error") else text
 
 
@@ -177,8 +204,10 @@ def _blocks(value: object, param: str) -> list[Fields]:
     return [Fields.of(one, f"{param}[{index}]") for index, one in enumerate(value)]
 
 
-def _text(block: Fields) -> str:
+def _text(block: Fields, *, is_last: bool = True) -> str:
     kind = block.get("type")
+    if kind in ("image", "document"):
+        return left_out(block.path("type"), kind, is_last=is_last)
     if kind != "text":
         named = kind if isinstance(kind, str) else "without a type"
         raise unsupported(
@@ -197,11 +226,14 @@ def _tools(fields: Fields, ignored: list[str]) -> Json:
     tools: list[Json] = []
     for index, one in enumerate(fields.items("tools", MAX_TOOLS)):
         tool = Fields.of(one, f"tools[{index}]")
-        if tool.get("type") not in (None, "custom"):
+        kind = tool.text("type") or "custom"
+        known = next((one for begin, one in _CLIENT_SIDE.items() if kind.startswith(begin)), {})
+        if kind != "custom" and not known:
             ignored.append(f"tools.{index}")
             continue
-        function: Json = {"name": tool.required("name"), "parameters": tool.get("input_schema")}
-        function |= {name: tool.get(name) for name in ("description", "strict")}
+        schema = known.get("parameters", tool.get("input_schema"))
+        function: Json = {"name": tool.required("name"), "parameters": schema}
+        function |= {name: tool.get(name) for name in ("description", "strict")} | known
         tools.append({"type": "function", "function": function})
     choice = fields.nested("tool_choice")
     found: Json = {"tools": tools}

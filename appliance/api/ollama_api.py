@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
-from appliance.api.ask import MAX_MESSAGES, Ask, PromptTooLong, check_model, infill_of
+from appliance.api.ask import MAX_MESSAGES, Ask, PromptTooLong, check_model, infill_of, left_out
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.stream import Delta
 from appliance.api.tool_format import output_format_of
@@ -88,8 +88,11 @@ def chat_ask_of(fields: Fields, model: ModelInfo) -> Ask:
     common = _common(fields)
     if not messages:
         raise _loaded(fields, model, {"message": {"role": "assistant", "content": ""}})
-    places = [f"messages[{index}]" for index in range(len(messages))]
-    said = [_message(Fields.of(m, at)) for m, at in zip(messages, places, strict=True)]
+    last = len(messages) - 1
+    said = [
+        _message(Fields.of(one, f"messages[{index}]"), is_last=index == last)
+        for index, one in enumerate(messages)
+    ]
     chat = {**common, "messages": said, "tools": _tools(fields.get("tools"))}
     return _finished(chat_ask(Fields(chat), model), fields, chat)
 
@@ -187,11 +190,13 @@ def _form(value: object) -> Json | None:
     raise invalid_value("format", "must be json, or a JSON schema")
 
 
-def _message(fields: Fields) -> Json:
+def _message(fields: Fields, *, is_last: bool) -> Json:
     """Ollama's calls have no ids, and their arguments are objects."""
-    if fields.get("images"):
-        raise unsupported(fields.path("images"), "are not supported: this model reads text")
     message: Json = {"role": fields.get("role"), "content": fields.get("content") or ""}
+    if fields.get("images"):
+        is_asked = is_last and message["role"] == "user"
+        place = left_out(fields.path("images"), "image", is_last=is_asked)
+        message["content"] = f"{place}\n{message['content']}"
     if calls := fields.get("tool_calls"):
         message["tool_calls"] = calls
     if thinking := fields.text("thinking"):

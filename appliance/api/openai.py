@@ -66,17 +66,19 @@ NEUTRAL: Neutral = {
     "dry_multiplier": (0,),
     "top_n_sigma": (-1,),
     "truncation_side": ("left",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
 }
 """Known, not supported: the values that ask for nothing. null asks for nothing everywhere."""
 
-COMPLETION_NEUTRAL: Neutral = NEUTRAL | {"tools": ([],), "tool_choice": ("none", "auto")}
+COMPLETION_NEUTRAL: Neutral = NEUTRAL | {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
 
 CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "chat_template": (),
     "output_offset": (0,),
@@ -150,10 +152,18 @@ def read_chat(fields: Fields) -> Chat:
     return Chat(
         messages=messages,
         tools=read_tools(fields),
-        variables={**_documents(fields), **(variables or {})},
+        variables={**_documents(fields), **_effort(fields), **(variables or {})},
         add_generation_prompt=begins,
         continue_final_message=continues,
     )
+
+
+def _effort(fields: Fields) -> dict[str, Any]:
+    """What a template is told of `reasoning_effort`; `none` is not to think at all."""
+    effort = fields.text("reasoning_effort")
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _documents(fields: Fields) -> dict[str, Any]:

@@ -113,6 +113,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         shape({"id": STRING, "deleted": {"const": True}}),
         errors=(404,),
     ),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        "listInputItems",
+        "What a kept response answered to, the newest item first.",
+        listing(shape({"id": STRING})),
+        query={"order": one_of("asc", "desc")},
+        errors=(404,),
+    ),
+    ("POST", "/v1/responses/{id}/cancel"): Operation(
+        "cancelResponse", "End a response that is being written.", _CANCELLED, errors=(404,)
+    ),
     ("POST", "/v1/messages"): Operation(
         "createMessage",
         "Answer as Anthropic's API does.",
@@ -196,6 +206,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/models/{id}"): Operation(
         "getModel", "A model by its id, whose slashes may be encoded.", ref("Model"), errors=(404,)
+    ),
+    ("GET", "/api/v0/models"): Operation(
+        "lmStudioModels",
+        "The models that a request may name, as LM Studio lists them.",
+        listing(shape({"id": STRING, "state": STRING}, {"max_context_length": COUNT})),
+    ),
+    ("GET", "/props"): Operation(
+        "props",
+        "The longest context and the chat template, as llama.cpp's server tells them.",
+        shape({"default_generation_settings": shape({"n_ctx": COUNT}), "chat_template": STRING}),
     ),
     ("GET", "/health"): Operation(
         "health", "Whether the daemon answers.", shape({"status": {"const": "ok"}}), is_open=True

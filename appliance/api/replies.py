@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import msgspec
 
@@ -178,7 +179,7 @@ class ReplyShape:
         choices = [self._choice(delta) | {"index": index} for index, delta in enumerate(told)]
         for choice, delta in zip(choices, told, strict=True):
             if self.ask.is_chat:
-                choice["message"] = _message(delta)
+                choice["message"] = self._in_its_form(_message(delta))
             else:
                 choice["text"] = delta.text
             if self.ask.return_token_ids:
@@ -253,7 +254,7 @@ class ReplyShape:
     def _delta_chunk(self, delta: Delta, is_first: bool) -> Json:
         choice = self._choice(delta)
         if self.ask.is_chat:
-            choice["delta"] = _chat_delta(delta)
+            choice["delta"] = self._in_its_form(_chat_delta(delta))
         else:
             choice["text"] = delta.text
         if self.ask.return_token_ids and is_first:
@@ -289,14 +290,25 @@ class ReplyShape:
 
     def _choice(self, delta: Delta) -> Json:
         has_called = delta.has_called and delta.finish_reason is FinishReason.STOP
+        called = "function_call" if self._is_legacy else "tool_calls"
         choice: Json = {
             "index": delta.sequence.index,
-            "finish_reason": "tool_calls" if has_called else delta.finish_reason,
+            "finish_reason": called if has_called else delta.finish_reason,
             "logprobs": self._logprobs(delta),
         }
         if self.ask.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    @property
+    def _is_legacy(self) -> bool:
+        return self.ask.tools is not None and self.ask.tools.is_legacy
+
+    def _in_its_form(self, said: dict[str, Any]) -> Json:
+        """Tell a call as `function_call` to a client that asked with `functions`."""
+        if self._is_legacy and (calls := said.pop("tool_calls", None)):
+            said["function_call"] = calls[0]["function"]
+        return said
 
     def _logprobs(self, delta: Delta) -> Json | None:
         if self.ask.logprobs is None or not (delta.token_ids or delta.echo):
@@ -326,7 +338,7 @@ def _mean_logprob(delta: Delta) -> float:
     return sum(one.logprob for one in entries) / len(entries) if entries else -math.inf
 
 
-def _message(delta: Delta) -> Json:
+def _message(delta: Delta) -> dict[str, Any]:
     message: Json = {
         "role": "assistant",
         "content": None if delta.calls and not delta.text else delta.text,
@@ -338,7 +350,7 @@ def _message(delta: Delta) -> Json:
     return message
 
 
-def _chat_delta(delta: Delta) -> Json:
+def _chat_delta(delta: Delta) -> dict[str, Any]:
     said: Json = _reasoning(delta)
     if delta.text or (delta.token_ids and not (said or delta.calls or delta.has_called)):
         said["content"] = delta.text

@@ -1,8 +1,7 @@
 """OpenAI's /v1/responses: fields brought into a chat's, events in order, and what is kept of each.
 
-Tools that are no functions (a shell, a search, a patch in a grammar of its own) are left out, and
-told in x-penstock-ignored: their clients offer functions beside them. So are items that only their
-own server could read: reasoning that is encrypted, searches.
+Tools that OpenAI's servers run (a search, an interpreter) are left out and named in the header
+x-penstock-ignored. So are items that only their own server could read: encrypted reasoning.
 
 Owns: items of output, and the order and numbers of events; which fields and items there are, as
 OpenAI's client and Codex send them, and what is refused; `previous_response_id`, `store`, and the
@@ -19,14 +18,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask, Message
+from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask, Message, left_out
 from appliance.api.call_readers import CallDelta
 from appliance.api.openai import chat_ask, refuse_unsupported
 from appliance.api.replies import EVENTS, event, keep_alive
@@ -73,6 +72,42 @@ _STATUS = {
 }
 
 
+_FUNCTION_CALL = ("function_call", "arguments")
+
+
+class _ThoughtForm(NamedTuple):
+    """How reasoning is told."""
+
+    place: str
+    part: str
+    text_event: str
+    part_event: str
+
+
+_THOUGHTS = {
+    False: _ThoughtForm("content", "reasoning_text", "reasoning_text", "response.content_part"),
+    True: _ThoughtForm(
+        "summary", "summary_text", "reasoning_summary_text", "response.reasoning_summary_part"
+    ),
+}
+"""By whether a summary was asked for: then the reasoning stands in its place, for clients that ask
+read nothing else."""
+
+
+def _wants_summary(fields: Fields) -> bool:
+    reasoning = fields.get("reasoning")
+    summary = reasoning.get("summary") if isinstance(reasoning, dict) else None
+    return summary not in (None, "none")
+
+
+def _input_of(arguments: str) -> str:
+    """Take the text of a call out of its JSON; one that a limit has cut off is told as it came."""
+    try:
+        return str(msgspec.json.decode(arguments)["input"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return arguments
+
+
 class ResponseShape:
     """The shape of one response.
 
@@ -109,6 +144,14 @@ class ResponseShape:
         self._is_open = False
         self._call_index: int | None = None
         """Of the call that the open item is; None if it is a message."""
+        self._thought = _THOUGHTS[_wants_summary(fields)]
+        self._custom = {
+            one.get("name")
+            for one in fields.get("tools") or ()
+            if isinstance(one, dict) and one.get("type") == "custom"
+        }
+        self._arguments = ""
+        """Of the open item, if it is a call."""
         self._finish_reason: FinishReason | None = None
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
@@ -177,22 +220,30 @@ class ResponseShape:
         if not self._is_open or self._output[-1]["type"] != "reasoning":
             item: Json = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning"}
             begun = self._begin({**item, "summary": [], "content": []}, None)
-            part = {"type": "reasoning_text", "text": ""}
-            self._output[-1]["content"].append(part)
-            begun += self._part_event("response.content_part.added", part=part)
-        self._output[-1]["content"][0]["text"] += text
-        return begun + self._part_event("response.reasoning_text.delta", delta=text)
+            part = {"type": self._thought.part, "text": ""}
+            self._output[-1][self._thought.place].append(part)
+            begun += self._thought_event(f"{self._thought.part_event}.added", part=part)
+        self._output[-1][self._thought.place][0]["text"] += text
+        return begun + self._thought_event(f"response.{self._thought.text_event}.delta", delta=text)
+
+    def _thought_event(self, name: str, /, **told: Any) -> bytes:
+        return self._item_event(name, **{f"{self._thought.place}_index": 0}, **told)
 
     def _call(self, call: CallDelta) -> bytes:
         """A part of a call, in its own item."""
         begun = b""
         if not self._is_open or self._call_index != call.index:
-            item: Json = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call"}
-            known = {"call_id": call.call_id, "name": call.name, "arguments": ""}
-            begun = self._begin(item | known, call.index)
-        if not call.arguments:
-            return begun
-        self._output[-1]["arguments"] += call.arguments
+            is_custom = call.name in self._custom
+            kind, holds = ("custom_tool_call", "input") if is_custom else _FUNCTION_CALL
+            item: Json = {"id": f"fc_{secrets.token_hex(12)}", "type": kind}
+            begun = self._begin(
+                {**item, "call_id": call.call_id, "name": call.name, holds: ""}, call.index
+            )
+            self._arguments = ""
+        self._arguments += call.arguments
+        if not call.arguments or self._output[-1]["type"] == "custom_tool_call":
+            return begun  # its text stands within JSON until that is complete
+        self._output[-1]["arguments"] = self._arguments
         return begun + self._item_event(
             "response.function_call_arguments.delta", delta=call.arguments
         )
@@ -223,10 +274,15 @@ class ResponseShape:
                 "response.output_text.done", text=part["text"], logprobs=[]
             ) + self._part_event("response.content_part.done", part=part)
         elif item["type"] == "reasoning":
-            (part,) = item["content"]
-            ended = self._part_event(
-                "response.reasoning_text.done", text=part["text"]
-            ) + self._part_event("response.content_part.done", part=part)
+            (part,) = item[self._thought.place]
+            ended = self._thought_event(
+                f"response.{self._thought.text_event}.done", text=part["text"]
+            ) + self._thought_event(f"{self._thought.part_event}.done", part=part)
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = _input_of(self._arguments)
+            ended = self._item_event(
+                "response.custom_tool_call_input.delta", delta=text
+            ) + self._item_event("response.custom_tool_call_input.done", input=text)
         else:
             ended = self._item_event(
                 "response.function_call_arguments.done",
@@ -289,7 +345,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),
     "top_logprobs": (0,),
     "include": ([], ["reasoning.encrypted_content"]),
 }
@@ -298,7 +354,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 PASSED = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop"),
-    *("stop_token_ids", "ignore_eos", "min_tokens", "cache_salt"),
+    *("stop_token_ids", "ignore_eos", "min_tokens", "cache_salt", "chat_template_kwargs"),
 )
 """The same in a chat, or vLLM's additions to both."""
 
@@ -324,25 +380,17 @@ def response_ask(fields: Fields, model: ModelInfo, previous_items: Sequence[Any]
         Fields.of(one, f"tools[{index}]")
         for index, one in enumerate(fields.items("tools", MAX_TOOLS))
     ]
-    chat["tools"] = [_tool(tool) for tool in tools if tool.get("type") == "function"]
-    others = [f"tools.{index}" for index, one in enumerate(tools) if one.get("type") != "function"]
+    chat["tools"] = [_tool(tool) for tool in tools if tool.get("type") in _CALLED]
+    others = [f"tools.{index}" for index, one in enumerate(tools) if one.get("type") not in _CALLED]
     choice = fields.get("tool_choice")
     has_none = bool(others) and not chat["tools"]
     chat["tool_choice"] = None if has_none and choice == "auto" else _tool_choice(choice)
-    chat["chat_template_kwargs"] = _variables(fields)
-    _check_metadata(fields.nested("metadata"))
-    return dataclasses.replace(chat_ask(Fields(chat), model), ignored=(*others, *fields.ignored))
-
-
-def _variables(fields: Fields) -> object:
-    """What the template is told; an effort of `none` is to think not at all."""
-    own = fields.get("chat_template_kwargs")
     reasoning = fields.nested("reasoning")
-    effort = reasoning.text("effort") if reasoning else None
-    if effort is None or not isinstance(own, dict | None):
-        return own
-    said = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return {**said, **(own or {})}
+    chat["reasoning_effort"] = reasoning.text("effort") if reasoning else None
+    _check_metadata(fields.nested("metadata"))
+    if fields.get("truncation") == "auto":
+        others.append("truncation")  # a prompt that does not fit is refused all the same
+    return dataclasses.replace(chat_ask(Fields(chat), model), ignored=(*others, *fields.ignored))
 
 
 def _messages(fields: Fields, previous_items: Sequence[Any]) -> list[Message]:
@@ -362,7 +410,7 @@ def _messages(fields: Fields, previous_items: Sequence[Any]) -> list[Message]:
         raise invalid_value("input", f"has more than {MAX_MESSAGES} items, earlier ones included")
     thought = ""
     for index, item in enumerate([*previous_items, *items], start=-len(previous_items)):
-        message = _message(Fields.of(item, f"input[{index}]"))
+        message = _message(Fields.of(item, f"input[{index}]"), is_last=index == len(items) - 1)
         if message is None:
             continue
         if message["role"] == "":
@@ -382,7 +430,7 @@ _UNREADABLE = ("web_search_call", "file_search_call", "image_generation_call", "
 """Items of tools that are not served here, and say nothing to a model."""
 
 
-def _message(item: Fields) -> Message | None:
+def _message(item: Fields, *, is_last: bool) -> Message | None:
     """One item; None if it says nothing. Reasoning has no role of its own."""
     kind = item.get("type")
     if kind in _UNREADABLE:
@@ -394,11 +442,16 @@ def _message(item: Fields) -> Message | None:
         call = {"type": "function", "id": _string(item, "call_id"), "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind in (None, "message"):
-        return {"role": _string(item, "role"), "content": _text(item, "content")}
+        role = _string(item, "role")
+        is_asked = is_last and role == "user"
+        return {"role": role, "content": _text(item, "content", is_last=is_asked)}
     if kind == "function_call":
         function = {"name": _string(item, "name"), "arguments": _string(item, "arguments")}
         call = {"type": "function", "id": _string(item, "call_id"), "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output" and item.get("call_id") is None:
+        # Codex tells a goal so, which answers no call
+        return {"role": "user", "content": _text(item, "output")}
     if kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
         call_id = _string(item, "call_id")
         return {"role": "tool", "tool_call_id": call_id, "content": _text(item, "output")}
@@ -413,7 +466,7 @@ def _reasoning(item: Fields) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _text(item: Fields, name: str) -> str:
+def _text(item: Fields, name: str, *, is_last: bool = False) -> str:
     """A string; parts are joined by line breaks, as in a chat."""
     value = item.required(name)
     if isinstance(value, str):
@@ -427,6 +480,9 @@ def _text(item: Fields, name: str) -> str:
     for part in parts:
         if part.get("type") == "refusal":
             texts.append(_string(part, "refusal"))
+            continue
+        if part.get("type") == "input_image":
+            texts.append(left_out(part.path("type"), "input_image", is_last=is_last))
             continue
         if part.get("type") not in _TEXT_PARTS:
             raise unsupported(part.path("type"), "is not supported; only text is")
@@ -446,7 +502,24 @@ def _response_format(text: Fields | None) -> dict[str, Any] | None:
     return {"type": kind, "json_schema": schema | {"schema": form.required("schema")}}
 
 
+_CALLED = ("function", "custom")
+"""Types of tools that a client runs itself."""
+_INPUT: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+
+
 def _tool(tool: Fields) -> dict[str, Any]:
+    """Bring a tool into a chat's form; one that takes a text, as Codex's patch, gets one string."""
+    if tool.get("type") == "custom":
+        form = tool.nested("format")
+        grammar = form.text("definition") if form else None
+        told = [tool.text("description"), grammar and f"The input follows this grammar:\n{grammar}"]
+        description = "\n\n".join(filter(None, told))
+        function = {"name": tool.get("name"), "description": description, "parameters": _INPUT}
+        return {"type": "function", "function": function}
     names = ("name", "description", "parameters", "strict")
     function = {name: tool.get(name) for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
@@ -456,7 +529,11 @@ def _tool_choice(choice: object) -> object:
     if not isinstance(choice, dict):
         return choice
     fields = Fields(choice, "tool_choice")
-    if fields.get("type") != "function":
+    if fields.get("type") == "allowed_tools":
+        tools = [_tool_choice(one) for one in fields.items("tools", MAX_TOOLS)]
+        allowed = {"mode": fields.get("mode"), "tools": tools}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    if fields.get("type") not in _CALLED:
         raise unsupported("tool_choice.type", "is not supported; only functions are")
     return {"type": "function", "function": {"name": _string(fields, "name")}}
 
@@ -568,6 +645,7 @@ def memory_routes() -> list[Route]:
     return [
         Route("/v1/responses/{id}", response),
         Route("/v1/responses/{id}", forget, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", input_items),
     ]
 
 
@@ -575,6 +653,19 @@ async def response(http: HttpRequest) -> Response:
     """GET /v1/responses/{id}: a kept response, as it was sent."""
     found = _store(http).response(http.path_params["id"], peer_of(http).name)
     return Response(found, media_type="application/json")
+
+
+async def input_items(http: HttpRequest) -> Response:
+    """GET /v1/responses/{id}/input_items: the conversation that a kept response answered to."""
+    response_id, owner = http.path_params["id"], peer_of(http).name
+    kept = msgspec.json.decode(_store(http).response(response_id, owner))
+    items = _store(http).items(response_id, owner)
+    asked = items[: len(items) - len(kept["output"])]
+    told = [{"id": f"item_{index}", **one} for index, one in enumerate(asked)]
+    if http.query_params.get("order") != "asc":
+        told.reverse()
+    ends = {"first_id": told[0]["id"], "last_id": told[-1]["id"]} if told else {}
+    return json_response({"object": "list", "data": told, "has_more": False, **ends})
 
 
 async def forget(http: HttpRequest) -> Response:

@@ -160,6 +160,9 @@ def _reply(path: str, error: QueueFull, headers: Collection[tuple[bytes, bytes]]
 
 
 _ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
+_BASE = re.compile(r"(/openai)?(/v1)*(?=/)")
+"""What base addresses begin with, and clients put in front once more or leave out."""
+_OTHER_NAMES = {"/ping": "/health"}
 _EVERYTHING = "/*"
 """The path of `OPTIONS *`."""
 
@@ -211,14 +214,15 @@ class ApiApplication(Starlette):
             self.state.http_counts.count(path, scope["method"], status, elapsed_s)
 
     def _served_path(self, path: str) -> str:
-        """The path of a route: clients leave out `/v1` where a base address ought to have it."""
+        """Find the route that is meant: clients leave out `/v1`, double it, or put it too often."""
         if path in self._plain_paths:
             return path
+        rest = _BASE.sub("", path, count=1)
         routes = [route for route in self.routes if isinstance(route, Route)]
-        if any(one.path_regex.match(path) for one in routes):
-            return path
-        longer = f"/v1{path}"
-        return longer if any(one.path_regex.match(longer) for one in routes) else path
+        for meant in (path, f"/v1{rest}", rest, _OTHER_NAMES.get(rest, path)):
+            if any(one.path_regex.match(meant) for one in routes):
+                return meant
+        return path
 
 
 def plain_path(target: str) -> str:
@@ -297,6 +301,8 @@ def build_app(appliance: Appliance) -> ApiApplication:
             *ollama_routes(),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
+            Route("/api/v0/models", lm_studio_models),
+            Route("/props", props),
             Route("/health", health),
             Route("/ready", ready),
             Route("/version", show_version),
@@ -319,6 +325,31 @@ async def models(http: Request) -> Response:
     served = appliance_of(http).model
     listed = [model_object(served), *map(other_model_object, served.others)]
     return json_response({"object": "list", "data": listed})
+
+
+async def lm_studio_models(http: Request) -> Response:
+    """Answer LM Studio's clients, which look for the state and the longest context."""
+    served = appliance_of(http).model
+    listed = [
+        {"id": name, "object": "model", "type": "llm", "publisher": "penstock", "state": state}
+        | ({"max_context_length": served.max_model_len} if name == served.model_id else {})
+        for state, names in (("loaded", [served.model_id]), ("not-loaded", served.others))
+        for name in names
+    ]
+    return json_response({"object": "list", "data": listed})
+
+
+async def props(http: Request) -> Response:
+    """Answer llama.cpp's clients, which look for the context and the chat template."""
+    appliance = appliance_of(http)
+    template = appliance.tokenizer.chat_template
+    return json_response(
+        {
+            "default_generation_settings": {"n_ctx": appliance.model.max_model_len},
+            "model_alias": appliance.model.model_id,
+            "chat_template": "" if template is None else template.tool_source,
+        }
+    )
 
 
 async def model(http: Request) -> Response:

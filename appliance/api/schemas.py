@@ -92,17 +92,18 @@ def listing(schema: Json) -> Json:
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 STOPS: Json = items(_STOP, maxItems=MAX_STOPS)
-_SHARE: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+_LIMIT: Json = {"anyOf": [whole(1), {"const": -1}]}
+"""Of output tokens; -1 is the room left."""
 _PENALTY: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": 2}
 
 SAMPLING: Json = {
     "model": STRING,
-    "max_tokens": whole(1),
+    "max_tokens": _LIMIT,
     "min_tokens": whole(0),
     "n": whole(1, MAX_CHOICES),
     "best_of": whole(1, MAX_CHOICES),
     "temperature": within(0, 2),
-    "top_p": _SHARE,
+    "top_p": within(0, 1),
     "top_k": whole(-1),
     "min_p": within(0, 1),
     "seed": whole(-INT64_MAX - 1),
@@ -160,6 +161,7 @@ TOOL_CALL: Json = shape(
     {"function": shape({"name": {"type": "string", "minLength": 1}}, {"arguments": STRING})},
     {"id": STRING, "type": {"const": "function"}},
 )
+_EFFORT: Json = one_of("none", "minimal", "low", "medium", "high", "xhigh")
 _CHAT_INPUT: Json = {
     "tools": items(
         shape({"type": {"const": "function"}, "function": _FUNCTION}), maxItems=MAX_TOOLS
@@ -171,11 +173,15 @@ _CHAT_INPUT: Json = {
         ]
     },
     "chat_template_kwargs": OBJECT,
+    "reasoning_effort": _EFFORT,
     "documents": items(OBJECT),
     "add_generation_prompt": BOOLEAN,
     "continue_final_message": BOOLEAN,
 }
-_CONTENT: Json = {"anyOf": [STRING, items(shape({"type": {"const": "text"}, "text": STRING}))]}
+_PARTS: list[Json] = [
+    shape({"type": {"const": kind}, kind: STRING}) for kind in ("text", "refusal")
+]
+_CONTENT: Json = {"anyOf": [STRING, items({"anyOf": _PARTS})]}
 _INPUT_TEXT: Json = {
     "anyOf": [
         STRING,
@@ -217,7 +223,9 @@ REQUESTS: Json = {
         {
             **SAMPLING,
             **_CHAT_INPUT,
-            "max_completion_tokens": whole(1),
+            "max_completion_tokens": _LIMIT,
+            "functions": items(_FUNCTION, maxItems=MAX_TOOLS),
+            "function_call": one_of("none", "auto"),  # or a name that is in `functions`
             "logprobs": BOOLEAN,
             "top_logprobs": whole(0, MAX_LOGPROBS),
             "parallel_tool_calls": BOOLEAN,
@@ -251,8 +259,11 @@ REQUESTS: Json = {
             "chat_template_kwargs": OBJECT,
             "instructions": STRING,
             "previous_response_id": {"type": "string", "maxLength": 0},  # one that is kept
-            "reasoning": shape({}, {"effort": one_of("none", "low", "medium", "high")}),
-            "max_output_tokens": whole(1),
+            "reasoning": shape(
+                {}, {"effort": _EFFORT, "summary": one_of("auto", "concise", "detailed")}
+            ),
+            "max_output_tokens": _LIMIT,
+            "truncation": one_of("auto", "disabled"),
             "text": shape({}, {"format": ref("TextFormat")}),
             "tools": items(
                 {"allOf": [_FUNCTION, shape({"type": {"const": "function"}})]}, maxItems=MAX_TOOLS
@@ -285,9 +296,9 @@ REQUESTS: Json = {
             shape(
                 {
                     "type": {"const": "function_call_output"},
-                    "call_id": STRING,
                     "output": _INPUT_TEXT,
-                }
+                },
+                {"call_id": STRING},
             ),
         ]
     },
@@ -471,7 +482,9 @@ REPLIES: Json = {
             "content": items(shape({"type": one_of("text", "thinking", "tool_use")})),
             "stop_reason": one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
             "stop_sequence": nullable(STRING),
-            "usage": shape({"input_tokens": COUNT, "output_tokens": COUNT}),
+            "usage": shape(
+                {"input_tokens": COUNT, "output_tokens": COUNT}, {"max_tokens_cut_to": COUNT}
+            ),
         }
     ),
     "AnthropicError": shape(
@@ -523,9 +536,9 @@ REPLIES: Json = {
 
 _USAGE: Json = shape(
     {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
-    {"prompt_tokens_details": shape({"cached_tokens": COUNT})},
+    {"prompt_tokens_details": shape({"cached_tokens": COUNT}), "max_tokens_cut_to": COUNT},
 )
-_FINISH: Json = nullable(one_of("stop", "length", "abort", "tool_calls"))
+_FINISH: Json = nullable(one_of("stop", "length", "abort", "tool_calls", "function_call"))
 _BYTES: Json = nullable(items(whole(0, 255)))
 _PIECE: Json = {"anyOf": [STRING, items(whole(0, 255))]}
 _LOGPROB: Json = shape({"token": STRING, "logprob": NUMBER, "bytes": _BYTES})
@@ -586,7 +599,10 @@ _REPLIES: Json = {
             "status": one_of("completed", "incomplete", "cancelled", "failed"),
             "model": STRING,
             "output": items(ref("OutputItem")),
-            "usage": shape({"input_tokens": COUNT, "output_tokens": COUNT, "total_tokens": COUNT}),
+            "usage": shape(
+                {"input_tokens": COUNT, "output_tokens": COUNT, "total_tokens": COUNT},
+                {"max_tokens_cut_to": COUNT},
+            ),
         },
         {"error": ref("Error"), "incomplete_details": shape({"reason": STRING})},
     ),

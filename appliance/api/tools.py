@@ -47,6 +47,8 @@ class Tools:
     is_required: bool
     is_parallel: bool
     is_strict: bool
+    is_legacy: bool = False
+    """They came as `functions`, and a call is told as `function_call`."""
 
     def grammar(
         self, output_format: OutputFormat, tokenizer: Tokenizer, answer: str | None = None
@@ -93,25 +95,34 @@ class Tools:
 
 def read_tools(fields: Fields) -> Tools | None:
     """The tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
-    choice = fields.get("tool_choice")
-    # Small models repeat a call that they must make until they run out of tokens.
-    is_parallel = fields.boolean("parallel_tool_calls", default=choice != "required")
-    definitions = fields.items("tools", MAX_TOOLS)
-    functions = [_function(one, f"tools[{index}]") for index, one in enumerate(definitions)]
+    tools = fields.items("tools", MAX_TOOLS)
+    older = fields.items("functions", MAX_TOOLS)
+    choice, name = fields.get("tool_choice"), "tool_choice"
+    is_legacy = bool(older) and not tools
+    if is_legacy:  # as OpenAI's API was before tools
+        tools = [{"type": "function", "function": one} for one in older]
+        choice, name = fields.get("function_call"), "function_call"
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": choice}
+    where = "functions" if is_legacy else "tools"
+    functions = [_function(one, f"{where}[{index}]") for index, one in enumerate(tools)]
     schemas = {function.required("name"): _parameters(function) for function in functions}
     if len(schemas) < len(functions):
-        raise invalid_value("tools", "has two functions of the same name")
-    named = _named(choice, schemas)
-    if choice == "required" and not schemas:
-        raise invalid_value("tool_choice", "needs `tools`")
-    if choice == "none" or not schemas:
+        raise invalid_value(where, "has two functions of the same name")
+    mode, callable_names = _choice(choice, schemas, name)
+    # Small models repeat a call that they must make until they run out of tokens.
+    is_parallel = fields.boolean("parallel_tool_calls", default=mode != "required")
+    if mode == "required" and not schemas:
+        raise invalid_value(name, f"needs `{where}`")
+    if mode == "none" or not schemas:
         return None
     return Tools(
-        definitions=definitions,
-        schemas=schemas if named is None else {named: schemas[named]},
-        is_required=choice == "required" or named is not None,
-        is_parallel=is_parallel and named is None,
+        definitions=tools,
+        schemas={one: schemas[one] for one in callable_names},
+        is_required=mode in ("required", "named"),
+        is_parallel=is_parallel and mode != "named" and not is_legacy,
         is_strict=True in [function.boolean("strict") for function in functions],
+        is_legacy=is_legacy,
     )
 
 
@@ -120,13 +131,14 @@ def _function(value: object, where: str) -> Fields:
     if tool.get("type") != "function":
         raise unsupported(tool.path("type"), "is not supported; only functions are")
     function = Fields.of(tool.required("function"), tool.path("function"))
-    name = function.required("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid_value(
-            function.path("name"), "must be 1 to 64 letters, digits, dots, dashes or underscores"
-        )
+    _check_name(function.required("name"), function.path("name"))
     function.text("description")
     return function
+
+
+def _check_name(name: object, param: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise invalid_value(param, "must be 1 to 64 letters, digits, dots, dashes or underscores")
 
 
 def _parameters(function: Fields) -> dict[str, Any] | None:
@@ -136,18 +148,33 @@ def _parameters(function: Fields) -> dict[str, Any] | None:
     return value or None
 
 
-def _named(choice: object, schemas: dict[str, Any]) -> str | None:
-    """The one function that must be called."""
+def _choice(choice: object, schemas: dict[str, Any], param: str) -> tuple[str, list[str]]:
+    """How a model must choose (none, auto, required, named), and among which functions."""
     if choice in (None, "none", "auto", "required"):
-        return None
+        return str(choice or "auto"), list(schemas)
     if not isinstance(choice, dict):
-        raise invalid_value("tool_choice", "must be none, auto, required, or name a function")
-    fields = Fields(choice, "tool_choice")
-    if fields.get("type") != "function":
-        raise unsupported("tool_choice.type", "is not supported; only functions are")
-    name = Fields.of(fields.required("function"), "tool_choice.function").text("name")
-    if name not in schemas:
-        raise invalid_value("tool_choice", "names a function that is not in `tools`")
+        raise invalid_value(param, "must be none, auto, required, or name a function")
+    fields = Fields(choice, param)
+    if fields.get("type") == "allowed_tools":
+        allowed = Fields.of(fields.required("allowed_tools"), fields.path("allowed_tools"))
+        mode = allowed.required("mode")
+        if mode not in ("auto", "required"):
+            raise invalid_value(allowed.path("mode"), "must be auto or required")
+        tools = [
+            Fields.of(one, f"{allowed.path('tools')}[{index}]")
+            for index, one in enumerate(allowed.items("tools", MAX_TOOLS))
+        ]
+        return mode, [_named(tool, schemas, param) for tool in tools]
+    return "named", [_named(fields, schemas, param)]
+
+
+def _named(tool: Fields, schemas: dict[str, Any], param: str) -> str:
+    if tool.get("type") != "function":
+        raise unsupported(tool.path("type"), "is not supported; only functions are")
+    function = Fields.of(tool.required("function"), tool.path("function"))
+    name = function.required("name")
+    if not isinstance(name, str) or name not in schemas:
+        raise invalid_value(param, "names a function that is not in `tools`")
     return name
 
 

@@ -286,6 +286,11 @@ class AccessPolicy:
         found = find_key(self.keys, key)
         return None if found is None else Peer(key=found.name, role=found.role)
 
+    def holder_of_any(self, keys: set[str]) -> Peer | None:
+        """Find whose keys were sent: of several the one that is known; None if two are."""
+        holders = {one for key in keys if (one := self.holder_of(key)) is not None}
+        return holders.pop() if len(holders) == 1 else None
+
     def _role_of(self, who: Credentials) -> Role:
         # Both can do to the daemon what they like anyway.
         if who.uid in (0, os.geteuid()) or self.operators.has(who):
@@ -431,7 +436,7 @@ MAX_ARRIVING_BODIES = 16
 """Bodies of the greatest size that may be in memory half sent, all connections together."""
 UNCOUNTED_BYTES = 64 << 10
 """Of each body, so that a small one always gets in; the number of connections bounds these."""
-OPEN_PATH = "/health"
+OPEN_PATHS = ("/health", "/v1/health", "/ping")
 METRICS_PATH = "/metrics"
 """Open only where the policy says so: gateways that scrape it cannot show a key."""
 BUSY_RETRY_MS = 1000
@@ -508,16 +513,16 @@ class Gate:
                 code="host_not_allowed",
                 hint="call it localhost or 127.0.0.1, also from a proxy",
             )
-        shown = _shown_keys(scope)
-        key = _one_key(shown)
-        peer = self.policy.holder_of(key)
-        if peer is None and scope["path"] == OPEN_PATH:
+        peer = self.policy.holder_of_any(_shown_keys(scope))
+        if peer is None and scope["path"] in OPEN_PATHS:
             return Peer()
         if peer is None and scope["path"] == METRICS_PATH and self.policy.has_open_metrics:
             return Peer(role=Role.VIEWER)
         if peer is None:
             raise RequestError(
-                _KEY_PROBLEMS.get(len(shown), "several API keys that differ were sent"),
+                _KEY_PROBLEMS.get(
+                    len(_shown_keys(scope)), "none of the API keys sent counts alone"
+                ),
                 code="invalid_api_key",
                 status=401,
                 kind="authentication_error",
@@ -533,7 +538,7 @@ class Gate:
             return self.policy.peer_of(credentials).role >= peer.role
         if peer.key is None:  # it showed none, where none is asked for
             return True
-        now = self.policy.holder_of(_one_key(_shown_keys(scope)))
+        now = self.policy.holder_of_any(_shown_keys(scope))
         return now is not None and now.role >= peer.role
 
 
@@ -650,11 +655,6 @@ def _password(credentials: str) -> str:
         return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
     except ValueError:
         return credentials
-
-
-def _one_key(shown: set[str]) -> str:
-    """Empty, which is nobody's, if none is shown, or several that differ: which would count?"""
-    return next(iter(shown)) if len(shown) == 1 else ""
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

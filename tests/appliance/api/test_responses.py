@@ -282,7 +282,7 @@ async def test_a_call_is_streamed_as_an_item_of_its_own(tool_served, tool_applia
         ({"conversation": "conv-1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),

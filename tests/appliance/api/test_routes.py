@@ -57,7 +57,7 @@ async def test_without_a_chat_template_completions_still_work(tmp_path):
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/v2", 404, "unknown_url"),
         ("GET", "/v1/nothing", 404, "unknown_url"),
         ("POST", "/v1/embeddings", 404, "unknown_url"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
@@ -164,9 +164,9 @@ async def test_a_model_is_found_with_its_slashes_encoded_and_raw(served, target)
 @pytest.mark.parametrize(
     "target",
     [
-        *("/", "*", "/v1/../v1/models", "/v1/models%00", "/%ff%fe", "/%", "/V1/models"),
+        *("/v1", "*", "/v1/../v1/models", "/v1/models%00", "/%ff%fe", "/%", "/V1/models"),
         *("/v1/embeddings", "/v1/images/generations", "/v1/audio/speech"),
-        *("http://localhost", "/%2e%2e/etc/passwd"),
+        *("http://localhost/v2", "/%2e%2e/etc/passwd"),
     ],
 )
 async def test_what_is_not_there_is_not_found(served, target):
