@@ -34,7 +34,7 @@ def announcement(
     addresses: Sequence[str],
     is_found: bool,
 ) -> Iterator[str]:
-    """What a ready daemon prints: model, devices, sampling, addresses; a line each.
+    """Say what a ready daemon serves, where and how, in a few lines; `status` has the details.
 
     Args:
         frame: a reading of the daemon that has just become ready.
@@ -53,25 +53,32 @@ def announcement(
         yield f"  {frame.weights}"
     if frame.kv is not None:
         yield f"  {frame.kv}"
+    handoff = f"; handoff: {frame.transport}" if frame.transport else ""
+    workers = ", ".join(f"{worker.name} on {worker.device}" for worker in frame.workers)
+    yield f"  {workers}{handoff}"
     for worker in frame.workers:
-        yield f"  {worker.name} on {worker.device}, attention {worker.attention}"
-        yield from (f"    {line}" for line in abouts.get(worker.name, ()))
+        yield from (f"    {worker.name}: {line}" for line in abouts.get(worker.name, ()))
     if measuring is not None:
         yield f"  {measuring}"
     if is_elastic_static:
-        yield "  elastic roles act as static ones: both workers share one device"
-    if frame.transport is not None:
-        yield f"  handoff by {frame.transport}"
-    for pool in frame.pools:
-        size = size_text(pool.num_blocks * pool.block_bytes)
-        yield f"  pool {pool.name}: {pool.num_blocks} blocks, {size}"
-    yield f"  up to {model.max_model_len} tokens per request"
+        yield "  Routing: static, as the workers share one device."
+    yield f"  {', '.join(_memory(frame))}; at most {model.max_model_len:,} tokens per request"
     yield f"  {sampling_text(model.sampling, folder)}"
     if advice := sampling_advice(model.sampling, folder):
         yield f"    {advice}"
     yield f"ready on {', '.join(addresses)}"
     where = "" if is_found else f" --host {shlex.quote(addresses[0])}"
     yield f"try: penstock run{where} {_first_try(model, has_template)}"
+
+
+def _memory(frame: Frame) -> Iterator[str]:
+    for pool in frame.pools:
+        name = "" if len(frame.pools) == 1 else f" {pool.name}"
+        yield f"KV pool{name} {size_text(pool.num_blocks * pool.block_bytes)}"
+    for name, tier in (("DRAM", frame.dram), ("SSD", frame.ssd)):
+        if tier is not None and tier.state == "on":
+            used = f" ({size_text(tier.num_bytes)} used)" if tier.num_bytes else ""
+            yield f"{name} cache {size_text(tier.max_bytes)}{used}"
 
 
 def _first_try(model: ModelInfo, has_template: bool) -> str:
@@ -81,13 +88,12 @@ def _first_try(model: ModelInfo, has_template: bool) -> str:
 
 
 def sampling_text(sampling: Mapping[str, float], folder: Path) -> str:
-    """How replies are sampled where a request does not say, by the model's folder or GGUF file."""
+    """Say how replies are sampled by default: by the model's folder or GGUF file."""
     is_file = folder.suffix == ".gguf"
     if not sampling:
-        where = "file" if is_file else "folder"
-        return f"replies are sampled at temperature 1: the model's {where} says nothing else"
+        return "Sampling: temperature 1 (default; the model sets none)"
     values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-    return f"replies are sampled at {values}, as {folder.name if is_file else GENERATION_FILE} says"
+    return f"Sampling: {values} ({folder.name if is_file else GENERATION_FILE})"
 
 
 def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:

@@ -177,6 +177,7 @@ class _Daemon:
         self._inherited = inherited
         """Listeners of a socket unit: they and who waits in them outlive us."""
         self._num_signals = 0
+        self._stopped_by = ""
         self._has_terminal = has_terminal()
         self._is_ready = False
         self._drain = asyncio.Event()
@@ -190,7 +191,7 @@ class _Daemon:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         async with contextlib.AsyncExitStack() as stack:
             request_log = RequestLog(self._config.log_path, _log_limits(self._config))
             self._request_log = request_log
@@ -330,9 +331,12 @@ class _Daemon:
         finally:
             loading.cancel()
             stopping.cancel()
-        notify(STOPPING="1", STATUS=self._service.drain_status)
+        notify(STOPPING="1", STATUS=f"stopping; {self._service.drain_status}")
         self._server.open()
-        self._service.stop_accepting(takes_stragglers=bool(self._inherited))
+        again = "Ctrl-C again" if self._has_terminal else f"Another {self._stopped_by}"
+        self._service.stop_accepting(
+            self._stopped_by, again, takes_stragglers=bool(self._inherited)
+        )
         await self._server.hand_over()
         drained = asyncio.create_task(self._service.drained(REPLY_GRACE_S))
         stop_now = asyncio.create_task(self._stop_now.wait())
@@ -372,21 +376,22 @@ class _Daemon:
             await asyncio.sleep(silence_s)
             awaited = self._supervisor.awaited(silence_s)
             if not keying.done():
-                awaited.append("the weights' hashes (each file's are kept)")
+                awaited.append("hashes of the weights (kept for the next start)")
             elif self._supervisor.is_started:
                 awaited.append("the caches")
             if awaited:
-                log.info("still waiting for %s", ", ".join(awaited))
+                log.info("Waiting for %s...", ", ".join(awaited))
                 silence_s *= 2
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
+        self._stopped_by = self._stopped_by or number.name
         (self._drain if self._num_signals == 1 else self._stop_now).set()
 
     def _on_hangup(self) -> None:
         """SIGHUP: end with the terminal if that is what is gone, else read the settings again."""
         if self._has_terminal and not has_terminal():
-            self._on_signal()
+            self._on_signal(signal.SIGHUP)
         else:
             self._reload()
 

@@ -96,6 +96,8 @@ log = logging.getLogger("penstock")
 
 DRAIN_CHECK_S = 0.2
 TOKEN_BYTES = 8  # of a body: more than most have, lest one is taken for longer than it is
+_SUMMED_UP_AT_START = {"worker.ready", "ssd.on", "dram.on"}
+"""Events that are not printed while a model loads: the announcement says what they add up to."""
 
 
 class Service:
@@ -350,21 +352,21 @@ class Service:
     def drain(self, by: str) -> None:
         """Take no new work; what is accepted goes on."""
         if self.availability.drain():
-            self._tell_of_drain(by)
+            self._tell_of_drain(f"Draining, by {by}; {self.drain_status}", by)
 
     def resume(self, by: str) -> None:
         """Take work again; raises RequestError if the daemon was told to end."""
         if self.availability.resume():
             if self.swaps is not None:
                 self.swaps.open()
-            self.event("info", "drain.ended", f"taking new work again, told by {by}", by)
+            self.event("info", "drain.ended", f"Resumed by {by}", by)
             self.make_frame()
 
     def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
         """Switch what the workers are for; raises RequestError as change_roles()."""
         about = change_roles(self._router, change, time.monotonic_ns())
         if about:
-            self.event("info", "roles.changed", f"{about}, told by {by or 'the settings'}", by)
+            self.event("info", "roles.changed", f"{about}, by {by or 'the settings'}", by)
             self.make_frame()
         return roles_frame(self._router)
 
@@ -427,31 +429,38 @@ class Service:
     # What the daemon does
 
     def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
-        """Tell the operator: journal, console and log, which also keeps whose doing it was."""
-        log.log(logging.getLevelNamesMapping()[severity.upper()], "%s", message)
+        """Tell the operator: journal, console and request log, which also keeps the actor."""
+        is_detail = severity == "info" and code in _SUMMED_UP_AT_START
+        if not (is_detail and self.availability.is_loading):
+            log.log(logging.getLevelNamesMapping()[severity.upper()], "%s", message)
         event = EventFrame(utc_now(), severity, code, message)
         self._telemetry.events.append(event)
         self._log.event(severity, code, message, actor, at=event.at)
 
     @property
     def drain_status(self) -> str:
-        """What a drain waits for."""
-        return f"draining {len(self._live)} request{'s' if len(self._live) != 1 else ''}"
+        """Say what a drain waits for."""
+        return f"{len(self._live)} running" if self._live else "nothing running"
 
-    def stop_accepting(self, *, takes_stragglers: bool = False) -> None:
+    def stop_accepting(
+        self, by: str = "a signal", again: str = "", *, takes_stragglers: bool = False
+    ) -> None:
         """Drain for good: the daemon ends when it has drained.
 
         Args:
+            by: what stops it.
+            again: how to end running requests at once.
             takes_stragglers: what comes on open connections is still taken, lest a request that
                 crosses the signal is refused; new connections wait for the next daemon.
         """
         self.availability.stop(takes_stragglers=takes_stragglers)
-        self._tell_of_drain("a signal to stop")
+        hint = f". {again} ends them now" if again and self._live else ""
+        self._tell_of_drain(f"Stopping ({by}); {self.drain_status}{hint}", by)
 
-    def _tell_of_drain(self, by: str) -> None:
+    def _tell_of_drain(self, about: str, by: str) -> None:
         if self.swaps is not None:
             self.swaps.close()
-        self.event("info", "drain.started", f"{self.drain_status}, told by {by}", by)
+        self.event("info", "drain.started", about, by)
         self.make_frame()
 
     async def drained(self, grace_s: float) -> None:

@@ -142,6 +142,7 @@ def _worker_text(worker: Row) -> str:
     return (
         f"{worker.get('name')} {worker.get('state')} on"
         f" {worker.get('device')}{_lent_text(worker)}, pid {plain(worker.get('pid'))},"
+        f" attention {plain(worker.get('attention'))},"
         f" {things(worker.get('num_sequences'), 'sequence')},"
         f" prefill {tokens_per_s(worker.get('prefill_tokens_per_s'))},"
         f" decode {tokens_per_s(worker.get('decode_tokens_per_s'))},"

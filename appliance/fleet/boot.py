@@ -192,12 +192,12 @@ def place(config: ServeConfig) -> PlacedModel:
     wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
     if placement.max_model_len < wanted_len:
         log.warning(
-            "model length lowered from %d to %d tokens: that is what the %s hold",
+            "Model length lowered from %d to %d tokens, the %s.",
             wanted_len,
             placement.max_model_len,
-            "positions of the model"
+            "model's maximum context"
             if placement.max_model_len == checkpoint.config.max_position_embeddings
-            else "KV pools",
+            else "capacity of the KV pools",
         )
     return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks)
 

@@ -334,7 +334,7 @@ def _reasons(places: Places, nodes: tuple[Node, ...], node_of: dict[str, int]) -
     elif len(nodes) > 1:
         yield f"{len(nodes)} NUMA nodes, but not a worker for each: memory lies where it is touched"
     if places.transport == "alias" and not places.is_colocated:
-        yield "alias: workers on one memory share a pool, and no block is copied"
+        yield "workers share one KV pool (zero-copy)"
     elif places.transport is not None:
         yield f"every pair by {places.transport}, within the host's memory"
 

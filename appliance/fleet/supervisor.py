@@ -339,6 +339,7 @@ def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------
 
 
+PROGRESS_S = 10.0
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
 """By the number of short lives before; the last one for ever, so that what is mended is found."""
 ALONE_BACKOFF_S = 2.0
@@ -393,7 +394,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
         self._logged_at_s = self._loading_since_s = 0.0
-        self._has_told_loaded = False
+        self._has_told_loading = self._has_told_loaded = False
         self._started: asyncio.Future[None] | None = None
         self._sharing = MemorySharing([plan for plan, _ in workers], self.send)
         self._peers = PeerPools((setup for _, setup in workers), self.send)
@@ -436,7 +437,7 @@ class Supervisor:
             WorkerFailed: one of them could not load.
         """
         self._started = asyncio.get_running_loop().create_future()
-        self._loading_since_s = time.monotonic()
+        self._loading_since_s = self._logged_at_s = time.monotonic()
         for worker in self.workers.values():
             task = asyncio.create_task(self._watch(worker))
             task.add_done_callback(functools.partial(self._watch_ended, worker))
@@ -644,20 +645,22 @@ class Supervisor:
             channel.close()
 
     def _log_progress(self) -> None:
-        """One line a second, and one when all shares are there; none before all have a size."""
+        """Print a line every PROGRESS_S of a load that takes longer, and one at its end."""
         loaded, total = weights_progress(self.workers.values())
         is_known = all(w.total_bytes for w in self.workers.values())
         now_s = time.monotonic()
-        is_due = loaded == total or now_s - self._logged_at_s >= 1.0
+        is_due = loaded == total or now_s - self._logged_at_s >= PROGRESS_S
         if self.is_started or self._has_told_loaded or not is_known or not is_due:
             return
         self._logged_at_s = now_s
         if loaded < total:
+            self._has_told_loading = True
             log.info("loading weights: %s", part_text(loaded, total))
         else:
             self._has_told_loaded = True
             took_s = now_s - self._loading_since_s
-            log.info("loaded %s of weights, %.1f s after the start", size_text(total), took_s)
+            if self._has_told_loading:  # the model is a small one else
+                log.info("loaded %s of weights in %.1f s", size_text(total), took_s)
 
     def _weights_loaded(self, worker: WorkerState) -> None:
         """Let workers go on once every share of the weights is in place."""

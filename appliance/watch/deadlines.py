@@ -374,7 +374,7 @@ class Availability:
             end = "it was told to stop" if self.is_stopping else "an operator's resume ends that"
             what = f"the appliance is draining and takes no new work; {end}"
             raise Unavailable(what, code="draining")
-        if self._is_loading:
+        if self.is_loading:
             raise Unavailable("the model is still loading", code="model_loading")
         if self._supervisor.is_lost:
             names = ", ".join(self._supervisor.workers)
@@ -385,7 +385,7 @@ class Availability:
         """None if /ready is 200, else why not: a request would be refused, or get no token."""
         if self.is_draining:
             return "draining"
-        if self._is_loading:
+        if self.is_loading:
             return "model_loading"
         is_alone = self._supervisor.workers and not self._serving
         return self.violation or (self._wrong_with_workers if is_alone else None)
@@ -423,7 +423,8 @@ class Availability:
         self._takes_stragglers = takes_stragglers
 
     @property
-    def _is_loading(self) -> bool:
+    def is_loading(self) -> bool:
+        """True until the workers are ready and the caches are open."""
         return not self._supervisor.is_started or self.is_preparing
 
     @property

@@ -99,11 +99,11 @@ async def test_a_start_that_is_silent_for_long_says_what_it_waits_for(
     keying = asyncio.create_task(hashed.wait())
     telling = asyncio.create_task(one._tell_what_is_awaited(keying))
     try:
-        await until(lambda: "(starting), the weights' hashes" in caplog.text)
+        await until(lambda: "(starting), hashes of the weights" in caplog.text)
         hashed.set()
-        await until(lambda: caplog.text.endswith("for worker a (starting)\n"))
+        await until(lambda: caplog.text.endswith("for worker a (starting)...\n"))
         awaited.clear()
         one._supervisor.is_started = True
-        await until(lambda: caplog.text.endswith("the caches\n"))
+        await until(lambda: caplog.text.endswith("the caches...\n"))
     finally:
         telling.cancel()

@@ -46,7 +46,7 @@ def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):
     assert service.not_ready_reason() == "draining"
     assert machine.frame["state"] == "draining"
     assert not request.is_finished
-    assert machine.events() == [("drain.started", "draining 1 request, told by her")]
+    assert machine.events() == [("drain.started", "Draining, by her; 1 running")]
 
 
 def test_a_resume_takes_new_work_again(machine):
@@ -55,8 +55,8 @@ def test_a_resume_takes_new_work_again(machine):
     machine.submit()
     assert machine.frame["state"] == "ready"
     assert machine.events() == [
-        ("drain.started", "draining 0 requests, told by her"),
-        ("drain.ended", "taking new work again, told by him"),
+        ("drain.started", "Draining, by her; nothing running"),
+        ("drain.ended", "Resumed by him"),
     ]
 
 
