@@ -41,6 +41,7 @@ from appliance.request import (
     TokensEmitted,
 )
 from appliance.watch.deadlines import Availability, Deadlines
+from appliance.watch.disturbances import Disturbances
 from appliance.watch.frames import Frames, ServiceState
 from appliance.watch.telemetry import Telemetry
 from engine.cache.prefix_index import PrefixChain
@@ -138,6 +139,7 @@ class Service:
         self._closed = ClosedRequests(request_log)
         self._last_seq_id, self._num_checked = 0, -1
         self._measuring: Measuring | None = None
+        self._disturbances = Disturbances()
         self.idle = asyncio.Event()  # while no request is live
         self.idle.set()
         today = UsageQuery(by="day", since=utc_now()[:10])
@@ -481,7 +483,9 @@ class Service:
 
     def make_frame(self) -> None:
         """Take one reading of everything and wake those who wait for it; if it fails, none."""
-        self._router.roles.learn()
+        pids = [worker.pid for worker in self._supervisor.workers.values()]
+        is_disturbed = self._disturbances.look(pids, time.monotonic())
+        self._router.roles.learn(is_disturbed=is_disturbed)
         self._check_when_idle()
         while self._log.said:
             self._telemetry.events.append(self._log.said.popleft())
