@@ -372,6 +372,18 @@ class Service:
             self.make_frame()
         return roles_frame(self._router)
 
+    def measurement(self) -> dict[str, object]:
+        """How far the model's profile is."""
+        if self._measuring is None:
+            raise Unavailable("the model is still loading", code="model_loading")
+        return self._measuring.frame()
+
+    def measure(self) -> dict[str, object]:
+        """Allow for measuring once more, and say how far the profile is."""
+        if self._measuring is not None:
+            self._measuring.allow_again()
+        return self.measurement()
+
     # What workers and the router cause
 
     def emit(
