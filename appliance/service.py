@@ -46,6 +46,7 @@ from appliance.watch.frames import Frames, ServiceState
 from appliance.watch.telemetry import Telemetry
 from engine.cache.prefix_index import PrefixChain
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
+from engine.profile.facts import LINK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.text.tokenizer import Tokenizer
@@ -420,6 +421,10 @@ class Service:
         """A worker takes work, for the first time or again."""
         state = self._supervisor.workers[worker]
         self._router.copies.links.probed(worker, state.probes)
+        for pool, rate in state.probes.items():
+            if rate:  # 0 is a try that failed
+                key = FactKey(LINK_BYTES_PER_S, place=f"{worker} and {pool}")
+                self._router.roles.profile.observe(key, rate)
         self._router.worker_ready(worker, time.monotonic_ns())
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {state.pid})")
         self.make_frame()
