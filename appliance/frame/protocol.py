@@ -386,7 +386,7 @@ class WayFrame(msgspec.Struct):
     has_all: bool
     """It is computed on all cores."""
     step_tokens: int
-    """The fewest of the sizes of step that it is about; they go up to twice that."""
+    """The size of its steps, to the nearest power of two."""
     num_judged: int
     """Prompts whose outcome could be compared with what was predicted."""
     num_missed: int

@@ -75,7 +75,7 @@ def way_frames(roles: Roles) -> list[WayFrame]:
             worker=way.worker,
             is_beside=way.is_beside,
             has_all=way.num_cores == len(roles.cores.all),
-            step_tokens=1 << max(way.size - 1, 0),
+            step_tokens=way.size,
             num_judged=record.num_judged,
             num_missed=record.num_missed,
             num_gave_way=record.num_gave_way,

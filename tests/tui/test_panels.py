@@ -323,14 +323,11 @@ def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_close
     ]
     shown = text(lanes.page(View().after(frame), 140, 40))
     assert (
-        "7  move    on prefill, own cores, beside decodes, from 512 tokens a step, error 1.1x"
-        in shown
+        "7  move    on prefill, own cores, beside decodes, steps of 512 tokens, error 1.1x" in shown
     )
     missed = "2 took at least twice the prediction, 1 moved away"
     closed = f"error 2.6x, {missed}, not used until measured again"
-    assert (
-        f"3  decode  on decode, all cores, beside decodes, from 64 tokens a step, {closed}" in shown
-    )
+    assert f"3  decode  on decode, all cores, beside decodes, steps of 64 tokens, {closed}" in shown
     assert shown.index("not used until") < shown.index("error 1.1x"), "what is wrong comes first"
 
 

@@ -543,7 +543,7 @@ def _way(way: WayFrame) -> Line:
     line = [
         Run(pad(fig.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
         Run(f"  {pad(way.route, _ROUTE_WIDTH)}"),
-        Run(f"on {where}, {beside}, from {fig.count(way.step_tokens)} tokens a step{error}"),
+        Run(f"on {where}, {beside}, steps of {fig.count(way.step_tokens)} tokens{error}"),
     ]
     if way.num_missed:
         line.append(
