@@ -69,6 +69,7 @@ from appliance.cli.terminal import (
     Host,
     Listing,
     Output,
+    ProgressLine,
     Row,
     TableColumn,
     document,
@@ -295,27 +296,25 @@ class Bar:
     def __init__(self, num_turns: int) -> None:
         self._num_turns = num_turns
         self._turn = 0
-        self._is_terminal = sys.stderr.isatty()
+        self._line = ProgressLine()
 
     def turn(self, label: str) -> Callable[[float], None]:
         """Begin the next turn; the result takes the share of it that is done."""
         self._turn += 1
         about = f"{self._turn}/{self._num_turns} {printable(label)}"
-        if not self._is_terminal:
+        if not sys.stderr.isatty():
             terminal.note(f"penstock: turn {about}")
-        return lambda share: self._draw(about, share)
+            return lambda _: None
+
+        def draw(share: float) -> None:
+            full = round(share * BAR_CELLS)
+            self._line.say(f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {about}")
+
+        return draw
 
     def end(self) -> None:
         """Clear the line for what comes next."""
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-    def _draw(self, about: str, share: float) -> None:
-        if self._is_terminal:
-            full = round(share * BAR_CELLS)
-            sys.stderr.write(f"\r\x1b[K[{'#' * full}{'.' * (BAR_CELLS - full)}] {about}")
-            sys.stderr.flush()
+        self._line.end()
 
 
 # --------------------------------------------------------------------------------------------------

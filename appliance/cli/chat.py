@@ -27,7 +27,15 @@ import typer
 from appliance.cli import listings, terminal
 from appliance.cli.connection import ChosenModel, Connection, when_loaded
 from appliance.cli.short_ids import model_ids
-from appliance.cli.terminal import Host, Range, WordWrap, for_terminal, printable, within
+from appliance.cli.terminal import (
+    Host,
+    ProgressLine,
+    Range,
+    WordWrap,
+    for_terminal,
+    printable,
+    within,
+)
 from appliance.client import Client, ClientError, GenerationFailed, ReplyError, Stream
 from appliance.configuration.setting_kinds import is_meant, nearest
 from appliance.frame.figures import things
@@ -150,16 +158,23 @@ def print_stats(client: Client, reply: PrintedReply) -> None:
 def _print(events: Stream, reply: PrintedReply) -> None:
     is_terminal = sys.stdout.isatty()
     wrap = WordWrap() if terminal.has_screen() else None
+    thinking = ProgressLine()
     try:
         for event in events:
             reply.request_id = reply.request_id or event.get("id")
             for choice in event.get("choices", ()):
                 reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                delta = choice.get("delta") or {}
+                if delta.get("reasoning_content"):
+                    thinking.wait("thinking")
+                text = choice.get("text") or delta.get("content") or ""
+                if text:
+                    thinking.end()
                 reply.text += text
                 shown = for_terminal(text) if is_terminal else text
                 terminal.write(shown if wrap is None else wrap.of(shown, terminal.width()))
     finally:
+        thinking.end()
         if (is_terminal or reply.text) and not reply.text.endswith("\n"):
             terminal.write("\n")
 

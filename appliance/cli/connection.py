@@ -24,9 +24,11 @@ from appliance.cli.terminal import ProgressLine, printable
 from appliance.client import Client, DaemonAbsent, ReplyError
 from appliance.configuration import config, paths
 from appliance.configuration.address import UnixAddress
+from appliance.configuration.setting_kinds import nearest
 from appliance.ephemeral import users_daemon
 from appliance.models import cache
 from appliance.models.names import HubName, NoSuchModel, is_model_file
+from appliance.models.short_names import SHORT_NAMES
 
 SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
 """At the API's temperature of 1 small models ramble."""
@@ -74,7 +76,7 @@ class Connection:
             return False
         if any(word == model["id"] for model in self._models) or _WITH_TAG.fullmatch(word):
             return True
-        meant = _meant(word)
+        meant = config.model_named(word, terminal.passed_over)
         looks_like_path = word.startswith(("/", "./", "../", "~/"))
         return isinstance(meant, HubName) or looks_like_path or is_model_file(meant)
 
@@ -103,7 +105,7 @@ class Connection:
         if asked is not None and self._absent is None:
             self._found(asked)
         elif asked is not None:
-            _check_exists(asked, _meant(asked))
+            _check_exists(asked, config.model_named(asked, terminal.passed_over))
 
     def _listed(self) -> list[dict[str, Any]]:
         """The models of the daemon, the one that is served first."""
@@ -131,11 +133,14 @@ class Connection:
         Raises:
             NoSuchModel: it has none.
         """
-        meant = _meant(asked)
-        _, tables = config.models_named(terminal.passed_over)
-        named = {asked, str(meant), *(name for name, model in tables.items() if model == meant)}
+        meant = config.model_named(asked, terminal.passed_over)
+        ids = config.ids_of(asked, terminal.passed_over)
         for model in self._models:
-            if model["id"] in named or model.get("root") == str(meant):
+            root = Path(model.get("root") or "/")
+            if model["id"] in ids or meant in (
+                root,
+                root.parent if root.suffix == ".gguf" else root,
+            ):
                 return model
         try:
             return self.client.get(f"/v1/models/{quote(asked)}")  # it knows its aliases
@@ -157,7 +162,7 @@ class Connection:
             DaemonAbsent: `absent`, where none may be started.
         """
         where = self.client.address
-        meant = None if asked is None else _meant(asked)
+        meant = None if asked is None else config.model_named(asked, terminal.passed_over)
         may_start = isinstance(where, UnixAddress) and where.path != paths.SYSTEM_SOCKET
         if self._is_named or not may_start or not sys.stderr.isatty():
             if asked is not None:
@@ -202,12 +207,6 @@ def _loading_text(reason: object) -> str:
     return "loading the model" if reason in (None, "", "model_loading") else printable(reason)
 
 
-def _meant(name: str) -> Path | HubName:
-    """The model that a name of [models.NAME], a short name, or another form of name stands for."""
-    _, tables = config.models_named(terminal.passed_over)
-    return tables.get(name) or config.model_named(name, terminal.passed_over)
-
-
 def _check_exists(asked: str, meant: Path | HubName) -> None:
     """Refuse a name that is neither on the hub nor on this machine.
 
@@ -216,7 +215,6 @@ def _check_exists(asked: str, meant: Path | HubName) -> None:
     """
     if isinstance(meant, HubName) or is_model_file(meant):
         return
-    raise NoSuchModel(
-        f"no model {asked!r}",
-        hint="use owner/model, a folder or a .gguf file; `penstock list` shows what is here",
-    )
+    near = nearest(asked, SHORT_NAMES)
+    hint = "use owner/model, a folder or a .gguf file; `penstock list` shows what is here"
+    raise NoSuchModel(f"no model {asked!r}", hint=f"is {near} meant? {hint}" if near else hint)

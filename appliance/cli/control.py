@@ -324,10 +324,8 @@ def stop(
     client = terminal.client(host)
     frame = client.get("/v1/penstock/state")
     served, pid = str(frame.get("model")), frame.get("pid")
-    if model is not None:
-        meant = config.model_named(model, terminal.passed_over)
-        if served not in (model, str(meant), Path(str(meant)).name):
-            raise NoSuchModel(f"the daemon serves {served}", where=model)
+    if model is not None and served not in config.ids_of(model, terminal.passed_over):
+        raise NoSuchModel(f"the daemon serves {served}", where=model)
     if not isinstance(client.address, UnixAddress) or client.address.listener_pid() != pid:
         raise UsageError(
             "no command on this machine has started the daemon",

@@ -25,7 +25,13 @@ from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import size
 from appliance.models import cache
-from appliance.models.names import STARTER_FOLDER, HubName, NoSuchModel
+from appliance.models.names import (
+    STARTER_FOLDER,
+    HubName,
+    NoSuchModel,
+    is_model_file,
+    model_name,
+)
 from engine.errors import CheckpointError, ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -310,18 +316,10 @@ def _named(name: str, dirs: list[Path] | None) -> Any:
     """The folder at a path, or the one that list shows under this name."""
     from appliance.cli import model_folders
 
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return model_folders.FoundModel(path.stem, path.absolute())
-    if path.is_dir():
-        return model_folders.FoundModel(path.absolute().name, path.absolute())
-    _, tables = config.models_named(terminal.passed_over)
-    if name in tables:
-        asked = tables[name]
-        if not isinstance(asked, HubName):
-            return next(each for each in _configured(tables) if each.name == name)
-    else:
-        asked = config.model_named(name, terminal.passed_over)
+    asked = config.model_named(name, terminal.passed_over)
+    if isinstance(asked, Path) and (asked.is_dir() or is_model_file(asked)):
+        is_path = asked == Path(name).expanduser().absolute()
+        return model_folders.FoundModel(model_name(asked) if is_path else name, asked)
     if isinstance(asked, HubName):
         in_cache = cache.resolve(cache.hub_cache(os.environ), asked)
         if in_cache is not None and asked.file is not None:

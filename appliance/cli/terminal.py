@@ -615,5 +615,6 @@ class ProgressLine:
     def end(self) -> None:
         """Clear the line for what comes next."""
         if self._is_terminal and self._is_shown:
+            self._is_shown = False
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

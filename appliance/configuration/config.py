@@ -35,6 +35,7 @@ from appliance.models.names import (
     OWN_SETTINGS,
     HubName,
     a_model,
+    model_name,
     read_tables,
 )
 from engine.errors import ConfigError, PenstockError, refuse
@@ -521,13 +522,23 @@ def models_named(
 
 
 def model_named(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) -> Path | HubName:
-    """Read a model's name as typed: a path, owner/name, or a short name; `warn` as in find()."""
+    """Read a model's name as typed: of [models.NAME], a short name, a path, owner/name.
+
+    `warn` as in find().
+    """
     try:
         own_names = _read({}, environ).own_names
     except ConfigError as error:
         warn(error)
         own_names = {}
-    return a_model(text, own_names)
+    return models_named(warn, environ)[1].get(text) or a_model(text, own_names)
+
+
+def ids_of(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) -> set[str]:
+    """Find by which ids a daemon may serve a model that was named as for model_named()."""
+    meant = model_named(text, warn, environ)
+    tables = models_named(warn, environ)[1]
+    return {text, model_name(meant), *(name for name, model in tables.items() if model == meant)}
 
 
 def own_state_dir(environ: Mapping[str, str] = os.environ, warn: Warn | None = None) -> Path:

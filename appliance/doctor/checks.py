@@ -34,7 +34,7 @@ from appliance.fleet.known import Known, machine_scope
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
 from appliance.models import cache, fits, hub
-from appliance.models.names import STARTER_FOLDER, HubName
+from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.process import max_connections
 from engine.errors import ConfigError, PenstockError
 from engine.folder.checkpoint import Checkpoint
@@ -375,7 +375,7 @@ def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
     Raises:
         ConfigError: a start would fail; memory is the daemon's now, and not looked at.
     """
-    from appliance.fleet.boot import check_files, is_to_be_fetched, model_name
+    from appliance.fleet.boot import check_files, is_to_be_fetched
 
     length = "" if state["max_model_len"] is None else f", up to {state['max_model_len']} tokens"
     about = f"the daemon serves {state['model']} in {state['dtype']}{length} per request"

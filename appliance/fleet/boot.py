@@ -40,7 +40,7 @@ from appliance.fleet.weights_plan import (
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.models import cache
 from appliance.models.facts import ModelFacts, facts_of
-from appliance.models.names import STARTER_FOLDER, HubName
+from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import ProfileUnusable
 from appliance.request import ModelInfo
 from engine.cache.places import DRAM
@@ -202,13 +202,6 @@ def place(config: ServeConfig) -> PlacedModel:
             else "capacity of the KV pools",
         )
     return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks)
-
-
-def model_name(model: Path | HubName) -> str:
-    """What clients call a model that lies in a folder or a GGUF file, or has a name on the hub."""
-    if isinstance(model, HubName):
-        return model.repository
-    return model.stem if model.suffix == ".gguf" else model.resolve().name
 
 
 def _model_id(config: ServeConfig, folder: Path) -> str:

@@ -77,6 +77,13 @@ def a_model(value: object, own_names: Mapping[str, str] = {}) -> Path | HubName:
     return HubName(name["repository"], name["revision"] or DEFAULT_REVISION, name["file"])
 
 
+def model_name(model: Path | HubName) -> str:
+    """What clients call a model that lies in a folder or a GGUF file, or has a name on the hub."""
+    if isinstance(model, HubName):
+        return model.repository
+    return model.stem if model.suffix == ".gguf" else model.resolve().name
+
+
 def is_model_file(path: Path | HubName) -> bool:
     """Whether a path leads to a folder or file that could be a model."""
     if not isinstance(path, Path):

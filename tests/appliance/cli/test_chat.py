@@ -101,6 +101,13 @@ def test_a_model_without_a_chat_template_continues_the_text_and_says_so(
     assert penstock(environ, "run", "-s", "Be brief.", "Once upon a").returncode == 2
 
 
+def test_what_a_model_thinks_is_not_its_reply(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
+    daemon.script.events = [thought, chat_event("Hello", "stop"), DONE]
+    ended = penstock(environ, "run", "p")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "Hello\n", "")
+
+
 def test_a_reply_that_fills_the_context_is_noted(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:
@@ -118,17 +125,24 @@ def test_a_reply_that_fills_the_context_is_noted(
         (("m", "Hello"), ("m", "Hello")),
         (("-m", "m", "m"), ("m", "m")),
         (("mine", "Hello"), ("o/other", "Hello")),
+        (("o/other@main", "Hello"), ("o/other", "Hello")),
+        (("file", "Hello"), ("tiny", "Hello")),
         (("-m", "also-m", "Hello"), ("also-m", "Hello")),
     ],
 )
 def test_a_first_word_is_the_model_if_it_names_one(
-    daemon: FakeDaemon, environ: dict[str, str], tmp_path: Path, words: tuple[str, ...], asked: str
+    daemon: FakeDaemon,
+    environ: dict[str, str],
+    tmp_path: Path,
+    words: tuple[str, ...],
+    asked: tuple[str | None, str],
 ) -> None:
     file = tmp_path / "penstock.toml"
-    file.write_text('[short_names]\nmine = "o/other"\n')
-    models = {"data": [{"id": "m"}, {"id": "o/other", "is_loaded": True}]}
-    daemon.script.replies |= {"GET /v1/models": (200, models)}
+    file.write_text(f'[short_names]\nmine = "o/other"\nfile = "{tmp_path}/tiny.gguf"\n')
+    models = [{"id": "m", "root": "/m"}, {"id": "o/other"}, {"id": "tiny"}]
+    daemon.script.replies["GET /v1/models"] = (200, {"data": models})
     daemon.script.replies["GET /v1/models/also-m"] = (200, {"id": "also-m"})  # an alias
+    (tmp_path / "tiny.gguf").touch()
     ended = penstock({**environ, "PENSTOCK_CONFIG": str(file)}, "run", *words)
     assert (ended.returncode, ended.stdout) == (0, "Hello\n"), ended.stderr
     (body,) = daemon.script.asked_for(ASK)
@@ -140,7 +154,8 @@ def test_a_first_word_is_the_model_if_it_names_one(
     "words",
     [
         ("qwen3:0.6b", "hi"),
-        ("llama9:7b",),
+        ("llama99:7t",),
+        ("qwen3:0.6",),
         ("owner/model", "hi"),
         ("./nothing", "hi"),
         ("Hello", "world"),
@@ -153,6 +168,7 @@ def test_a_model_that_the_daemon_does_not_serve_is_refused_before_anything_is_re
     assert (ended.returncode, ended.stdout) == (5, "")
     assert words[0] in ended.stderr
     assert "hint: " in ended.stderr
+    assert ("is qwen3:0.6b meant?" in ended.stderr) == (words[0] == "qwen3:0.6")
     assert [line for line, _ in daemon.script.asked if line.startswith("POST")] == []
 
 

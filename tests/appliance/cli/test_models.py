@@ -221,6 +221,7 @@ def test_models_that_requests_may_name_are_known_by_those_names(
         f'[models.small]\nmodel = "{tmp_path / "served"}"\n'
         '[models.hub]\nmodel = "owner/a--name@0123456"\ndtype = "float32"\n'
         '[models.later]\nmodel = "nobody/has-it"\n'
+        f'[short_names]\n"tiny:q8" = "{tmp_path / "served"}"\n'
     )
     environ["PENSTOCK_CONFIG"] = str(tmp_path / "penstock.toml")
     rows = {row["name"]: row["folder"] for row in listed(environ)}
@@ -229,6 +230,7 @@ def test_models_that_requests_may_name_are_known_by_those_names(
     assert "later" not in rows
     for name in ("small", "hub"):
         assert penstock(environ, "models", "show", name).returncode == 0
+    assert penstock(environ, "models", "show", "tiny:q8").returncode == 0
     shown = penstock(environ, "config", "show", "-o", "wide").stdout
     lines = {line.split()[0]: line.split() for line in shown.splitlines()}
     assert lines["models.hub.dtype"][1] == "float32"
