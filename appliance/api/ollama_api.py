@@ -68,6 +68,8 @@ _UNIT = "(ns|us|ms|s|m|h)"
 KEEP_ALIVE = rf"^[-+]?[0-9]+(\.[0-9]+)?({_UNIT}([0-9]+(\.[0-9]+)?{_UNIT})*)?$"
 """A duration as Ollama's clients write it: `5m`, `1h30m`, `-1`; a number is seconds."""
 MAX_KEEP_ALIVE_CHARS = 32
+_NOTHING = [{"role": "user", "content": ""}]
+"""Stands for the messages that a request to load lacks, as its other fields are checked, too."""
 
 
 class NothingToGenerate(Exception):
@@ -86,15 +88,16 @@ def chat_ask_of(fields: Fields, model: ModelInfo) -> Ask:
     if len(messages or []) > MAX_MESSAGES:
         raise invalid_value("messages", f"has more than {MAX_MESSAGES} messages")
     common = _common(fields)
-    if not messages:
-        raise _loaded(fields, model, {"message": {"role": "assistant", "content": ""}})
-    last = len(messages) - 1
+    last = len(messages or []) - 1
     said = [
         _message(Fields.of(one, f"messages[{index}]"), is_last=index == last)
-        for index, one in enumerate(messages)
+        for index, one in enumerate(messages or [])
     ]
-    chat = {**common, "messages": said, "tools": _tools(fields.get("tools"))}
-    return _finished(chat_ask(Fields(chat), model), fields, chat)
+    chat = {**common, "messages": said or _NOTHING, "tools": _tools(fields.get("tools"))}
+    ask = _finished(chat_ask(Fields(chat), model), fields, chat)
+    if not messages:
+        raise _loaded(fields, model, {"message": {"role": "assistant", "content": ""}})
+    return ask
 
 
 def generate_ask(fields: Fields, model: ModelInfo) -> Ask:
@@ -107,9 +110,7 @@ def generate_ask(fields: Fields, model: ModelInfo) -> Ask:
     if fields.get("context"):
         raise unsupported("context", "is not kept; send the conversation to /api/chat")
     common, suffix = _common(fields), fields.text("suffix")
-    if not (prompt or suffix):
-        raise _loaded(fields, model, {"response": ""})
-    if fields.boolean("raw") or suffix:
+    if (fields.boolean("raw") and prompt) or suffix:
         plain = {**common, "prompt": prompt, "suffix": suffix}
         plain.pop("chat_template_kwargs", None)
         ask = dataclasses.replace(
@@ -120,7 +121,10 @@ def generate_ask(fields: Fields, model: ModelInfo) -> Ask:
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     chat = {**common, "messages": messages}
-    return _finished(chat_ask(Fields(chat), model), fields, chat)
+    ask = _finished(chat_ask(Fields(chat), model), fields, chat)
+    if not prompt:
+        raise _loaded(fields, model, {"response": ""})
+    return ask
 
 
 def in_ollamas_words(error: RequestError) -> RequestError:
@@ -169,7 +173,6 @@ def _keep_alive_s(fields: Fields) -> float | None:
 
 def _loaded(fields: Fields, model: ModelInfo, empty: Json) -> NothingToGenerate:
     """Answer a request without a prompt: its model is loaded by the time that it is read."""
-    check_model(fields.get("model"), model)
     reason = "unload" if _keep_alive_s(fields) == 0 else "load"
     told = {"model": model.model_id, "created_at": utc_now(), **empty}
     return NothingToGenerate({**told, "done": True, "done_reason": reason})

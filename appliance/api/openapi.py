@@ -15,6 +15,8 @@ from appliance.api.schemas import (
     DIALECT_REQUESTS,
     REQUESTS,
     STRING,
+    TOKEN_ID,
+    WHEN,
     Json,
     listing,
     one_of,
@@ -26,7 +28,7 @@ from appliance.api.schemas import (
 from appliance.api.schemas import REPLIES as OTHER_REPLIES
 from appliance.api.wire import Dialect, dialect_of
 from appliance.frame.protocol import FRAME_VERSION
-from appliance.log.query import MAX_ROWS, SEVERITIES, USAGE_BY
+from appliance.log.query import MAX_DIGITS, MAX_ROWS, SEVERITIES, STAGES, USAGE_BY
 
 EVENTS, LINES, JSON = "text/event-stream", "application/x-ndjson", "application/json"
 TEXT = "text/plain"
@@ -75,7 +77,12 @@ _ERRORS = {
     Dialect.ANTHROPIC: "AnthropicError",
     Dialect.OLLAMA: "OllamaError",
 }
-_LOG_QUERY = {"since": STRING, "until": STRING, "limit": whole(1, MAX_ROWS), "after": COUNT}
+_LOG_QUERY = {
+    "since": WHEN,
+    "until": WHEN,
+    "limit": whole(1, MAX_ROWS),
+    "after": whole(0, 10**MAX_DIGITS - 1),
+}
 _STATUS = shape({"status": STRING})
 _CANCELLED = shape({"id": STRING, "status": {"const": "cancelled"}})
 
@@ -135,7 +142,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "countMessageTokens",
         "How long the prompt of a message would be.",
         ref("TokenCount"),
-        body=ref("MessagesRequest"),
+        body=ref("CountTokensRequest"),
         errors=(404, *_WITH_BODY),
     ),
     ("POST", "/api/chat"): Operation(
@@ -273,12 +280,6 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/penstock/resume"): Operation(
         "resume", "Take work again; for operators.", _STATUS, errors=(409,)
     ),
-    ("GET", "/v1/penstock/measure"): Operation(
-        "measurement", "How far the model's profile is.", ref("Measurement")
-    ),
-    ("POST", "/v1/penstock/measure"): Operation(
-        "measure", "Measure what the profile lacks, while idle; for operators.", ref("Measurement")
-    ),
     ("POST", "/v1/penstock/roles"): Operation(
         "switchRoles",
         "Change what the workers are for, or the targets of elastic roles; for operators.",
@@ -294,7 +295,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
             **_LOG_QUERY,
             "user": STRING,
             "errors": one_of("false", "true", "0", "1"),
-            "slow": {"type": "string", "examples": ["ttft>500"]},
+            "slow": {
+                "type": "string",
+                "pattern": rf"^({'|'.join(STAGES)})[<>][0-9]{{1,12}}(ms|s)?$",
+                "examples": ["ttft>500"],
+            },
         },
         errors=(503,),
     ),
@@ -309,14 +314,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "usage",
         "Requests, errors, tokens and time by user, model or day.",
         listing(ref("Usage")),
-        query={"by": one_of(*USAGE_BY), "since": STRING, "until": STRING},
+        query={"by": one_of(*USAGE_BY), "since": WHEN, "until": WHEN},
         errors=(503,),
     ),
     ("GET", "/v1/penstock/recording"): Operation(
         "recording",
         "Frames, requests and events of a span, as an SQLite file.",
         {},
-        query={"since": STRING, "until": STRING},
+        query={"since": WHEN, "until": WHEN},
         streams=(RECORDING,),
         errors=(404, 503),
     ),
@@ -324,13 +329,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 """HEAD is as GET without its body, and OPTIONS tells the methods, everywhere."""
 
 
-def document(version: str, *, needs_key: bool) -> Json:
+def document(version: str, *, needs_key: bool, vocab_size: int | None = None) -> Json:
     """The OpenAPI 3.1 document of all operations.
 
     Args:
         version: of the server.
         needs_key: as on TCP; on the Unix socket the kernel says who asks.
+        vocab_size: of the model that is served; None: there is none yet.
     """
+    token_id = COUNT if vocab_size is None else whole(0, vocab_size - 1)
     paths: dict[str, Json] = {}
     for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method.lower()] = _described(operation, path)
@@ -339,7 +346,11 @@ def document(version: str, *, needs_key: bool) -> Json:
         "info": {"title": "Penstock", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": REQUESTS | DIALECT_REQUESTS | replies() | OTHER_REPLIES,
+            "schemas": REQUESTS
+            | {TOKEN_ID: token_id}
+            | DIALECT_REQUESTS
+            | replies()
+            | OTHER_REPLIES,
             "headers": {
                 "RequestId": {"description": "The request's id, as in the log.", "schema": STRING}
             },

@@ -10,6 +10,7 @@ Never: decides about requests; it asks the Appliance.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import math
 import re
@@ -384,5 +385,7 @@ async def show_version(http: Request) -> Response:
 
 async def openapi(http: Request) -> Response:
     """What this server can be asked, as an OpenAPI document."""
-    needs_key = peer_of(http).key is not None
-    return json_response(document(version("penstock"), needs_key=needs_key))
+    needs_key, vocab_size = peer_of(http).key is not None, None
+    with contextlib.suppress(Unavailable):  # while a model is fetched
+        vocab_size = appliance_of(http).tokenizer.vocab_size
+    return json_response(document(version("penstock"), needs_key=needs_key, vocab_size=vocab_size))

@@ -2,8 +2,9 @@
 
 Owns: the bodies of POSTs in all three APIs; the shapes of replies, of frames by their own types, of
 the log's rows and of errors.
-Invariant: a body that satisfies its schema is refused only for what a schema cannot say: another
-model's name, a prompt longer than the context, a grammar that cannot be compiled.
+Invariant: a body that satisfies its schema is refused only for what a schema cannot say: how fields
+go together, another model's name, a prompt longer than the context, more answers than the queue
+takes, a grammar that cannot be compiled, a text that is not the JSON it must be.
 Never: checks anything; what a field may be is decided where it is read.
 """
 
@@ -25,6 +26,7 @@ from appliance.api.openai import (
     MAX_STOPS,
 )
 from appliance.api.operator_api import MAX_TARGET_MS
+from appliance.api.tools import MAX_CHOICES as MAX_CHOICES_OF
 from appliance.api.tools import MAX_TOOLS
 from appliance.configuration.settings import ROLES
 from appliance.frame.figures import STAGES
@@ -76,6 +78,21 @@ def nullable(schema: Json) -> Json:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+def one_form(forms: Json) -> Json:
+    """An object with one of these fields, or none; `null` and false count as absent."""
+    absent: Json = {"enum": [None, False]}
+    return {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": dict.fromkeys(forms, absent) | {name: {"anyOf": [schema, absent]}},
+                "additionalProperties": {"type": "null"},
+            }
+            for name, schema in forms.items()
+        ]
+    }
+
+
 def shape(required: Json, optional: Json | None = None) -> Json:
     """An object with fields that are there, and fields that may be absent or null; and others."""
     absent = {name: nullable(schema) for name, schema in (optional or {}).items()}
@@ -117,27 +134,29 @@ SAMPLING: Json = {
         "maxProperties": MAX_BIASES,
     },
     "stop": {"anyOf": [_STOP, STOPS]},
-    "stop_token_ids": items(COUNT, maxItems=MAX_STOP_IDS),
+    "stop_token_ids": items(ref("TokenId"), maxItems=MAX_STOP_IDS),
     "ignore_eos": BOOLEAN,
     "stream": BOOLEAN,
     "stream_options": shape({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN}),
     "response_format": ref("ResponseFormat"),
-    "structured_outputs": {
-        "anyOf": [
-            shape({"json": {"anyOf": [OBJECT, STRING]}}),
-            shape({"json_object": {"const": True}}),
-            shape({"regex": STRING}),
-            shape({"choice": items({"type": "string", "minLength": 1}, minItems=1)}),
-            shape({"grammar": STRING}),
-        ]
-    },
+    "structured_outputs": one_form(
+        {
+            "json": {"anyOf": [OBJECT, STRING]},
+            "json_object": {"const": True},
+            "regex": STRING,
+            "choice": items(
+                {"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES_OF
+            ),
+            "grammar": STRING,
+        }
+    ),
     "return_token_ids": BOOLEAN,
     "skip_special_tokens": BOOLEAN,
     "include_stop_str_in_output": BOOLEAN,
     "truncate_prompt_tokens": whole(1),
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
     "prompt_logprobs": whole(0, MAX_LOGPROBS),
-    "allowed_token_ids": items(COUNT, minItems=1),
+    "allowed_token_ids": items(ref("TokenId"), minItems=1),
     "bad_words": items(_STOP, maxItems=MAX_BAD_WORDS),
     "echo": BOOLEAN,
     "n_predict": whole(-1),
@@ -195,10 +214,20 @@ _TOKENIZE: Json = {
     "return_token_strs": BOOLEAN,
     "with_pieces": BOOLEAN,
 }
-_TOKEN_IDS: Json = items(COUNT, minItems=1)
+_TOKEN_IDS: Json = items(ref("TokenId"), minItems=1)
 _PROMPT: Json = {"type": "string", "minLength": 1}
 
+TOKEN_ID = "TokenId"
+WHEN: Json = {
+    "anyOf": [
+        {"type": "string", "format": "date-time"},
+        {"type": "string", "pattern": "^-?[0-9]{1,4}[smhdw]$"},
+    ]
+}
+"""A moment: ISO 8601, or an age such as 30m, 1h, 2d."""
+
 REQUESTS: Json = {
+    TOKEN_ID: COUNT,
     "CompletionRequest": shape(
         {
             "prompt": {
@@ -318,7 +347,7 @@ REQUESTS: Json = {
             shape({"messages": items(ref("Message"), minItems=1)}, {**_CHAT_INPUT, **_TOKENIZE}),
         ]
     },
-    "DetokenizeRequest": shape({"tokens": items(COUNT)}, {"model": STRING}),
+    "DetokenizeRequest": shape({"tokens": items(ref("TokenId"))}, {"model": STRING}),
     "RolesRequest": {
         **shape(
             {},
@@ -328,7 +357,7 @@ REQUESTS: Json = {
                 "slo_itl_ms": whole(0, MAX_TARGET_MS),
             },
         ),
-        "additionalProperties": False,
+        "additionalProperties": {"type": "null"},
     },
 }
 
@@ -358,34 +387,32 @@ _OLLAMA: Json = {
             "frequency_penalty": SAMPLING["frequency_penalty"],
             "seed": whole(0),
             "num_predict": whole(-2),
-            "num_ctx": COUNT,
-            "stop": STOPS,
+            "stop": SAMPLING["stop"],
         },
     ),
 }
 
+_MESSAGES: Json = items(ref("AnthropicMessage"), minItems=1)
+_MESSAGE_FIELDS: Json = {
+    "model": STRING,
+    "system": _TEXTS,
+    "temperature": within(0, 1),
+    "top_p": SAMPLING["top_p"],
+    "top_k": whole(0),
+    "stop_sequences": STOPS,
+    "thinking": shape({"type": one_of("enabled", "adaptive", "disabled")}),
+    "tools": items(
+        shape({"name": FUNCTION_NAME, "input_schema": OBJECT}, {"description": STRING}),
+        maxItems=MAX_TOOLS,
+    ),
+    "tool_choice": shape({"type": one_of("auto", "none")}, {"disable_parallel_tool_use": BOOLEAN}),
+}
+
 DIALECT_REQUESTS: Json = {
     "MessagesRequest": shape(
-        {"messages": items(ref("AnthropicMessage"), minItems=1), "max_tokens": whole(1)},
-        {
-            "model": STRING,
-            "system": _TEXTS,
-            "temperature": within(0, 1),
-            "top_p": SAMPLING["top_p"],
-            "top_k": whole(0),
-            "stop_sequences": STOPS,
-            "stream": BOOLEAN,
-            "thinking": shape({"type": one_of("enabled", "adaptive", "disabled")}),
-            "tools": items(
-                shape({"name": FUNCTION_NAME, "input_schema": OBJECT}, {"description": STRING}),
-                maxItems=MAX_TOOLS,
-            ),
-            "tool_choice": shape(
-                {"type": one_of("auto", "none")}, {"disable_parallel_tool_use": BOOLEAN}
-            ),
-            "metadata": OBJECT,
-        },
+        {"messages": _MESSAGES, "max_tokens": whole(1)}, {**_MESSAGE_FIELDS, "stream": BOOLEAN}
     ),
+    "CountTokensRequest": shape({"messages": _MESSAGES}, _MESSAGE_FIELDS),
     "AnthropicMessage": {
         "anyOf": [
             shape(
@@ -459,7 +486,7 @@ DIALECT_REQUESTS: Json = {
         {"model": {"type": "string", "pattern": "^[A-Za-z0-9]{1,20}/[A-Za-z0-9]{1,20}$"}},
         {"stream": BOOLEAN},
     ),
-    "OllamaModelRequest": shape({"model": STRING}, {"name": STRING, "stream": BOOLEAN}),
+    "OllamaModelRequest": shape({}, {"model": STRING, "name": STRING}),
 }
 
 _OLLAMA_DETAILS: Json = shape(
@@ -668,9 +695,6 @@ _REPLIES: Json = {
         }
     ),
     "Roles": shape({"roles": one_of(*ROLES)}, {"slo_ttft_ms": COUNT, "slo_itl_ms": COUNT}),
-    "Measurement": shape(
-        {"num_facts": COUNT, "num_unknown": COUNT, "work_ms": NUMBER, "is_going_on": BOOLEAN}
-    ),
     "Peer": shape(
         {"name": STRING, "role": one_of("viewer", "user", "operator")},
         {"uid": INTEGER, "key": STRING},

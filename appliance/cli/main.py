@@ -61,12 +61,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "install-service": "control",
         "worker": "control",
     },
-    "Check and measure": {
-        "doctor": "doctor",
-        "devices": "doctor",
-        "profile": "profile",
-        "bench": "bench",
-    },
+    "Check and measure": {"doctor": "doctor", "devices": "doctor", "bench": "bench"},
     "Other": {
         "whoami": "activity",
         "version": "activity",

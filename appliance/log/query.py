@@ -35,6 +35,8 @@ STAGES = ("ttft", "queue", "prefill", "handoff", "decode", "tpot", "e2e")
 UsageBy = Literal["user", "model", "day"]
 USAGE_BY: tuple[UsageBy, ...] = ("user", "model", "day")
 
+MAX_DIGITS = 18
+"""Of a whole number in a query: 64 bits hold all such."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _AGO = re.compile(r"-?(\d{1,9})([smhdw])", re.ASCII)
 _SLOW = re.compile(r"(\w+)\s*([<>])\s*(\d{1,12}(?:\.\d{1,6})?)\s*(ms|s)?", re.ASCII)
@@ -201,7 +203,7 @@ def _integer(params: Mapping[str, str], name: str) -> int | None:
     # isdecimal alone lets other scripts' digits through, and int() long ones.
     if not (text.isascii() and text.isdecimal()):
         raise invalid_type(name, "a whole number", text)
-    if len(text) > 18:
+    if len(text) > MAX_DIGITS:
         raise invalid_value(name, "is too large")
     return int(text)
 

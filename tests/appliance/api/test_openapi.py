@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import threading
 
 import httpx
+import jsonschema_rs
 import msgspec
 import pytest
 import schemathesis
@@ -42,11 +44,22 @@ ANSWERED = [
 ]
 
 
+NOT_SAID_BY_SCHEMAS = re.compile(
+    "context is|prompt is too long|exceeds the context|answer needs|the queue takes"
+    "|cannot be compiled|cannot be together|needs `tools`|is not in `tools`|is not JSON"
+    "|needs `logprobs`|is only allowed when `stream`|is no token id|is less than `n`"
+    "|is more than max_tokens|two functions of the same name"
+)
+"""Why a body may be refused that satisfies its schema."""
+
+
 class TrueAppliance(FakeAppliance):
     """Shows what a daemon shows, real frames and rows, and never stays drained."""
 
     def __init__(self, log_path):
-        super().__init__(Tokenizer(byte_level(), chat_template=CHATML))
+        tokenizer = Tokenizer(byte_level(), chat_template=CHATML)
+        ends = (tokenizer.special_id("<|end|>"),)
+        super().__init__(tokenizer, eos_token_ids=ends)
         self._log_path = log_path
         log = start(log_path)
         log.event("warning", "worker.died", "it died", "ann")
@@ -191,8 +204,39 @@ def test_every_field_that_is_read_is_described_and_no_other(read, body, componen
 # Requests and replies
 
 
+def check_taken(case, reply, validator) -> None:
+    """What satisfies its schema is taken, and what does not is refused."""
+    if validator is None:
+        is_valid = case.meta.generation.mode.is_positive
+    else:
+        is_json, body = not isinstance(case.body, schemathesis.core.NotSet), case.body
+        if isinstance(body, bytes):
+            try:
+                body = msgspec.json.decode(body)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                is_json = False
+        is_valid = is_json and validator.is_valid(body)
+    if is_valid and reply.status_code == 400:
+        assert NOT_SAID_BY_SCHEMAS.search(reply.text), (case.body, case.query, reply.text)
+    if not is_valid and validator is not None:
+        wrong = [one.message for one in validator.iter_errors(body)] if is_json else "not JSON"
+        assert reply.status_code != 200, f"{wrong}\n{reply.text}"
+
+
+def validator_of(operation) -> jsonschema_rs.Draft202012Validator | None:
+    """Of an operation's body, which may refer to any component."""
+    described = OPERATIONS[operation.method.upper(), operation.path].body
+    if described is None:
+        return None
+    return jsonschema_rs.Draft202012Validator(
+        {**described, "components": operation.schema.raw_schema["components"]}
+    )
+
+
+CASES = int(os.environ.get("PENSTOCK_OPENAPI_CASES", "15"))
+"""Of each operation and kind; 60 are more than 5,000 in all."""
 SOMETHING = settings(
-    max_examples=15,
+    max_examples=CASES,
     deadline=None,
     derandomize=True,
     database=None,
@@ -207,13 +251,14 @@ def test_what_is_sent_by_the_document_is_answered_by_it(schema, running, method,
     operation = schema[path][method]
     if mode is schemathesis.GenerationMode.NEGATIVE and OPERATIONS[method, path].is_open:
         return  # nothing can be wrong, not even a key
-    statuses = set()
+    statuses, validator = set(), validator_of(operation)
 
     @SOMETHING
     @given(operation.as_strategy(generation_mode=mode))
     def ask(case):
         reply = case.call(headers={"Authorization": f"Bearer {running.key}"})
         case.validate_response(reply, checks=CHECKS)
+        check_taken(case, reply, validator)
         statuses.add(reply.status_code)
 
     ask()
