@@ -15,6 +15,7 @@ from engine.schedule import copies
 from tests.daemons import Daemon
 
 NUM_GPUS, REACH, FAULTS = "ACCELERATED_GPUS", "ACCELERATED_REACH", "ACCELERATED_FAULTS"
+POOL_BYTES = "ACCELERATED_POOL_BYTES"
 
 
 def inventory():
@@ -38,11 +39,13 @@ class AcceleratedDaemon(Daemon):
     ready_s = 240.0
     """Its workers compute on cores what GPUs would, and there may be eight."""
 
-    def __init__(self, folder, num_gpus, *args, reach=True, **options):
+    def __init__(self, folder, num_gpus, *args, reach=True, pool_bytes=4 << 20, **options):
         self.faults = folder / "faults"
         """What is wrong with the links, as tests.accelerated_worker reads it."""
         self.faults.mkdir(parents=True, exist_ok=True)
         env = {NUM_GPUS: str(num_gpus), REACH: str(int(reach)), FAULTS: str(self.faults)}
+        env[POOL_BYTES] = str(pool_bytes)
+        args = (*args, "--kv-memory", str(pool_bytes * num_gpus))
         super().__init__(folder, *args, env=env, **options)
 
 

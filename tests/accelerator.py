@@ -9,6 +9,7 @@ captured.
 
 import contextlib
 import threading
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from engine.workers.device import Memory
+from engine.workers.device import DeviceTime, Memory
 
 DEVICE = torch.device("meta")
 _aten = torch.ops.aten
@@ -152,18 +153,7 @@ class Accelerator(TorchDispatchMode):
 
     def _compute(self, func, args, kwargs):
         ours, theirs = [], []
-
-        def sort(x):
-            if isinstance(x, OnDevice):
-                ours.append(x)
-            elif isinstance(x, torch.Tensor):
-                theirs.append(x)
-            elif isinstance(x, list | tuple):
-                for each in x:
-                    sort(each)
-
-        sort(args)
-        sort(list(kwargs.values()))
+        _sort((*args, *kwargs.values()), ours, theirs)
         named = kwargs.get("device")
         is_ours = bool(ours) if named is None else torch.device(named) == DEVICE
         if not ours and not is_ours:
@@ -243,6 +233,17 @@ class Accelerator(TorchDispatchMode):
         self.num_writes += is_write
         if self._is_capturing and (is_read or is_write):
             raise RuntimeError(f"{func} crosses between host and device in a captured step")
+
+
+def _sort(x, ours, theirs):
+    """Tensors among arguments, by where they are; no closure, whose cycle would keep them alive."""
+    if isinstance(x, OnDevice):
+        ours.append(x)
+    elif isinstance(x, torch.Tensor):
+        theirs.append(x)
+    elif isinstance(x, list | tuple):
+        for each in x:
+            _sort(each, ours, theirs)
 
 
 def _mapped(x, change, kind=OnDevice):
@@ -330,8 +331,10 @@ class FakeDevice:
     @contextlib.contextmanager
     def beside(self):
         with self.side.on():
-            yield
+            taken, started_ns = DeviceTime(), time.monotonic_ns()
+            yield taken
             self.side.finish()
+            taken.elapsed_ns = time.monotonic_ns() - started_ns
 
     def mark(self):
         accelerator = self.accelerator

@@ -43,7 +43,7 @@ def daemon(
 ) -> Iterator[AcceleratedDaemon]:
     num_gpus, transport = machine.split()
     options = ["--dtype", "float32", "--max-model-len", "512", "--eager"]
-    options += ["--kv-memory", f"{4 * int(num_gpus)}MiB", "--dram-cache", "16MiB"]
+    options += ["--dram-cache", "16MiB"]
     daemon = AcceleratedDaemon(
         tmp_path_factory.mktemp("daemon"),
         int(num_gpus),

@@ -77,8 +77,10 @@ def test_what_gpus_have_computed_is_on_disk_after_a_kill(served, tmp_path):
     asked = prompts(LENGTHS)
 
     def start_on_gpus():
-        options = (*CACHE, "--dtype", "float32", "--eager", "--kv-memory", "16MiB")
-        daemon = AcceleratedDaemon(tmp_path, 2, *options, reach=False, model=model).wait_ready()
+        options = (*CACHE, "--dtype", "float32", "--eager")
+        daemon = AcceleratedDaemon(
+            tmp_path, 2, *options, reach=False, pool_bytes=8 << 20, model=model
+        ).wait_ready()
         daemon.wait_for(lambda: ssd(daemon)["state"] == "on")
         return daemon
 

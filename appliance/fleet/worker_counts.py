@@ -10,9 +10,9 @@ Never: measures or starts anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from appliance.devices.inventory import Gpu, Inventory
+from appliance.devices.inventory import Gpu, GpuLink, Inventory
 from engine.cache.places import DECODE, PREFILL
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.measurer import ALONE
@@ -95,32 +95,103 @@ def num_prefilling(
     return count, about
 
 
+MAX_WAYS = 13_000
+"""To choose some of the devices: up to so many are all compared."""
+Counts = tuple[int, ...]
+"""Devices by board."""
+Quality = tuple[float, ...]
+"""Of links, more is better: how many reach each other, NVLink, how short the path is."""
+
+
 def divide(
     gpus: Sequence[Gpu], num_prefill: int, num_decode: int, inventory: Inventory
 ) -> tuple[list[Gpu], list[Gpu]]:
-    """Which of the GPUs prefill and which decode: those with the best links between them."""
+    """Choose the GPUs that prefill and those that decode: the best links between them.
 
-    def quality(pairs: Sequence[tuple[Gpu, Gpu]]) -> tuple[float, ...]:
-        """More is better: pairs that reach each other, by NVLink, by a short path."""
-        links = [inventory.link(*pair) for pair in pairs]
-        return (
-            sum(bool(each.can_reach) for each in links),
-            sum(each.nvlink_bytes_per_s or each.num_nvlinks for each in links),
-            -sum((99 if e.level is None else e.level) for e in links if not e.num_nvlinks),
-        )
+    Instances of one board are alike, so that only their number on each board is chosen.
+    """
+    boards: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        boards.setdefault(gpu.board, []).append(gpu)
+    groups = list(boards.values())
+    links = [[_link_quality(inventory.link(a[0], b[0])) for b in groups] for a in groups]
+    for i, row in enumerate(links):
+        row[i] = (0, 0, 0)  # instances, which reach nobody, and no board is nearer
 
-    count = num_prefill + num_decode
-    chosen = max(
-        itertools.combinations(gpus, count),
-        key=lambda some: quality(list(itertools.combinations(some, 2))),
+    def among(counts: Counts) -> Quality:
+        return _links_quality(links, counts, counts)
+
+    chosen = _best_counts([len(group) for group in groups], num_prefill + num_decode, among)
+
+    def between(prefill: Counts) -> Quality:
+        decode = tuple(c - p for c, p in zip(chosen, prefill, strict=True))
+        return _links_quality(links, prefill, decode)
+
+    prefill = _best_counts(chosen, num_prefill, between)
+    split = list(zip(groups, prefill, chosen, strict=True))
+    return (
+        [gpu for group, count, _ in split for gpu in group[:count]],
+        [gpu for group, count, end in split for gpu in group[count:end]],
     )
 
-    def between(prefill: tuple[Gpu, ...]) -> tuple[float, ...]:
-        others = [gpu for gpu in chosen if gpu not in prefill]
-        return quality([(one, other) for one in prefill for other in others])
 
-    prefill = max(itertools.combinations(chosen, num_prefill), key=between)
-    return list(prefill), [gpu for gpu in chosen if gpu not in prefill]
+def _link_quality(link: GpuLink) -> Quality:
+    level = 99 if link.level is None else link.level
+    path = 0 if link.num_nvlinks else -level
+    return bool(link.can_reach), link.nvlink_bytes_per_s or link.num_nvlinks, path
+
+
+def _links_quality(links: Sequence[Sequence[Quality]], ones: Counts, others: Counts) -> Quality:
+    """Add up the links from each of the ones to each of the others."""
+    total = [0.0, 0.0, 0.0]
+    for i, one in enumerate(ones):
+        for j, other in enumerate(others):
+            total = [x + one * other * value for x, value in zip(total, links[i][j], strict=True)]
+    return tuple(total)
+
+
+def _best_counts(rooms: Sequence[int], count: int, quality: Callable[[Counts], Quality]) -> Counts:
+    """Choose how many devices of each board are taken.
+
+    All ways are compared, or, of more than MAX_WAYS, those that moving one device at a time leads
+    to from equal shares, as long as each is better than the one before.
+    """
+    ways = list(itertools.islice(_ways(rooms, count), MAX_WAYS + 1))
+    if len(ways) <= MAX_WAYS:
+        return max(ways, key=quality)
+    best = _equal_shares(rooms, count)
+    while True:
+        moved = [best]
+        for source, target in itertools.permutations(range(len(rooms)), 2):
+            if best[source] and best[target] < rooms[target]:
+                counts = list(best)
+                counts[source] -= 1
+                counts[target] += 1
+                moved.append(tuple(counts))
+        better = max(moved, key=quality)
+        if better == best:
+            return best
+        best = better
+
+
+def _ways(rooms: Sequence[int], count: int) -> Iterator[Counts]:
+    """All ways to take a number of devices, the most of the first boards first."""
+    if not rooms:
+        if not count:
+            yield ()
+        return
+    least = max(0, count - sum(rooms[1:]))
+    for number in range(min(rooms[0], count), least - 1, -1):
+        for others in _ways(rooms[1:], count - number):
+            yield number, *others
+
+
+def _equal_shares(rooms: Sequence[int], count: int) -> Counts:
+    taken = [0] * len(rooms)
+    while sum(taken) < count:
+        free = [i for i, room in enumerate(rooms) if taken[i] < room]
+        taken[min(free, key=lambda i: (taken[i] / rooms[i], i))] += 1
+    return tuple(taken)
 
 
 STARTED_TWO = FactKey("started_two")

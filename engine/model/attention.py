@@ -24,6 +24,11 @@ from engine.model.layers import soft_cap
 
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
+GATHERED_TOKENS = 1 << 16
+"""Whose keys and values one call gathers at most, unless one sequence has more: so that what a step
+needs does not grow with the number of its sequences."""
+_SCORES = 1 << 26
+"""Computed at once where torch's fused kernels do not serve; queries take turns."""
 
 MAX_CODE = 127
 """Of the largest value of a head, where a pool is int8; the kernels do the same."""
@@ -177,11 +182,11 @@ class AttentionPlan:
 
     def _mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
         """[num_sequences, 1, queries, keys], 0 where a query sees a key, else -inf."""
-        ages = queries[:, None, :, None] - keys[:, None, None, :]
-        is_hidden = ages < 0
+        ends, keys = queries[:, None, :, None], keys[:, None, None, :]
+        is_hidden = keys > ends
         if window is not None:
-            is_hidden |= ages >= window
-        zeros = torch.zeros(ages.shape, dtype=self._dtype, device=self._device)
+            is_hidden |= keys <= ends - window
+        zeros = torch.zeros(is_hidden.shape, dtype=self._dtype, device=self._device)
         return zeros.masked_fill_(is_hidden, -torch.inf)
 
 
@@ -194,7 +199,8 @@ def _members(batch: StepBatch) -> list[list[int]]:
     longest = 0
     for i in decoding:
         seq_len = batch.seq_lens[i]
-        if not together or longest - seq_len > max(_PADDING_TOKENS, seq_len):
+        is_far = longest - seq_len > max(_PADDING_TOKENS, seq_len)
+        if not together or is_far or (len(together[-1]) + 1) * longest > GATHERED_TOKENS:
             together.append([])
             longest = seq_len
         together[-1].append(i)
@@ -315,18 +321,55 @@ def _attend(
     mask = None if group.mask is None else group.mask.to(q.dtype)
     if softcap is not None or sinks is not None:
         mask = _causal_mask(q_heads) if is_causal else mask
-        output = _plain_attention(q_heads, keys, values, mask, scale, softcap, sinks)
-    else:
-        output = F.scaled_dot_product_attention(
-            q_heads,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=True,
+        num_queries = max(1, _SCORES // (num_sequences * q.shape[1] * keys.shape[2]))
+        output = torch.cat(
+            [
+                _plain_attention(part, keys, values, some, scale, softcap, sinks)
+                for part, some in _parts(q_heads, mask, num_queries)
+            ],
+            2,
         )
+    else:
+        output = _fused_attention(q_heads, keys, values, mask, scale, is_causal=is_causal)
     return output.transpose(1, 2).reshape(q.shape)
+
+
+def _parts(
+    q: torch.Tensor, mask: torch.Tensor | None, num_queries: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Split queries [num_sequences, num_heads, num_queries, head_dim], and their rows of a mask."""
+    for first in range(0, q.shape[2], num_queries):
+        rows = slice(first, first + num_queries)
+        yield q[:, :, rows], None if mask is None else mask[:, :, rows]
+
+
+def _fused_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Attention by one of torch's kernels, in a form that the memory-efficient one takes.
+
+    q is [num_sequences, num_heads, num_queries, head_dim], keys and values have fewer heads. With
+    enable_gqa and a mask torch has no kernel on a GPU but one that copies keys and writes down all
+    scores. So heads that share keys become queries where each has one; else there is one sequence,
+    whose key heads become sequences, and the heads of each read the same keys by a stride of 0.
+    """
+    num_kv_heads, num_keys = keys.shape[1:3]
+    if q.shape[2] == 1:
+        queries = q.reshape(len(q), num_kv_heads, -1, q.shape[3])
+    else:
+        queries = q[0].view(num_kv_heads, -1, *q.shape[2:])
+        shape = (num_kv_heads, queries.shape[1], num_keys, -1)
+        keys, values = (x[0].unsqueeze(1).expand(shape) for x in (keys, values))
+    output = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale
+    )
+    return output.reshape(q.shape)
 
 
 def _gathered(kv: torch.Tensor, halves: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,9 @@ class Backend(Protocol):
     """One way to compute; engine.model.compiled says what the operations are."""
 
     name: str
+    is_paged: bool
+    """Attention reads blocks where they lie; else a step gathers whole tables, which is too much
+    for a graph to keep."""
 
     def plan(
         self,
@@ -100,6 +103,7 @@ class TorchBackend:
     """Every device and dtype, by torch's own operations."""
 
     sample_rows = staticmethod(sample_rows)
+    is_paged = False
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name

@@ -123,6 +123,7 @@ class CompiledBackend:
     """A step's small operations and its attention by the kernels of one instruction set."""
 
     sample_rows = staticmethod(sample_rows)
+    is_paged = True
 
     def __init__(
         self, kernels: Kernels, level: str, take: Take = fresh, attention_way: int = WIDENED

@@ -234,6 +234,7 @@ class CudaBackend:
     """
 
     sample_rows = staticmethod(sample_rows)
+    is_paged = True
 
     def __init__(self, name: str, attention: PagedAttention, queries_per_tile: int = 0) -> None:
         self.name = name

@@ -205,9 +205,14 @@ class Transformer:
 
     @property
     def is_capturable(self) -> bool:
-        """True if a step looks at no value on the device, so that a graph can replay it."""
+        """True if a graph can replay a step: no value is looked at, and little memory kept."""
         layers = range(self.config.num_layers)
-        return all(self.config.experts_of(layer) is None for layer in layers)
+        return self.is_paged and all(self.config.experts_of(layer) is None for layer in layers)
+
+    @property
+    def is_paged(self) -> bool:
+        """True if attention reads blocks of the pool where they lie, and gathers none."""
+        return self._backend.is_paged
 
     @property
     def attention_backend(self) -> str:

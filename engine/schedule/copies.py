@@ -30,17 +30,19 @@ from engine.wire.messages import Command, Copied, Copy, FilledBy
 
 # Links between pools as they are now: what they were found to do, what they do, and which is down.
 # A link by which GPUs reach each other's memory was tried at start, in both directions, with a
-# checksum. One that failed then, or that fails or is slower than half of what it did again and
-# again, is taken down: what is placed from now on goes by its detour through the host. It stays
-# down until a worker of it starts again and has tried it anew.
+# checksum. One that failed then, or that fails again and again, or that again and again carries
+# JUDGED_BYTES at less than half of its rate then, is taken down: what is placed from now on goes by
+# its detour through the host. It stays down until a worker of it starts again and tries it anew.
 # Invariant: only a link with a detour goes down; what is under way on it stays on it.
 # Never: copies; chooses a pair of workers.
 
 
 MAX_STRIKES = 8
-"""In a row: copies that failed, or that came to less than half of what the try at start did, and
-not because the host was so busy that they waited for a core."""
+"""In a row: copies that failed, or JUDGED_BYTES that were slower than SLOW_RATIO of the try at
+start."""
 SLOW_RATIO = 0.5
+JUDGED_BYTES = 64 << 20
+"""So many bytes are timed together: NVLink carries one block in less time than a copy's start."""
 _NEWEST_SHARE = 0.1
 """That the newest copy has in a link's rate."""
 
@@ -55,12 +57,23 @@ class LinkState:
     probe_bytes_per_s: float | None = None
     """Of blocks there and back at start; None: it is not tried at start, or not yet."""
     copy_bytes_per_s: float | None = None
-    """While it copies, lately, waits for a core left out; None: it has not copied yet."""
+    """While it copies, lately, times when the host was too busy left out; None: not known yet."""
     num_bytes: int = 0
     """Ever copied, where they go."""
-    num_strikes: int = 0
+    num_failed: int = 0
+    """Copies in a row."""
+    num_slow: int = 0
+    """Times in a row that JUDGED_BYTES were slow."""
+    timed_bytes: int = 0
+    """Since it was judged last."""
+    timed_ns: int = 0
     down: str | None = None
     """Why its detour is taken; None: it is not."""
+
+    @property
+    def num_strikes(self) -> int:
+        """How near it is to MAX_STRIKES."""
+        return max(self.num_failed, self.num_slow)
 
     @property
     def in_force(self) -> Link:
@@ -107,7 +120,8 @@ class Links:
             found = [rates[pool] for pool in sorted(pools) if pool in rates]
             if not found:
                 continue
-            state.probe_bytes_per_s, state.num_strikes, state.down = min(found), 0, None
+            state.probe_bytes_per_s, state.down = min(found), None
+            state.num_failed = state.num_slow = state.timed_bytes = state.timed_ns = 0
             if not min(found):
                 self._take_down(state, "what came back at start is not what was sent")
 
@@ -116,22 +130,31 @@ class Links:
         for state in self.states.values():
             if hop not in state.link.hops or (report.error is None and not report.num_bytes):
                 continue
-            rate, elapsed_ns = 0.0, report.ended_ns - report.started_ns - report.waited_ns
             state.num_bytes += report.num_bytes if hop is state.link.hops[-1] else 0
-            if report.error is None and elapsed_ns < report.waited_ns:
-                continue  # on so busy a host it says nothing of the link
-            if report.num_bytes:
-                rate = report.num_bytes / max(elapsed_ns, 1) * 1e9
-                usual = rate if state.copy_bytes_per_s is None else state.copy_bytes_per_s
-                state.copy_bytes_per_s = usual + _NEWEST_SHARE * (rate - usual)
-            is_slow = rate < SLOW_RATIO * (state.probe_bytes_per_s or 0)
-            if report.error is None and not is_slow:
-                state.num_strikes = 0
-                continue
-            state.num_strikes += 1
-            if state.num_strikes >= MAX_STRIKES and state.down is None:
-                why = report.error or f"copies come to {size_text(rate)}/s"
-                self._take_down(state, f"{MAX_STRIKES} copies in a row failed or were slow: {why}")
+            state.num_failed = 0 if report.error is None else state.num_failed + 1
+            if report.error is not None:
+                self._strike(state, state.num_failed, report.error)
+            elif report.link_ns is not None:
+                self._timed(state, report.num_bytes, max(report.link_ns, 1))
+
+    def _timed(self, state: LinkState, num_bytes: int, elapsed_ns: int) -> None:
+        """Take in what a copy took; judge the link when enough bytes have been timed."""
+        rate = num_bytes / elapsed_ns * 1e9
+        usual = rate if state.copy_bytes_per_s is None else state.copy_bytes_per_s
+        state.copy_bytes_per_s = usual + _NEWEST_SHARE * (rate - usual)
+        state.timed_bytes += num_bytes
+        state.timed_ns += elapsed_ns
+        if state.timed_bytes < JUDGED_BYTES:
+            return
+        rate = state.timed_bytes / state.timed_ns * 1e9
+        state.timed_bytes = state.timed_ns = 0
+        is_slow = rate < SLOW_RATIO * (state.probe_bytes_per_s or 0)
+        state.num_slow = state.num_slow + 1 if is_slow else 0
+        self._strike(state, state.num_slow, f"copies come to {size_text(rate)}/s")
+
+    def _strike(self, state: LinkState, count: int, why: str) -> None:
+        if count >= MAX_STRIKES and state.down is None:
+            self._take_down(state, f"{MAX_STRIKES} copies in a row failed or were slow: {why}")
 
     def _take_down(self, state: LinkState, why: str) -> None:
         if state.link.detour is not None:

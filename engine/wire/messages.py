@@ -416,8 +416,9 @@ class Copied(msgspec.Struct, tag=True, frozen=True):
     """Nothing more comes: none of the copy's blocks will be touched again."""
     error: str | None = None
     """Why the rest could not be copied."""
-    waited_ns: int = 0
-    """Of that time, what the worker's threads waited for a core, where it copies for a device."""
+    link_ns: int | None = None
+    """What the bytes took on their way, by the device's clock where one copies; None: not known,
+    since the host was too busy, or nothing was copied."""
 
 
 class Unmapped(msgspec.Struct, tag=True, frozen=True):

@@ -23,10 +23,9 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
@@ -78,6 +77,9 @@ def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -
 
 REPORTED_PAIRS = 16
 """At most, in one report: so that the next hop begins before a long copy ends."""
+PROBED_BYTES = 64 << 20
+"""A device copies so many in a try: at 350 GB/s they take 190 us, and one copy's start a few."""
+MOST_PROBED_BLOCKS = 32
 _NUM_PROBES = 8
 _PROBE_PATIENCE_S = 2.0
 """So long a probe is made again that has never succeeded."""
@@ -117,7 +119,8 @@ class Copier:
     """All copies of one worker.
 
     Args:
-        pools: by name, its own and those that it copies to or from.
+        pools: by name, its own and those that it copies to or from; handed over, for another
+            worker's memory is only let go of when nobody else holds it.
         block_size: of all of them.
         send: passes a report on, from any thread.
         device: of its own pool; None: it is in the host's memory.
@@ -125,12 +128,12 @@ class Copier:
 
     def __init__(
         self,
-        pools: Mapping[str, torch.Tensor],
+        pools: dict[str, torch.Tensor],
         block_size: int,
         send: Callable[[Copied | Unmapped], None],
         device: Device | None = None,
     ) -> None:
-        self._pools = dict(pools)
+        self._pools = pools
         self._block_size = block_size
         self._send = send
         self._device = device
@@ -241,7 +244,7 @@ class Copier:
             self._failed.discard(copy_id)
 
     def _remap(self, mapping: _Mapping) -> None:
-        self._pools.pop(mapping.pool, None)  # with the last reference the mapping is closed
+        self._pools.pop(mapping.pool, None)  # the last reference: this closes the mapping
         if mapping.map is None:
             self._send(Unmapped(mapping.pool))
             return
@@ -254,33 +257,22 @@ class Copier:
     def _done(self, job: _Job) -> Copied:
         """Copy, and what there is to say about it."""
         copy, started_ns = job.copy, time.monotonic_ns()
-        waited_ns = 0 if self._device is None else _waited_ns()
         try:
             source, target = self._pools[copy.from_pool], self._pools[copy.to_pool]
-            num_bytes = copy_blocks(source, target, job.pairs, self._device)
+            num_bytes, link_ns = copy_blocks(source, target, job.pairs, self._device)
         except Exception as error:  # noqa: BLE001  # whatever it is, the daemon computes it again
             about = f"{type(error).__name__}: {error}"
             ended_ns = time.monotonic_ns()
             return Copied(copy.copy_id, 0, 0, started_ns, ended_ns, is_last=True, error=about)
-        ended_ns = time.monotonic_ns()
-        if self._device is not None:
-            waited_ns = min(max(_waited_ns() - waited_ns, 0), ended_ns - started_ns)
-        times = started_ns, ended_ns
         return Copied(
-            copy.copy_id, len(job.pairs), num_bytes, *times, job.is_last, waited_ns=waited_ns
+            copy.copy_id,
+            len(job.pairs),
+            num_bytes,
+            started_ns,
+            time.monotonic_ns(),
+            job.is_last,
+            link_ns=link_ns,
         )
-
-
-def _waited_ns() -> int:
-    """Time that this thread and the main one, which may have Python's lock, waited for a core.
-
-    Of a kernel that does not count that: 0.
-    """
-    total_ns = 0
-    for name in ("thread-self", "self"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            total_ns += int(Path(f"/proc/{name}/schedstat").read_text().split()[1])
-    return total_ns
 
 
 def copy_blocks(
@@ -288,7 +280,7 @@ def copy_blocks(
     target: torch.Tensor,
     pairs: list[tuple[int, int]],
     device: Device | None = None,
-) -> int:
+) -> tuple[int, int | None]:
     """Copy blocks, in order, and wait until they are there.
 
     Shapes: source and target [num_blocks, num_layers, 2, ...], as pools are.
@@ -300,18 +292,19 @@ def copy_blocks(
         device: that one of the pools is on; None: both are in the host's memory.
 
     Returns:
-        bytes copied.
+        bytes copied, and what they took, by the device's clock; None: the host was too busy to say.
     """
     num_bytes = target.stride(0) * target.element_size()
     if device is None:
+        started_ns = time.monotonic_ns()
         for from_id, to_id, count in _runs(pairs):
             at, to = source[from_id].data_ptr(), target[to_id].data_ptr()
             ctypes.memmove(to, at, count * num_bytes)
-        return len(pairs) * num_bytes
-    with device.beside():
+        return len(pairs) * num_bytes, max(time.monotonic_ns() - started_ns, 1)
+    with device.beside() as taken:
         for from_id, to_id in pairs:
             target[to_id].copy_(source[from_id], non_blocking=True)
-    return len(pairs) * num_bytes
+    return len(pairs) * num_bytes, taken.reliable_ns
 
 
 def make_pages(target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
@@ -347,7 +340,8 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
 
     All workers send the same one, and none touches its own pool for it, so those that do it at once
     change nothing for each other. A step of the other pool's worker, as it warms up, may write its
-    padding there meanwhile: so one success is enough, and it is waited for.
+    padding there meanwhile: so one success is enough, and it is waited for. A device copies the
+    block again and again, as many bytes as tell its link's rate from the time that one copy costs.
 
     Returns:
         bytes per second, both ways counted; the best of a few.
@@ -358,11 +352,14 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
     values = torch.arange(pool[0].numel(), dtype=torch.float32).remainder_(127)
     sent = values.view(1, *pool.shape[1:]).to(pool.dtype).to(pool.device)
     back = torch.empty_like(sent)
+    block_bytes = sent.numel() * sent.element_size()
+    count = 1 if device is None else min(-(-PROBED_BYTES // block_bytes), MOST_PROBED_BLOCKS)
+    pairs = [(0, 0)] * count
     rates: list[float] = []
-    is_intact = False
+    is_intact, num_tries = False, 0
     patient_until_s = time.monotonic() + _PROBE_PATIENCE_S
-    while len(rates) < _NUM_PROBES or not is_intact:
-        if len(rates) >= _NUM_PROBES:
+    while num_tries < _NUM_PROBES or not is_intact:
+        if num_tries >= _NUM_PROBES:
             if time.monotonic() > patient_until_s:
                 raise WorkerFailed(
                     "what came back from another pool is not what was sent to it",
@@ -370,12 +367,16 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
                     hint="the memory or the device is at fault; see the kernel log",
                 )
             time.sleep(_PROBE_PAUSE_S)
+        num_tries += 1
         back.zero_()
         _settle(device)
         started_ns = time.monotonic_ns()
-        num_bytes = copy_blocks(sent, other, [(0, 0)], device)
-        num_bytes += copy_blocks(other, back, [(0, 0)], device)
-        rates.append(num_bytes / max(time.monotonic_ns() - started_ns, 1) * 1e9)
+        to_bytes, to_ns = copy_blocks(sent, other, pairs, device)
+        from_bytes, from_ns = copy_blocks(other, back, pairs, device)
+        elapsed_ns = time.monotonic_ns() - started_ns  # where the device's clock says nothing
+        if to_ns is not None and from_ns is not None:
+            elapsed_ns = to_ns + from_ns
+        rates.append((to_bytes + from_bytes) / max(elapsed_ns, 1) * 1e9)
         is_intact = is_intact or torch.equal(back, sent)
     return max(rates)
 

@@ -16,8 +16,10 @@ import ctypes
 import mmap
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -154,6 +156,21 @@ class Memory(NamedTuple):
     """Most that was allocated at once since forget_peak()."""
 
 
+@dataclass(slots=True)
+class DeviceTime:
+    """What a device took for the work that it was given within Device.beside()."""
+
+    elapsed_ns: int = 0
+    """By the device's clock, from the first to the last of it."""
+    host_waited_ns: int = 0
+    """What the thread waited for a core or for Python's lock before all of it was given."""
+
+    @property
+    def reliable_ns(self) -> int | None:
+        """The time, unless the device may have waited for the host for a quarter of it or more."""
+        return None if 4 * self.host_waited_ns > self.elapsed_ns else self.elapsed_ns
+
+
 class Device(Protocol):
     """What a worker needs of its accelerator; tests have one without hardware."""
 
@@ -171,8 +188,11 @@ class Device(Protocol):
     def fetch(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Start to copy a tensor to the host; calling the result waits for its values."""
 
-    def beside(self) -> AbstractContextManager[None]:
-        """What a thread gives the device within goes beside the steps, and is done at the end."""
+    def beside(self) -> AbstractContextManager[DeviceTime]:
+        """What a thread gives the device within goes beside the steps, and is done at the end.
+
+        Then the result says how long it took.
+        """
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Run once and record; calling the result does on the device what the recorded run did."""
@@ -249,11 +269,20 @@ class CudaDevice:
         return values
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """On one stream of its own, which other threads do not use."""
+    def beside(self) -> Iterator[DeviceTime]:
+        """On one stream of its own, which other threads do not use; timed by events around it."""
+        taken, events = DeviceTime(), []
+        for _ in range(2):
+            event: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            events.append(event)
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._side):
-            yield
-            self.mark()()
+            events[0].record()
+            idle_ns = time.monotonic_ns() - time.thread_time_ns()
+            yield taken
+            taken.host_waited_ns = max(time.monotonic_ns() - time.thread_time_ns() - idle_ns, 0)
+            events[1].record()
+            events[1].synchronize()
+            taken.elapsed_ns = max(round(events[0].elapsed_time(events[1]) * 1e6), 1)
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record a graph; all graphs share one pool of memory, so never run two at once.

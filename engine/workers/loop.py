@@ -13,7 +13,7 @@ Never: chooses a block, knows its role: a role is what the router admits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +69,7 @@ class StepLoop:
         channel: WorkerChannel,
         runner: Runner,
         *,
-        pools: Mapping[str, torch.Tensor],
+        pools: dict[str, torch.Tensor],
         eos_token_ids: tuple[int, ...],
         max_step_tokens: int,
         device: Device | None = None,

@@ -362,6 +362,7 @@ def check_blocks(num_fitting: int, min_blocks: int, block_bytes: int, uuid: str)
 
 
 _SEAL_BYTES = 16
+SLOW_ATTENTION = "attention by torch, many times slower than by kernels: run penstock doctor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +371,7 @@ class Started:
 
     runner: Runner
     pools: dict[str, torch.Tensor]
-    """By name: its own, and those that it copies to or from."""
+    """By name: its own, and those that it copies to or from; the loop takes them over."""
     map_pool: Callable[[SharedMemory], torch.Tensor]
     """For pools of other workers that are made anew."""
     ready: Ready
@@ -428,6 +429,7 @@ def start(
         transformer.attention_backend,
         step_tokens(setup.max_step_tokens, partial(_seconds_of, runner, setup, device)),
         _sharing(gpu, device),
+        notes=[] if transformer.is_paged else [SLOW_ATTENTION],
         num_graphs=0 if graphs is None else graphs.num_graphs,
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
@@ -546,18 +548,28 @@ def _sharing(gpu: GpuSpec, device: Device) -> str | None:
     return "mps" if device.is_served_by_mps else "time-sliced"
 
 
-def _rehearse(runner: Runner, setup: Setup, num_tokens: int) -> None:
-    """A step of so many prompt tokens, of more than one prompt if none may be so long."""
-    length = min(num_tokens, setup.max_model_len)
+def rehearse_largest(runner: Runner, max_step_tokens: int, max_model_len: int) -> None:
+    """Run the steps that need most memory: none that serves needs more.
+
+    Those are new prompts, a prompt's last chunk, and a step's most sequences at full length.
+    """
+    _rehearse(runner, max_model_len, max_step_tokens)
+    runner.rehearse(1, max_model_len, min(max_step_tokens, max_model_len))
+    runner.rehearse(BATCH_SIZES[-1], max_model_len, 1)
+
+
+def _rehearse(runner: Runner, max_model_len: int, num_tokens: int) -> None:
+    """Run a step of so many prompt tokens, of more than one prompt if none may be so long."""
+    length = min(num_tokens, max_model_len)
     runner.rehearse(num_tokens // length, length)
 
 
 def _seconds_of(runner: Runner, setup: Setup, device: Device, num_tokens: int) -> float:
     """Of a step, when it has run once before."""
-    _rehearse(runner, setup, num_tokens)
+    _rehearse(runner, setup.max_model_len, num_tokens)
     device.mark()()
     started_ns = time.monotonic_ns()
-    _rehearse(runner, setup, num_tokens)
+    _rehearse(runner, setup.max_model_len, num_tokens)
     device.mark()()
     return max(time.monotonic_ns() - started_ns, 1) / 1e9
 
@@ -618,8 +630,7 @@ def _num_blocks(
     runner.rehearse(1, 1)  # what libraries allocate once is no part of a step
     device.forget_peak()
     allocated_bytes = device.memory().allocated_bytes
-    _rehearse(runner, setup, setup.max_step_tokens)
-    runner.rehearse(BATCH_SIZES[-1], 1)
+    rehearse_largest(runner, setup.max_step_tokens, setup.max_model_len)
     measured = device.memory()
     fitting = partial(
         num_blocks_that_fit,

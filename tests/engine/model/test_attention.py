@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  # its name everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -319,3 +320,33 @@ def test_an_overflow_reaches_nobody_who_gets_the_block_next(level, dtype):
 
 def test_a_dtype_without_kernels_falls_back_and_says_so():
     assert find_kernels("cpu", torch.float16) == (None, "torch (no compiled kernels for float16)")
+
+
+@pytest.mark.parametrize(("lens", "new"), [([40, 33, 9], [1, 1, 1]), ([40], [7])])
+def test_keys_are_neither_copied_for_each_head_nor_asked_of_a_kernel_that_would(
+    lens, new, monkeypatch
+):
+    """With enable_gqa and a mask torch's kernels for GPUs write down all scores."""
+    asked = []
+
+    def attention(query, key, value, **how):
+        asked.append((query, key, value, how))
+        return real(query, key, value, **how)
+
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    generator = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(sum(lens), 2, 8, generator=generator) for _ in range(2))
+    tables = [list(range(1 + 10 * i, 11 + 10 * i)) for i in range(len(lens))]
+    kv = torch.randn(40, 3, 2, 4, 2, 8, generator=generator)
+    batch = batch_of([(n - m, m) for n, m in zip(lens, new, strict=True)], tables, 4)
+    q = torch.randn(sum(new), 6, 8, generator=generator)
+    own = (x[: sum(new)] for x in (k, v))
+    torch_attention(q, *own, kv, 1, AttentionPlan(batch, kv), 0.3, None, None)
+    assert asked
+    for query, key, value, how in asked:
+        assert not how.get("enable_gqa")
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        gathered = 2 * len(lens) * -(-max(lens) // 4) * 4 * 2 * 8 * 4
+        assert key.untyped_storage().nbytes() == gathered
+        assert key.stride(-1) == value.stride(-1) == 1

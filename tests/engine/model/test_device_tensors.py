@@ -75,6 +75,7 @@ def models(checkpoint):
     with Accelerator().on():
         on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
         there = Transformer(checkpoint.config, on_device, "float32", 64)
+        there._backend.is_paged = True  # of a model so small that a graph keeps little
     return Transformer(checkpoint.config, weights, "float32", 64), there
 
 

@@ -6,6 +6,8 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -235,3 +237,54 @@ def test_a_worker_that_fails_has_waited_for_its_device():
             torch.ones(3, device=DEVICE)
             1 / 0  # noqa: B018
         assert device.accelerator.num_done == device.accelerator.num_launched > 0
+
+
+class Timeline:
+    """Events and copies of one stream by the host's clock: each copy takes a made-up time."""
+
+    def __init__(self):
+        self.free_at_ns = 0
+
+    def Event(self, enable_timing=False, blocking=False):  # noqa: N802
+        event = SimpleNamespace(at_ns=None, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at_ns", max(time.monotonic_ns(), self.free_at_ns))
+        event.elapsed_time = lambda end: (end.at_ns - event.at_ns) / 1e6
+        return event
+
+    def copy(self, elapsed_ns):
+        self.free_at_ns = max(time.monotonic_ns(), self.free_at_ns) + elapsed_ns
+
+
+NUM_COPIES, COPY_NS = 16, 24_000
+"""Blocks of 8 MiB over NVLink."""
+
+
+def copied_beside(device, timeline, pause_s=None):
+    with device.beside() as taken:
+        for _ in range(NUM_COPIES):
+            timeline.copy(COPY_NS)
+            if pause_s is not None:
+                time.sleep(pause_s)  # lets go of the lock, as torch does in each copy
+    return taken
+
+
+def test_copies_beside_a_thread_that_hogs_the_lock_say_nothing_of_their_link(cuda, monkeypatch):
+    timeline = Timeline()
+    monkeypatch.setattr(torch.cuda, "Event", timeline.Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    device, stop = CudaDevice("GPU-0"), threading.Event()
+
+    def hog():
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=hog)
+    thread.start()
+    try:
+        assert copied_beside(device, timeline, pause_s=1e-4).reliable_ns is None
+    finally:
+        stop.set()
+        thread.join()
+    undisturbed = (copied_beside(device, timeline).reliable_ns for _ in range(1000))
+    elapsed_ns = next(x for x in undisturbed if x is not None)
+    assert elapsed_ns >= NUM_COPIES * COPY_NS

@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 
 from engine.errors import CheckpointError, WorkerFailed
 from engine.folder.checkpoint import Checkpoint, arena_layout
+from engine.model import attention
+from engine.model import backend as backend_file
+from engine.model.backend import TorchBackend
+from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.wire.messages import (
     Copy,
@@ -26,18 +30,24 @@ from engine.wire.messages import (
     WeightsSpec,
 )
 from engine.workers import on_gpu
+from engine.workers.copying import block_shape
 from engine.workers.device import CudaDevice, Memory, check_allocator
 from engine.workers.on_gpu import (
     MIN_STEP_TOKENS,
+    SLOW_ATTENTION,
     arena_views,
     num_blocks_that_fit,
+    rehearse_largest,
     step_tokens,
     stream_weights,
 )
+from engine.workers.runner import Runner
+from engine.workers.running import Grammars
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
-from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, start_alone
+from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, no_grammars, start_alone
 from tests.engine.worker_harness import reports_in
+from tests.live_bytes import LiveBytes
 
 GIB = 1 << 30
 
@@ -191,7 +201,17 @@ def expected(checkpoint):
         return [t for e in worker.run(admit()) for t in e.token_ids]
 
 
-def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected):
+def test_attention_that_gathers_whole_tables_is_in_no_graph_and_that_is_said(checkpoint, expected):
+    with contextlib.closing(start_alone(checkpoint, FakeDevice())) as worker:
+        worker.report(PoolMade)
+        worker.loop()
+        ready = worker.started.ready
+        assert (ready.num_graphs, ready.notes) == (0, [SLOW_ATTENTION])
+        assert [t for e in worker.run(admit()) for t in e.token_ids] == expected
+
+
+def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "is_paged", True)
     with contextlib.closing(start_alone(checkpoint, FakeDevice())) as worker:
         made = worker.report(PoolMade)
         assert (made.num_blocks, made.memory) == (64, None)
@@ -393,3 +413,26 @@ def test_a_worker_that_maps_other_memory_says_so(checkpoint):
         prefill.send(MapShared(memory))
         prefill.thread.join()
         assert "not what was exported" in prefill.failure.what
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_no_step_needs_more_memory_than_those_rehearsed(family, tmp_path, monkeypatch):
+    """Of attention by torch, which gathers what it reads; every block is the same one."""
+    monkeypatch.setattr(backend_file, "find_kernels", lambda *_: (None, "torch"))
+    monkeypatch.setattr(attention, "GATHERED_TOKENS", 2048)
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path / "m", family, num_hidden_layers=1))
+    config, longest, step_tokens = checkpoint.config, 512, 64
+    weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
+    model = Transformer(config, weights, "float32", longest, 16)
+    pool = torch.zeros(2, *block_shape(config, 16, "float32"))
+    runner = Runner(model, pool, 16, Grammars(no_grammars))
+    with torch.inference_mode(), LiveBytes() as memory:
+        runner.rehearse(1, 1)
+        memory.forget_peak()
+        rehearse_largest(runner, step_tokens, longest)
+        rehearsed_bytes, largest = memory.peak, {}
+        for how in [(200, 500, 1), (1, 500, 64), (64, 300, 1), (30, 2, 2), (3, 512, 20)]:
+            memory.forget_peak()
+            runner.rehearse(*how)
+            largest[how] = memory.peak
+    assert max(largest.values()) <= rehearsed_bytes, largest
