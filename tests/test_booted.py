@@ -52,11 +52,38 @@ def machine(wheels):
             if groups:
                 machine.run("groupadd", "-f", "-r", groups)
                 machine.run("usermod", "-aG", groups, user)
+        make_nvidia_modprobe(machine)
         told = machine.penstock("install-service").stdout
-        assert "write /etc/systemd/system/penstock.service" in told
+        for unit in ("penstock.service", "penstock-gpu.service"):
+            assert f"write /etc/systemd/system/{unit}" in told
         yield machine
     finally:
         machine.close()
+
+
+MODPROBE = "/opt/nvidia-modprobe"
+MODPROBE_DROP_IN = f"""
+[Unit]
+ConditionPathExists=
+ConditionPathExists={MODPROBE}
+[Service]
+ExecStart=
+ExecStart={MODPROBE} -u -c 0
+"""
+NODE = "/dev/nvidia-uvm"
+
+
+def make_nvidia_modprobe(machine):
+    """A made-up one, where it can be written: it makes a node of NVIDIA's kind, and a log."""
+    script = machine.path(MODPROBE)
+    script.write_text(
+        '#!/bin/sh -e\necho "$@" >> /opt/modprobe.log\n'
+        f"[ -e {NODE} ] || mknod -m 666 {NODE} c 195 255\n"
+    )
+    script.chmod(0o755)
+    drop_in = machine.path("/etc/systemd/system/penstock-gpu.service.d/tests.conf")
+    drop_in.parent.mkdir(parents=True)
+    drop_in.write_text(MODPROBE_DROP_IN)
 
 
 @pytest.fixture
@@ -117,6 +144,22 @@ def test_it_is_ready_confined_and_open_to_whom_it_should_be(machine):
     assert {row["name"]: row["value"] for row in shown}["state_dir"] == "/var/lib/penstock"
     text = machine.penstock("run", "Who are you?", user="ada").stdout
     assert "starter model" in text
+
+
+def test_device_nodes_of_gpus_are_made_before_each_start(machine):
+    if machine.run("mknod", "/dev/tried", "c", "195", "254", check=False).returncode:
+        pytest.skip("no node may be made on this machine")
+    assert machine.path("/opt/modprobe.log").read_text() == "-u -c 0\n"
+    assert machine.path(NODE).is_char_device()
+    times = {
+        unit: int(machine.property(f"{what}TimestampMonotonic", unit))
+        for unit, what in (
+            ("penstock-gpu.service", "ExecMainExit"),
+            ("penstock.service", "ExecMainStart"),
+        )
+    }
+    assert times["penstock-gpu.service"] < times["penstock.service"]
+    assert machine.property("Result", "penstock-gpu.service") == "success"
 
 
 def test_a_reload_takes_keys_over_and_fails_on_a_wrong_file(machine, settings):

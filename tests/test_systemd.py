@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.cli.control import PLACES
 from appliance.configuration.config import ServeConfig
-from appliance.configuration.paths import SYSTEM_SOCKET
+from appliance.configuration.paths import GPU_UNIT_NAME, SYSTEM_SOCKET
 from appliance.http.listeners import SOCKET_MODE
 from appliance.watch.deadlines import LOOK_INTERVAL_S
 from engine.errors import ConfigError
@@ -27,10 +28,13 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_systemd_accepts_the_units_without_a_word(tmp_path: Path) -> None:
     # verify wants ExecStart to exist, and exits 0 on unknown keys: only silence is approval.
-    for name in ("penstock.service", "penstock.socket"):
-        text = (UNITS / name).read_text()
-        (tmp_path / name).write_text(text.replace(PROGRAM, shutil.which("true") or ""))
-    checked = run("systemd-analyze", "verify", "--man=no", tmp_path / "penstock.service")
+    units = (tmp_path / name for name in PLACES if name.endswith((".service", ".socket")))
+    for unit in units:
+        text = (UNITS / unit.name).read_text()
+        for program in (PROGRAM, "/usr/bin/nvidia-modprobe"):
+            text = text.replace(program, shutil.which("true") or "")
+        unit.write_text(text)
+    checked = run("systemd-analyze", "verify", "--man=no", *tmp_path.glob("*.service"))
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
@@ -63,10 +67,18 @@ def test_the_unit_agrees_with_the_program() -> None:
 
 def test_the_unit_lets_cuda_and_mps_in() -> None:
     lines = (UNITS / "penstock.service").read_text().splitlines()
-    # Without capabilities libcuda cannot make /dev/nvidia-uvm itself: root does, and may fail.
-    assert "ExecStartPre=+-/usr/bin/nvidia-modprobe -u -c 0" in lines
     # PrivateTmp would hide the pipe of MPS; where there is none, that is no error.
     assert "PrivateTmp=yes" not in lines or "BindPaths=-/tmp/nvidia-mps" in lines
+
+
+def test_a_unit_without_a_device_policy_makes_the_gpus_nodes_before_the_daemon() -> None:
+    lines = (UNITS / GPU_UNIT_NAME).read_text().splitlines()
+    assert "ExecStart=/usr/bin/nvidia-modprobe -u -c 0" in lines
+    assert "Before=penstock.service" in lines
+    assert not [line for line in lines if line.startswith(("Device", "PrivateDevices", "User="))]
+    daemon = (UNITS / "penstock.service").read_text()
+    assert f"\nWants={GPU_UNIT_NAME}\nAfter={GPU_UNIT_NAME}\n" in daemon
+    assert "nvidia-modprobe" not in daemon
 
 
 def test_the_socket_is_where_everybody_looks() -> None:

@@ -34,7 +34,7 @@ from appliance.cli.terminal import Format, Host, Output, printable, within
 from appliance.client import Client, DaemonUnreachable, PermissionRefused, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress
-from appliance.configuration.paths import SOCKET_UNIT_NAME, UNIT_NAME
+from appliance.configuration.paths import GPU_UNIT_NAME, SOCKET_UNIT_NAME, UNIT_NAME
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
 from appliance.frame.figures import things
@@ -51,6 +51,7 @@ SOURCES = Path(str(files("appliance"))) / "systemd"
 PLACES = {
     UNIT_NAME: "/etc/systemd/system/penstock.service",
     SOCKET_UNIT_NAME: "/etc/systemd/system/penstock.socket",
+    GPU_UNIT_NAME: "/etc/systemd/system/penstock-gpu.service",
     "penstock.sysusers.conf": "/etc/sysusers.d/penstock.conf",
     "penstock.tmpfiles.conf": "/etc/tmpfiles.d/penstock.conf",
 }

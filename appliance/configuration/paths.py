@@ -20,6 +20,7 @@ SYSTEM_SOCKET = Path("/run/penstock/penstock.sock")
 SYSTEM_STATE_DIR = Path("/var/lib/penstock")
 UNIT_NAME = "penstock.service"
 SOCKET_UNIT_NAME = "penstock.socket"
+GPU_UNIT_NAME = "penstock-gpu.service"
 UNIT_DIRS = (Path("/etc/systemd/system"), Path("/usr/lib/systemd/system"))
 SOCKET_NAME = "penstock.sock"
 TEMPORARY_DIR = Path("/tmp")

@@ -265,7 +265,7 @@ def _uvm(host: GpuHost) -> Finding:
         return Finding("uvm", "ok", f"{_UVM} is there")
     return Finding(
         "uvm", "bad", f"{_UVM} is not there: a worker without privileges cannot start CUDA",
-        "sudo nvidia-modprobe -u -c 0 (the unit does so; a container needs the device)",
+        "sudo nvidia-modprobe -u -c 0 (penstock-gpu.service does so; a container needs the device)",
     )  # fmt: skip
 
 
