@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,13 @@ from typing import TypeVar, cast
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from appliance.api.ask import Ask, infill_of
+from appliance.api.ask import Ask, Chat, infill_of
 from appliance.api.stream import PromptEcho
 from appliance.api.tool_format import OutputFormat, output_format_of
 from appliance.api.tools import Constraint
+from appliance.api.turns import Rendered
 from appliance.api.wire import appliance_of, arrival_of, client_request_id, peer_of, require
+from appliance.frame.figures import things
 from appliance.json_fields import Fields, invalid_value, unsupported
 from appliance.request import ModelInfo, Request, Role
 from engine.cache.prefix_index import PrefixChain
@@ -328,8 +331,10 @@ def _prepare(
 ) -> _Prepared:
     """The part that may take time: templates, tokenizing, hashes, compiling a grammar."""
     output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-    rendered = ask.chat.render(tokenizer, output_format) if ask.chat else None
-    prompts = [rendered.text] if rendered else ask.prompts
+    prompts, changes = ask.prompts, tuple[str, ...]()
+    if ask.chat:
+        rendered = _rendered(ask, ask.chat, output_format, tokenizer, model)
+        prompts, changes = [rendered.text], rendered.changes
     if ask.suffix:
         prompts = [_infilled(prompt, ask.suffix, tokenizer) for prompt in prompts]
     for prompt in prompts if ask.truncate is None else ():
@@ -339,8 +344,8 @@ def _prepare(
         for prompt in prompts
     ]
     if ask.truncate is not None:
-        left = max(model.max_model_len - (ask.max_tokens or 1), 1)
-        most = left if ask.truncate < 0 else ask.truncate
+        output = min(ask.max_tokens or 1, model.max_model_len // 2)
+        most = model.max_model_len - output if ask.truncate < 0 else ask.truncate
         ids = [one[max(len(one) - most, 0) :] for one in ids]
     _check_vocabulary(ids, model.vocab_size)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -348,8 +353,40 @@ def _prepare(
     grammar = _grammar(ask, output_format, tokenizer, model)
     bad_words = _bad_words(ask, tokenizer, model)
     prefixes = [hash_prompt(one) for one in ids]
-    changes = rendered.changes if rendered else ()
     return _Prepared("\n".join(texts) or None, ids, prefixes, echoes, grammar, bad_words, changes)
+
+
+def _rendered(
+    ask: Ask, chat: Chat, output_format: OutputFormat, tokenizer: Tokenizer, model: ModelInfo
+) -> Rendered:
+    """Render a chat; one that is too long without its oldest turns, if its client allows that."""
+    whole = chat.render(tokenizer, output_format)
+    if not ask.drops_oldest or len(whole.text.encode()) < model.max_model_len:
+        return whole  # no token is shorter than a byte
+    if _num_tokens(whole, tokenizer, model) < model.max_model_len:
+        return whole
+    quarter = model.max_model_len // 4  # an answer wants room, too
+    most = model.max_model_len - min(ask.max_tokens or quarter, quarter)
+    shorter = chat.shortened()
+    index = bisect_left(
+        shorter,
+        True,
+        key=lambda one: _num_tokens(one.render(tokenizer, output_format), tokenizer, model) <= most,
+    )
+    if index == len(shorter):
+        return whole  # which is refused with its length
+    count = len(chat.messages) - len(shorter[index].messages)
+    words = f"{things(count, 'oldest message')} left out"
+    found = shorter[index].render(tokenizer, output_format)
+    return found._replace(changes=(words, *found.changes))
+
+
+def _num_tokens(rendered: Rendered, tokenizer: Tokenizer, model: ModelInfo) -> int:
+    """Count a prompt's tokens; of one that is far too long only that it is."""
+    fewest = len(rendered.text) // tokenizer.max_token_chars
+    if fewest > model.max_model_len:
+        return fewest
+    return len(tokenizer.encode(rendered.text, add_special_tokens=False))
 
 
 def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ Never: knows fields' names beyond those that its own refusals name.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -370,6 +370,13 @@ class Chat:
         is_continued = last["role"] == "assistant" or not self.add_generation_prompt
         return str(last["content"]) if is_continued else ""
 
+    def shortened(self) -> list[Chat]:
+        """Leave out more and more of the oldest turns; the instructions and the last turn stay."""
+        first = next((i for i, one in enumerate(self.messages) if one["role"] != "system"), 0)
+        users = (i for i, one in enumerate(self.messages) if one["role"] == "user" and i > first)
+        kept = self.messages[:first]
+        return [replace(self, messages=[*kept, *self.messages[start:]]) for start in users]
+
     def render(self, tokenizer: Tokenizer, output_format: OutputFormat) -> turns.Rendered:
         """Render the prompt; a template may be slow, so call it in a thread.
 
@@ -444,6 +451,8 @@ class Ask:
     """Only so many last tokens of the prompt count; -1: as many as leave room for the output."""
     cache_salt: str | None = None
     """Only prompts with the same one share what is cached."""
+    drops_oldest: bool = False
+    """Where a chat does not fit, its oldest turns are left out until it does."""
     ignored: tuple[str, ...]
     """Names of the fields that have no effect."""
 

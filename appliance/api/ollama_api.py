@@ -94,10 +94,11 @@ def chat_ask_of(fields: Fields, model: ModelInfo) -> Ask:
         for index, one in enumerate(messages or [])
     ]
     chat = {**common, "messages": said or _NOTHING, "tools": _tools(fields.get("tools"))}
-    ask = _finished(chat_ask(Fields(chat), model), fields, chat)
+    drops_oldest = fields.boolean("truncate", default=True)
+    ask = dataclasses.replace(chat_ask(Fields(chat), model), drops_oldest=drops_oldest)
     if not messages:
         raise _loaded(fields, model, {"message": {"role": "assistant", "content": ""}})
-    return ask
+    return _finished(ask, fields, chat)
 
 
 def generate_ask(fields: Fields, model: ModelInfo) -> Ask:

@@ -56,14 +56,10 @@ _ECHOED: Json = {
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
+    "truncation": "disabled",
     "user": None,
 }
 """Fields of the body that a response repeats, and what they are if nothing was said."""
-
-_CONSTANT: Json = {
-    "background": False,
-    "truncation": "disabled",
-}
 
 _STATUS = {
     FinishReason.STOP: "completed",
@@ -323,7 +319,7 @@ class ResponseShape:
             "output": self._output,
             "usage": None if status == "in_progress" else self._usage(),
             **self._echoed,
-            **_CONSTANT,
+            "background": False,
         }
 
     def _usage(self) -> Json:
@@ -388,9 +384,10 @@ def response_ask(fields: Fields, model: ModelInfo, previous_items: Sequence[Any]
     reasoning = fields.nested("reasoning")
     chat["reasoning_effort"] = reasoning.text("effort") if reasoning else None
     _check_metadata(fields.nested("metadata"))
-    if fields.get("truncation") == "auto":
-        others.append("truncation")  # a prompt that does not fit is refused all the same
-    return dataclasses.replace(chat_ask(Fields(chat), model), ignored=(*others, *fields.ignored))
+    drops_oldest = fields.get("truncation") == "auto"
+    ignored = *others, *fields.ignored
+    ask = chat_ask(Fields(chat), model)
+    return dataclasses.replace(ask, drops_oldest=drops_oldest, ignored=ignored)
 
 
 def _messages(fields: Fields, previous_items: Sequence[Any]) -> list[Message]:

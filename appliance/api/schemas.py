@@ -472,6 +472,7 @@ DIALECT_REQUESTS: Json = {
         {
             **_OLLAMA,
             "messages": items(ref("OllamaMessage")),
+            "truncate": BOOLEAN,
             "tools": items(OBJECT, maxItems=0),
         },
     ),

@@ -16,6 +16,7 @@ from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
 
 HELLO = [{"role": "user", "content": "hello"}]
+ROLES = ("user", "assistant")
 CLAUDE_CODES = 64_000
 OPENCODES = 32_000
 
@@ -289,11 +290,48 @@ async def test_a_top_p_of_0_keeps_the_likeliest_token_alone(served, appliance):
     assert 0 < appliance.submitted[0].sequences[0].sampling.top_p < 1e-3
 
 
-async def test_a_truncation_that_is_not_done_is_named(served):
-    body = {"input": "hello", "truncation": "auto", "max_output_tokens": 8}
-    reply = await served.http.post("/v1/responses", json=body)
-    assert (reply.status_code, reply.headers["x-penstock-ignored"]) == (200, "truncation")
-    assert reply.json()["truncation"] == "disabled"
+HISTORY = [
+    {"role": "system", "content": "S" * 20},
+    *[{"role": role, "content": f"{role[0]}{turn}" * 9} for turn in range(9) for role in ROLES],
+    {"role": "user", "content": "now"},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"messages": HISTORY, "stream": False}),
+        ("/v1/responses", {"input": HISTORY, "truncation": "auto"}),
+    ],
+)
+async def test_a_history_that_does_not_fit_loses_its_oldest_turns(served, appliance, path, body):
+    assert (await served.http.post(path, json=body)).status_code == 200
+    (request,) = appliance.submitted
+    prompt, (sequence,) = request.prompt_text, request.sequences
+    most = appliance.model.max_model_len * 3 // 4
+    turn = 2 * len("user0" * 9)
+    assert most - turn < sequence.num_prompt_tokens <= most
+    assert "S" * 20 in prompt
+    assert "now" in prompt
+    assert "a8a8" in prompt
+    assert "u0u0" not in prompt
+    first = min(prompt.find(one) for one in ("user\nu", "assistant\na") if one in prompt)
+    assert prompt[first:].startswith("user")
+    count = len(HISTORY) - sum(one["content"] in prompt for one in HISTORY)
+    assert LogRow.from_request(request).changes == f"{count} oldest messages left out"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"messages": HISTORY, "truncate": False}),
+        ("/v1/responses", {"input": HISTORY, "truncation": "disabled"}),
+        ("/api/chat", {"messages": LONG}),
+    ],
+)
+async def test_without_leave_or_with_one_turn_alone_it_is_refused(served, appliance, path, body):
+    assert (await served.http.post(path, json=body)).status_code == 400
+    assert appliance.submitted == []
 
 
 async def test_a_refusal_in_the_history_is_read(served, appliance):

@@ -290,9 +290,9 @@ WHOLE = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}'
 async def test_a_required_call_is_whole_where_only_its_marks_are_cut_off(
     appliance, text, choice, reason
 ):
-    request = request_of()
+    request, several = request_of(), {"parallel_tool_calls": True}
     tool = {"type": "function", "function": {"name": "f"}}
-    reply = OpenReply(appliance, request, asking(tools=[tool], tool_choice=choice))
+    reply = OpenReply(appliance, request, asking(tools=[tool], tool_choice=choice, **several))
     emit(request, appliance.tokenizer.encode(text, False), reason=FinishReason.LENGTH)
     deltas = await collect(reply)
     assert deltas[-1].finish_reason is reason

@@ -7,7 +7,14 @@ import pytest
 
 from appliance.configuration.config import ServeConfig
 from appliance.devices.inventory import Gpu, Inventory
-from appliance.fleet.boot import check_plan, dram_forecast, lock_state_dir, make_plan, place
+from appliance.fleet.boot import (
+    check_plan,
+    dram_forecast,
+    lock_state_dir,
+    make_plan,
+    model_info,
+    place,
+)
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.folder.checkpoint import packed_layout
 from engine.kernels.attention_backends import triton_fault
@@ -271,6 +278,12 @@ def test_a_lowered_model_length_is_said(plan_of, tiny_llama, caplog):
         plan = plan_of(model=tiny_llama, kv_memory_bytes=400_000)
     assert plan.placement.max_model_len < 2048
     assert f"to {plan.placement.max_model_len} tokens" in caplog.text
+
+
+def test_what_a_chat_without_a_limit_gets_is_the_operators_word(plan_of, tiny_llama):
+    for asked in (None, 300):
+        plan = plan_of(model=tiny_llama, default_max_tokens=asked)
+        assert model_info(plan).default_max_tokens == asked
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):

@@ -67,6 +67,12 @@ def test_a_lone_request_stays_on_one_worker_with_all_cores():
     assert choice.max_chunk_tokens is None
 
 
+@pytest.mark.parametrize("decode", [IDLE, TWO_STREAMS])
+def test_a_limit_of_the_whole_context_promises_nothing_of_the_answers_length(decode):
+    modest = choice_of(CPU, decode=decode)
+    assert choice_of(CPU, decode=decode, max_tokens=32_000) == modest
+
+
 def test_a_long_prompt_does_not_disturb_those_who_decode():
     assert route(CPU, decode=TWO_STREAMS) == MOVE
 
