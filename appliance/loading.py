@@ -231,6 +231,14 @@ class Fetching:
         """Raise Unavailable: there are no workers yet."""
         self._refuse()
 
+    def measurement(self) -> dict[str, object]:
+        """Raise Unavailable: there is no model to measure yet."""
+        self._refuse()
+
+    def measure(self) -> dict[str, object]:
+        """Raise Unavailable: there is no model to measure yet."""
+        self._refuse()
+
     def close(self, request: Request, http_status: int) -> None:
         """Raise Unavailable: no request is live."""
         self._refuse()

@@ -76,6 +76,20 @@ class Measuring:
         unknown = f", {measurer.num_unknown} sizes to go" if measurer.num_unknown else ""
         return f"timed {measurer.num_done} steps in {measurer.work_ms / 1e3:.1f} s{unknown}"
 
+    def frame(self) -> dict[str, object]:
+        """How far it is, for the api."""
+        measurer = self._measurer
+        return {
+            "num_facts": len(self._router.roles.profile.facts),
+            "num_unknown": measurer.num_unknown,
+            "work_ms": measurer.work_ms,
+            "is_going_on": self._is_on and measurer.work_ms < MAX_WORK_MS,
+        }
+
+    def allow_again(self) -> None:
+        """Measure for as long once more, also where that is switched off while idle."""
+        self._is_on, self._measurer.work_ms = True, 0.0
+
     def look(self, *, is_idle: bool) -> None:
         """Begin a slice if it has been quiet for long enough.
 

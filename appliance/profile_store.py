@@ -9,6 +9,7 @@ Never: measures or decides.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -110,21 +111,21 @@ class ProfileStore:
         except ProfileUnusable:
             num_facts = 0
         try:
-            for ending in ("", "-wal", "-shm"):
-                self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         except OSError as error:
             raise ProfileUnusable(str(error), where=str(self.path)) from error
         return num_facts
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
-            os.close(fd)
-            with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)) as db:
-                db.execute("PRAGMA journal_mode = WAL").fetchall()
-                migration.apply(Database(db))
-                yield db
+            # closed after the connection: closing the file would drop SQLite's own locks on it
+            with open(os.open(self.path, flags, 0o640), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # two may make or migrate it at once
+                with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)) as db:
+                    migration.apply(Database(db))
+                    yield db
         except (OSError, sqlite3.Error) as error:
             hint = "`penstock profile clear` begins a new one"
             raise ProfileUnusable(str(error), where=str(self.path), hint=hint) from error

@@ -41,10 +41,12 @@ from appliance.request import (
     TokensEmitted,
 )
 from appliance.watch.deadlines import Availability, Deadlines
+from appliance.watch.disturbances import Disturbances
 from appliance.watch.frames import Frames, ServiceState
 from appliance.watch.telemetry import Telemetry
 from engine.cache.prefix_index import PrefixChain
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
+from engine.profile.facts import LINK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.text.tokenizer import Tokenizer
@@ -138,6 +140,7 @@ class Service:
         self._closed = ClosedRequests(request_log)
         self._last_seq_id, self._num_checked = 0, -1
         self._measuring: Measuring | None = None
+        self._disturbances = Disturbances()
         self.idle = asyncio.Event()  # while no request is live
         self.idle.set()
         today = UsageQuery(by="day", since=utc_now()[:10])
@@ -370,6 +373,18 @@ class Service:
             self.make_frame()
         return roles_frame(self._router)
 
+    def measurement(self) -> dict[str, object]:
+        """How far the model's profile is."""
+        if self._measuring is None:
+            raise Unavailable("the model is still loading", code="model_loading")
+        return self._measuring.frame()
+
+    def measure(self) -> dict[str, object]:
+        """Allow for measuring once more, and say how far the profile is."""
+        if self._measuring is not None:
+            self._measuring.allow_again()
+        return self.measurement()
+
     # What workers and the router cause
 
     def emit(
@@ -406,6 +421,10 @@ class Service:
         """A worker takes work, for the first time or again."""
         state = self._supervisor.workers[worker]
         self._router.copies.links.probed(worker, state.probes)
+        for pool, rate in state.probes.items():
+            if rate:  # 0 is a try that failed
+                key = FactKey(LINK_BYTES_PER_S, place=f"{worker} and {pool}")
+                self._router.roles.profile.observe(key, rate)
         self._router.worker_ready(worker, time.monotonic_ns())
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {state.pid})")
         self.make_frame()
@@ -481,7 +500,9 @@ class Service:
 
     def make_frame(self) -> None:
         """Take one reading of everything and wake those who wait for it; if it fails, none."""
-        self._router.roles.learn()
+        pids = [worker.pid for worker in self._supervisor.workers.values()]
+        is_disturbed = self._disturbances.look(pids, time.monotonic())
+        self._router.roles.learn(is_disturbed=is_disturbed)
         self._check_when_idle()
         while self._log.said:
             self._telemetry.events.append(self._log.said.popleft())

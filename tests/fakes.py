@@ -170,6 +170,12 @@ class FakeAppliance:
         targets = {"slo_ttft_ms": change.slo_ttft_ms, "slo_itl_ms": change.slo_itl_ms}
         return {"roles": change.roles or "elastic", **targets}
 
+    def measurement(self) -> dict[str, object]:
+        return {"num_facts": 3, "num_unknown": 2, "work_ms": 0.5, "is_going_on": True}
+
+    def measure(self) -> dict[str, object]:
+        return self.measurement() | {"work_ms": 0.0}
+
     def cancel(self, request_id: str, by: str) -> bool:
         request = self.live.get(request_id)
         if request is None or request.is_finished:

@@ -116,6 +116,12 @@ class Appliance(Protocol):
             RequestError: 409 `one_worker`: the daemon has no second worker to give a role to.
         """
 
+    def measurement(self) -> dict[str, object]:
+        """How far the model's profile is; raises Unavailable while a model loads."""
+
+    def measure(self) -> dict[str, object]:
+        """Allow for measuring once more; how far the profile is. Raises as measurement()."""
+
     def close(self, request: Request, http_status: int) -> None:
         """The terminal reply has been sent, or its client is gone: write the log row."""
 

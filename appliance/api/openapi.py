@@ -280,6 +280,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/penstock/resume"): Operation(
         "resume", "Take work again; for operators.", _STATUS, errors=(409,)
     ),
+    ("GET", "/v1/penstock/measure"): Operation(
+        "measurement", "How far the model's profile is.", ref("Measurement")
+    ),
+    ("POST", "/v1/penstock/measure"): Operation(
+        "measure", "Measure what the profile lacks, while idle; for operators.", ref("Measurement")
+    ),
     ("POST", "/v1/penstock/roles"): Operation(
         "switchRoles",
         "Change what the workers are for, or the targets of elastic roles; for operators.",

@@ -208,6 +208,8 @@ def control_routes() -> list[Route]:
         Route("/v1/penstock/whoami", whoami),
         Route("/v1/penstock/drain", drain, methods=["POST"]),
         Route("/v1/penstock/resume", resume, methods=["POST"]),
+        Route("/v1/penstock/measure", measured),
+        Route("/v1/penstock/measure", measure, methods=["POST"]),
     ]
 
 
@@ -298,6 +300,17 @@ async def resume(http: Request) -> Response:
     """Take work again after a drain; for operators."""
     appliance_of(http).resume(require(http, Role.OPERATOR).name)
     return json_response({"status": "resumed"})
+
+
+async def measured(http: Request) -> Response:
+    """How far the profile of the model is."""
+    return json_response(appliance_of(http).measurement())
+
+
+async def measure(http: Request) -> Response:
+    """Measure what the profile lacks, also where the time for it has been spent."""
+    require(http, Role.OPERATOR)
+    return json_response(appliance_of(http).measure())
 
 
 # POST /v1/penstock/roles: what the workers are for, switched while they run.

@@ -696,6 +696,9 @@ _REPLIES: Json = {
         }
     ),
     "Roles": shape({"roles": one_of(*ROLES)}, {"slo_ttft_ms": COUNT, "slo_itl_ms": COUNT}),
+    "Measurement": shape(
+        {"num_facts": COUNT, "num_unknown": COUNT, "work_ms": NUMBER, "is_going_on": BOOLEAN}
+    ),
     "Peer": shape(
         {"name": STRING, "role": one_of("viewer", "user", "operator")},
         {"uid": INTEGER, "key": STRING},

@@ -61,7 +61,12 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "install-service": "control",
         "worker": "control",
     },
-    "Check and measure": {"doctor": "doctor", "devices": "doctor", "bench": "bench"},
+    "Check and measure": {
+        "doctor": "doctor",
+        "devices": "doctor",
+        "profile": "profile",
+        "bench": "bench",
+    },
     "Other": {
         "whoami": "activity",
         "version": "activity",

@@ -96,6 +96,8 @@ class BootPlan:
     """Of the pools, as the settings say."""
     choices: tuple[str, ...] = ()
     """What was chosen for this machine by its profile, and the figures."""
+    product_ways: str = ""
+    """How products are computed, where that changes what a block holds; empty: exactly."""
     known: Known | None = None
     """What steps of the model take here; None: nothing is kept."""
     step_sizes: tuple[int, ...] = ()
@@ -267,6 +269,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
         weights_words=weights.words,
         kv_dtype=config.kv_dtype,
         choices=tuple(filter(None, (weights.choice.why, prompts_why))),
+        product_ways=weights.ways_text,
         known=known,
         step_sizes=sizes,
     )

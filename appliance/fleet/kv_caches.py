@@ -29,6 +29,7 @@ from appliance.frame.protocol import TierFrame
 from appliance.process import read_in_thread
 from engine.cache.places import DRAM, SSD
 from engine.errors import PenstockError
+from engine.profile.facts import DISK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router
 from engine.tiers.arena import CacheArena, StagedDisk, WorkerCopies
 from engine.tiers.disk import RESERVE_BYTES, Disk, Reclaimed, Slabs, full_text, probe
@@ -362,6 +363,9 @@ class SsdCache:
         else:
             slabs = self.slabs = opened.slabs
             bytes_per_s = opened.bytes_per_s
+            if plan.known is not None:
+                key = FactKey(DISK_BYTES_PER_S, place=str(self.folder))
+                bytes_per_s = plan.known.profile.usual(key, bytes_per_s)
             if blocks.slots:  # one half after the other
                 bytes_per_s = 1 / (1 / bytes_per_s + 1 / copied_per_s)
             self._attach(slabs, opened.found, bytes_per_s, blocks, router, copies)

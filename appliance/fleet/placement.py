@@ -51,6 +51,15 @@ def cpu_quota(proc: Path = PROC) -> float | None:
     return min(quotas, default=None)
 
 
+def num_throttled(proc: Path = PROC) -> int:
+    """Count the periods in which a quota was used up, since the groups were made."""
+    counts = []
+    for folder in (*_folders("", proc), *_folders("cpu", proc)):
+        found = re.search(r"^nr_throttled (\d+)$", _read(folder / "cpu.stat"), re.M)
+        counts.append(int(found[1]) if found else 0)
+    return sum(counts)
+
+
 def free_memory_bytes(proc: Path = PROC) -> int | None:
     """How much more memory we may have; None where no group limits it.
 

@@ -25,7 +25,7 @@ from engine.folder.checkpoint import (
     weights_layout,
 )
 from engine.folder.quantisation import FP8_ROWS
-from engine.kernels.cpu import ProductWays, has_kernels, load_kernels
+from engine.kernels.cpu import WIDENED, ProductWays, has_kernels, load_kernels
 from engine.profile.facts import Profile
 from engine.profile.product_ways import AS_STORED as PRODUCTS_AS_STORED
 from engine.profile.product_ways import WaysChoice, choose_ways, try_ways
@@ -51,6 +51,14 @@ class WeightsPlan:
     """What they are in memory, beside the serving dtype; empty: what the files have."""
     choice: WaysChoice
     """How bfloat16 is multiplied on cores, and by which figures."""
+
+    @property
+    def ways_text(self) -> str:
+        """How products are computed, where that changes their bits; empty: exactly."""
+        attention = (
+            "" if self.choice.attention == WIDENED else f"; attention {self.choice.attention}"
+        )
+        return f"{self.ways or ''}{attention}"
 
     def spec(self, fd: int, index: int, count: int) -> WeightsSpec:
         """What worker `index` of `count` is told of the arena behind fd."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 PROMPT_MS, DECODE_MS = "prompt_ms", "decode_ms"
 """Steps of a worker, by their tokens or sequences and the positions before these."""
+DISK_BYTES_PER_S, LINK_BYTES_PER_S = "disk_read_bytes_per_s", "link_bytes_per_s"
 MAX_SAMPLES = 32
 MAX_RATIO = 1.5
 """A sample further than this from the median, either way, is beyond it."""
@@ -108,6 +109,11 @@ class Profile:
             fact = self.facts[key] = Fact()
         fact.observe(sample)
         self._changed.add(key)
+
+    def usual(self, key: FactKey, sample: float) -> float:
+        """Take in one sample, and give the median with it."""
+        self.observe(key, sample)
+        return self.facts[key].value
 
     def put(self, key: FactKey, samples: Iterable[float]) -> None:
         """Replace what is known of a fact."""

@@ -31,6 +31,10 @@ WAIT_SHARE = 0.1
 """Of what a prompt waits for others, in the cost: of workers that are alike the freer one."""
 KEEP_RATIO = 1.1
 """A way that is better by less than this does not replace the one taken before."""
+LENT_CHUNK_MS = 100.0
+"""Of a chunk on borrowed cores: a request that comes meanwhile waits for its end."""
+MAX_CHUNK_COST = 1.05
+"""Of a token in such a chunk, over that in the best; a chunk that costs more is not worth it."""
 DEFAULT_TTFT_RATIO = 3.0
 """Without a target: the prompt's own time, with nobody else there, this often."""
 DEFAULT_ITL_RATIO = 1.25
@@ -236,6 +240,11 @@ def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
     return PairChoice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast)
 
 
+def _lone_chunk(num_tokens: int) -> StepLoad:
+    """The load of the first chunk of a prompt."""
+    return StepLoad(num_tokens, num_tokens**2 / 2)
+
+
 class _Forecaster:
     """The arithmetic of all candidates in one situation."""
 
@@ -278,7 +287,7 @@ class _Forecaster:
             _Unknown: it cannot be predicted.
         """
         static, *others = self._s.candidates
-        forecasts = [self._of(static, self._s.max_step_tokens)]
+        forecasts = [self._of(static, self._lent_chunk(static))]
         if self._ttft_target_ms is None:
             return forecasts
         for pair in others:
@@ -291,11 +300,29 @@ class _Forecaster:
 
     def _chunks(self, pair: Pair) -> list[int]:
         """From the largest down; one is enough where nobody waits for a step's end."""
-        chunks = [self._s.max_step_tokens]
         is_beside = self._s.loads[pair.prefill].batch and not pair.moves
+        chunks = [self._s.max_step_tokens if is_beside else self._lent_chunk(pair)]
         while is_beside and chunks[-1] // 2 >= MIN_CHUNK_TOKENS:
             chunks.append(chunks[-1] // 2)
         return chunks
+
+    def _lent_chunk(self, pair: Pair) -> int:
+        """The largest chunk that is over soon on borrowed cores, which others may want back.
+
+        A smaller one is taken only where it costs little: a large model's chunk is long anyway.
+        """
+        first, load, chunk = pair.prefill, self._s.loads[pair.prefill], self._s.max_step_tokens
+        cores = self._prompt_cores(first, self._busy | {first}, load)
+        if cores <= self._s.num_cores[first]:
+            return chunk
+        sizes = [chunk >> n for n in range(chunk.bit_length()) if chunk >> n >= MIN_CHUNK_TOKENS]
+        try:
+            found = {size: self._step_ms(first, cores, _lone_chunk(size)) for size in sizes}
+        except _Unknown:
+            return chunk
+        best_ms = min((ms / size for size, ms in found.items()), default=0.0)
+        cheap = {s: ms for s, ms in found.items() if ms / s <= MAX_CHUNK_COST * best_ms}
+        return max((s for s, ms in cheap.items() if ms <= LENT_CHUNK_MS), default=min(cheap))
 
     def _of(self, pair: Pair, chunk: int) -> Forecast:
         """One worker computes the prompt in steps of a chunk; it or another goes on."""

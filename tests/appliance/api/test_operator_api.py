@@ -160,6 +160,13 @@ async def test_nobody_else_switches_roles(appliance, peer):
     assert not appliance.roles_changes
 
 
+async def test_operators_have_it_measured_and_everybody_sees_how_far_it_is(appliance):
+    asked = client_of(appliance, OPERATOR)
+    assert (await asked.post("/v1/penstock/measure")).json()["work_ms"] == 0
+    assert (await client_of(appliance, VIEWER).get("/v1/penstock/measure")).json()["num_facts"] == 3
+    assert (await client_of(appliance, VIEWER).post("/v1/penstock/measure")).status_code == 403
+
+
 @pytest.mark.parametrize(
     ("peer", "known"),
     [

@@ -165,6 +165,7 @@ def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
     others = [
         identity(dataclasses.replace(plan, dtype="other"), tmp_path),
         identity(dataclasses.replace(plan, kv_dtype="int8"), tmp_path),
+        identity(dataclasses.replace(plan, product_ways="dots from 1"), tmp_path),
         identity(dataclasses.replace(plan, placement=other_size), tmp_path),
     ]
     data = bytearray(weights.read_bytes())
@@ -175,7 +176,7 @@ def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
     config = folder / "config.json"
     config.write_text(config.read_text() + " ")
     others.append(identity(plan, tmp_path))
-    assert len({first, *others}) == 6
+    assert len({first, *others}) == 7
 
 
 @pytest.mark.parametrize(

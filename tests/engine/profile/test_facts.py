@@ -60,6 +60,12 @@ def test_what_has_changed_is_handed_out_once():
     assert profile.value("prompt_ms", 512, 0, "decode on 2") is None
 
 
+def test_a_rate_is_the_usual_one_not_the_newest():
+    profile = Profile()
+    rates = [profile.usual(KEY, sample) for sample in (100.0, 90.0, 10.0, 95.0, 105.0)]
+    assert rates[-1] == 95.0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_samples_does_not_matter_while_all_are_kept(seed):
     samples = [random.Random(seed).uniform(1, 1.4) for _ in range(MAX_SAMPLES)]

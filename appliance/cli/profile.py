@@ -1,0 +1,110 @@
+"""The verbs on the machine's profile: show, measure, clear.
+
+Owns: how facts and their spread read.
+Invariant: show and clear work with and without a running daemon; measure asks the daemon.
+Never: measures by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import terminal
+from appliance.cli.activity import StateDir
+from appliance.cli.terminal import Format, Host, Listing, Output, ProgressLine, TableColumn
+from appliance.configuration import config
+from appliance.frame.figures import things
+
+# appliance.profile_store costs 70 ms, so it comes with the verbs.
+
+POLL_S = 0.5
+PATH = "/v1/penstock/measure"
+
+profile = typer.Typer(
+    help="What this machine does, measured once and kept.",
+    no_args_is_help=True,
+)
+
+
+def _figure(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _whole(value: Any) -> str:
+    return f"{value:,}" if value else "-"
+
+
+COLUMNS = (
+    TableColumn("MODEL", "model", rank=3),
+    TableColumn("DTYPE", "dtype", is_wide=True),
+    TableColumn("MACHINE", "machine", is_wide=True),
+    TableColumn("KERNELS", "build", is_wide=True),
+    TableColumn("DEVICES", "placement", is_wide=True),
+    TableColumn("WHAT", "what"),
+    TableColumn("WHERE", "place"),
+    TableColumn("SIZE", "size", _whole),
+    TableColumn("DEPTH", "depth", _whole),
+    TableColumn("VALUE", "value", _figure),
+    TableColumn("LOW", "low", _figure, rank=2),
+    TableColumn("HIGH", "high", _figure, rank=2),
+    TableColumn("SAMPLES", "samples", _whole, rank=4),
+    TableColumn("DATE", "at", rank=5),
+)
+
+
+@profile.command("show")
+def show_profile(state_dir: StateDir = None, output: Output = Format.TABLE) -> None:
+    """Show every fact: its median, where a tenth of the samples is beyond it, and its date."""
+    terminal.of_this_machine()
+    rows = [
+        {
+            **row.scope._asdict(),
+            **row.key._asdict(),
+            "value": row.fact.value,
+            "low": row.fact.low,
+            "high": row.fact.high,
+            "samples": len(row.fact.samples),
+            "at": row.fact.at,
+        }
+        for row in _store(state_dir).rows()
+    ]
+    listing = Listing(
+        "profile", COLUMNS, output, colour=terminal.has_colour(), room=terminal.room()
+    )
+    terminal.write(listing.render(rows))
+
+
+@profile.command()
+def measure(
+    timeout: Annotated[float, typer.Option(help="Wait so many seconds at most.")] = 60.0,
+    host: Host = None,
+) -> None:
+    """Have the daemon measure now what its profile lacks; requests go first."""
+    client, line = terminal.client(host), ProgressLine()
+    state = client.post(PATH)
+    end_s = time.monotonic() + timeout
+    while state["num_unknown"] and state["is_going_on"] and time.monotonic() < end_s:
+        line.say(f"{state['num_unknown']} sizes to go")
+        time.sleep(POLL_S)
+        state = client.get(PATH)
+    line.end()
+    left = f", {state['num_unknown']} not measured" if state["num_unknown"] else ""
+    terminal.write(f"{things(state['num_facts'], 'fact')} known{left}\n")
+
+
+@profile.command("clear")
+def clear_profile(state_dir: StateDir = None) -> None:
+    """Forget every fact; the next start measures anew while idle."""
+    if state_dir is None:
+        hint = "run it there; for this machine's profile name its folder: --state-dir"
+        terminal.needs_this_machine("what it forgets", hint)
+    terminal.write(f"forgot {things(_store(state_dir).clear(), 'fact')}\n")
+
+
+def _store(state_dir: str | None) -> Any:
+    from appliance.profile_store import ProfileStore
+
+    return ProfileStore(config.state_dir(state_dir, warn=terminal.passed_over))
