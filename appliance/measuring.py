@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.worker_counts import STARTED_TWO
+from appliance.frame.figures import things
 from appliance.profile_store import ProfileUnusable
 from engine.schedule.measurer import MAX_WORK_MS, Measurer
 from engine.schedule.router import Router
@@ -59,8 +60,8 @@ class Measuring:
 
     @property
     def announcement(self) -> str | None:
-        """What a start says about what is not known yet; None: nothing."""
-        if not self._is_on or not self._measurer.num_unknown:
+        """What the first start of a model says; None: nothing."""
+        if not self._is_on or self._measurer.work_ms or not self._measurer.num_unknown:
             return None
         return (
             f"First start of this model here: measuring for up to {MAX_WORK_MS / 1e3:.0f} s "
@@ -74,7 +75,7 @@ class Measuring:
         if not measurer.num_done:
             return None
         unknown = f", {measurer.num_unknown} sizes to go" if measurer.num_unknown else ""
-        return f"timed {measurer.num_done} steps in {measurer.work_ms / 1e3:.1f} s{unknown}"
+        return f"timed {things(measurer.num_done, 'step')} while idle{unknown}"
 
     def frame(self) -> dict[str, object]:
         """How far it is, for the api."""

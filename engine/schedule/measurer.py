@@ -30,7 +30,9 @@ ALONE = "alone"
 """The place of steps of a process that shares its GPU, while the other computes nothing."""
 SLICE_MS = 250.0
 MAX_WORK_MS = 15_000.0
-"""That one model's steps are measured for, from a start on."""
+"""That one model's steps are measured for, in all its starts together."""
+MEASURED_MS = FactKey("measured_ms")
+"""How much of that is spent."""
 ENOUGH_SAMPLES = 5
 MAX_BLOCKS = 32
 """That a worker's steps read and write; deeper positions lie in the same blocks again."""
@@ -140,7 +142,8 @@ class Measurer:
         """Steps that would keep a request waiting."""
         self.num_done = 0
         """Steps that were timed since the start."""
-        self.work_ms = 0.0
+        self.work_ms = roles.profile.value(*MEASURED_MS) or 0.0
+        """What this model has cost so far."""
 
     @property
     def is_measuring(self) -> bool:
@@ -208,6 +211,7 @@ class Measurer:
         if self._turn is None or self._pending:
             return
         self.work_ms += (now_ns - self._began_ns) / 1e6
+        self._roles.profile.put(MEASURED_MS, [self.work_ms])
         for name in self._turn.cores:
             self._ledger.release_all(self._owners[name])
         self._turn = None
