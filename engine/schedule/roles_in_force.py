@@ -45,7 +45,7 @@ ROLES = ("elastic", "static", "colocated")
 
 RECENT_HALF_LIFE_S = 1.0
 """Of the number of sequences that decoded a moment ago."""
-MAX_WAITING_STEPS = 4096
+MAX_WAITING_STEPS = 256
 """That are learnt from together, once a second; of more the newest."""
 
 
@@ -146,9 +146,7 @@ class Roles:
 
     def measured(self, place: str, steps: Several[MeasuredStep]) -> None:
         """Learn from steps that were made to be timed, at a place as place_of() names it."""
-        times = self._times_at(place)
-        for step in steps:
-            times.observe(StepLoad.alike(step), step.elapsed_ms)
+        self._times_at(place).learn((StepLoad.alike(step), step.elapsed_ms) for step in steps)
 
     def stepped(self, worker: str, step: Stepped) -> list[Outcome]:
         """Take in a step, to be learnt from later; what has become of prompts with it."""
@@ -164,10 +162,14 @@ class Roles:
 
     def learn(self, *, is_disturbed: bool = False) -> None:
         """Learn from the steps since the last call, unless something else held them up."""
-        if not is_disturbed:
-            for step in self._waiting:
-                self._times_on(step.worker, step.num_cores).observe(step.load, step.elapsed_ms)
+        by_place: dict[str, list[tuple[StepLoad, float]]] = {}
+        for step in self._waiting:
+            place = place_of(step.worker, step.num_cores)
+            by_place.setdefault(place, []).append((step.load, step.elapsed_ms))
         self._waiting.clear()
+        if not is_disturbed:
+            for place, steps in by_place.items():
+                self._times_at(place).learn(steps)
 
     # What the router asks
 

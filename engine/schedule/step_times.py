@@ -128,7 +128,10 @@ class _Kind:
         self._line: _Line | None = None
 
     def observe(self, size: int, reach: float, elapsed_ms: float) -> None:
-        """Enter a step under the nearest sizes, as it would have been with those."""
+        """Enter a step under the nearest sizes, as it would have been with those.
+
+        Predictions take it in with refresh(), so that many steps are read out once.
+        """
         depth = depth_class(self._depth(size, reach))
         key = FactKey(self._what, size_class(size), depth, self._place)
         at_ms = max(elapsed_ms, _MIN_MS)
@@ -137,6 +140,9 @@ class _Kind:
             centre_ms = self.guess_ms(key.size, self._reach(key.size, key.depth))
             at_ms *= (centre_ms or known_ms) / known_ms
         self._profile.observe(key, at_ms)
+
+    def refresh(self) -> None:
+        """Read the facts anew before the next prediction."""
         self._line = None
 
     def predict_ms(self, size: int, reach: float) -> float | None:
@@ -232,8 +238,14 @@ class StepTimes:
         self._prompt = _Kind(profile, PROMPT_MS, place, 0.5)
         self._num_steps: Counter[int] = Counter()
 
-    def observe(self, load: StepLoad, elapsed_ms: float) -> None:
-        """Learn from one step: its load, and what it took."""
+    def learn(self, steps: Iterable[tuple[StepLoad, float]]) -> None:
+        """Learn from steps: the load of each, and the milliseconds that it took."""
+        for load, elapsed_ms in steps:
+            self._observe(load, elapsed_ms)
+        self._prompt.refresh()
+        self._decode.refresh()
+
+    def _observe(self, load: StepLoad, elapsed_ms: float) -> None:
         if load.num_prefill_tokens:
             extra_ms = 0.0
             if load.batch:

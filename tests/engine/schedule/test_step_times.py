@@ -26,6 +26,10 @@ def new():
     return StepTimes(Profile(), "w on 1")
 
 
+def learn(times, load, elapsed_ms):
+    times.learn([(load, elapsed_ms)])
+
+
 def decode(batch, context):
     return StepLoad(batch=batch, context=context)
 
@@ -46,7 +50,7 @@ def learnt(num_steps=400, *, seed=0, noise=0.05, factor=1.0, times=None):
     rng, times = random.Random(seed), times or new()
     for _ in range(num_steps):
         load = some_load(rng)
-        times.observe(load, factor * truth_ms(load) * rng.uniform(1 - noise, 1 + noise))
+        learn(times, load, factor * truth_ms(load) * rng.uniform(1 - noise, 1 + noise))
     return times
 
 
@@ -63,7 +67,7 @@ def test_nothing_is_predicted_before_a_few_steps_of_the_kind_are_seen():
     times = new()
     for _ in range(MIN_STEPS):
         assert times.predict_ms(decode(1, 100)) is None
-        times.observe(decode(1, 100), 10)
+        learn(times, decode(1, 100), 10)
     assert times.predict_ms(decode(1, 100)) == pytest.approx(10, rel=0.01)
     assert times.predict_ms(prefill(100)) is None
 
@@ -82,7 +86,7 @@ def test_a_machine_that_becomes_slower_is_followed(load):
 def test_one_stall_hardly_moves_a_prediction():
     times = learnt()
     before_ms = times.predict_ms(decode(4, 2000))
-    times.observe(decode(4, 2000), 60_000)
+    learn(times, decode(4, 2000), 60_000)
     assert times.predict_ms(decode(4, 2000)) < 1.3 * before_ms
 
 
@@ -90,21 +94,21 @@ def test_long_prompts_do_not_wash_out_what_is_known_of_decoding():
     times = learnt()
     before_ms = times.predict_ms(decode(4, 2000))
     for _ in range(1000):
-        times.observe(prefill(512), truth_ms(prefill(512)))
+        learn(times, prefill(512), truth_ms(prefill(512)))
     assert times.predict_ms(decode(4, 2000)) == before_ms
 
 
 def test_beyond_what_was_measured_two_sizes_are_needed_and_a_margin_is_added():
     times = new()
     for _ in range(MIN_STEPS):
-        times.observe(prefill(64), truth_ms(prefill(64)))
+        learn(times, prefill(64), truth_ms(prefill(64)))
     assert times.predict_ms(prefill(50)) is not None
     assert times.predict_ms(prefill(256)) is None, "one size says nothing of the form"
-    times.observe(prefill(16), truth_ms(prefill(16)))
+    learn(times, prefill(16), truth_ms(prefill(16)))
     own_ms, most_ms = truth_ms(prefill(64)), times.predict_ms(prefill(256))
     assert most_ms == pytest.approx(4 * own_ms * MARGIN, rel=0.01)
     assert times.predict_ms(prefill(64, 4000)) is None, "attention has not been measured"
-    times.observe(prefill(64, 1000), truth_ms(prefill(64, 1000)))
+    learn(times, prefill(64, 1000), truth_ms(prefill(64, 1000)))
     deep = prefill(64, 4000)
     assert truth_ms(deep) < times.predict_ms(deep) <= MARGIN**2 * truth_ms(deep)
 
@@ -112,17 +116,17 @@ def test_beyond_what_was_measured_two_sizes_are_needed_and_a_margin_is_added():
 def test_a_prompt_beside_sequences_needs_both_kinds():
     times = new()
     for tokens in (16, 32, 64):
-        times.observe(prefill(tokens), truth_ms(prefill(tokens)))
+        learn(times, prefill(tokens), truth_ms(prefill(tokens)))
     assert times.predict_ms(prefill(50, 0, 2, 200)) is None
     for batch in (1, 2, 4):
-        times.observe(decode(batch, batch * 100), truth_ms(decode(batch, batch * 100)))
+        learn(times, decode(batch, batch * 100), truth_ms(decode(batch, batch * 100)))
     assert times.predict_ms(prefill(50, 0, 2, 200)) > times.predict_ms(prefill(50))
 
 
 def test_between_two_sizes_lies_a_straight_line():
     times = new()
     for tokens, ms in ((64, 10.0), (64, 10.0), (256, 70.0), (256, 70.0)):
-        times.observe(prefill(tokens), ms)
+        learn(times, prefill(tokens), ms)
     assert times.predict_ms(prefill(160)) == pytest.approx(40, rel=0.01)
 
 
@@ -130,19 +134,19 @@ def test_a_step_is_entered_under_the_nearest_sizes_as_it_would_have_been_with_th
     times = new()
     for tokens in (128, 256, 512):
         for _ in range(MIN_STEPS):
-            times.observe(prefill(tokens), tokens / 4)
+            learn(times, prefill(tokens), tokens / 4)
     for tokens in (200, 300, 350) * 3:
-        times.observe(prefill(tokens), tokens / 4)
+        learn(times, prefill(tokens), tokens / 4)
     assert times.predict_ms(prefill(256)) == pytest.approx(64, rel=0.02)
 
 
 def test_a_size_that_becomes_slower_is_known_anew_after_sixteen_steps():
     times = new()
     for tokens in (64, 128, 256, 512) * 16:
-        times.observe(prefill(tokens), truth_ms(prefill(tokens)))
+        learn(times, prefill(tokens), truth_ms(prefill(tokens)))
     slow_ms = 3 * truth_ms(prefill(256))
     for _ in range(16):
-        times.observe(prefill(256), slow_ms)
+        learn(times, prefill(256), slow_ms)
     assert times.predict_ms(prefill(256)) == pytest.approx(slow_ms, rel=0.2)
 
 
@@ -158,7 +162,7 @@ def test_few_positions_before_a_step_count_as_none():
 def test_jitter_to_both_sides_does_not_make_a_size_unpredictable():
     times = learnt()
     for factor in (0.6, 1.6, 0.5, 2.2) * 50:
-        times.observe(decode(2, 600), factor * truth_ms(decode(2, 600)))
+        learn(times, decode(2, 600), factor * truth_ms(decode(2, 600)))
     assert times.predict_ms(decode(2, 600)) is not None
 
 
@@ -166,7 +170,7 @@ def test_steps_are_counted_by_their_size():
     times = learnt(20)
     same, other = size_class(500), size_class(20)
     before = times.num_prompt_steps(same), times.num_prompt_steps(other)
-    times.observe(prefill(400), 100)
+    learn(times, prefill(400), 100)
     assert (times.num_prompt_steps(same), times.num_prompt_steps(other)) == (
         before[0] + 1,
         before[1],
@@ -184,7 +188,7 @@ LOADS = st.one_of(
 def test_whatever_was_seen_predictions_are_positive_and_grow_with_the_step(seen, load, more):
     times = new()
     for each, elapsed_ms in seen:
-        times.observe(each, elapsed_ms)
+        learn(times, each, elapsed_ms)
     larger = StepLoad(*(a + b for a, b in zip(load, more, strict=True)))
     if bool(load.num_prefill_tokens) != bool(larger.num_prefill_tokens):
         larger = load
