@@ -88,18 +88,33 @@ def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, 
     assert daemon.stop() == 0
 
 
-def test_a_worker_that_dies_after_a_swap_comes_back_on_the_new_model(
+def test_after_a_swap_a_worker_comes_back_on_the_new_model_and_the_old_ones_blocks_are_kept(
     start_daemon, tiny_llama, other, tmp_path
 ):
-    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
+    kept = ("--ssd-cache", "64MiB", "--ssd-dir", str(tmp_path / "kv"))
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    options = (*ALONE, *kept, *settings(tmp_path, text))
+    daemon = start_daemon(*options, model=tiny_llama).wait_ready()
     (prompt,) = prompts([200], seed=8)
+    daemon.wait_for(lambda: daemon.state()["ssd"]["state"] == "on")
+    daemon.complete(prompt, max_tokens=1)
+    first = daemon.state()["model"]
     with ThreadPoolExecutor(1) as pool:
         daemon.complete(prompt, model="small", max_tokens=1)
+        daemon.wait_for(lambda: daemon.state()["ssd"]["state"] == "on")
+        assert daemon.state()["ssd"]["blocks"] == 0
+        (others,) = daemon.state()["ssd"]["other_models"].items()
+        assert (others[0].split()[0], others[1] > 0) == (first, True)
         body = {"model": "small", "max_tokens": 200, "ignore_eos": True}
         reply = pool.submit(daemon.complete, prompt, **body)
         daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
         os.kill(daemon.worker_pid("colocated"), signal.SIGKILL)
         assert_same(prompt, reply.result()["choices"][0]["token_ids"], load_oracle(other), 200)
+    daemon.complete("a", model=first, max_tokens=1)
+    daemon.wait_for(lambda: daemon.state()["ssd"]["state"] == "on")
+    assert daemon.state()["ssd"]["blocks"] == (200 - 1) // 64, "it finds what it has left"
+    tokens = daemon.complete(prompt, max_tokens=9, ignore_eos=True)["choices"][0]["token_ids"]
+    assert_same(prompt, tokens, load_oracle(tiny_llama), 9)
     assert daemon.stop() == 0
 
 

@@ -250,6 +250,9 @@ def _tier_text(tier: Row) -> str:
         text += f", time lost versus recomputing {duration(tier.get('regret_ms'))}"
     if limit := tier.get("limit"):
         text += f"; {limit}"
+    if others := tier.get("other_models"):
+        kept = (f"{printable(name)} {size(held)}" for name, held in others.items())
+        text += f"; of other models {', '.join(kept)}"
     shares = tier.get("would_find") or {}
     if "1" in shares and "2" in shares:
         now, twice = ratio(shares["1"]), ratio(shares["2"])

@@ -54,7 +54,7 @@ def cache_stats(
     ssd_dir: SsdDir = None, state_dir: StateDir = None, output: Output = Format.TABLE
 ) -> None:
     """Show the size and age of the cache."""
-    from engine.tiers.files import slab_bytes, survey
+    from engine.tiers.files import shares_of, slab_bytes, survey
 
     folder = _folder(ssd_dir, state_dir)
     found = [contents for _, contents in _guarded(survey(folder), folder)]
@@ -67,14 +67,22 @@ def cache_stats(
         "file_bytes": slab_bytes(folder),
         "blocks": len(records),
         "block_bytes": sum(record.num_bytes for record in records),
-        "models": len({contents.head.fingerprint for contents in slabs}),
+        "models": [
+            {"model": printable(each.model), "blocks": each.num_blocks, "bytes": each.num_bytes}
+            for each in shares_of(slabs)
+        ],
         "oldest": iso_time(min(times)) if times else None,
         "newest": iso_time(max(times)) if times else None,
         "damaged_files": len(found) - len(slabs),
         # None: only headers are read here, none of which is damaged; verify reads the blocks
         "damaged_blocks": sum(len(contents.damaged) for contents in slabs) or None,
     }
-    terminal.show("cache", content, output, lambda: listings.facts(content))
+    shares = [
+        f"{each['model'] or 'unknown'}: {things(each['blocks'], 'block')}, {size(each['bytes'])}"
+        for each in content["models"]
+    ]
+    facts = content | {"models": "; ".join(shares) or None}
+    terminal.show("cache", content, output, lambda: listings.facts(facts))
 
 
 @cache.command()

@@ -219,7 +219,7 @@ def ssd_forecast(config: ServeConfig, placement: Placement) -> CacheForecast | N
 
 
 def _slabs(
-    folder: Path, asked: int | str, block_bytes: int, fingerprint: bytes
+    folder: Path, asked: int | str, block_bytes: int, fingerprint: bytes, model: str = ""
 ) -> tuple[Slabs, SsdAllowance]:
     """The folder's slabs, not yet opened, and how large they may be.
 
@@ -230,7 +230,7 @@ def _slabs(
     allowed = allowance(folder, asked)
     if isinstance(allowed, str):
         raise PenstockError(allowed)
-    slabs = Slabs(folder, block_bytes, fingerprint, allowed.cap_bytes, allowed.reserve_bytes)
+    slabs = Slabs(folder, block_bytes, fingerprint, allowed.cap_bytes, allowed.reserve_bytes, model)
     if not slabs.max_places:
         files, block = size_text(allowed.cap_bytes), size_text(block_bytes)
         raise PenstockError(f"{files} of files hold no block of {block}")
@@ -277,6 +277,8 @@ class BlockFormat:
     """Memory of the pools, by name: those in the host's memory, and that of the slots."""
     slots: range
     """Blocks in the host's memory, by way of which those go that are on GPUs."""
+    model: str = ""
+    """Whose they are, for people."""
 
 
 def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
@@ -293,6 +295,7 @@ def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
         # its own: a thread that is stuck may use them after the pools were closed
         {name: os.dup(fd) for name, fd in pool_fds.items() if fd is not None},
         slots,
+        f"{plan.model_id} in {plan.dtype}",
     )
 
 
@@ -379,7 +382,11 @@ class SsdCache:
             state = off if self.is_off else "opening"
             return TierFrame(state, self.reason, str(self.folder))
         num_damaged = self.slabs.reclaimed.num_damaged_records
-        return frame_of(tier, str(self.folder), num_damaged)
+        frame = frame_of(tier, str(self.folder), num_damaged)
+        for share in self.slabs.others.shares:
+            name = share.model or "unknown model"
+            frame.other_models[name] = frame.other_models.get(name, 0) + share.num_bytes
+        return frame
 
     def _waits(self, about: str) -> None:
         self.reason = f"it is being opened: {about}"
@@ -451,6 +458,8 @@ class SsdCache:
         if self._staged is not None:
             way += "; to and from GPUs by way of the host's memory, which no GPU has proved yet"
         about = f"{_things(num_blocks, 'block')}, {size_text(num_blocks * slabs.block_bytes)}"
+        if others := sum(share.num_bytes for share in slabs.others.shares):
+            way += f"; {size_text(others)} of other models are kept"
         most = capacity_text(placement, slabs.max_places, allowed.cap_bytes)
         severity = "warning" if slabs.max_places < MIN_CACHED_BLOCKS else "info"
         self._tell(severity, "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
@@ -513,10 +522,11 @@ class _OpenedSlabs(NamedTuple):
 
 def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
     """Raises as _slabs()."""
-    slabs, allowed = _slabs(folder, asked, blocks.num_bytes, blocks.fingerprint)
+    slabs, allowed = _slabs(folder, asked, blocks.num_bytes, blocks.fingerprint, blocks.model)
     try:
         found = slabs.open()
-        if allowed.full and not found and (about := slabs.limit()) is not None:
+        is_empty = not (found or slabs.others.shares)
+        if allowed.full and is_empty and (about := slabs.limit()) is not None:
             raise PenstockError(about)  # all that was there has been dropped
         return _OpenedSlabs(slabs, found, probe(slabs), allowed)
     except (OSError, PenstockError):
@@ -525,19 +535,13 @@ def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
 
 
 def _dropped(reclaimed: Reclaimed) -> str:
-    """What was in the folder and is not served, in words; empty: nothing."""
-    parts = []
-    if reclaimed.num_foreign_slabs:
-        size = size_text(reclaimed.num_foreign_bytes)
-        blocks = _things(reclaimed.num_foreign_records, "block")
-        parts.append(f"{blocks} ({size}) of another model, dtype or layout than is served now")
+    """What was in the folder and is not kept, in words; empty: nothing."""
     counts = [
         (reclaimed.num_damaged_slabs, "damaged file", ""),
-        (reclaimed.num_surplus_slabs, "file", " beyond the cap"),
+        (reclaimed.num_surplus_slabs, "old file", " beyond the cap"),
         (reclaimed.num_damaged_records, "damaged block", ""),
     ]
-    parts += [_things(count, what) + rest for count, what, rest in counts if count]
-    return ", ".join(parts)
+    return ", ".join(_things(count, what) + rest for count, what, rest in counts if count)
 
 
 def _things(count: int, what: str) -> str:

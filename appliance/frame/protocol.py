@@ -70,6 +70,8 @@ class TierFrame(msgspec.Struct):
     """What a probe found that loads get from it; None: it is not on."""
     limit: str = ""
     """Why it takes less than `max_bytes`: its disk is full, or refuses. Empty: it does not."""
+    other_models: dict[str, int] = {}
+    """Bytes of blocks that it keeps of models that are not served now, by the model's name."""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ disk has something to do while a checksum is made; a write holds up no read for 
 They have the idle I/O priority and the usual one for cores: a thread that waits for a core while it
 has Python's lock would hold up the daemon's loop. Writing is held to a share of a core instead.
 
-Owns: the folder's lock, its slab files, and what of another model or damaged was reclaimed at
+Owns: the folder's lock, its slab files, those of other models among them, and what was reclaimed at
 start; the threads and their buffers. Reports come back by a callback, from the thread.
 Invariant: each job is reported once, after its last touch of pool and slab; a job's pairs are done
 in order, and the first that fails ends it.
@@ -32,6 +32,7 @@ from threading import Lock, Thread
 from engine.tiers.files import (
     HEADER_BYTES,
     PAGE,
+    ModelShare,
     RecordHead,
     SlabContents,
     SlabHead,
@@ -45,6 +46,7 @@ from engine.tiers.files import (
     record_bytes,
     seal_record,
     seal_slab,
+    shares_of,
     slab_paths,
     write_all,
 )
@@ -58,6 +60,8 @@ from engine.units import size_text
 # bytes stay under the cap and the disk keeps its reserve. Reads and writes go past the page cache
 # where the file system can (O_DIRECT). Nothing is synced: after a power cut a record is whole or is
 # found out. What is in the folder is as private as the prompts: it is its owner's alone.
+# Slabs of other models, dtypes and layouts are kept whole: nobody reads them, and the one whose
+# newest block is the oldest goes when room is wanted, unless a block of the served model is older.
 # Invariants: physical bytes never exceed the cap; a slab's number is never used twice in a process;
 # a descriptor stays open until close(), for a thread may be stuck in it.
 # Never: knows which block is where; chooses a place.
@@ -71,6 +75,12 @@ RESERVE_BYTES = 10 << 30
 PROBE_BYTES = 4 << 20
 _INDEX_RECORDS = 160
 """Records for which a file system may need a page more to say where they lie."""
+
+
+def _need_bytes(head: SlabHead) -> int:
+    """What a slab takes of its disk when it is full."""
+    pages = 2 + head.num_records // _INDEX_RECORDS  # the first, and those of the file system
+    return head.num_records * head.record_bytes + pages * PAGE
 
 
 class DamagedError(Exception):
@@ -91,18 +101,12 @@ class RecordBuffer:
 
 @dataclass(slots=True)
 class Reclaimed:
-    """What was in the folder at start and is not served."""
+    """What was in the folder at start and is not kept."""
 
-    num_foreign_slabs: int = 0
-    """Of another model, dtype or layout..."""
-    num_foreign_records: int = 0
-    """...with so many blocks..."""
-    num_foreign_bytes: int = 0
-    """...of so many bytes."""
     num_damaged_slabs: int = 0
     """Whose first page cannot be read, or which could not be made whole again."""
     num_surplus_slabs: int = 0
-    """Beyond a cap that has become smaller."""
+    """Beyond a cap that has become smaller, of any model."""
     num_damaged_records: int = 0
     num_bytes: int = 0
     """That were given back to the disk."""
@@ -121,6 +125,70 @@ def full_text(free_bytes: int, reserve_bytes: int) -> str:
     return f"its disk is full: {free} are free, and {reserve} stay so"
 
 
+class OtherSlabs:
+    """Slabs of models, dtypes and layouts that are not served now: kept, aged and given up."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[Path, SlabContents] = {}
+        self.shares: list[ModelShare] = []
+        """What there is of each model; any thread may read it."""
+
+    @property
+    def heads(self) -> list[SlabHead]:
+        """Of each slab."""
+        return [contents.head for contents in self._slabs.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Physical bytes of the slabs that are still there."""
+        return sum(p.stat().st_blocks * 512 for p in self._slabs if p.exists())
+
+    def add(self, path: Path, contents: SlabContents) -> None:
+        """Keep a slab."""
+        self._slabs[path] = contents
+        self.shares = shares_of(self._slabs.values())
+
+    def drop_oldest(self, unused_since_s: int | None) -> bool:
+        """Delete the slab whose newest block is the oldest; False: there is none so old.
+
+        Args:
+            unused_since_s: slabs with newer blocks stay; None: none does.
+        """
+        path = min(self._slabs, key=lambda each: self._slabs[each].age, default=None)
+        if path is None:
+            return False
+        if unused_since_s is not None and self._slabs[path].age[0] > unused_since_s:
+            return False
+        self._drop(path)
+        return True
+
+    def expire(self, oldest_s: int) -> None:
+        """Erase blocks that were stored before, and forget slabs that somebody has deleted.
+
+        Raises:
+            OSError: one cannot be erased; it is tried again the next time.
+        """
+        for path, contents in list(self._slabs.items()):
+            head = contents.head
+            old = [index for index, record in contents.records if record.stored_at_s < oldest_s]
+            if not path.exists() or len(old) == len(contents.records):
+                self._drop(path)
+            elif old:
+                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    for index in old:
+                        write_all(fd, memoryview(bytes(head.record_bytes)), head.offset(index))
+                finally:
+                    os.close(fd)
+                contents.records = [one for one in contents.records if one[0] not in old]
+        self.shares = shares_of(self._slabs.values())
+
+    def _drop(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        del self._slabs[path]
+        self.shares = shares_of(self._slabs.values())
+
+
 class Slabs:
     """The folder of one daemon.
 
@@ -130,6 +198,7 @@ class Slabs:
         fingerprint: of all that a block's bytes depend on: [DIGEST_BYTES].
         cap_bytes: physical bytes that the slabs may have together.
         reserve_bytes: free bytes that the disk keeps.
+        model: its name, for people.
     """
 
     def __init__(
@@ -139,12 +208,15 @@ class Slabs:
         fingerprint: bytes,
         cap_bytes: int,
         reserve_bytes: int = RESERVE_BYTES,
+        model: str = "",
     ) -> None:
         self.folder = folder
         self.block_bytes = block_bytes
         self.is_direct = True
         """False: the file system cannot, and everything passes the page cache."""
         self.reclaimed = Reclaimed()
+        self.others = OtherSlabs()
+        self._model = model
         self._fingerprint = fingerprint
         self._reserve_bytes = reserve_bytes
         self._record_bytes = record_bytes(block_bytes)
@@ -165,18 +237,21 @@ class Slabs:
     @property
     def max_places(self) -> int:
         """Records that the cap has room for."""
-        num_slabs = self._slab_cap_bytes // self._need_bytes(self._num_records)
+        num_slabs = self._slab_cap_bytes // self._own_bytes
         return max(num_slabs, 0) * self._num_records
 
     @property
     def num_bytes(self) -> int:
         """Physical bytes of all slabs, those included that have lost their name."""
-        return sum(physical_bytes(slab.fd) for slab in [*self._slabs.values(), *self._gone])
+        own = sum(physical_bytes(slab.fd) for slab in [*self._slabs.values(), *self._gone])
+        return own + self.others.num_bytes
 
     # Start and end
 
     def open(self) -> list[SlabContents]:
-        """Take the folder; what is in it of ours. What is not is reclaimed.
+        """Take the folder; what is in it of the served model. Other models' slabs are kept, too.
+
+        What the cap has no room for is deleted, the oldest first, whichever model's it is.
 
         Raises:
             BusyError: another process has it.
@@ -184,44 +259,59 @@ class Slabs:
         """
         make_private(self.folder)  # refuses what holds files of others
         self._lock_fd = lock(self.folder)
-        found = []
+        whole: list[tuple[SlabContents, Path, int]] = []
         for number, path in sorted(slab_paths(self.folder)):
-            contents = self._adopt(number, path)
-            if contents is not None:
-                self._adopted.add(number)
-                found.append(contents)
-        return found
-
-    def _adopt(self, number: int, path: Path) -> SlabContents | None:
-        fd = self.open_file(path, os.O_RDWR)
-        head = head_of(fd, number)
-        reclaimed = self.reclaimed
-        if head is None:
-            reclaimed.num_damaged_slabs += 1
-        elif (head.fingerprint, head.record_bytes) != (self._fingerprint, self._record_bytes):
-            records = [record for _, record in contents_of(fd, head).records]
-            reclaimed.num_foreign_slabs += 1
-            reclaimed.num_foreign_records += len(records)
-            reclaimed.num_foreign_bytes += sum(record.num_bytes for record in records)
-        elif self._claimed_bytes() + self._need_bytes(head.num_records) > self._slab_cap_bytes:
-            reclaimed.num_surplus_slabs += 1
-        else:
-            contents = contents_of(fd, head)
-            try:
-                os.ftruncate(fd, min(os.fstat(fd).st_size, head.num_bytes))
-                os.posix_fallocate(fd, 0, head.num_bytes)  # where it had been cut off
-                for index in contents.damaged:
-                    write_all(fd, self._zeros, head.offset(index))
-            except OSError:
-                reclaimed.num_damaged_slabs += 1
+            fd = self.open_file(path, os.O_RDWR)
+            head = head_of(fd, number)
+            if head is None:
+                self.reclaimed.num_damaged_slabs += 1
+                self._reclaim(path, fd)
             else:
-                self._slabs[number] = _Slab(head, path, fd)
-                reclaimed.num_damaged_records += len(contents.damaged)
-                return contents
-        reclaimed.num_bytes += physical_bytes(fd)
+                whole.append((contents_of(fd, head), path, fd))
+        found = []
+        for contents, path, fd in sorted(whole, key=lambda each: each[0].age, reverse=True):
+            if self._claimed_bytes() + _need_bytes(contents.head) > self._slab_cap_bytes:
+                self.reclaimed.num_surplus_slabs += 1
+                self._reclaim(path, fd)
+            elif not self._is_own(contents.head):
+                self._keep(contents, path, fd)
+            elif self._adopt(contents, path, fd):
+                found.append(contents)
+        return sorted(found, key=lambda contents: contents.head.number)
+
+    def _is_own(self, head: SlabHead) -> bool:
+        return (head.fingerprint, head.record_bytes) == (self._fingerprint, self._record_bytes)
+
+    def _keep(self, contents: SlabContents, path: Path, fd: int) -> None:
+        """Keep another model's slab, if there is something in it."""
+        if not contents.records:
+            self._reclaim(path, fd)
+            return
+        os.close(fd)
+        self._adopted.add(contents.head.number)
+        self.others.add(path, contents)
+
+    def _adopt(self, contents: SlabContents, path: Path, fd: int) -> bool:
+        """Make a slab of the served model whole again; False: that cannot be done."""
+        head = contents.head
+        try:
+            os.ftruncate(fd, min(os.fstat(fd).st_size, head.num_bytes))
+            os.posix_fallocate(fd, 0, head.num_bytes)  # where it had been cut off
+            for index in contents.damaged:
+                write_all(fd, self._zeros, head.offset(index))
+        except OSError:
+            self.reclaimed.num_damaged_slabs += 1
+            self._reclaim(path, fd)
+            return False
+        self._adopted.add(head.number)
+        self._slabs[head.number] = _Slab(head, path, fd)
+        self.reclaimed.num_damaged_records += len(contents.damaged)
+        return True
+
+    def _reclaim(self, path: Path, fd: int) -> None:
+        self.reclaimed.num_bytes += physical_bytes(fd)
         os.close(fd)
         path.unlink()
-        return None
 
     def close(self) -> None:
         """Leave the folder to others. No thread may be at work in it any more."""
@@ -235,24 +325,27 @@ class Slabs:
 
     # Slabs
 
-    def grow(self) -> SlabHead | None:
+    def grow(self, unused_since_s: int | None = None) -> SlabHead | None:
         """Make another slab; None: the cap or the disk has no room for one.
+
+        Args:
+            unused_since_s: another model's slab with newer blocks does not make room; None: any
+                does.
 
         Raises:
             OSError: it could not be made, and nothing is left of it.
         """
         self.remake_folder()
         with self._growing:
-            need = self._need_bytes(self._num_records)
-            if self._claimed_bytes() + need > self._slab_cap_bytes:
-                return None
-            if self.limit() is not None:
+            if not self._make_room(unused_since_s):
                 return None
             # the lowest, whatever lies there: a name with too many digits would never be found
             while self._next_number in self._adopted:
                 self._next_number += 1
             number, self._next_number = self._next_number, self._next_number + 1
-            head = SlabHead(number, self._record_bytes, self._num_records, self._fingerprint)
+            head = SlabHead(
+                number, self._record_bytes, self._num_records, self._fingerprint, self._model
+            )
             path = self.folder / f"slab-{number:06}.kv"
             fd = self.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
@@ -267,6 +360,19 @@ class Slabs:
             self._slabs[number] = _Slab(head, path, fd)
             return head
 
+    def _make_room(self, unused_since_s: int | None) -> bool:
+        """Delete old slabs of other models until there is room for one; False: there is none."""
+        while self._claimed_bytes() + self._own_bytes > self._slab_cap_bytes:
+            if not self.others.drop_oldest(unused_since_s):
+                return False
+        while self.limit() is not None:
+            free_bytes = shutil.disk_usage(self.folder).free + self.others.num_bytes
+            if free_bytes - self._own_bytes < self._reserve_bytes:
+                return False  # nor would there be without them
+            if not self.others.drop_oldest(unused_since_s):
+                return False
+        return True
+
     def limit(self) -> str | None:
         """Why there can be no other slab although the cap has room for one; None: it has none.
 
@@ -275,7 +381,7 @@ class Slabs:
         Raises:
             OSError: the disk cannot be looked at.
         """
-        need = self._need_bytes(self._num_records)
+        need = self._own_bytes
         free_bytes = shutil.disk_usage(self.folder).free
         is_at_cap = self._claimed_bytes() + need > self._slab_cap_bytes
         if is_at_cap or free_bytes - need >= self._reserve_bytes:
@@ -302,6 +408,11 @@ class Slabs:
             lock_fd, self._lock_fd = self._lock_fd, lock(self.folder)
             os.close(lock_fd)
 
+    def expire_others(self, oldest_s: int) -> None:
+        """Erase other models' blocks that were stored before; raises OSError."""
+        with self._growing:
+            self.others.expire(oldest_s)
+
     def forget_lost(self) -> list[int]:
         """Numbers of slabs whose files somebody has deleted; their space is given back."""
         with self._growing:
@@ -315,12 +426,13 @@ class Slabs:
 
     def _claimed_bytes(self) -> int:
         """What the slabs take, or will when they are full."""
-        whole = sum(self._need_bytes(slab.head.num_records) for slab in self._slabs.values())
-        return max(whole, self.num_bytes)
+        heads = [*(slab.head for slab in self._slabs.values()), *self.others.heads]
+        return max(sum(map(_need_bytes, heads)), self.num_bytes)
 
-    def _need_bytes(self, num_records: int) -> int:
-        pages = 2 + num_records // _INDEX_RECORDS  # the first, and those of the file system
-        return num_records * self._record_bytes + pages * PAGE
+    @property
+    def _own_bytes(self) -> int:
+        """What the next slab takes."""
+        return _need_bytes(SlabHead(0, self._record_bytes, self._num_records, self._fingerprint))
 
     def open_file(self, path: Path, flags: int) -> int:
         """A descriptor of a file in the folder, past the page cache where that can be."""
@@ -498,7 +610,7 @@ class Disk:
             case CopyJob():
                 self._store(job, buffer)
             case GrowJob():
-                job.made = self._slabs.grow()
+                job.made = self._slabs.grow(job.unused_since_s)
                 job.limit = None if job.made is not None else self._slabs.limit()
             case SweepJob(places=places):
                 job.lost = self._slabs.forget_lost()
@@ -506,6 +618,8 @@ class Disk:
                     if place.slab not in job.lost:
                         self._slabs.erase(place)
                     job.num_done += 1
+                if job.oldest_s is not None:
+                    self._slabs.expire_others(job.oldest_s)
                 job.limit = self._slabs.limit()
             case ProbeJob():
                 job.bytes_per_s = probe(self._slabs)

@@ -15,7 +15,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,9 @@ DIGEST_BYTES = 32
 _SLAB = struct.Struct("<8sQQQ32s")
 _RECORD = struct.Struct("<8sQQQQ32s32sI")
 _CRC = struct.Struct("<I")
+_MODEL = struct.Struct("<256s")
+_MODEL_AT = 256
+"""Where a slab's first page has its model's name, with a checksum of its own."""
 _PLACE = struct.Struct("<QQ")
 _SLAB_MAGIC = b"PnstKVs\x01"
 _RECORD_MAGIC = b"PnstKVr\x01"
@@ -56,6 +59,8 @@ class SlabHead(NamedTuple):
     num_records: int
     fingerprint: bytes
     """Of model, dtype and layout: [DIGEST_BYTES]. All records of a slab have the same."""
+    model: str = ""
+    """Its model's name, for people; empty: unknown."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +101,9 @@ def seal_slab(head: SlabHead) -> bytes:
     packed = _SLAB.pack(
         _SLAB_MAGIC, head.number, head.record_bytes, head.num_records, head.fingerprint
     )
-    return (packed + _CRC.pack(zlib.crc32(packed))).ljust(PAGE, b"\0")
+    model = _MODEL.pack(head.model.encode())
+    sealed = (packed + _CRC.pack(zlib.crc32(packed))).ljust(_MODEL_AT, b"\0")
+    return (sealed + model + _CRC.pack(zlib.crc32(model))).ljust(PAGE, b"\0")
 
 
 def read_slab(page: bytes) -> SlabHead | None:
@@ -106,9 +113,18 @@ def read_slab(page: bytes) -> SlabHead | None:
     if len(crc) < _CRC.size or _CRC.pack(zlib.crc32(packed)) != crc:
         return None
     magic, *values = _SLAB.unpack(packed)
-    head = SlabHead(*values)
+    head = SlabHead(*values)._replace(model=_read_model(page))
     is_sound = head.record_bytes > 0 and head.record_bytes % PAGE == 0 and head.num_records > 0
     return head if magic == _SLAB_MAGIC and is_sound else None
+
+
+def _read_model(page: bytes) -> str:
+    """A slab's model; empty where the page has no such name, or a damaged one."""
+    end = _MODEL_AT + _MODEL.size
+    model = page[_MODEL_AT:end]
+    if page[end : end + _CRC.size] != _CRC.pack(zlib.crc32(model)):
+        return ""
+    return model.rstrip(b"\0").decode(errors="replace")
 
 
 def seal_record(head: RecordHead, slab: int, index: int) -> bytes:
@@ -161,6 +177,39 @@ class SlabContents:
     records: list[tuple[int, RecordHead]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     """Numbers of records that are neither empty nor whole by their headers."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """When its newest block was stored; smaller is older, and empty the oldest."""
+        return max(((r.stored_at_s, r.number) for _, r in self.records), default=(0, 0))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all its blocks."""
+        return sum(record.num_bytes for _, record in self.records)
+
+
+class ModelShare(NamedTuple):
+    """What a folder has of one model."""
+
+    model: str
+    """Its name; empty: unknown."""
+    num_blocks: int
+    num_bytes: int
+    """Of these blocks."""
+
+
+def shares_of(slabs: Iterable[SlabContents]) -> list[ModelShare]:
+    """What slabs have of each model, dtype and layout, the most first."""
+    shares: dict[bytes, ModelShare] = {}
+    for each in slabs:
+        was = shares.get(each.head.fingerprint, ModelShare(each.head.model, 0, 0))
+        shares[each.head.fingerprint] = ModelShare(
+            each.head.model or was.model,
+            was.num_blocks + len(each.records),
+            was.num_bytes + each.block_bytes,
+        )
+    return sorted(shares.values(), key=lambda share: -share.num_bytes)
 
 
 def survey(folder: Path) -> Iterator[tuple[Path, SlabContents | None]]:

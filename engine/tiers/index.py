@@ -42,6 +42,8 @@ class IndexEntry:
     stored_at_s: int
     num_readers: int = 0
     is_written: bool = False
+    is_used: bool = False
+    """Stored, loaded or touched since the start."""
     is_dropped: bool = False
     """Out of the index: its place is free when nobody reads it any more."""
 
@@ -86,6 +88,12 @@ class SlabIndex:
     def num_free(self) -> int:
         """Places that the next records get."""
         return len(self._free)
+
+    @property
+    def unused_since_s(self) -> int | None:
+        """When the block that is evicted next was stored; None: it was used since the start."""
+        first = next(iter(self._entries.values()), None)
+        return None if first is None or first.is_used else first.stored_at_s
 
     # Slabs
 
@@ -159,6 +167,7 @@ class SlabIndex:
         for block_hash in reversed(hashes):
             if block_hash in self._entries:
                 self._entries.move_to_end(block_hash)
+                self._entries[block_hash].is_used = True
 
     # Reading and writing
 
@@ -168,7 +177,7 @@ class SlabIndex:
             return None
         place = self._free.popleft()
         self._last_number += 1
-        entry = IndexEntry(block_hash, place, self._last_number, now_s)
+        entry = IndexEntry(block_hash, place, self._last_number, now_s, is_used=True)
         self._residue.pop(place, None)
         self._damaged.discard(place)
         self._entries[block_hash] = self._busy[place] = entry
@@ -190,6 +199,7 @@ class SlabIndex:
         if entry is None or not entry.is_written:
             return None
         entry.num_readers += 1
+        entry.is_used = True
         self._busy[entry.place] = entry
         return entry
 
@@ -236,6 +246,10 @@ class SlabIndex:
         self.num_evicted += len(victims)
         return len(victims)
 
+    def oldest_s(self, now_s: int) -> int | None:
+        """Blocks that were stored before are too old; None: none is."""
+        return None if self.max_age_s is None else now_s - self.max_age_s
+
     def expire(self, now_s: int) -> list[RecordPlace]:
         """Drop records that are too old; free places whose bytes are, which are to be erased.
 
@@ -243,7 +257,7 @@ class SlabIndex:
         """
         if self.max_age_s is None:
             return []
-        oldest_s = now_s - self.max_age_s
+        oldest_s = self.oldest_s(now_s) or 0
         old = [e.block_hash for e in self._entries.values() if e.stored_at_s < oldest_s]
         for block_hash in old:
             self.drop(block_hash)

@@ -60,8 +60,10 @@ class CopyJob(Job):
 
 @dataclass(slots=True, eq=False)
 class GrowJob(Job):
-    """Make another slab, if there is room for one."""
+    """Make another slab, if there is room for one, or if another model's can make room."""
 
+    unused_since_s: int | None = None
+    """Other models' slabs with newer blocks stay; None: none does."""
     made: SlabHead | None = None
     """None without an error: there is no room for one."""
     limit: str | None = None
@@ -78,6 +80,8 @@ class SweepJob(Job):
     """Slabs whose files somebody has deleted."""
     limit: str | None = None
     """Why no slab could be made now although the cap has room for one."""
+    oldest_s: int | None = None
+    """Other models' blocks that were stored before are erased; None: none is."""
 
 
 @dataclass(slots=True, eq=False)

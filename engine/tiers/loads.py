@@ -568,7 +568,7 @@ class Stores:
             self._wanted.clear()  # every place is being written or read, or there is none
         elif not self._grows:
             self._grows = True
-            self._context.store.begin(GrowJob())
+            self._context.store.begin(GrowJob(unused_since_s=self._context.index.unused_since_s))
 
     def grown(self, job: GrowJob) -> None:
         """There is another slab, or none can be made."""

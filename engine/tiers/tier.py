@@ -199,7 +199,9 @@ class Tier:
 
     def sweep(self) -> None:
         """Once in a while: let go of what is too old, notice slabs that are gone."""
-        self._context.store.begin(SweepJob(places=self.index.expire(self._context.now_s())))
+        now_s = self._context.now_s()
+        places = self.index.expire(now_s)
+        self._context.store.begin(SweepJob(places=places, oldest_s=self.index.oldest_s(now_s)))
 
     def clear(self) -> int:
         """Forget all that is on disk, and have it erased; how many blocks that is."""

@@ -89,6 +89,7 @@ def rich() -> Frame:
             load_ms=50.0,
             would_find={"1": 0.4},
             limit="its disk is full",
+            other_models={"m": 5 << 20},
         ),
         dram=TierFrame(
             "on", "", "", 7, 7 << 20, 9 << 30, loads=3, load_ms=5.0, would_find={"1": 1}

@@ -23,7 +23,7 @@ BLOCK_BYTES = 5000
 @pytest.fixture
 def slabs(tmp_path):
     """Of a daemon that is running; three blocks are in it."""
-    slabs = Slabs(tmp_path / "kv", BLOCK_BYTES, bytes(32), 1 << 20, reserve_bytes=0)
+    slabs = Slabs(tmp_path / "kv", BLOCK_BYTES, bytes(32), 1 << 20, 0, "small in bfloat16")
     slabs.open()
     slabs.grow()
     for n in range(3):
@@ -41,7 +41,9 @@ def cache(tmp_path, *words):
 def test_stats_say_what_is_there(slabs, tmp_path):
     done = cache(tmp_path, "stats", "-o", "json")
     content = json.loads(done.stdout)
-    assert (content["blocks"], content["block_bytes"], content["models"]) == (3, 15_000, 1)
+    assert (content["blocks"], content["block_bytes"]) == (3, 15_000)
+    assert content["models"] == [{"model": "small in bfloat16", "blocks": 3, "bytes": 15_000}]
+    assert "small in bfloat16: 3 blocks, 14.6 KiB" in cache(tmp_path, "stats").stdout
     assert content["oldest"] < content["newest"]
     assert content["damaged_blocks"] is None  # it reads no block
 

@@ -112,8 +112,16 @@ def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
     assert opened.slabs.grow() is not None
     opened.close()
     disk(444 << 20)
-    with pytest.raises(PenstockError, match="MiB are free"):
-        kv_caches._open(tmp_path, asked, blocks(2))  # another model's, so that nothing is left
+    opened = kv_caches._open(tmp_path, asked, blocks(2))
+    assert opened.found == []
+    assert [share.num_blocks for share in opened.slabs.others.shares] == [1], "kept, though full"
+    assert opened.slabs.grow() is None, "there would be no room without it either"
+    assert opened.slabs.others.shares
+    opened.close()
+    for path in tmp_path.glob("slab-*"):
+        path.unlink()
+    with pytest.raises(PenstockError, match="444 MiB are free"):
+        kv_caches._open(tmp_path, asked, blocks(2))
     os.close(lock(tmp_path))
 
 
@@ -147,7 +155,9 @@ async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, mo
     config = SimpleNamespace(ssd_folder=folder, ssd_dir=None, ssd_cache=64 << 20, log_keep_days=1)
     cache = kv_caches.SsdCache(config, lambda _, code, about: seen.update({code: cache.frame()}))
     placement = SimpleNamespace(block_bytes=4096)
-    plan = SimpleNamespace(workers=[], arena=None, num_staging=0, placement=placement)
+    plan = SimpleNamespace(
+        model_id="m", dtype="x", workers=[], arena=None, num_staging=0, placement=placement
+    )
     hasher = SimpleNamespace(fingerprint=bytes(32))
     await cache.open(plan, hasher, None, SimpleNamespace(workers={}), None)
     assert seen["ssd.slow"].state == "opening"

@@ -121,6 +121,18 @@ def test_records_expire_and_what_is_left_of_older_ones_is_to_be_erased(index):
     assert index.num_expired == 1
 
 
+def test_of_a_block_from_before_the_start_is_known_since_when_nobody_used_it(index):
+    assert index.unused_since_s is None
+    heads = [RecordHead(n, 10 * n, 8, name(n), bytes(32), 0) for n in (1, 2)]
+    index.add_slab(7, 2, enumerate(heads))
+    index.order_by_age()
+    assert index.unused_since_s == 10
+    index.touch([name(1)])
+    assert index.unused_since_s == 20
+    index.end_load(index.begin_load(name(2)))
+    assert index.unused_since_s is None, "all of them are in use"
+
+
 def test_of_two_records_of_one_block_the_newer_is_found():
     for numbers in ((1, 2), (2, 1)):
         index = SlabIndex()

@@ -43,14 +43,31 @@ def content(block_hash, model=MODELS[0]):
 
 
 def open_slabs(folder, *, model=MODELS[0], cap_bytes=CAP_BYTES, block_bytes=BLOCK_BYTES, **more):
-    slabs = Slabs(folder, block_bytes, model, cap_bytes, reserve_bytes=0, **more)
+    slabs = Slabs(folder, block_bytes, model, cap_bytes, 0, f"model {model[0]}", **more)
     return slabs, slabs.open()
 
 
-def put(slabs, place, block_hash, number=1, model=MODELS[0]):
+def put(slabs, place, block_hash, number=1, model=MODELS[0], stored_at_s=0):
     buffer = RecordBuffer(BLOCK_BYTES)
     buffer.block[:] = content(block_hash, model)
-    slabs.write(place, block_hash, number, 0, buffer)
+    slabs.write(place, block_hash, number, stored_at_s, buffer)
+
+
+def fill(folder, *, model, stored_at_s, num_slabs=1, cap_bytes=CAP_BYTES):
+    """Serve a model once; each of its new slabs has one block."""
+    slabs, _ = open_slabs(folder, model=model, cap_bytes=cap_bytes)
+    for _ in range(num_slabs):
+        number = slabs.grow(stored_at_s).number
+        block_hash = bytes([model[0], number]) * 8
+        put(slabs, RecordPlace(number, 0), block_hash, number, model, stored_at_s)
+    slabs.close()
+
+
+def served_again(folder, model):
+    """The slabs of a model that is served again."""
+    slabs, found = open_slabs(folder, model=model)
+    slabs.close()
+    return [contents.head.number for contents in found]
 
 
 def get(slabs, place, block_hash):
@@ -198,17 +215,105 @@ def test_a_folder_has_one_process(slabs, folder):
         open_slabs(folder)
 
 
-def test_another_models_slabs_make_room_and_are_counted(slabs, folder):
+def test_another_models_blocks_are_there_when_it_is_served_again(slabs, folder):
     put(slabs, RecordPlace(0, 0), name(1))
     slabs.close()
     for model, block_bytes in ((MODELS[1], BLOCK_BYTES), (MODELS[0], 3 * BLOCK_BYTES)):
         other, found = open_slabs(folder, model=model, block_bytes=block_bytes)
         assert found == []
-        assert other.reclaimed.num_foreign_slabs == 1
-        assert other.reclaimed.num_bytes > 0
-        assert physical_bytes(folder) == 0
+        assert [share.num_blocks for share in other.others.shares] == [1]
         other.grow()
-        other.close()
+        other.close()  # and what it has made is empty, and not kept
+    again, found = open_slabs(folder)
+    assert [index for index, _ in found[0].records] == [0]
+    assert get(again, RecordPlace(0, 0), name(1)) == content(name(1))
+    assert again.others.shares == []
+    again.close()
+
+
+def test_the_cap_is_of_all_models_and_the_oldest_makes_room(folder):
+    fill(folder, model=MODELS[0], stored_at_s=100, num_slabs=2)
+    fill(folder, model=MODELS[1], stored_at_s=200, num_slabs=2)
+    slabs, _ = open_slabs(folder, model=bytes([3]) * DIGEST_BYTES)
+    assert {each.model: each.num_blocks for each in slabs.others.shares} == {
+        "model 1": 2,
+        "model 2": 2,
+    }
+    gone, made = [], 0
+    while slabs.grow() is not None:
+        made += 1
+        assert physical_bytes(folder) <= CAP_BYTES
+        gone.append({each.model: each.num_blocks for each in slabs.others.shares})
+    assert made * slabs._num_records == slabs.max_places, "at last it has all of the cap"
+    both = [each for each in gone if "model 1" in each]
+    assert all(each["model 2"] == 2 for each in both), "the older one's go first"
+    assert gone[-1] == {}
+    slabs.close()
+
+
+def test_blocks_of_the_served_model_that_are_older_go_before_anothers(folder):
+    fill(folder, model=MODELS[1], stored_at_s=200, num_slabs=2)
+    slabs, _ = open_slabs(folder)
+    while slabs.grow(unused_since_s=100) is not None:
+        pass
+    assert [share.num_blocks for share in slabs.others.shares] == [2]
+    assert slabs.grow(unused_since_s=300) is not None
+    assert [share.num_blocks for share in slabs.others.shares] == [1]
+    slabs.close()
+
+
+def test_a_smaller_cap_keeps_the_newest_of_all_models(folder):
+    fill(folder, model=MODELS[0], stored_at_s=100, num_slabs=2)
+    fill(folder, model=MODELS[1], stored_at_s=200, num_slabs=2)
+    fill(folder, model=MODELS[0], stored_at_s=300)
+    slabs, found = open_slabs(folder, cap_bytes=CAP_BYTES // 2)
+    stored = [head.stored_at_s for contents in found for _, head in contents.records]
+    num_others = sum(share.num_blocks for share in slabs.others.shares)
+    assert physical_bytes(folder) <= CAP_BYTES // 2
+    assert slabs.reclaimed.num_surplus_slabs == 5 - len(found) - num_others > 0
+    assert stored[-1:] == [300]
+    assert 100 not in stored or num_others == 2
+    slabs.close()
+
+
+def test_what_is_too_old_of_another_model_is_erased(folder):
+    fill(folder, model=MODELS[0], stored_at_s=100)
+    slabs, _ = open_slabs(folder)
+    put(slabs, RecordPlace(0, 1), name(2), 2, stored_at_s=200)
+    slabs.close()
+    fill(folder, model=MODELS[1], stored_at_s=100)
+    other, _ = open_slabs(folder, model=bytes([3]) * DIGEST_BYTES)
+    other.expire_others(150)
+    assert [(share.model, share.num_blocks) for share in other.others.shares] == [("model 1", 1)]
+    other.close()
+    data = b"".join(path.read_bytes() for path in folder.glob("slab-*"))
+    assert content(name(2)) in data
+    for model in MODELS:
+        assert content(bytes([model[0], 0]) * 8, model) not in data
+        assert content(bytes([model[0], 1]) * 8, model) not in data
+    again, found = open_slabs(folder)
+    assert [index for index, _ in found[0].records] == [1]
+    again.close()
+
+
+def test_another_models_files_may_be_deleted_by_somebody(folder):
+    fill(folder, model=MODELS[0], stored_at_s=100, num_slabs=2)
+    slabs, _ = open_slabs(folder, model=MODELS[1])
+    for path in folder.glob("slab-*"):
+        path.unlink()
+    while slabs.grow() is not None:
+        pass
+    slabs.expire_others(0)
+    assert slabs.others.shares == []
+    slabs.close()
+
+
+def test_a_daemon_that_was_killed_while_it_made_room_leaves_what_it_had_not_deleted(folder):
+    fill(folder, model=MODELS[0], stored_at_s=100, num_slabs=2)
+    slabs, _ = open_slabs(folder, model=MODELS[1])
+    assert slabs.others.drop_oldest(None)
+    os.close(slabs._lock_fd)  # as the kernel does
+    assert len(served_again(folder, MODELS[0])) == 1
 
 
 def test_a_smaller_cap_is_kept_from_the_start(slabs, folder):

@@ -454,6 +454,10 @@ def test_old_blocks_expire_and_are_erased():
     kept(tier, 1, 2, 3)
     tier.pass_time(101)
     tier.ssd.sweep()
+    job = tier.disk.jobs[-1]
+    assert job.oldest_s == tier.ssd.index.oldest_s(tier.ssd._context.now_s()), (
+        "others' go with them"
+    )
     tier.run()
     assert tier.disk.places == {}
     assert tier.ssd.index.num_expired == 3
