@@ -449,9 +449,9 @@ def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
     match ssd["state"]:
         case "on":
             used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} of KV used"
-            if others := ssd.get("other_models"):
-                used += f", {size_text(sum(others.values()))} by other models"
             way = "; to and from GPUs by way of the host's memory, unproven" if has_gpus else ""
+            if others := sum((ssd.get("other_models") or {}).values()):
+                way = f"; {size_text(others)} of other models are kept{way}"
             if limit := ssd.get("limit"):
                 hint = "make room on that disk, or name another: --ssd-dir"
                 return Finding("ssd", "note", f"{ssd['folder']}: {used}; {limit}{way}", hint)
