@@ -349,13 +349,13 @@ async def test_a_worker_is_restarted_where_no_descriptor_is_left() -> None:
     await supervisor.run()
     with no_descriptor_left() as taken:
         for _ in range(3):
-            pid = await pids.get()
+            pid = await asyncio.wait_for(pids.get(), 60)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 await until(lambda dead=pid: worker.pid != dead)
                 taken.append(os.dup(0))  # whoever else wants one takes what the death freed
-        assert await pids.get() is not None
+        assert await asyncio.wait_for(pids.get(), 60) is not None
     assert worker.num_failed_starts == 0
     await supervisor.stop()
 

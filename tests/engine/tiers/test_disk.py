@@ -132,6 +132,20 @@ def test_erased_places_are_zeros(harness):
     assert block(3)[:100] not in (harness.folder / "slab-000000.kv").read_bytes()
 
 
+def test_a_sweep_erases_what_is_too_old_of_other_models(harness):
+    harness.store(3)
+    harness.slabs.close()
+    other = Slabs(harness.folder, harness.block_bytes, bytes([9]) * 32, 1 << 20, 0)
+    other.open()
+    swept = []
+    disk = Disk(other, {}, swept.append)
+    disk.begin(SweepJob(places=[], oldest_s=1 << 40))
+    assert disk.close(60)
+    assert swept[0].error is None
+    assert (other.others.shares, list(harness.folder.glob("slab-*"))) == ([], [])
+    other.close()
+
+
 def test_a_probe_says_how_fast_the_disk_reads_and_leaves_nothing(harness):
     assert harness.do(ProbeJob()).bytes_per_s > 0
     assert not list(harness.folder.glob("*probe*"))
