@@ -30,7 +30,7 @@ _RETRY = "try again in a moment"
 _CUT = "what came is not all of it; `penstock status` and `penstock events` say what happened"
 _NO_PENSTOCK = "is it a Penstock's address? --host and PENSTOCK_HOST name it"
 _CERTIFICATE = "SSL_CERT_FILE=CHAIN.pem trusts a certificate of your own; its names must fit, too"
-_KEY = "set PENSTOCK_API_KEY to a key that `penstock keys new` made"
+_KEY = "set PENSTOCK_API_KEY to a key that `penstock keys add` made"
 JOIN_GROUP = "sudo usermod -aG penstock-users $USER, then log in again"
 """To whom the socket does not let in."""
 _HINTS_BY_CODE = MappingProxyType(

@@ -12,7 +12,7 @@ def test_tcp_without_keys_is_refused_before_anything_starts(start_daemon, tiny_l
     daemon = start_daemon("--listen", "127.0.0.1:0", model=tiny_llama)
     assert daemon.process.wait(30) == 78
     assert "API keys" in daemon.stderr
-    assert "penstock keys new" in daemon.stderr
+    assert "penstock keys add" in daemon.stderr
 
 
 def test_the_official_client_over_tcp(start_daemon, tiny_llama, tmp_path):

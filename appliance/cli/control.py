@@ -197,6 +197,12 @@ def serve(
     folder: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
     ] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="IP address for --port. Default: 127.0.0.1.")
+    ] = None,
+    port: Annotated[
+        str | None, typer.Option("--port", help="TCP port: short for --listen HOST:PORT.")
+    ] = None,
     config_file: Annotated[
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
@@ -209,7 +215,8 @@ def serve(
     if folder is not None and given["model"] is not None:
         raise typer.BadParameter("give the model once: as an argument, or with --model")
     model = given["model"] if folder is None else folder
-    flags = {**given, "model": model, "config": config_file}
+    listen = _listen_address(given["listen"], host, port)
+    flags = {**given, "model": model, "listen": listen, "config": config_file}
     load_config = partial(config.load, flags)
     with config.named_by_source(flags):
         if check_config:
@@ -219,6 +226,18 @@ def serve(
 
         process.keep_small()
         raise typer.Exit(daemon.serve(load_config))
+
+
+def _listen_address(listen: str | None, host: str | None, port: str | None) -> str | None:
+    """Return the setting `listen`, which --host and --port say in two words."""
+    if host is None and port is None:
+        return listen
+    if listen is not None:
+        raise typer.BadParameter("give either --listen, or --host and --port")
+    if port is None:
+        raise typer.BadParameter("--host needs --port, as --port 8000")
+    host = host or "127.0.0.1"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check(settings: config.ServeConfig) -> None:
@@ -361,6 +380,20 @@ def new_key(
     key, line = access.new_key(name, role)
     terminal.write(line + "\n")
     terminal.note(f"the key, which is shown only now: {key}")
+
+
+@keys.command("add")
+def add_key(
+    name: Annotated[str, typer.Argument(help="Name of the key's user in the log.")],
+    file: Annotated[str, typer.Option("--file", help="File of keys; created with mode 600.")],
+    role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
+) -> None:
+    """Make a key and add it to a file; the key itself goes to stdout, once."""
+    from appliance.http import access
+
+    key = access.add_key(Path(file), name, role)
+    terminal.write(key + "\n")
+    terminal.note(f"added {name} ({role}) to {printable(file)}; this key is not shown again")
 
 
 def dial_stdio(host: Host = None) -> None:
@@ -549,9 +582,7 @@ def install_service(
     daemon, and clients that connect meanwhile wait.
     """
     program = own_program()
-    if dry_run:
-        check_reach(program)
-    else:
+    if not dry_run:
         check_program(program)
     for step in install_steps(program):
         terminal.write(f"{printable(step.about)}\n")
@@ -559,5 +590,7 @@ def install_service(
             do_step(step)
         elif step.text:
             terminal.write("".join(f"    {line}\n" for line in step.text.splitlines()))
-    if not dry_run:
+    if dry_run:
+        check_reach(program)  # after the plan, which can be read all the same
+    else:
         terminal.write("serving; penstock status, journalctl -fu penstock\n")

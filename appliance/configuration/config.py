@@ -82,6 +82,7 @@ class ServeConfig:
     tls_key: Path | None = None
     open_metrics: bool = False
     api_keys: Path | None = None
+    auth: bool = True
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     viewers: tuple[str, ...] = ()
     max_queued: int = 512
@@ -127,6 +128,14 @@ class ServeConfig:
                 f"{self.listen[0]} is reached from beyond this machine, which needs TLS",
                 where="listen",
                 hint="add --tls-cert CHAIN.pem --tls-key KEY.pem, or listen on 127.0.0.1",
+            )
+        if not self.auth and (self.listen is None or self.is_open_to_network):
+            raise ConfigError(
+                "TCP without API keys is for a port on loopback",
+                where="auth",
+                hint="add --listen 127.0.0.1:8000"
+                if self.listen is None
+                else "leave out --no-auth",
             )
 
     @property

@@ -128,6 +128,9 @@ SETTINGS: Mapping[str, Setting] = {
     "tls_key": Setting(a_path, "private key (PEM) of the certificate; read again at a reload"),
     "open_metrics": Setting(on_or_off, "serve /metrics on TCP without a key: on or off", True),
     "api_keys": Setting(a_path, "file of the API keys of clients on TCP", True),
+    "auth": Setting(
+        a_flag, "ask TCP clients for API keys; without, on loopback only, each has the role user"
+    ),
     "operators": Setting(
         names, "users and @groups who may cancel any request and drain, separated by commas", True
     ),

@@ -503,6 +503,8 @@ class Supervisor:
         if self._stacks_fd is not None:
             command += ["--stacks-fd", str(self._stacks_fd)]
             fds.append(self._stacks_fd)
+        # Ctrl-C goes to the whole group, and the worker ignores it only once Python is up.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
                 command,
@@ -515,6 +517,7 @@ class Supervisor:
             ours.close()
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         return process, ours
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
+import fcntl
 import functools
 import grp
 import hashlib
@@ -49,7 +50,7 @@ from engine.errors import ConfigError, Forbidden, RequestError, Unavailable, Usa
 # there.
 
 
-_KEYS_FILE = "`penstock keys new NAME >> FILE` makes one; then chmod 600 FILE"
+_KEYS_FILE = "`penstock keys add NAME --file FILE` makes one"
 KEY_PREFIX = "penstock-"
 KEY_BYTES = 32
 MAX_FILE_BYTES = 1 << 20
@@ -57,7 +58,7 @@ MAX_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _ROLES = {role.name.lower(): role for role in Role}
-_FORMAT = "a line is NAME ROLE sha256:HEX; `penstock keys new NAME` makes one"
+_FORMAT = "a line is NAME ROLE sha256:HEX; `penstock keys add NAME --file FILE` adds one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,28 @@ def new_key(name: str, role: str = "user") -> tuple[str, str]:
         raise UsageError(f"{role!r} is no role", where="--role", hint=hint)
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     return key, f"{name} {role} sha256:{_digest(key).hex()}"
+
+
+def add_key(path: Path, name: str, role: str = "user") -> str:
+    """Append a fresh key's line to a file, made for its owner alone if it is new; return the key.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or has a key of this name already.
+        UsageError: as new_key().
+    """
+    key, line = new_key(name, role)
+    try:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if any(each.name == name for each in read_keys(path)):
+                hint = "give another name, or delete its line first"
+                raise ConfigError(f"there is a key named {name!r}", where=str(path), hint=hint)
+            before = file.read()
+            file.write(b"" if not before or before.endswith(b"\n") else b"\n")
+            file.write(line.encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot add a key: {error.strerror}", where=str(path)) from error
+    return key
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
@@ -241,6 +264,8 @@ class AccessPolicy:
     """What TCP is spoken with; None: as it is, which is for loopback only."""
     has_open_metrics: bool = False
     """Whoever reaches TCP may read /metrics, without a key."""
+    asks_for_keys: bool = True
+    """False: programs of this machine may use TCP, all as one user; web pages may not."""
 
     @classmethod
     def from_config(
@@ -253,7 +278,7 @@ class AccessPolicy:
                 without keys.
         """
         path = _keys_path(config, environ)
-        if path is None and config.listen is not None:
+        if path is None and config.listen is not None and config.auth:
             raise _no_keys("listen")
         return cls(
             operators=UserDirectory.named(config.operators, "operators"),
@@ -264,11 +289,12 @@ class AccessPolicy:
             cors_origins=config.cors_origins,
             tls=tls_context(*config.tls) if config.tls is not None else None,
             has_open_metrics=config.open_metrics,
+            asks_for_keys=config.auth,
         )
 
     def check_tcp(self, where: str) -> None:
         """Raise ConfigError if TCP is served, as `where` says, and nobody has a key."""
-        if not self.keys:
+        if not self.keys or not self.asks_for_keys:
             raise _no_keys(where)
 
     def peer_of(self, who: Credentials) -> Peer:
@@ -326,7 +352,7 @@ def _no_keys(where: str) -> ConfigError:
     return ConfigError(
         "TCP clients need API keys, and there is no file of them",
         where=where,
-        hint="`penstock keys new NAME` makes a key; name its file with --api-keys",
+        hint="penstock keys add NAME --file keys, then --api-keys keys; or --no-auth on loopback",
     )
 
 
@@ -422,8 +448,8 @@ def readable(send: Send, origin: str) -> Send:
 
 # In front of every route: who asks, whether the request is sound, how much it may send.
 # Browsers: a page cannot send a key without asking first (CORS), and only pages of `cors_origins`
-# are answered with yes. Otherwise the Origin header proves nothing that the key does not, and is
-# not read. The Host header is: a page whose name was rebound to this machine sends its own.
+# are answered with yes. So the Origin header is read only where no key is asked for. The Host
+# header is read without TLS: a page whose name was rebound to this machine sends its own.
 # Invariant: no handler runs for a peer that is not known, and none sees more body than allowed. Of
 # the memory for half-sent bodies nobody holds more than is left for all others.
 # Never: knows a route but /health, which tells nothing and is open so that probes need no key, and
@@ -441,6 +467,9 @@ METRICS_PATH = "/metrics"
 """Open only where the policy says so: gateways that scrape it cannot show a key."""
 BUSY_RETRY_MS = 1000
 
+LOCAL_USER = "loopback"
+"""Name of all clients on TCP that are asked for no key."""
+_LOCAL_PAGE = re.compile(rb"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?")
 _LOOPBACK = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
@@ -516,6 +545,9 @@ class Gate:
         peer = self.policy.holder_of_any(_shown_keys(scope))
         if peer is None and scope["path"] in OPEN_PATHS:
             return Peer()
+        if peer is None and not self.policy.asks_for_keys:
+            _refuse_foreign_page(scope, self.policy.cors_origins)
+            return Peer(user=LOCAL_USER)
         if peer is None and scope["path"] == METRICS_PATH and self.policy.has_open_metrics:
             return Peer(role=Role.VIEWER)
         if peer is None:
@@ -540,6 +572,22 @@ class Gate:
             return True
         now = self.policy.holder_of_any(_shown_keys(scope))
         return now is not None and now.role >= peer.role
+
+
+def _refuse_foreign_page(scope: Scope, origins: Collection[str]) -> None:
+    """Refuse a web page of another site, which a browser lets post here without asking.
+
+    Raises:
+        Forbidden: the Origin header names a page that is neither local nor in `cors_origins`.
+    """
+    origin = _header(scope, b"origin")
+    is_local = origin is None or _LOCAL_PAGE.fullmatch(origin) is not None
+    if not is_local and allowed_origin(scope, origins) is None:
+        raise Forbidden(
+            "the Origin header names a web page of another site",
+            code="origin_not_allowed",
+            hint="allow it with the setting cors_origins",
+        )
 
 
 class _Body:

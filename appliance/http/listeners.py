@@ -158,7 +158,7 @@ def bind_tcp(host: str, port: int) -> list[socket.socket]:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror}",
                 where="listen",
-                hint="choose another port with --listen",
+                hint="choose another port with --port or --listen",
             ) from error
         port = listener.getsockname()[1]
     return listeners

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.cli import control
 from appliance.configuration.config import log_path
 from appliance.log.query import EventQuery, read_events
 from appliance.log.row import end_crashed_run
@@ -339,3 +340,29 @@ def test_a_refusal_is_told(daemon: FakeDaemon, environ: dict[str, str]) -> None:
 @pytest.mark.parametrize("arguments", [("--slo-itl-ms", "-1"), ("--slo-ttft-ms", "soon")])
 def test_targets_are_numbers(environ: dict[str, str], arguments: tuple[str, ...]) -> None:
     assert penstock(environ, "roles", *arguments).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "listen"),
+    [
+        (("--port", "8000"), "127.0.0.1:8000"),
+        (("--host", "::1", "--port", "8000"), "[::1]:8000"),
+        (("--listen", "127.0.0.1:1"), "127.0.0.1:1"),
+        ((), None),
+    ],
+)
+def test_host_and_port_are_the_address_to_listen_on(
+    options: tuple[str, ...], listen: str | None
+) -> None:
+    named = dict(zip(options[::2], options[1::2], strict=True))
+    given = (named.get(name) for name in ("--listen", "--host", "--port"))
+    assert control._listen_address(*given) == listen
+
+
+@pytest.mark.parametrize(
+    "options", [("--host", "127.0.0.1"), ("--port", "1", "--listen", "127.0.0.1:1")]
+)
+def test_half_an_address_and_two_addresses_are_usage_errors(
+    environ: dict[str, str], options: tuple[str, ...]
+) -> None:
+    assert penstock(environ, "serve", *options).returncode == 2

@@ -41,13 +41,24 @@ def test_an_update_writes_what_differs_and_restarts(places):
     assert steps[-1].command == ("systemctl", "restart", "penstock.service")
 
 
-def test_a_refusal_comes_before_the_plan(monkeypatch, capsys):
+def test_a_dry_run_shows_the_plan_and_then_what_would_be_refused(monkeypatch, capsys):
     def refuse(program):
         raise ConfigError("the service's user cannot enter it")
 
     monkeypatch.setattr(control, "check_reach", refuse)
     with pytest.raises(ConfigError):
         control.install_service(dry_run=True)
+    assert "penstock.socket" in capsys.readouterr().out
+
+
+def test_an_install_that_is_refused_does_nothing(monkeypatch, capsys):
+    def refuse(program):
+        raise ConfigError("the service's user cannot enter it")
+
+    monkeypatch.setattr(control, "check_program", refuse)
+    monkeypatch.setattr(control, "do_step", lambda step: pytest.fail(f"did {step}"))
+    with pytest.raises(ConfigError):
+        control.install_service(dry_run=False)
     assert capsys.readouterr().out == ""
 
 

@@ -129,6 +129,13 @@ def test_the_users_file_counts_where_there_is_no_systems(machine: Path) -> None:
         ({}, {}, '# dtype\n"max_queued" = 0\n', ["penstock.toml:2: max_queued", "0", "1 or more"]),
         ({"listen": "0.0.0.0:80"}, {}, "", ["--listen: ", "0.0.0.0", "TLS"]),
         ({"listen": "[::]:80"}, {}, "", ["listen", "::", "TLS"]),
+        ({"auth": "false"}, {}, "", ["--auth", "loopback"]),
+        (
+            {"listen": "0.0.0.0:80", "auth": "false", "tls_cert": "c", "tls_key": "k"},
+            {},
+            "",
+            ["--auth", "loopback"],
+        ),
         ({"listen": "box.lan:80"}, {}, "", ["--listen", "box.lan", "IP address"]),
         ({"listen": "::1:80"}, {}, "", ["--listen", "::1", "IP address"]),
         ({"listen": "127.0.0.1:80", "tls_cert": "c.pem"}, {}, "", ["--tls-cert", "together"]),

@@ -193,6 +193,18 @@ def two_workers() -> list[tuple[WorkerPlan, Setup]]:
     ]
 
 
+async def test_a_ctrl_c_does_not_reach_a_worker_that_is_still_starting() -> None:
+    script = "import os, signal; os.killpg(0, signal.SIGINT); raise SystemExit(3)"
+    script = f"import os; os.setpgid(0, 0); {script}"  # a group without us
+    supervisor = unheard(two_workers(), program=(sys.executable, "-c", script))
+    supervisor.spawn_all()
+    with pytest.raises(WorkerFailed, match="exit code 3"):
+        await supervisor.run()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    await until(lambda: all(each.is_reaped.is_set() for each in supervisor.workers.values()))
+    await supervisor.stop()
+
+
 async def test_a_first_start_that_fails_restarts_nobody(caplog: pytest.LogCaptureFixture) -> None:
     supervisor = unheard(two_workers(), program=(sys.executable, "-c", "raise SystemExit(3)"))
     supervisor.spawn_all()

@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from appliance.api.routes import build_app
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import (
+    LOCAL_USER,
     AccessPolicy,
     ApiKey,
     Credentials,
     UserDirectory,
+    add_key,
     credentials_of,
     find_key,
     new_key,
@@ -87,7 +89,7 @@ def test_tcp_without_keys_is_a_config_error_that_says_how_to_make_one(config):
     with pytest.raises(ConfigError) as error:
         AccessPolicy.from_config(config(listen=("127.0.0.1", 0)), {})
     assert error.value.where == "listen"
-    assert "penstock keys new" in error.value.hint
+    assert "penstock keys add" in error.value.hint
     assert AccessPolicy.from_config(config(), {}).keys == ()
 
 
@@ -223,8 +225,28 @@ def test_a_wrong_line_is_named_by_its_number_but_not_quoted(write, line, about):
     with pytest.raises(ConfigError, match=about) as error:
         read_keys(path)
     assert error.value.where == f"{path}:3"
-    assert "penstock keys new" in error.value.hint
+    assert "penstock keys add" in error.value.hint
     assert "secret" not in str(error.value) + error.value.hint
+
+
+def test_a_key_is_added_to_a_file_for_its_owner_alone_and_no_name_twice(tmp_path):
+    path = tmp_path / "keys"
+    keys = {name: add_key(path, name, role) for name, role in (("a", "user"), ("b", "viewer"))}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert {name: find_key(read_keys(path), key).name for name, key in keys.items()} == {
+        "a": "a",
+        "b": "b",
+    }
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="named 'a'") as error:
+        add_key(path, "a")
+    assert (error.value.where, path.read_text()) == (str(path), before)
+
+
+def test_a_key_is_added_after_a_line_without_an_end(write):
+    path = write(f"first user {GOOD}")
+    add_key(path, "second")
+    assert [key.name for key in read_keys(path)] == ["first", "second"]
 
 
 def test_a_file_that_others_may_write_is_refused(write):
@@ -282,6 +304,32 @@ async def served(tmp_path):
     async with httpx.AsyncClient(base_url=url) as client:
         yield server, client, {"authorization": f"Bearer {key}"}
     await server.stop(grace_s=1.0)
+
+
+async def test_where_no_key_is_asked_for_programs_are_users_and_other_sites_pages_nobody(served):
+    server, client, _ = served
+    assert (await client.get("/v1/models")).status_code == 401
+    server.policy = dataclasses.replace(server.policy, asks_for_keys=False)
+    for headers in ({}, {"authorization": "Bearer EMPTY"}, {"origin": "http://localhost:3000"}):
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+    told = (await client.get("/v1/penstock/whoami")).json()
+    assert (told["role"], told["name"]) == ("user", LOCAL_USER)
+    assert (await client.post("/v1/penstock/drain")).status_code == 403
+    for headers, code in (
+        (PAGE, "origin_not_allowed"),
+        ({"origin": "null"}, "origin_not_allowed"),
+        ({"origin": "http://localhost.evil.example"}, "origin_not_allowed"),
+        ({"host": "evil.example"}, "host_not_allowed"),
+    ):
+        reply = await client.get("/v1/models", headers=headers)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, code)
+    server.policy = dataclasses.replace(server.policy, cors_origins=(PAGE["origin"],))
+    assert (await client.get("/v1/models", headers=PAGE)).status_code == 200
+
+
+def test_a_socket_units_port_always_asks_for_keys():
+    with pytest.raises(ConfigError):
+        AccessPolicy(asks_for_keys=False).check_tcp("ListenStream")
 
 
 async def test_without_the_setting_no_page_is_answered(served):
