@@ -27,7 +27,9 @@ class FakeDriver:
 
     def __init__(self, capability):
         self.capability = capability
-        self.launcher_cls = lambda source, metadata: lambda *args: None
+        self.grids = []
+        """Of each launch, (x, y, z)."""
+        self.launcher_cls = lambda source, metadata: lambda *args: self.grids.append(args[:3])
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {
                 "max_shared_mem": SHARED_BYTES[device],

@@ -457,6 +457,8 @@ def reference_attention(
 
 _MIN_KEYS_PER_PART = 128
 _PROGRAMS_PER_PROCESSOR = 2
+_HOPPER_SHARED_BYTES = 200_000
+"""Of one program: devices from compute capability 9.0 on have more, those before have less."""
 MAX_PARTS = 64
 """Of one sequence's keys."""
 
@@ -482,8 +484,10 @@ def several_queries_tiling(
         itemsize: bytes of one value; tensor cores multiply those of 2.
         shared_bytes: shared memory that one program may have.
     """
-    rows = 128 if itemsize == 2 else 32
-    return _fitting(rows, 8, group_size, padded_dim(head_dim) * itemsize, shared_bytes)
+    rows, row_bytes = 128 if itemsize == 2 else 32, padded_dim(head_dim) * itemsize
+    if row_bytes > 256 and shared_bytes < _HOPPER_SHARED_BYTES:
+        rows = min(rows, 64)  # more spill registers there
+    return _fitting(rows, 8, group_size, row_bytes, shared_bytes)
 
 
 def single_query_tiling(group_size: int, head_dim: int, itemsize: int, shared_bytes: int) -> Tiling:

@@ -4,7 +4,8 @@
 
 No device is needed. Around heads of 128 in bfloat16, groups of 4 and blocks of 64, one thing varies
 at a time: head size, dtype, group, block size, extras (a window and a softcap). It takes some
-minutes of one core; `TRITON_CACHE_DIR` says where what was compiled stays.
+minutes of one core; `TRITON_CACHE_DIR` says where what was compiled stays. It exits with 1 if a
+kernel spills, does not fit, or leaves processors without a program, and names each on stderr.
 """
 
 import sys
@@ -56,12 +57,15 @@ def cell(found):
 
 
 def main():
-    table = {}
+    table, faults = {}, []
     for variant in variants():
         try:
-            said = cell(compile_variant(variant))
+            found = compile_variant(variant)
+            said, wrong = cell(found), list(found.faults(variant))
         except triton.runtime.errors.OutOfResources as error:
             said = f"**needs {error.required}, has {error.limit}**"
+            wrong = [said.strip("*")]
+        faults += [f"{name_of(variant)} on sm_{variant.capability}: {each}" for each in wrong]
         table.setdefault(name_of(variant), {})[variant.capability] = said
         print(name_of(variant), variant.capability, said, file=sys.stderr, flush=True)
     print(f"triton {triton.__version__}\n")
@@ -69,9 +73,11 @@ def main():
     print("|---" * (len(CAPABILITIES) + 1) + "|")
     for name, row in table.items():
         print(f"| {name} | " + " | ".join(row[c] for c in CAPABILITIES) + " |")
+    print(*faults, sep="\n", file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        main()
+        sys.exit(main())

@@ -6,6 +6,7 @@ tests.benchmarks.compile_matrix has them all.
 """
 
 import json
+import math
 import re
 import subprocess
 import tempfile
@@ -23,7 +24,7 @@ from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_ops import sample_rows
 from engine.model.weights import Weight
-from tests.triton_driver import SHARED_BYTES, FakeDriver
+from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 NUM_KV_HEADS, NUM_PARTS = 2, 4
 
@@ -57,6 +58,20 @@ class Compiled:
     tensor_instructions: int
     copy_instructions: int
     """Asynchronous, from the device's memory to shared memory."""
+    num_programs: int
+    """Of the launch that it was compiled for."""
+
+    def faults(self, variant):
+        """Find what would make it slow or fail: spills, too much shared memory, idle processors.
+
+        A product with a matrix of 4,096 rows has to give each processor a program.
+        """
+        if self.spilled_bytes:
+            yield f"spills {self.spilled_bytes} bytes"
+        if self.shared_bytes > self.shared_limit_bytes:
+            yield f"wants {self.shared_bytes} bytes of shared memory"
+        if variant.kernel in PRODUCTS and self.num_programs < NUM_PROCESSORS:
+            yield f"{self.num_programs} programs for {NUM_PROCESSORS} processors"
 
 
 SUITE = [
@@ -71,6 +86,7 @@ SUITE = [
     Variant(89, "int8_row many"),
     Variant(120, "q5_k few"),
     Variant(89, "several", 256),
+    Variant(80, "several", 256),
 ]
 
 
@@ -80,7 +96,7 @@ def compile_variant(variant):
     function.device_caches.clear()
     _launch(variant)
     (kernel,) = function.device_caches[driver.capability][0].values()
-    return _looked_at(kernel, driver.capability)
+    return _looked_at(kernel, driver)
 
 
 def _launch(v):
@@ -165,18 +181,19 @@ FUNCTIONS = {
 }
 
 
-def _looked_at(kernel, capability):
+def _looked_at(kernel, driver):
     resources = _resources(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
     waits = re.findall(r"async_wait [^\n]*num = (\d+)", kernel.asm["ttgir"])
     return Compiled(
         shared_bytes=kernel.metadata.shared,
-        shared_limit_bytes=SHARED_BYTES[capability],
+        shared_limit_bytes=SHARED_BYTES[driver.capability],
         registers=resources["REG"],
         spilled_bytes=resources["STACK"] + resources["LOCAL"],
         waits=[int(number) for number in waits],
         tensor_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx)),
         copy_instructions=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
+        num_programs=math.prod(driver.grids[-1]),
     )
 
 
@@ -191,7 +208,9 @@ def _resources(cubin):
 
 def main():
     for variant in SUITE:
-        print(json.dumps(asdict(variant) | asdict(compile_variant(variant))), flush=True)
+        found = compile_variant(variant)
+        row = asdict(variant) | asdict(found) | {"faults": list(found.faults(variant))}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

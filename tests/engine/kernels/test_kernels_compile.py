@@ -30,15 +30,18 @@ def compiled(tmp_path_factory):
     )
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == 14
+    assert len(rows) == 15
     return rows
 
 
+KNOWN = {name: ["128 programs for 132 processors"] for name in ("q4_1 few", "q5_k few")}
+"""Products of few tokens do not divide the sum of a row between programs yet."""
+
+
 @pytest.mark.slow
-def test_every_kernel_fits_and_spills_nothing(compiled):
+def test_every_kernel_fits_spills_nothing_and_occupies_the_device(compiled):
     for row in compiled:
-        assert row["shared_bytes"] <= row["shared_limit_bytes"]
-        assert row["spilled_bytes"] == 0
+        assert row["faults"] == KNOWN.get(row["kernel"], []), row
 
 
 @pytest.mark.slow
