@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from appliance.api.tools import in_words, needs_words
 from appliance.frame.figures import things
 from engine.errors import RequestError
 from engine.text.chat_template import Shape
@@ -215,6 +216,13 @@ def _calls_apart(messages: list[Message]) -> tuple[list[Message], str]:
     return whole, f"{len(results)} parallel calls given one by one" if results else ""
 
 
+def _calls_in_words(messages: list[Message]) -> tuple[list[Message], str]:
+    """Write calls and results as text, as for a template that knows no tools."""
+    if not needs_words(messages):
+        return messages, ""
+    return in_words(messages, None), "calls and results told in words"
+
+
 def _joined(messages: list[Message]) -> str:
     return "\n\n".join(filter(None, (one["content"] for one in messages)))
 
@@ -226,5 +234,7 @@ FORMS: tuple[tuple[Step, ...], ...] = (
     (_short_ids, _system_first, _turns_joined),
     (_short_ids, _calls_apart),
     (_short_ids, _system_first, _turns_joined, _system_to_user),
+    (_calls_in_words, _system_first, _turns_joined),
+    (_calls_in_words, _system_first, _turns_joined, _system_to_user),
 )
 """What is tried in turn: as sent, then a little more changed each time."""

@@ -48,6 +48,7 @@ TEMPLATES = {
     ),
     "Gemma 2": FAMILIES["gemma"],
     "Gemma 3": SPLIT_OFF + ALTERNATE + PLAIN,
+    "a Gemma 2 that knows tools": TOOLS + FAMILIES["gemma"],
     "Gemma 4": TOOLS + SPLIT_OFF + PLAIN,
     "Llama 3": TOOLS + "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
     "{{ raise_exception('one call at once') }}{% endif %}{% endfor %}" + SPLIT_OFF + PLAIN,
@@ -121,6 +122,7 @@ async def test_every_template_gets_all_that_agents_say_in_order(model, said, tmp
     if "one by one" not in (changes or ""):  # then a result stands behind its own call
         assert places == sorted(places)
     assert text.count('"name": "add"') - 1 == 3 or "R1" not in told
+    assert ("in words" in (changes or "")) == (model.startswith("a Gemma") and "R1" in told)
     taken = {name for name, one in CONVERSATIONS.items() if one is said}
     if model in TAKEN_AS_SENT:
         assert (changes is None) == (taken <= TAKEN_AS_SENT[model])
