@@ -36,6 +36,8 @@ MEASURED_MS = FactKey("measured_ms")
 ENOUGH_SAMPLES = 5
 MAX_BLOCKS = 32
 """That a worker's steps read and write; deeper positions lie in the same blocks again."""
+MAX_SEQUENCES = 16
+"""In a decode step: tokens are drawn one by one, and a request waits for all of them."""
 MAX_ASKED = 16
 """Sizes that choosers asked for, beside those that are always measured."""
 _MAX_STEPS = 200
@@ -290,7 +292,7 @@ class Measurer:
                 prompts.append(_prompt(size, int(load.num_attended / size), self._max_model_len))
             if load.batch:
                 before = min(load.context // load.batch, self._max_model_len - 1)
-                decodes.append(StepShape(load.batch, 1, before))
+                decodes.append(StepShape(min(load.batch, MAX_SEQUENCES), 1, before))
         return prompts, decodes
 
     def _unknown(self, name: str, turn: Turn) -> list[StepShape]:

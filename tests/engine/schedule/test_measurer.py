@@ -215,11 +215,12 @@ def test_what_a_chooser_asked_for_is_measured_too():
     machine = Machine()
     machine.run()
     before = set(machine.profile.facts)
-    machine.roles.asked[StepLoad(batch=64, context=64 * 512)] += 1
+    machine.roles.asked[StepLoad(batch=8, context=8 * 512)] += 1
+    machine.roles.asked[StepLoad(batch=64, context=64 * 4096)] += 1
     assert machine.measurer.num_unknown
     machine.run()
     new = set(machine.profile.facts) - before
-    assert {(key.size, key.depth) for key in new} == {(64, 512)}
+    assert {(key.size, key.depth) for key in new} == {(8, 512), (16, 4096)}
 
 
 def test_processes_that_share_a_gpu_are_timed_beside_each_other_and_alone():
