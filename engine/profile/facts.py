@@ -18,6 +18,8 @@ DISK_BYTES_PER_S, LINK_BYTES_PER_S = "disk_read_bytes_per_s", "link_bytes_per_s"
 MAX_SAMPLES = 32
 MAX_RATIO = 1.5
 """A sample further than this from the median, either way, is beyond it."""
+MANY = 16
+"""Samples of which the median is what is usual here."""
 REOPEN_AFTER = 16
 """Samples in a row that are beyond the median: what was known before them is forgotten."""
 
@@ -53,6 +55,11 @@ class Fact:
         if self._value is None:
             self._value = _quantile(self.samples, 0.5)
         return self._value
+
+    @property
+    def typical(self) -> float:
+        """The median; of few samples the lower quartile: what else runs makes steps longer."""
+        return self.value if len(self.samples) >= MANY else _quantile(self.samples, 0.25)
 
     @property
     def low(self) -> float:

@@ -188,7 +188,8 @@ class _Kind:
             extents, max_depth, num_steps = [], 0.0, 0
             for key, fact in self._profile.about(self._what, self._place):
                 reach = self._reach(key.size, key.depth)
-                found.setdefault(key.size, []).append(_Row(reach, fact.value, len(fact.samples)))
+                row = _Row(reach, fact.typical, len(fact.samples))
+                found.setdefault(key.size, []).append(row)
                 most, deepest = key.size * _SQRT2, max(SHALLOW, key.depth * _SQRT2)
                 extents.append((most, self._reach(most, deepest)))
                 max_depth = max(max_depth, deepest)

@@ -90,6 +90,14 @@ def test_one_stall_hardly_moves_a_prediction():
     assert times.predict_ms(decode(4, 2000)) < 1.3 * before_ms
 
 
+def test_steps_beside_something_else_hardly_move_a_size_of_few_samples():
+    times = new()
+    for tokens in (64, 256):
+        for factor in (2.4, 1.0, 1.05, 3.0, 1.9):
+            learn(times, prefill(tokens), factor * truth_ms(prefill(tokens)))
+    assert times.predict_ms(prefill(256)) == pytest.approx(truth_ms(prefill(256)), rel=0.1)
+
+
 def test_long_prompts_do_not_wash_out_what_is_known_of_decoding():
     times = learnt()
     before_ms = times.predict_ms(decode(4, 2000))
