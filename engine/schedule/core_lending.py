@@ -90,11 +90,11 @@ class Cores:
         self._settle()
 
     def want(self, wanted: Mapping[str, Cpus], busy: Collection[str]) -> None:
-        """Bring every worker to these cores, as soon as those who have them let go.
+        """Bring every worker to these cores, as soon as the workers that have them let go.
 
         Args:
             wanted: by worker.
-            busy: who may be in a step; the others answer at once.
+            busy: workers that may be in a step; the others answer at once.
         """
         if self.can_lend and (wanted != self._wanted or busy != self._busy):
             self._wanted, self._busy = dict(wanted), busy
@@ -110,7 +110,7 @@ class Cores:
         return told[-1] if told else self._used[worker]
 
     def _settle(self) -> None:
-        """Tell whoever can be told now; a borrower who has to wait is told on the owner's answer.
+        """Tell each worker that can be told now; a borrower may have to wait for the owner's answer.
 
         An owner does not wait for a busy one: sharing its core until the step ends costs it
         less than standing still, for as long as a chunk of a prompt takes. An idle one lets go at

@@ -1,4 +1,4 @@
-"""Measure the steps that nobody has made yet, while nobody is served.
+"""Measure steps of sizes that are not known yet, while no request is live.
 
 Owns: what is worth knowing, in order; the slice that is being measured, its blocks and its cores.
 Invariant: a slice ends when a request comes; a model costs at most MAX_WORK_MS; blocks are taken of
