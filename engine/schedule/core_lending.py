@@ -110,7 +110,7 @@ class Cores:
         return told[-1] if told else self._used[worker]
 
     def _settle(self) -> None:
-        """Tell each worker that can be told now; a borrower may have to wait for the owner's answer.
+        """Tell each worker that can be told now; a borrower may wait for the owner's answer.
 
         An owner does not wait for a busy one: sharing its core until the step ends costs it
         less than standing still, for as long as a chunk of a prompt takes. An idle one lets go at

@@ -3,8 +3,9 @@ import random
 import pytest
 
 from engine.errors import InvariantViolated
-from engine.schedule.roles_in_force import Cores
+from engine.schedule.core_lending import Cores
 from engine.wire.messages import CoresUsed
+from tests.engine.schedule.harness import World
 
 OWN = {"prefill": (0,), "decode": (1,)}
 ALL = frozenset((0, 1))
@@ -179,3 +180,16 @@ def test_in_a_long_random_walk_no_core_is_lent_that_its_owner_uses(seed):
     cores.want(target, rng.sample(list(own), rng.randint(0, 2)))
     machine.settle()
     assert {name: cores.used(name) for name in own} == target
+
+
+def test_a_lone_prompt_has_all_cores_from_its_first_step_on_also_before_steps_are_measured():
+    world = World("elastic")
+    world.tick()
+    world.submit(sequence := world.sequence(30, 5))
+    worker = world.workers[world.places.playing("prefill")[0]]
+    for _ in range(10):
+        if worker.has_stepped:
+            break
+        world.tick()
+    assert sequence.route_reason.startswith("alone")
+    assert set(worker.cpus) == {0, 1}
