@@ -3,10 +3,10 @@
 usage: python -m tests.clients [MODEL] [pytest's arguments]
 
 Without MODEL: apps, each with one task and a tool call, through a scripted model: Claude Code,
-Codex, opencode, aider, llm, LiteLLM, and by their source Ollama's command, Open WebUI, Copilot, Zed
-and Roo Code. They are nobody's dependencies here, and found on PATH: npm install
-@anthropic-ai/claude-code @openai/codex opencode-ai; pip install aider-chat, llm with llm-ollama,
-and litellm, each in an environment of its own.
+Codex, opencode, Qwen Code, Continue, aider, llm, LiteLLM, and by their source Ollama's command,
+Open WebUI, Copilot, Zed and Roo Code. They are nobody's dependencies here, and found on PATH: npm
+install @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli;
+pip install aider-chat, llm with llm-ollama, and litellm, each in an environment of its own.
 
 MODEL is a folder or a GGUF file of a model that follows instructions, for libraries. One whose
 template knows no tools shows most: SmolLM2-135M-Instruct. Four APIs by their official clients

@@ -143,6 +143,29 @@ def test_opencode(server, desk):
     desk.assert_marked()
 
 
+def test_qwen_code(server, desk):
+    said = desk.run(
+        "qwen", "--auth-type", "openai", "--approval-mode", "yolo", "-p", TASK,
+        OPENAI_API_KEY=server.key, OPENAI_BASE_URL=f"{server.url}/v1", OPENAI_MODEL="any",
+    )  # fmt: skip
+    assert DONE in said
+    desk.assert_marked()
+
+
+def test_continue(server, desk):
+    model = {"name": "m", "provider": "openai", "model": "any", "apiBase": f"{server.url}/v1"}
+    model |= {"apiKey": server.key, "roles": ["chat"], "capabilities": ["tool_use"]}
+    config = desk.folder / "config.yaml"  # of which JSON is a part
+    about = {"name": "p", "version": "1.0.0", "schema": "v1"}
+    config.write_text(json.dumps({**about, "models": [model]}))
+    said = desk.run(
+        "cn", "-p", TASK, "--config", str(config), "--auto", "--allow", "Bash",
+        CONTINUE_TELEMETRY_ENABLED="0",
+    )  # fmt: skip
+    assert DONE in said
+    desk.assert_marked()
+
+
 def test_aider(server, desk):
     """It has no tools: the reply is a file, which it writes."""
     subprocess.run(["git", "init", "-q", "."], cwd=desk.work, check=True)

@@ -27,8 +27,8 @@ MARK = "tool-42-ran"
 """What a tool prints: no prompt has it before a tool has run."""
 COMMAND = "echo tool-$((40+2))-ran | tee mark.txt"
 DONE = "The tool has answered, so this is the last reply of the scripted model."
-TOOLS = ("Bash", "bash", "exec_command", "shell_command", "run_command")
-"""Of Claude Code, opencode, Codex, and of our own requests: names of tools that are called."""
+TOOLS = ("Bash", "bash", "exec_command", "shell_command", "run_shell_command", "run_command")
+"""Of Claude Code, opencode, Codex, Qwen Code and our own requests: tools that are called."""
 KEYS = ("command", "cmd")
 """What their argument may be called."""
 END, LEAST_PIECE, WIDTH, VOCABULARY = "<|im_end|>", 6, 128, 6000
