@@ -168,8 +168,10 @@ class Connection:
             if asked is not None:
                 absent.hint = f"start it with 'penstock serve --model {asked}'"
             raise absent
-        if isinstance(meant, HubName) and cache.resolve(cache.hub_cache(os.environ), meant) is None:
-            models.fetch(meant)
+        wanted = meant or config.models_named(terminal.passed_over)[0]
+        root = cache.hub_cache(os.environ)
+        if isinstance(wanted, HubName) and cache.resolve(root, wanted) is None:
+            models.fetch(wanted)
         assert isinstance(where, UnixAddress)
         terminal.note("penstock: no daemon is running; starting one until this command ends")
         line = ProgressLine()

@@ -342,3 +342,14 @@ def test_a_model_is_pulled_by_its_short_name_and_removed_after_a_question(
             person.type(answer)
         assert (person.exit_code, folder.exists()) == (code, code == 1)
     assert "owner/name" in person.shown
+
+
+@pytest.mark.parametrize("words", [("run", "owner/none"), ("chat",)])
+def test_a_model_is_downloaded_before_a_daemon_is_started_for_a_chat(
+    environ: dict[str, str], words: tuple[str, ...]
+) -> None:
+    environ = {**environ, "PENSTOCK_MODEL": "owner/none", "TERM": "dumb"}
+    with Typist(environ, *words, prompt="no such model") as person:
+        pass
+    assert person.exit_code == 5
+    assert "starting" not in person.shown
