@@ -1,4 +1,4 @@
-"""What a daemon says when it is ready: what it serves, where, how, and what to try first.
+"""Announce at start what the daemon serves, where, and a first command to try.
 
 Owns: the words.
 Invariant: pure; sizes and counts are those of frames, so that the padding block is in none.

@@ -1,4 +1,4 @@
-"""A client of the daemon: HTTP on the line that an address dials, by the standard library alone.
+"""Call the daemon over HTTP with the standard library alone.
 
 Owns: what a failed connection or an error reply means to a person, and its exit code.
 Invariant: everything that goes wrong between here and the daemon is raised as a ClientError.

@@ -1,4 +1,4 @@
-"""The daemon's life: start in order, serve, drain, stop in reverse.
+"""Run the daemon: start in order, serve, reload, drain, stop in reverse.
 
 Owns: the event loop, signals, and the order in which everything else starts and stops.
 Invariant: the first SIGTERM or SIGINT drains, the second ends every reply at once; workers and the
@@ -32,7 +32,7 @@ from appliance.configuration.config import (
     take_over,
     unknown_variables,
 )
-from appliance.doctor.bundle import wait_for_signal
+from appliance.doctor.stacks import wait_for_signal
 from appliance.fleet.boot import (
     BootPlan,
     PlacedModel,
@@ -55,7 +55,7 @@ from appliance.http.listeners import (
 )
 from appliance.http.server import ApiServer
 from appliance.loading import Fetching, Swapping
-from appliance.log.store import RetentionLimits
+from appliance.log.retention import RetentionLimits
 from appliance.log.writer import RequestLog
 from appliance.measuring import LOOK_S, Measuring
 from appliance.models.names import HubName
@@ -69,7 +69,7 @@ from appliance.process import (
     read_in_thread,
 )
 from appliance.service import Service
-from appliance.watch.deadlines import LOOK_INTERVAL_S
+from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
 from engine.errors import ConfigError, PenstockError
 from engine.schedule.queue import FairQueue
@@ -257,7 +257,7 @@ class _Daemon:
             model=plan.model_id,
             dtype=plan.dtype,
             roles=plan.roles,
-            transport=plan.placement.places.transport,
+            transport=plan.placement.topology.transport,
         )
         self._start_workers(plan)  # they import torch meanwhile
         self._caches = KvCaches(self._config, lambda *event: self._service.event(*event))
@@ -466,12 +466,12 @@ class _Daemon:
     def _make_router(self) -> Router:
         placement = self._plan.placement
         router = Router(
-            placement.places,
+            placement.topology,
             Ledger(placement.pools()),
             FairQueue(self._config.max_queued, self._config.max_queued_tokens),
             send=self._supervisor.send,
             emit=lambda *tokens: self._service.emit(*tokens),
-            max_step_tokens=placement.max_step_tokens,
+            max_num_batched_tokens=placement.max_num_batched_tokens,
             roles=self._plan.roles,
             # on a GPU they only launch steps, and nothing is gained by lending them
             cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},

@@ -1,4 +1,4 @@
-"""Run a daemon for as long as a `with` lasts: a test bench of its own, or the user's.
+"""Run a temporary daemon on a socket in a temporary folder.
 
 Owns: its process, and the folder of one that has a folder of its own.
 Invariant: what was started is stopped when the `with` ends, however it ends; it hears no Ctrl-C.

@@ -1,4 +1,4 @@
-"""A client's JSON object, its values taken out by name with type and range.
+"""Take typed values out of a client's JSON object, with errors that name the field.
 
 Owns: the wording of what is wrong with a field, and which fields nobody asked for.
 Invariant: any bytes at all give values of the type asked for or a RequestError naming the field.

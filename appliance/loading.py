@@ -1,4 +1,4 @@
-"""Download a model, or swap one for another, before it serves.
+"""Serve a placeholder while a model downloads, swaps or calibrates.
 
 Owns: the process that pulls, and how far that is, in the words of /ready, console and journal; the
 order in which workers end and start in a swap, and the way back if that fails.
@@ -53,7 +53,7 @@ from appliance.models.names import HubName
 from appliance.process import notify, read_in_thread
 from appliance.request import ModelInfo, Request
 from appliance.service import Service
-from engine.cache.prefix_index import PrefixChain
+from engine.cache.hashes import PrefixChain
 from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence
@@ -458,6 +458,6 @@ class Swapping:
     def _plan(self, name: str) -> BootPlan:
         """With the roles that an operator may have changed."""
         plan = make_plan(self._configs[name])
-        roles = plan.roles if plan.placement.places.is_colocated else self._service.frame.roles
+        roles = plan.roles if plan.placement.topology.is_colocated else self._service.frame.roles
         others = {other: each for other, each in self._configs.items() if other != name}
         return replace(plan, model_id=name, roles=roles, others=facts_by_name(others))

@@ -50,7 +50,7 @@ class Measuring:
             router.roles,
             router.ledger,
             send,
-            plan.step_sizes or (plan.placement.max_step_tokens,),
+            plan.step_sizes or (plan.placement.max_num_batched_tokens,),
             plan.placement.max_model_len,
             shares_gpu=len(gpus) > len(set(gpus)),
         )

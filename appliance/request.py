@@ -1,4 +1,4 @@
-"""One accepted request: what was asked, by whom, and the reply that is open for it.
+"""Describe an accepted request: what it asks, its caller, its open reply.
 
 Owns: the request's identity, its sequences, and what has come for its reply.
 Invariant: exactly one terminal reply and one log row per accepted request.
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from appliance.models.facts import ModelFacts
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason, Sequence
-from engine.wire.messages import TokenLogprob
+from engine.wire.sampling import TokenLogprob
 
 HUNG_UP = "client"
 """Who has cancelled a request whose client is gone."""
@@ -157,7 +157,7 @@ class Request:
     failure: RequestError | None = None
     """What its client is told where the daemon has ended it; None: what its sequences say."""
     prefill_j: float | None = None
-    """Energy of its prompts so far, as appliance.watch.energy has divided it; None: no power
+    """Energy of its prompts so far, as appliance.telemetry.energy has divided it; None: no power
     reading."""
     decode_j: float | None = None
     """Energy of its outputs so far."""

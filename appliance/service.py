@@ -1,4 +1,4 @@
-"""What the api calls: requests in, tokens out, and rows and frames of those that are closed.
+"""Take requests in, hand tokens out, and record each request once.
 
 Owns: the newest frames of closed requests; live requests, the totals, and whether new work is
 taken.
@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 
 from appliance.api.appliance import Readings
+from appliance.closed_requests import ClosedRequests
 from appliance.configuration.config import ServeConfig
 from appliance.devices.machine import Devices
 from appliance.fleet.boot import BootPlan, model_info
@@ -28,7 +29,7 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.log.query import UsageQuery
-from appliance.log.row import LogRow, RowEnergy, frame_of_row
+from appliance.log.row import LogRow, frame_of_row
 from appliance.log.writer import RequestLog
 from appliance.measuring import Measuring
 from appliance.process import read_in_thread
@@ -40,59 +41,18 @@ from appliance.request import (
     Request,
     TokensEmitted,
 )
-from appliance.watch.deadlines import Availability, Deadlines
-from appliance.watch.disturbances import Disturbances
-from appliance.watch.frames import Frames, ServiceState
-from appliance.watch.telemetry import Telemetry
-from engine.cache.prefix_index import PrefixChain
+from appliance.telemetry.deadlines import Availability, Deadlines
+from appliance.telemetry.disturbances import Disturbances
+from appliance.telemetry.frames import Frames, ServiceState
+from appliance.telemetry.telemetry import Telemetry
+from engine.cache.hashes import PrefixChain
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.profile.facts import LINK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Copied, CoresUsed, PoolMade, Report, Stepped, TokenLogprob
-
-# Requests that have had their terminal reply: all as rows of the log, the newest as frames.
-# Invariant: each request is recorded once; joules that are known only later reach its row and
-# frame.
-# Never: keeps a request's tokens or text in memory.
-
-
-MAX_FRAMES = 200
-
-
-class ClosedRequests:
-    """What is left of a request once it is closed."""
-
-    def __init__(self, request_log: RequestLog) -> None:
-        self._log = request_log
-        self._frames: dict[str, dict[str, object]] = {}
-        """By id, oldest first."""
-
-    def add(self, frame: RequestFrame, row: LogRow) -> None:
-        """A request is closed."""
-        self._frames[frame.id] = msgspec.to_builtins(frame)
-        if len(self._frames) > MAX_FRAMES:
-            del self._frames[next(iter(self._frames))]
-        self._log.record(row)
-
-    def complete(self, requests: list[Request]) -> None:
-        """No more joules will come for these."""
-        for request in requests:
-            if request.prefill_j is None:  # it had no step
-                continue
-            energy = RowEnergy(request.request_id, request.prefill_j, request.decode_j)
-            self._log.record(energy)
-            if (frame := self._frames.get(energy.rid)) is not None:
-                frame |= {"prefill_j": energy.prefill_j, "decode_j": energy.decode_j}
-
-    def frames(self) -> list[dict[str, object]]:
-        """The newest MAX_FRAMES, newest first."""
-        return list(reversed(self._frames.values()))
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.wire.messages import Copied, CoresUsed, PoolMade, Report, Stepped
+from engine.wire.sampling import TokenLogprob
 
 log = logging.getLogger("penstock")
 
@@ -134,7 +94,7 @@ class Service:
         self._energy = self._frames.energy
         self._totals = TotalsFrame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._live: dict[str, Request] = {}
-        most = plan.placement.max_step_tokens
+        most = plan.placement.max_num_batched_tokens
         self.deadlines = Deadlines(router, supervisor, most, self._live, self.event)
         self.availability = Availability(router, supervisor, self.deadlines)
         self._closed = ClosedRequests(request_log)
@@ -181,7 +141,7 @@ class Service:
         self._tokenizer, self.cache_contents = text, router.prefixes.contents
         self._measuring = None
         self._frames.change_model(plan, model_info(plan), router, workers)
-        self.deadlines.change_model(router, workers, plan.placement.max_step_tokens)
+        self.deadlines.change_model(router, workers, plan.placement.max_num_batched_tokens)
         self.availability.change_model(router, workers)
 
     def begin(self, measuring: Measuring) -> None:
@@ -413,7 +373,7 @@ class Service:
         elif isinstance(report, CoresUsed):
             self._router.roles.answered(worker, report)
         elif isinstance(report, PoolMade):
-            pool = self._router.places.pool_of(worker)
+            pool = self._router.topology.pool_of(worker)
             limit = self._router.ledger.resize(pool, report.num_blocks)
             self._frames.model = self._frames.model.limited_to(limit)
 

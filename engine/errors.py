@@ -1,4 +1,4 @@
-"""Every error that Penstock raises on purpose, as one tree.
+"""Define every error that Penstock raises on purpose, as one tree.
 
     PenstockError                 what, where, hint; exit_code for the CLI
     ├── ConfigError               an option or a file is wrong (exit 78)

@@ -1,4 +1,4 @@
-"""Numbers of bytes in words: binary units by their binary names, everywhere the same.
+"""Format byte counts in binary units.
 
 Owns: how sizes read for people, and where in what a trial says its figures begin.
 Invariant: pure; the unit is never left out.

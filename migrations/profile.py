@@ -1,4 +1,4 @@
-"""The schema of the machine's profile, as steps that are only ever appended.
+"""Define the profile's schema as append-only steps.
 
 Owns: its table.
 Invariant: a step that has been released is never edited; each runs in one transaction.

@@ -1,4 +1,4 @@
-"""The schema of the request log, as steps that are only ever appended.
+"""Define the request log's schema as append-only steps.
 
 Owns: tables, indexes and views.
 Invariant: a step that has been released is never edited; each runs in one transaction with its

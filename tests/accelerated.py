@@ -8,10 +8,11 @@ import os
 import sys
 
 from appliance.cli.main import main
-from appliance.devices.inventory import Gpu, GpuLink, Inventory, read_nodes
-from appliance.fleet import boot, gpu_placement, placer, supervisor
+from appliance.devices.gpu_list import Gpu
+from appliance.devices.inventory import GpuLink, Inventory, read_nodes
+from appliance.fleet import boot, placer, spread, supervisor
 from appliance.fleet.placement import available_cores, available_memory_bytes
-from engine.schedule import copies
+from engine.schedule import links
 from tests.daemons import Daemon
 
 NUM_GPUS, REACH, FAULTS = "ACCELERATED_GPUS", "ACCELERATED_REACH", "ACCELERATED_FAULTS"
@@ -52,8 +53,8 @@ class AcceleratedDaemon(Daemon):
 if __name__ == "__main__":
     boot.this_inventory = placer.this_inventory = inventory
     boot.installed_torch = lambda: "2.11.0+cu130"
-    copies.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
-    gpu_placement.GPU_STEP_TOKENS = 512  # of which each start runs some
+    links.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
+    spread.GPU_STEP_TOKENS = 512  # of which each start runs some
     # as a worker imports torch: without looking for garbage
     load = "import gc; gc.disable(); from tests.accelerated_worker import main; main()"
     worker = (sys.executable, "-c", load)

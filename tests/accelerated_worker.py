@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from engine.workers import __main__ as program
-from engine.workers import copying, device, on_gpu
+from engine.workers import copying, device, gpu_sizes
 from tests.accelerator import DEVICE, Accelerator, FakeDevice
 
 FAULTS, POOL_BYTES = "ACCELERATED_FAULTS", "ACCELERATED_POOL_BYTES"
@@ -96,7 +96,7 @@ class SharedDevice(FakeDevice):
         made = super().memory()
         step_bytes = made.peak_bytes - made.allocated_bytes
         room_bytes = 3 * int(os.environ[POOL_BYTES]) // 2 - taken
-        return made._replace(free_bytes=on_gpu.MARGIN_BYTES + step_bytes + room_bytes)
+        return made._replace(free_bytes=gpu_sizes.MARGIN_BYTES + step_bytes + room_bytes)
 
     def export(self, memory):
         storage = memory.held.untyped_storage()
@@ -146,7 +146,9 @@ def is_locked(path):
 def main():
     device.CudaDevice = SharedDevice
     copying.REPORTED_PAIRS = REPORTED_PAIRS
-    on_gpu.LEAST_MARGIN_BYTES = on_gpu.MARGIN_BYTES  # beside which the tests' pools are nothing
+    gpu_sizes.LEAST_MARGIN_BYTES = (
+        gpu_sizes.MARGIN_BYTES
+    )  # beside which the tests' pools are nothing
     code = program.main()
     sys.stderr.flush()
     os._exit(code)

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import openai
 
-from appliance.http.access import new_key
+from appliance.http.api_keys import new_key
 
 ARMS = {
     "alias": ["--roles", "static", "--transport", "alias"],

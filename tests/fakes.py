@@ -14,12 +14,12 @@ from appliance.fleet.roles_change import RolesChange
 from appliance.frame.latency import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
-from engine.cache.prefix_index import PrefixChain, PrefixHasher
+from engine.cache.hashes import PrefixChain, PrefixHasher
 from engine.errors import QueueFull, Unavailable
-from engine.schedule.prefix_cache import CacheContents
+from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Ended, FinishReason, Leg, On, Sequence
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import TokenLogprob
+from engine.wire.sampling import TokenLogprob
 from tests.tui.frames import busy
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ALONE, Daemon

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ALONE, ARMS, MANY, Daemon
 

@@ -8,15 +8,16 @@ from random import Random
 import pytest
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.attention import StepBatch
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.wire.messages import PoolSpec
-from engine.workers.copying import block_shape, copy_blocks, map_pool
+from engine.workers.copying import copy_blocks
+from engine.workers.kv_pool import block_shape, map_pool
 from tests.checkpoints import make_checkpoint
 from tests.daemons import ALONE, ARMS, MANY
-from tests.engine.tiers.test_disk import Harness
+from tests.engine.offload.test_disk import Harness
 from tests.test_exactness import prompts
 
 OPTIONS = ["--dtype", "float32", "--kv-dtype", "int8"]

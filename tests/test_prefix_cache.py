@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ALONE, ARMS, MANY, Daemon

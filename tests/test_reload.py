@@ -10,7 +10,7 @@ import termios
 
 import httpx
 
-from appliance.http.access import new_key
+from appliance.http.api_keys import new_key
 from tests.daemons import ALONE
 
 

@@ -131,7 +131,7 @@ class HangingDaemon(Daemon):
     program = (
         "-c",
         "import threading\nfrom appliance.cli import main\n"
-        "from engine.tiers import disk, jobs\n"
+        "from engine.offload import disk, jobs\n"
         "disk.Slabs.write = lambda *_: threading.Event().wait()\n"
         "patience = jobs.Context.__dataclass_fields__['patience'].default\n"
         "object.__setattr__(patience, 'store_s', 0.5)\n"

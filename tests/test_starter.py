@@ -6,7 +6,7 @@ from importlib.resources import files
 import pytest
 
 from appliance.models.names import STARTER_FOLDER
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from tests.daemons import ARMS, Daemon
 from tests.starter.lessons import SMALL_TALK
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.control import PLACES
+from appliance.cli.install_service import PLACES
 from appliance.configuration.config import ServeConfig
 from appliance.configuration.paths import GPU_UNIT_NAME, SYSTEM_SOCKET
 from appliance.http.listeners import SOCKET_MODE
-from appliance.watch.deadlines import LOOK_INTERVAL_S
+from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.errors import ConfigError
 
 UNITS = Path(__file__).parents[1] / "systemd"

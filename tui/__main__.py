@@ -1,4 +1,4 @@
-"""`python -m tui`: the console of a daemon or a recording, or plain text where no terminal is.
+"""Run the console over a daemon or a recording: `python -m tui`.
 
 Owns: the choice between screen, lines and one page.
 Invariant: nothing but plain text goes to what is not a capable terminal.

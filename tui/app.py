@@ -1,4 +1,4 @@
-"""The console: pages about the appliance, kept live, and the keys that act on it.
+"""Run the console's application: live pages, and keys that act on the daemon.
 
 Owns: the view on screen, the keys, and the workers that talk to the daemon.
 Invariant: all that is shown comes from one View; what the daemon says never becomes markup.
@@ -18,21 +18,23 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from appliance.frame.protocol import Frame, RequestFrame
-from tui import feed, keys
-from tui import view as console_view
+from tui import actions, feed, filters, keys
+from tui.history import has_meter
 from tui.lines import clean
-from tui.view import READ_ONLY, WINDOWS_S, Caller, RequestListing, View, has_meter
-from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
-from tui.widgets.filter_line import FilterLine
-from tui.widgets.main_screen import ALL_CLASSES, THEMES, MainScreen, pages
-from tui.widgets.panel import (
+from tui.request_order import RequestListing
+from tui.view import READ_ONLY, WINDOWS_S, Caller, View
+from tui.widgets.console_messages import (
     CallerKnown,
     FinishedArrived,
     FrameArrived,
     KeyUnderDialog,
     LinkLost,
-    RequestTable,
 )
+from tui.widgets.dialogs import YES, AskDialog, Choose, Confirm, Detail, Explain, Help, Reader
+from tui.widgets.filter_line import FilterLine
+from tui.widgets.main_screen import ALL_CLASSES, THEMES, MainScreen
+from tui.widgets.overview import pages
+from tui.widgets.panel import RequestTable
 
 Follow = Callable[
     [str, Callable[[Frame], object], Callable[[feed.FeedLost, float], object]], Awaitable[None]
@@ -303,7 +305,7 @@ class Console(App[None]):
 
     def action_unfilter(self) -> None:
         """Show all requests again."""
-        self._list_anew(replace(self._latest.listing, filter=console_view.Filter()))
+        self._list_anew(replace(self._latest.listing, filter=filters.Filter()))
         self.on_filter_line_kept()
 
     def action_filter(self) -> None:
@@ -313,7 +315,7 @@ class Console(App[None]):
 
     def on_filter_line_typed(self, message: FilterLine.Typed) -> None:
         """Show the requests that the text admits so far."""
-        self._list_anew(replace(self._latest.listing, filter=console_view.parse(message.text)))
+        self._list_anew(replace(self._latest.listing, filter=filters.parse(message.text)))
 
     def on_filter_line_kept(self) -> None:
         """Give the keys back to the requests."""
@@ -365,12 +367,12 @@ class Console(App[None]):
         """Cancel the selected request, after a yes."""
         request = self.selected
         if not self._refuses("cancel") and request is not None:
-            self._confirm(keys.cancel(request))
+            self._confirm(actions.cancel(request))
 
     def action_drain(self) -> None:
         """Take no new work, or take it again, after a yes."""
         if not self._refuses("drain") and self._latest.frame is not None:
-            self._confirm(keys.drain_or_resume(self._latest.frame))
+            self._confirm(actions.drain_or_resume(self._latest.frame))
 
     def action_roles(self) -> None:
         """Choose other roles for the workers."""
@@ -380,10 +382,10 @@ class Console(App[None]):
 
         def choose(roles: str | None) -> None:
             if roles is not None:
-                self._confirm(keys.switch_roles(frame, roles))
+                self._confirm(actions.switch_roles(frame, roles))
 
         now = f"ROLES  {clean(frame.roles)} now"
-        self.push_screen(Choose(now, keys.ROLE_CHOICES, is_ascii=self._is_ascii), choose)
+        self.push_screen(Choose(now, actions.ROLE_CHOICES, is_ascii=self._is_ascii), choose)
 
     def action_targets(self) -> None:
         """Ask for other targets of first token and gap."""
@@ -393,13 +395,13 @@ class Console(App[None]):
 
         def aim(text: str | None) -> None:
             if text is not None:
-                self._confirm(keys.set_targets(text))
+                self._confirm(actions.set_targets(text))
 
-        text, check = keys.targets_text(frame), keys.problem_of(keys.targets)
-        ask = AskDialog("TARGETS", keys.TARGETS_HINT, text, check, True, is_ascii=self._is_ascii)
+        text, check = actions.targets_text(frame), actions.problem_of(actions.targets)
+        ask = AskDialog("TARGETS", actions.TARGETS_HINT, text, check, True, is_ascii=self._is_ascii)
         self.push_screen(ask, aim)
 
-    def _confirm(self, action: keys.Action) -> None:
+    def _confirm(self, action: actions.Action) -> None:
         def answered(answer: str | None) -> None:
             if answer == YES:
                 self._act(action)
@@ -407,7 +409,7 @@ class Console(App[None]):
         self.push_screen(Confirm(action.question, is_ascii=self._is_ascii), answered)
 
     @work(group="act")
-    async def _act(self, action: keys.Action) -> None:
+    async def _act(self, action: actions.Action) -> None:
         try:
             outcome = await action.act(self._socket_path)
         except feed.FeedLost as error:

@@ -1,4 +1,4 @@
-"""The console's connection to the daemon: frames in, actions out.
+"""Connect the console to the daemon: frames in, actions out, reconnects.
 
 Owns: the socket and the patience (backoff, time limits).
 Invariant: every failure to reach or understand the daemon is a FeedLost with a sentence for the

@@ -1,4 +1,4 @@
-"""Lines of toned text, bars and sparklines: what panels are made of.
+"""Build lines of coloured text, bars and sparklines.
 
 A line is a list of spans, a span is text and a tone. Panels are pure functions that return lines,
 so the terminal console, the plain text mode and the tests share them.

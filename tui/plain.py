@@ -1,4 +1,4 @@
-"""The console without a screen: one page of text, or one line for each frame.
+"""Print the console as plain text where there is no screen.
 
 For pipes, log files, dumb terminals and screen readers: no escape sequence is ever written.
 Owns: stdout while it runs.
@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from appliance.frame import figures as fig
 from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
+from tui.history import has_meter
 from tui.lines import Line, Run, clean, folded, text_of, to_ascii
 from tui.panels import gauges, header, lanes
 from tui.panels import requests as table
-from tui.view import View, has_meter
+from tui.view import View
 
 _POOL_LINES = 5
 

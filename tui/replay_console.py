@@ -1,4 +1,4 @@
-"""The console over a recording: the same screens, with time in the viewer's hands and a bar below.
+"""Show a recording in the console, with a time bar.
 
 Owns: the place in the recording, and the keys that move it.
 Invariant: what is on screen is one frame of the recording, with its own requests and events.
@@ -14,79 +14,15 @@ from typing import ClassVar
 
 from textual.binding import BindingType
 
-from appliance.frame import figures as fig
 from appliance.frame.recording import RecordingError
 from tui import keys
 from tui.app import Console
-from tui.lines import Line, Run, Tone, clean, width_of
-from tui.replay import Playback, Replay, iso, parse_moment
+from tui.lines import Line, clean
+from tui.playback import Playback, parse_moment
+from tui.replay import Replay
+from tui.replay_bar import bar, landing
 from tui.widgets.dialogs import AskDialog, Detail
 from tui.widgets.panel import Panel
-
-# The bar under a replay: where in the recording the screen is, and how time passes.
-# Invariant: place, marks and notes are told by glyph and word, never by colour alone.
-# Never: wider than asked for; the track gives way, then the notes.
-
-
-_TRACK, _PLACE, _MARK = "░", "█", "▲"
-_LEAST_TRACK = 8
-_FRAME_MS = 2000
-"""A frame is shown until the next, which comes after a second, or a little later."""
-
-
-def bar(playback: Playback, notes: list[str], width: int) -> Line:
-    """`PAUSED 1x  14:00:00Z ░░▲░█░░ 14:30:00Z`, and what is to be known of the frame."""
-    word = "PLAYING" if playback.is_playing else "PAUSED"
-    first_ms, last_ms = playback.moments_ms[0], playback.moments_ms[-1]
-    left: Line = [
-        Run(f" {word:<7} {playback.speed:g}x".ljust(14), Tone.ACCENT),
-        Run(f"{_clock(first_ms)} ", Tone.MUTED),
-    ]
-    right: Line = [Run(f" {_clock(last_ms)}", Tone.MUTED)]
-    room = width - width_of(left) - width_of(right) - 1
-    for note in notes:
-        span = Run(f"  {clean(note)}", Tone.WARN)
-        if room - width_of([span]) >= _LEAST_TRACK:
-            right.append(span)
-            room -= width_of([span])
-    return [*left, *track(playback, room), *right]
-
-
-def landing(playback: Playback, asked_ms: int) -> str:
-    """Where a replay has gone that was asked for a time: there, or why somewhere else."""
-    at, asked = _clock(playback.at_ms), _clock(asked_ms)
-    if asked_ms < playback.moments_ms[0]:
-        return f"the recording begins at {at}, after {asked}: this is its first frame"
-    if playback.is_at_end and asked_ms - playback.at_ms >= _FRAME_MS:
-        return f"the recording ends at {at}, before {asked}: this is its last frame"
-    if asked_ms - playback.at_ms >= _FRAME_MS:
-        return f"nothing was recorded at {asked}; the last frame before it is of {at}"
-    return f"at {at}"
-
-
-def track(playback: Playback, num_cells: int) -> Line:
-    """The whole recording in so many cells: its marks, and over them the place."""
-    if num_cells < 1:
-        return []
-    first_ms = playback.moments_ms[0]
-    span_ms = max(1, playback.moments_ms[-1] - first_ms)
-
-    def cell(at_ms: float) -> int:
-        return int((at_ms - first_ms) / span_ms * (num_cells - 1))
-
-    cells = [Run(_TRACK, Tone.MUTED)] * num_cells
-    for mark_ms in playback.marks_ms:
-        cells[cell(mark_ms)] = Run(_MARK, Tone.WARN)
-    cells[cell(playback.at_ms)] = Run(_PLACE, Tone.ACCENT)
-    return cells
-
-
-def _clock(at_ms: int) -> str:
-    return fig.clock(iso(at_ms))
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 TICK_S = 0.25
 

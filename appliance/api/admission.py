@@ -1,4 +1,4 @@
-"""From a body to a request that can be submitted; the slow part of it in threads, by turns.
+"""Turn a request's body into sequences, with slow work in threads.
 
 Owns: how many pieces are in work, who waits, and in which order; when a body is read; rendering,
 tokenizing and the grammar; what the request's sequences are.
@@ -9,150 +9,29 @@ Never: touches the queue.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import cast
 
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from appliance.api.ask import Ask, Chat, infill_of
+from appliance.api.ask import Ask, Chat
+from appliance.api.fair_threads import Turns
+from appliance.api.prompts import infill_of
 from appliance.api.stream import PromptEcho
 from appliance.api.tool_format import OutputFormat, output_format_of
 from appliance.api.tools import Constraint
 from appliance.api.turns import Rendered
-from appliance.api.wire import appliance_of, arrival_of, client_request_id, peer_of, require
+from appliance.api.wire import appliance_of, arrival_of, client_request_id, require
 from appliance.frame.figures import things
 from appliance.json_fields import Fields, invalid_value, unsupported
 from appliance.request import ModelInfo, Request, Role
-from engine.cache.prefix_index import PrefixChain
-from engine.errors import QueueFull, RequestError, Unavailable
+from engine.cache.hashes import PrefixChain
+from engine.errors import RequestError
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Detokenizer, Tokenizer
-
-# Slow work for clients: a few pieces at once in threads, shared fairly by those who wait.
-# Invariant: no more than `num_at_once` pieces are in threads, those of clients that have left
-# included; who waits is bounded, altogether and for each peer, and peers are served in turn.
-# Never: knows what the work is, or keeps anything for a client that has hung up.
-
-
-MAX_WAITING = 16
-MAX_WAITING_EACH = 4
-RETRY_MS = 1000
-
-R = TypeVar("R")
-
-
-class Turns:
-    """Threads for one kind of work.
-
-    Args:
-        name: of the threads.
-        num_at_once: how many there are.
-        max_waiting: pieces of work that may wait, everybody's.
-        max_waiting_each: those of one peer.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        num_at_once: int,
-        *,
-        max_waiting: int = MAX_WAITING,
-        max_waiting_each: int = MAX_WAITING_EACH,
-    ) -> None:
-        self._threads = ThreadPoolExecutor(num_at_once, name)
-        self._num_free = num_at_once
-        self._max_waiting = max_waiting
-        self._max_waiting_each = max_waiting_each
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        """Who waits, by the peer's name; the peer that comes next is the first."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Pieces of work that have not begun."""
-        return sum(map(len, self._lines.values()))
-
-    async def run(self, http: HttpRequest, work: Callable[[], R]) -> R:
-        """Do a piece of work in a thread when it is its client's turn.
-
-        Raises:
-            Unavailable: `busy`: too much waits already.
-            QueueFull: `user_quota`: too much of this peer's does.
-            ClientDisconnect: the client left before it began.
-        """
-        if self._num_free:
-            self._num_free -= 1
-        else:
-            await self._turn(http)
-        job = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        job.add_done_callback(lambda _: self._pass_on())
-        # A thread cannot be stopped: its turn is not over when nobody waits for it any more.
-        return await asyncio.shield(job)
-
-    async def _turn(self, http: HttpRequest) -> None:
-        """Wait for a thread; returns when it is this client's."""
-        owner = peer_of(http).name
-        self._check_room(owner)
-        turn = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(owner, deque()).append(turn)
-        gone = asyncio.create_task(hang_up(http))
-        has_turn = False
-        try:
-            await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                raise ClientDisconnect
-            has_turn = True
-        finally:
-            gone.cancel()
-            if not has_turn:
-                self._leave(owner, turn)
-
-    def _check_room(self, owner: str) -> None:
-        if self.num_waiting >= self._max_waiting:
-            raise Unavailable("too much work is waiting", code="busy", retry_after_ms=RETRY_MS)
-        if len(self._lines.get(owner, ())) >= self._max_waiting_each:
-            raise QueueFull(
-                f"{self._max_waiting_each} requests of yours wait to be worked on already",
-                code="user_quota",
-                retry_after_ms=RETRY_MS,
-            )
-
-    def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
-        """Give up a place in line, or the turn that has just come."""
-        if turn.done():
-            self._pass_on()
-            return
-        line = self._lines[owner]
-        line.remove(turn)
-        if not line:
-            del self._lines[owner]
-
-    def _pass_on(self) -> None:
-        """A thread is free: it is the next peer's, who then comes last."""
-        if not self._lines:
-            self._num_free += 1
-            return
-        owner = next(iter(self._lines))
-        line = self._lines.pop(owner)
-        line.popleft().set_result(None)
-        if line:
-            self._lines[owner] = line
-
-
-async def hang_up(http: HttpRequest) -> None:
-    """Wait until the client, whose body has been read, is gone."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 MAX_INLINE_BYTES = 16 << 10
 """Larger bodies are read in a thread."""

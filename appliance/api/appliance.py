@@ -1,4 +1,4 @@
-"""What the api calls in the daemon: one interface, so that its tests need no workers.
+"""Define what the API calls in the daemon, so that API tests need no workers.
 
 Owns: the words of that interface.
 Invariant: whoever implements it runs on the daemon's loop.
@@ -16,8 +16,8 @@ from appliance.frame.latency import Histograms
 from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request
-from engine.cache.prefix_index import PrefixChain
-from engine.schedule.prefix_cache import CacheContents
+from engine.cache.hashes import PrefixChain
+from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 

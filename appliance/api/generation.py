@@ -1,4 +1,4 @@
-"""A POST that generates, from its row in the table to its request's one end.
+"""Handle every POST that generates, from its table row to the end of its reply.
 
 Owns: the way in, which is the same for every such endpoint; the watch for a client that hangs up,
 and what keeps a waiting stream alive; the table.
@@ -25,9 +25,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from appliance.api.admission import Accepted, accept, hang_up
+from appliance.api.admission import Accepted, accept
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
+from appliance.api.fair_threads import hang_up
 from appliance.api.messages_api import MessageShape, in_anthropics_words, messages_ask
 from appliance.api.ollama_api import (
     NothingToGenerate,
@@ -38,13 +39,8 @@ from appliance.api.ollama_api import (
 )
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
-from appliance.api.responses import (
-    ResponseShape,
-    in_our_words,
-    previous_items,
-    response_ask,
-    store_for,
-)
+from appliance.api.response_events import ResponseShape
+from appliance.api.responses import in_our_words, previous_items, response_ask, store_for
 from appliance.api.stream import Delta, OpenReply
 from appliance.api.wire import (
     appliance_of,

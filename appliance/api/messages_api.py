@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages and count_tokens: fields brought into a chat's, replies in its words.
+"""Translate Anthropic's /v1/messages and count_tokens to chats and back.
 
 Claude Code puts a line `x-anthropic-billing-header: ...` first into its system prompt. It changes
 with every request, so that no two prompts would begin alike. The rule: a first line of the system
@@ -19,13 +19,14 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import MAX_MESSAGES, MAX_PARTS, Ask, PromptTooLong, left_out
-from appliance.api.call_readers import CallDelta
+from appliance.api.ask import Ask, PromptTooLong
+from appliance.api.chat_messages import MAX_MESSAGES, MAX_PARTS, left_out
+from appliance.api.dialects import Dialect, error_body
 from appliance.api.openai import chat_ask
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
+from appliance.api.text_reading import CallDelta
 from appliance.api.tools import MAX_TOOLS
-from appliance.api.wire import Dialect, error_body
 from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError

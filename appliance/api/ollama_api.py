@@ -1,4 +1,4 @@
-"""Ollama's API: chat and generate brought into a chat's fields, replies line by line, model paths.
+"""Translate Ollama's chat, generate and model endpoints to ours and back.
 
 Owns: which fields there are, and what is refused by name; their shapes; what apps ask before they
 chat: /, /api/version, tags, show, ps, pull, and loading a model.
@@ -24,11 +24,15 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
-from appliance.api.ask import MAX_MESSAGES, Ask, PromptTooLong, check_model, infill_of, left_out
+from appliance.api.ask import Ask, PromptTooLong
+from appliance.api.chat_messages import MAX_MESSAGES, left_out
+from appliance.api.dialects import Dialect, error_body
+from appliance.api.model_choice import check_model
 from appliance.api.openai import chat_ask, completion_ask
+from appliance.api.prompts import infill_of
 from appliance.api.stream import Delta
 from appliance.api.tool_format import output_format_of
-from appliance.api.wire import Dialect, appliance_of, error_body, json_response, require
+from appliance.api.wire import appliance_of, json_response, require
 from appliance.frame.protocol import iso_time, utc_now
 from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
 from appliance.models.facts import ModelFacts

@@ -1,4 +1,4 @@
-"""What clients ask, in OpenAI's words: the fields of completions and chats.
+"""Read the fields of OpenAI's completions and chats.
 
 Owns: which fields there are, their types, ranges, defaults, and what is refused by name.
 Invariant: any object at all gives an Ask or a RequestError that names the field.
@@ -13,16 +13,10 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import (
-    Ask,
-    Chat,
-    check_model,
-    checked_ids,
-    checked_salt,
-    read_messages,
-    read_output_offset,
-    read_prompts,
-)
+from appliance.api.ask import Ask, Chat, checked_salt
+from appliance.api.chat_messages import read_messages
+from appliance.api.model_choice import check_model
+from appliance.api.prompts import checked_ids, read_output_offset, read_prompts
 from appliance.api.tools import read_constraint, read_tools
 from appliance.json_fields import (
     INT64_MAX,
@@ -34,7 +28,7 @@ from appliance.json_fields import (
     unsupported,
 )
 from appliance.request import ModelInfo
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
 """Of a completion that names no limit, as OpenAI's and vLLM's; a chat has the room left."""

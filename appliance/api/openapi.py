@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document: what can be asked here, and what comes back.
+"""Build the OpenAPI 3.1 document from the table of operations.
 
 Owns: the table of operations.
 Invariant: it has every route that is served and no other; a test compares both.
@@ -9,24 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from appliance.api.dialects import Dialect, dialect_of
 from appliance.api.ollama_api import NOT_HERE
-from appliance.api.schemas import (
-    COUNT,
-    DIALECT_REQUESTS,
-    REQUESTS,
-    STRING,
-    TOKEN_ID,
-    WHEN,
-    Json,
-    listing,
-    one_of,
-    ref,
-    replies,
-    shape,
-    whole,
-)
+from appliance.api.schema_words import COUNT, STRING, Json, listing, one_of, ref, shape, whole
+from appliance.api.schemas import DIALECT_REQUESTS, REQUESTS, TOKEN_ID, WHEN, replies
 from appliance.api.schemas import REPLIES as OTHER_REPLIES
-from appliance.api.wire import Dialect, dialect_of
 from appliance.frame.protocol import FRAME_VERSION
 from appliance.log.query import MAX_DIGITS, MAX_ROWS, SEVERITIES, STAGES, USAGE_BY
 

@@ -1,4 +1,4 @@
-"""What operators read and do over HTTP: requests, frames, cancel, drain, cache, metrics, the log.
+"""Serve operators: requests, frames, cancel, drain, cache, metrics, log.
 
 Owns: /v1/requests and the routes under /v1/penstock; counts of replies by route, method and class
 of status; how many queries run and recordings are open at once.
@@ -9,22 +9,18 @@ Never: decides about requests; it asks the Appliance.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import IO
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from appliance.api.admission import Turns
+from appliance.api.fair_threads import Turns
 from appliance.api.wire import (
     appliance_of,
     arrival_of,
@@ -40,159 +36,8 @@ from appliance.configuration.settings import ROLES
 from appliance.fleet.roles_change import RolesChange
 from appliance.json_fields import Fields, invalid_value
 from appliance.log.query import event_query, most_rows, row_query, span_query, usage_query
-from appliance.metrics.exposition import MEDIA_TYPE, MetricFamily, counter, exposition
 from appliance.request import Role
-from engine.cache.prefix_index import Hash
-from engine.errors import RequestError, Unavailable
-from engine.schedule.prefix_cache import Block, CacheContents, ContentsChange
-
-# GET /v1/penstock/cache: what the prefix cache holds by tokens, and each change of that.
-# For routers that choose among several appliances the one that has most of a prompt. A line each:
-# `{"cleared": true, "block_size": N}` first, and whenever what was told before is void; `{"stored":
-# [{"id", "parent", "token_ids"}, ...]}`, each block after the one before it; `{"removed": [id,
-# ...]}`.
-# Invariant: who reads all lines knows what the asker's own prompts would find in memory.
-# Never: tells of what the asker's own prompts would not find, or of prompts with a secret.
-
-
-LOOK_INTERVAL_S = 0.05
-MAX_LINE_BLOCKS = 256
-
-
-def cache_routes() -> list[Route]:
-    """The one of the cache."""
-    return [Route("/v1/penstock/cache", cache)]
-
-
-async def cache(http: Request) -> Response:
-    """All that is there, and then each change, until either side leaves.
-
-    It ends when another model is served. Prompts are in it, so it is for operators.
-    """
-    peer, appliance = require(http, Role.OPERATOR), appliance_of(http)
-    contents = appliance.cache_contents
-    chain = None if contents is None else appliance.hash_prompt([], None, peer.name)
-    if contents is None or chain is None:
-        raise RequestError(
-            "the prefix cache is off, or not there yet",
-            code="no_prefix_cache",
-            status=409,
-            hint="serve with prefix_cache on",
-        )
-    lines = _lines(http, contents, chain.root)
-    return StreamingResponse(
-        lines, media_type="application/x-ndjson", headers={"cache-control": "no-store"}
-    )
-
-
-async def _lines(http: Request, contents: CacheContents, root: Hash) -> AsyncIterator[bytes]:
-    if http.method == "HEAD":
-        return
-    stopping: asyncio.Event = http.app.state.stopping
-    told: int | None = None
-    while not stopping.is_set() and is_known(http):
-        if appliance_of(http).cache_contents is not contents:
-            return
-        changes = None if told is None else contents.changes(told, root)
-        told = contents.num_changes
-        if changes is None:
-            blocks = contents.blocks(root)  # all of one moment, however slowly they are read
-            yield _line({"cleared": True, "block_size": contents.block_size})
-            for line in _stored(blocks):
-                yield line
-        else:
-            for line in _of(changes):
-                yield line
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), LOOK_INTERVAL_S)
-
-
-def _of(changes: Iterable[ContentsChange]) -> Iterator[bytes]:
-    for is_stored, group in groupby(changes, key=lambda change: change.is_stored):
-        blocks = [change.block for change in group]
-        if is_stored:
-            yield from _stored(blocks)
-        else:
-            yield _line({"removed": [block.block_id for block in blocks]})
-
-
-def _stored(blocks: list[Block]) -> Iterator[bytes]:
-    for start in range(0, len(blocks), MAX_LINE_BLOCKS):
-        told = [
-            {"id": one.block_id, "parent": one.parent_id, "token_ids": one.token_ids.tolist()}
-            for one in blocks[start : start + MAX_LINE_BLOCKS]
-        ]
-        yield _line({"stored": told})
-
-
-def _line(value: object) -> bytes:
-    return msgspec.json.encode(value) + b"\n"
-
-
-# GET /metrics, and what it says of HTTP itself.
-# Invariant: labels are of a fixed set, whatever clients send.
-# Never: counts probes, whose refusals are no errors of the api.
-
-
-PROBES = ("/health", "/ready", "/metrics")
-_METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
-
-
-class HttpCounts:
-    """Replies since the daemon started."""
-
-    def __init__(self) -> None:
-        self._replies: Counter[tuple[str, str, str]] = Counter()
-        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-
-    def count(self, path: str | None, method: str, status: int, seconds: float) -> None:
-        """A reply has been sent whole, or its client is gone.
-
-        Args:
-            path: of the route; None: there was none.
-            method: as the client wrote it.
-            status: of the reply.
-            seconds: since the request came.
-        """
-        if path in PROBES:
-            return
-        handler, method = path or "none", method if method in _METHODS else "other"
-        self._replies[handler, method, f"{status // 100}xx"] += 1
-        self._seconds[handler, method] += seconds
-
-    def families(self) -> Iterator[MetricFamily]:
-        """Metrics under vLLM's names, which most dashboards know."""
-        yield counter(
-            "http_requests_total",
-            "Replies, but for those to probes.",
-            [
-                ({"handler": handler, "method": method, "status": status}, number)
-                for (handler, method, status), number in self._replies.items()
-            ],
-        )
-        totals: Counter[tuple[str, str]] = Counter()
-        for (handler, method, _), number in self._replies.items():
-            totals[handler, method] += number
-        yield MetricFamily(
-            "summary",
-            "http_request_duration_seconds",
-            "To the end of the reply.",
-            summaries=[
-                ({"handler": handler, "method": method}, number, self._seconds[handler, method])
-                for (handler, method), number in totals.items()
-            ],
-        )
-
-
-async def metrics(http: Request) -> Response:
-    """All there is to chart, as Prometheus reads it."""
-    readings = appliance_of(http).readings()
-    http_counts: HttpCounts = http.app.state.http_counts
-    body = exposition(readings.frame, readings.histograms, http_counts.families())
-    return Response(body, media_type=MEDIA_TYPE)
-
-
-# --------------------------------------------------------------------------------------------------
+from engine.errors import Unavailable
 
 
 def control_routes() -> list[Route]:
@@ -313,13 +158,6 @@ async def measure(http: Request) -> Response:
     return json_response(appliance_of(http).measure())
 
 
-# POST /v1/penstock/roles: what the workers are for, switched while they run.
-#
-# Owns: its body.
-# Invariant: only operators change anything, and a body with something wrong changes nothing.
-# Never: decides where a request goes.
-
-
 MAX_TARGET_MS = 86_400_000
 
 
@@ -338,13 +176,6 @@ async def switch_roles(http: Request) -> Response:
     if fields.ignored:
         raise invalid_value(fields.ignored[0], "is not known here")
     return json_response(appliance_of(http).set_roles(change, peer.name))
-
-
-# The request log over HTTP: requests, events, usage, recordings.
-# Invariant: queries run in turns, so that readers of the log leave time to those who wait for a
-# reply; a recording takes disk only while it is sent, and who does not read theirs keeps nobody
-# out.
-# Never: writes; knows SQL.
 
 
 MAX_READERS = 2

@@ -1,4 +1,4 @@
-"""What clients read, in OpenAI's words: completions, chats, chunks, log-probabilities, errors.
+"""Write OpenAI's replies: completions, chats, chunks, log-probabilities, errors.
 
 Owns: how tokens are spelled in replies; the shapes of replies.
 Invariant: a streamed reply's chunks add up to the whole reply.
@@ -9,143 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any
 
 import msgspec
 
 from appliance.api.ask import Ask
-from appliance.api.call_readers import CallDelta
+from appliance.api.logprob_replies import Json, chat_logprobs, completion_logprobs, prompt_logprobs
 from appliance.api.stream import Delta
+from appliance.api.text_reading import CallDelta
 from appliance.api.wire import error_object
 from appliance.frame.protocol import iso_time
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason, Sequence
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import TokenLogprob
-
-# Log-probabilities: OpenAI's columns for completions and entries for chats, vLLM's of prompts.
-# A reply can have a hundred thousand of them. So a spelling is worked out once in a delta, as
-# likely alternatives come again and again, and each token's part is encoded at once: a heap of
-# objects would be encoded, and then freed, in single calls during which no other thread runs.
-# Invariant: every token has a spelling, also one that is only part of a character.
-# Never: changes a log-probability, but that JSON has no infinity.
-
-
-Json = dict[str, object]
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer, delta: Delta, most: int, *, by_ids: bool = False
-) -> Json:
-    """Columns, at most so many alternatives by their text; an echoed prompt's tokens come first.
-
-    Args:
-        tokenizer: spells tokens.
-        delta: of a sequence.
-        most: alternatives to each token.
-        by_ids: tokens are `token_id:ID` instead of texts, of which two can be alike.
-    """
-    token_ids, offsets = delta.token_ids, delta.text_offsets
-    entries: list[TokenLogprob | None] = [*delta.logprobs]
-    if delta.echo:
-        token_ids = delta.sequence.prompt_token_ids + token_ids
-        offsets = delta.echo.offsets + offsets
-        entries = [None, *delta.sequence.prompt_logprobs, *entries]  # nothing precedes the first
-    key = _id_key if by_ids else cache(partial(token_key, tokenizer))
-    pairs = list(zip(token_ids, entries, strict=True))
-    return {
-        "text_offset": offsets,
-        "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
-        "tokens": [key(token_id) for token_id in token_ids],
-        "top_logprobs": [entry and _top(key, token_id, entry, most) for token_id, entry in pairs],
-    }
-
-
-def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob, most: int) -> msgspec.Raw:
-    """The likeliest tokens, and the one that came."""
-    alternatives = zip(entry.top_ids[:most], entry.top_logprobs, strict=False)
-    every = [*alternatives, (token_id, entry.logprob)]
-    return _encoded({key(other): finite(logprob) for other, logprob in every})
-
-
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
-    """One entry for each token of the output."""
-    spell = cache(partial(_spelling, tokenizer))
-    pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-    return {
-        "content": [_entry(spell, token_id, entry) for token_id, entry in pairs],
-        "refusal": None,
-    }
-
-
-def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> msgspec.Raw:
-    top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    alternatives = [spell(other) | {"logprob": finite(logprob)} for other, logprob in top]
-    told: Json = {"logprob": finite(entry.logprob), "top_logprobs": alternatives}
-    return _encoded(spell(token_id) | told)
-
-
-def prompt_logprobs(
-    tokenizer: Tokenizer, sequence: Sequence, most: int
-) -> list[msgspec.Raw | None]:
-    """For each prompt token: its log-probability and at most so many alternatives', by token id."""
-    spell = cache(tokenizer.token_text)
-    later = zip(sequence.prompt_token_ids[1:], sequence.prompt_logprobs, strict=False)
-    # nothing precedes the first
-    return [None, *(_ranked(spell, token_id, entry, most) for token_id, entry in later)]
-
-
-def _ranked(
-    spell: Callable[[int], str], token_id: int, entry: TokenLogprob, most: int
-) -> msgspec.Raw:
-    likeliest = zip(entry.top_ids[:most], entry.top_logprobs, range(1, most + 1), strict=False)
-    every = [(token_id, entry.logprob, entry.rank), *likeliest]
-    return _encoded(
-        {
-            str(other): {"logprob": finite(value), "rank": rank, "decoded_token": spell(other)}
-            for other, value, rank in every
-        }
-    )
-
-
-def _encoded(told: Json) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(told))
-
-
-def _spelling(tokenizer: Tokenizer, token_id: int) -> Json:
-    raw = tokenizer.token_bytes(token_id)
-    return {
-        "token": tokenizer.token_text(token_id),
-        "bytes": None if raw is None else list(raw),
-    }
-
-
-def token_key(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text, or its bytes spelled out where it is only part of a character."""
-    raw = tokenizer.token_bytes(token_id)
-    if raw is None:
-        return _id_key(token_id)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _id_key(token_id: int) -> str:
-    return f"token_id:{token_id}"
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that cannot come."""
-    return max(logprob, -9999.0)
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""JSON schemas of what can be asked and what is answered, as data.
+"""Hold the JSON schemas of requests and replies, as data.
 
 Owns: the bodies of POSTs in all three APIs; the shapes of replies, of frames by their own types, of
 the log's rows and of errors.
@@ -9,8 +9,6 @@ Never: checks anything; what a field may be is decided where it is read.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
@@ -26,86 +24,29 @@ from appliance.api.openai import (
     MAX_STOPS,
 )
 from appliance.api.operator_api import MAX_TARGET_MS
+from appliance.api.schema_words import (
+    BOOLEAN,
+    COUNT,
+    INTEGER,
+    NUMBER,
+    OBJECT,
+    STRING,
+    Json,
+    items,
+    nullable,
+    one_form,
+    one_of,
+    ref,
+    shape,
+    whole,
+    within,
+)
 from appliance.api.tools import MAX_CHOICES as MAX_CHOICES_OF
 from appliance.api.tools import MAX_TOOLS
 from appliance.configuration.settings import ROLES
 from appliance.frame.figures import STAGES
 from appliance.frame.protocol import Frame
 from appliance.json_fields import INT64_MAX
-
-# The words in which JSON schemas are written here.
-# Invariant: objects may have other fields than those named.
-# Never: knows a route or a field.
-
-
-Json = dict[str, Any]
-
-STRING: Json = {"type": "string"}
-INTEGER: Json = {"type": "integer"}
-NUMBER: Json = {"type": "number"}
-BOOLEAN: Json = {"type": "boolean"}
-OBJECT: Json = {"type": "object"}
-COUNT: Json = {"type": "integer", "minimum": 0}
-
-
-def ref(name: str) -> Json:
-    """A component by its name."""
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def one_of(*words: str) -> Json:
-    """The schema of a string that is one of these words."""
-    return {"type": "string", "enum": list(words)}
-
-
-def within(low: float, high: float) -> Json:
-    """A number in [low, high]."""
-    return {"type": "number", "minimum": low, "maximum": high}
-
-
-def whole(low: int, high: int = INT64_MAX) -> Json:
-    """An integer in [low, high]."""
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def items(schema: Json, **limits: int) -> Json:
-    """The schema of a list of such things."""
-    return {"type": "array", "items": schema, **limits}
-
-
-def nullable(schema: Json) -> Json:
-    """A schema that also takes null."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def one_form(forms: Json) -> Json:
-    """An object with one of these fields, or none; `null` and false count as absent."""
-    absent: Json = {"enum": [None, False]}
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": dict.fromkeys(forms, absent) | {name: {"anyOf": [schema, absent]}},
-                "additionalProperties": {"type": "null"},
-            }
-            for name, schema in forms.items()
-        ]
-    }
-
-
-def shape(required: Json, optional: Json | None = None) -> Json:
-    """An object with fields that are there, and fields that may be absent or null; and others."""
-    absent = {name: nullable(schema) for name, schema in (optional or {}).items()}
-    return {"type": "object", "required": list(required), "properties": {**required, **absent}}
-
-
-def listing(schema: Json) -> Json:
-    """Things as every list here is sent."""
-    return shape({"object": {"const": "list"}, "data": items(schema)})
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 STOPS: Json = items(_STOP, maxItems=MAX_STOPS)
@@ -362,10 +303,6 @@ REQUESTS: Json = {
 }
 
 
-# JSON schemas of what Anthropic's and Ollama's APIs are asked, and answer.
-# Never: checks anything.
-
-
 _TEXT_BLOCK: Json = shape({"type": {"const": "text"}, "text": STRING})
 _TEXTS: Json = {"anyOf": [STRING, items(_TEXT_BLOCK)]}
 _OLLAMA: Json = {
@@ -555,11 +492,6 @@ REPLIES: Json = {
     ),
     "OllamaError": shape({"error": STRING}),
 }
-
-
-# JSON schemas of what is answered, as data.
-# Invariant: every reply satisfies its schema; tests hold them together.
-# Never: checks anything.
 
 
 _USAGE: Json = shape(

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shapes of vLLM and of llama.cpp, which is `content`'s.
+"""Serve /tokenize and /detokenize in vLLM's and llama.cpp's shapes.
 
 Owns: their fields, and how many texts are worked on at once.
 Invariant: work that grows with the text is done in turns, replies included, so that generating
@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appliance.api.admission import Turns
-from appliance.api.ask import check_model
+from appliance.api.fair_threads import Turns
 from appliance.api.messages_api import count_ask, in_anthropics_words
+from appliance.api.model_choice import check_model
 from appliance.api.openai import read_chat
 from appliance.api.tool_format import output_format_of
 from appliance.api.wire import appliance_of, json_response

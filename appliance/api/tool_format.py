@@ -1,4 +1,4 @@
-"""How models write what is not their answer: calls and reasoning, known by the chat template.
+"""Recognise by its chat template how a model writes reasoning and tool calls.
 
 Owns: the formats; the table of reasoning formats, and the choice; settings may name formats
 instead.

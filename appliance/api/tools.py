@@ -1,4 +1,4 @@
-"""What form an answer must have: calls of which functions, or text that matches a schema.
+"""Derive the form that an answer must have: calls of functions, or text of a schema.
 
 Owns: `tools`, `tool_choice`, `parallel_tool_calls`, and the grammar that calls must match; the
 translation of these fields into a grammar.

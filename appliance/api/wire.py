@@ -1,4 +1,4 @@
-"""Between HTTP and the handlers: who asks and what that peer may do; JSON and errors out.
+"""Connect HTTP and handlers: identify the caller, write JSON and errors.
 
 Owns: which API a path belongs to, and its shape of errors; the headers that replies carry, and what
 of a client's headers is kept; the two refusals, `role_required` and `not_owner`.
@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import cast
 
 import msgspec
@@ -24,65 +23,10 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from appliance.api.appliance import Appliance
+from appliance.api.dialects import Dialect, dialect_of, error_body
 from appliance.frame.protocol import utc_now
 from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError
-
-# Errors in the words of the API that was asked: OpenAI's, Anthropic's, or Ollama's.
-# Invariant: whoever asks by an API's path is refused in a way that its official client understands.
-# Never: decides what is refused.
-
-
-class Dialect(Enum):
-    """An API that is spoken here."""
-
-    OPENAI = "/"
-    ANTHROPIC = "/v1/messages"
-    OLLAMA = "/api"
-
-
-def dialect_of(path: str) -> Dialect:
-    """The API that a path belongs to; OpenAI's where no other does."""
-    for dialect in (Dialect.ANTHROPIC, Dialect.OLLAMA):
-        if path == dialect.value or path.startswith(dialect.value + "/"):
-            return dialect
-    return Dialect.OPENAI
-
-
-_ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
-"""Anthropic's types, by status; every other 4xx is an invalid_request_error."""
-
-
-def error_body(dialect: Dialect, error: RequestError, request_id: str = "") -> dict[str, object]:
-    """What is sent for an error; its message ends with the hint, if there is one."""
-    message = f"{error.what}; {error.hint}" if error.hint else error.what
-    if dialect is Dialect.OLLAMA:
-        return {"error": message}
-    if dialect is Dialect.ANTHROPIC:
-        kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
-        told = {"type": kind, "message": message}
-        return {"type": "error", "error": told, "request_id": request_id}
-    names = {"type": error.kind, "param": error.param, "code": error.code}
-    return {"error": {"message": message, **names}}
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# One HTTP request as it came in: who asks, since when, by which id.
-#
-# Owns: what the layers of one request tell each other, from the gate to the last byte of its reply.
-# Invariant: there is one for each request, made before anything is decided about it.
-# Never: knows a body, a route or a reply.
-
 
 _KEY = "arrival"
 """Under which the scope's state has it; nothing else is passed on there."""
@@ -182,11 +126,6 @@ def reply_headers(http: Request) -> dict[str, str]:
     if client_id := client_request_id(http):
         headers["x-client-request-id"] = client_id
     return headers
-
-
-# What a peer may do: by its role, or because a request is its own.
-# Invariant: whoever is not known to be more is a user, and a refusal says what would be needed.
-# Never: finds out who a peer is.
 
 
 def peer_of(http: Request) -> Peer:

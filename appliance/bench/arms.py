@@ -1,4 +1,4 @@
-"""The arms of a comparison: servers that are there or started for it, and their figures as rows.
+"""Prepare the servers of a comparison, and turn their figures into rows.
 
 Owns: which daemons run, and how long; which figures are compared, and which direction of each is
 better.
@@ -18,7 +18,8 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from appliance.bench.load import SERVERS_LOG, Target, exchange
+from appliance.bench.exchange import SERVERS_LOG, Target
+from appliance.bench.load import exchange
 from appliance.bench.reply_events import ReceivedReply
 from appliance.bench.statistics import Figures, band, ratio, spread, verdict
 from appliance.client import DaemonUnreachable

@@ -1,4 +1,4 @@
-"""Load on one server for a while, with prompts that fit; what long prompts do to others' tokens.
+"""Put load on a server, and measure what long prompts do to other replies.
 
 Owns: what is asked of every server alike, so that arms differ in nothing else; the pace: by
 schedule, or so many at a time; the connection of each request, and the stamp of each read.
@@ -10,189 +10,23 @@ Never: computes a statistic; compares servers.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
+from appliance.bench.exchange import SERVERS_LOG, Target
 from appliance.bench.reply_events import ReceivedReply, ReplyReader
-from appliance.bench.statistics import Figures, Sample, sample_of
+from appliance.bench.sample import Sample, sample_of
+from appliance.bench.statistics import Figures
 from appliance.bench.workloads import Lengths, PlannedArrival, drawn, regular, reusable_tokens
-from appliance.client import Client, ClientError, ReplyError
 from appliance.configuration.address import Address, TcpAddress, UnixAddress
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, PenstockError
-
-SERVERS_LOG = "the server's own log says why"
-
-# A server under measurement: its model, prompts that fit it, its power.
-# Invariant: no prompt is made twice, so that no server's prefix cache meets one again, but where a
-# workload says so; and then never beyond one turn of one arm.
-# Never: measures.
-
-
-_STATE = "/v1/penstock/state"
-_SAMPLE_TEXT = (
-    "The quick brown fox jumps over the lazy dog; 0123456789 boxes were packed, "
-    'with five dozen liquor jugs (and one more?) in them: "Sphinx of black quartz, judge my vow!"'
-)
-"""Ids of these words are ids that the model has, which is all that a prompt needs."""
-_WORDS = _SAMPLE_TEXT.split()
-
-
-class Target:
-    """One arm of a measurement, by its address.
-
-    Args:
-        label: its name in the tables.
-        address: of its API.
-        is_text: send prompts as words, for a server that cannot say which ids it has; a prompt then
-            has about as many tokens as were asked for, and the server says how many it counted.
-        rng: of all prompts of the run.
-    """
-
-    def __init__(
-        self, label: str, address: Address, rng: random.Random, *, is_text: bool = False
-    ) -> None:
-        self.label = label
-        self.address = address
-        self._rng = rng
-        self._client = Client(address)
-        self.max_model_len: int | None = None
-        """Tokens of a prompt and its reply, where the server says so."""
-        self._model: str | None = None
-        self._ids: list[int] | None = None
-        self._is_text = is_text
-        self._words_per_token = 1.0
-        self._has_frames = True
-
-    def meet(self) -> None:
-        """Ask for the model and for ids that it has.
-
-        Raises:
-            ClientError: it does not answer.
-            PenstockError: it is no such server.
-        """
-        try:
-            model = self._client.get("/v1/models")["data"][0]
-            self._model, self.max_model_len = str(model["id"]), model.get("max_model_len")
-        except (LookupError, TypeError) as error:
-            raise PenstockError(
-                "the server lists no model", where=str(self.address), hint=SERVERS_LOG
-            ) from error
-        if self._is_text:
-            return
-        try:
-            reply = self._client.post("/tokenize", {"model": self._model, "prompt": _SAMPLE_TEXT})
-            self._ids = sorted(set(reply["tokens"]))
-            self._words_per_token = len(_WORDS) / max(len(reply["tokens"]), 1)
-        except (ReplyError, LookupError, TypeError) as error:
-            raise PenstockError(
-                "the server does not tell ids by POST /tokenize",
-                where=str(self.address),
-                hint="send prompts as text with --prompt-text",
-            ) from error
-
-    def request(self, input_tokens: int, output_tokens: int) -> bytes:
-        """A request for a streamed completion with a fresh prompt, ready to send."""
-        return self.completion(self._prompt(self._rng, input_tokens), output_tokens)
-
-    def requests(self, schedule: Sequence[PlannedArrival]) -> list[bytes]:
-        """A request for each arrival; where a trace says that prompts begin alike, they do."""
-        salt = self._rng.getrandbits(64)
-
-        def prompt(each: PlannedArrival) -> list[int] | str:
-            if not each.hash_ids:
-                return self._prompt(self._rng, each.input_tokens)
-            blocks = [
-                self._prompt(random.Random(f"{salt}/{one}"), each.block_tokens)
-                for one in each.hash_ids
-            ]
-            if self._ids is None:
-                words = " ".join(map(str, blocks)).split()
-                return " ".join(words[: self._num_words(each.input_tokens)])
-            joined: list[Any] = [token_id for block in blocks for token_id in block]
-            return joined[: each.input_tokens]
-
-        return [self.completion(prompt(each), each.output_tokens) for each in schedule]
-
-    def ids(self, num_tokens: int) -> list[int] | None:
-        """Tokens that have not been sent before; None if the server cannot say which it has."""
-        return None if self._ids is None else self._rng.choices(self._ids, k=num_tokens)
-
-    def words(self, num_tokens: int) -> str:
-        """A text of about so many tokens that has not been sent before."""
-        return " ".join(self._rng.choices(_WORDS, k=self._num_words(num_tokens)))
-
-    def completion(self, prompt: list[int] | str, output_tokens: int) -> bytes:
-        """A request for a streamed completion, ready to send."""
-        body = {
-            "prompt": prompt,
-            "max_tokens": output_tokens,
-            "stream_options": {"include_usage": True},
-        }
-        if not self._is_text:  # who knows no /tokenize may refuse this, too
-            body["return_token_ids"] = True
-        return self.post("/v1/completions", body)
-
-    def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """A request for a greedy, streamed reply that goes on to its limit, ready to send."""
-        fixed = {"model": self._model, "temperature": 0, "ignore_eos": True, "stream": True}
-        content = msgspec.json.encode({**fixed, **body})
-        is_tcp = isinstance(self.address, TcpAddress)
-        host = str(self.address).partition("://")[2] if is_tcp else "localhost"
-        key = os.environ.get("PENSTOCK_API_KEY") if is_tcp else None
-        head = [
-            f"POST {path} HTTP/1.1",
-            f"Host: {host}",
-            "Content-Type: application/json",
-            "anthropic-version: 2023-06-01",
-            f"Content-Length: {len(content)}",
-            "Connection: close",
-            *([f"Authorization: Bearer {key}"] if key else []),
-        ]
-        return "\r\n".join([*head, "", ""]).encode() + content
-
-    def learn_length(self, asked_tokens: int, counted_tokens: int | None) -> None:
-        """A prompt was so long in fact; the next ones of words are made accordingly."""
-        if counted_tokens:
-            self._words_per_token *= asked_tokens / counted_tokens
-
-    def power_w(self) -> float | None:
-        """Watts of all domains that the daemon reads; None: none reports, or it is not ours."""
-        if not self._has_frames:
-            return None
-        try:
-            devices = self._client.get(_STATE)["devices"]
-        except (ClientError, LookupError):
-            self._has_frames = False
-            return None
-        readings = [each["power_w"] for each in devices if each.get("power_w") is not None]
-        return sum(readings) if readings else None
-
-    def _prompt(self, rng: random.Random, num_tokens: int) -> list[int] | str:
-        if self._ids is not None:
-            return rng.choices(self._ids, k=num_tokens)
-        return " ".join(rng.choices(_WORDS, k=self._num_words(num_tokens)))
-
-    def _num_words(self, num_tokens: int) -> int:
-        return max(1, round(num_tokens * self._words_per_token))
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# One request and its reply on a connection of its own.
-#
-# Owns: the connection, and the stamp of each read.
-# Invariant: a read is stamped before it is looked at; whatever goes wrong is a sentence in the
-# reply's `problem`.
-# Never: raises for what a server does, retries, or keeps a connection.
 
 
 async def exchange(
@@ -395,15 +229,6 @@ async def _watch(target: Target, seconds: float, tick: Tick) -> float | None:
     tick(1.0)
     read_w = [each for each in readings if each is not None]
     return sum(read_w) / len(read_w) if read_w else None
-
-
-# What long prompts do to everybody else's tokens.
-# Three measurements on one server: the prompts alone, the streams alone (quiet), and the streams
-# while the prompts arrive (loaded). The result is how much wider the streams' worst gaps become,
-# and how much longer the prompts wait for their first token.
-# Invariant: a gap counts only between the moment when all streams have begun and the end of the
-# phase; streams run until the last prompt has its answer.
-# Never: compares servers.
 
 
 STREAM_TOKENS = (32, 512)

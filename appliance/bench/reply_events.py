@@ -1,4 +1,4 @@
-"""A streamed reply as bytes, read into stamped events, in whichever API it comes.
+"""Read a streamed reply of any API into timestamped events.
 
 A load generator shares the machine with what it measures, so this reads just as much HTTP/1.1 and
 as much of each server-sent event as a measurement needs.

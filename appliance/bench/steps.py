@@ -1,4 +1,4 @@
-"""Raw step times: one worker as the daemon starts it, without HTTP, queue or text.
+"""Time a worker's steps without HTTP, queue or text.
 
 The worker is given prompts and computes them as it would for clients; what is taken is the times
 in its reports of steps, which begin and end in the worker.
@@ -27,7 +27,8 @@ from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, WorkerFailed
-from engine.wire.messages import Admit, Report, SamplingParams, Setup, Stepped
+from engine.wire.messages import Admit, Report, Setup, Stepped
+from engine.wire.sampling import SamplingParams
 
 
 class StepCase(NamedTuple):

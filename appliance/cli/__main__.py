@@ -1,4 +1,4 @@
-"""`python -m appliance.cli`: the command where it is not installed.
+"""Run the command where it is not installed: `python -m appliance.cli`.
 
 Owns: nothing. Never: anything of its own.
 """

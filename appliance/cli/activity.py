@@ -1,4 +1,4 @@
-"""Verbs that show what goes on and went on: ps, show, top, log, events, usage, whoami, version.
+"""Show current and past activity: ps, show, top, log, events, usage, whoami, version.
 
 Owns: their parameters, following, and the choice between the daemon and the log's file.
 Invariant: the daemon and the file answer the same parameters alike; whoever reads the file is told.
@@ -21,7 +21,8 @@ import typer
 
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.short_ids import request_ids
-from appliance.cli.terminal import Format, Host, Listing, Output, TableColumn, printable, within
+from appliance.cli.tables import Format, Listing, TableColumn, printable, within
+from appliance.cli.terminal import Host, Output
 from appliance.client import Client, ClientError, DaemonUnreachable, ReplyError
 from appliance.configuration import config, paths
 from appliance.configuration.address import SshAddress, UnixAddress

@@ -1,4 +1,4 @@
-"""The verbs that measure: servers, workloads for them, and the device itself.
+"""Define the verbs that measure servers, workloads and devices.
 
 Owns: how a load is written on the command line; the pages and tables of results.
 Invariant: whatever is printed can be computed again from what --save keeps.
@@ -8,14 +8,12 @@ Never: measures: appliance.bench does.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import platform
-import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,411 +30,55 @@ from appliance.bench.arms import (
     rows,
     turn_metrics,
 )
-from appliance.bench.conversations import APIS, TurnPace, converse
+from appliance.bench.conversations import TurnPace, converse
+from appliance.bench.exchange import Target
 from appliance.bench.load import (
     InterferencePlan,
     InterferenceResult,
     Load,
     Measured,
-    Target,
     disturb,
     measure,
 )
+from appliance.bench.sample import Sample
 from appliance.bench.statistics import (
-    QUANTILES,
-    TIMES,
     Figures,
     GoodputTargets,
-    Sample,
     by_turn,
     summarize,
     times,
 )
-from appliance.bench.workloads import (
-    CONVERSATIONS,
-    Lengths,
-    PlannedConversation,
-    lines,
-    read_conversations,
-    read_trace,
-    scaled,
-    spread,
-    trace,
+from appliance.bench.talks import APIS
+from appliance.cli import tables, terminal
+from appliance.cli.bench_device import Count, conversations_of, kernels, steps, transports, workload
+from appliance.cli.bench_options import (
+    Alone,
+    ArmsModel,
+    LengthScale,
+    PlotFile,
+    PromptText,
+    Rounds,
+    Save,
+    Seconds,
+    Seed,
+    SloItl,
+    SloTtft,
+    Specs,
+    Speed,
+    under_load,
 )
-from appliance.cli import terminal
-from appliance.cli.terminal import (
-    Format,
-    Host,
-    Listing,
-    Output,
-    ProgressLine,
-    Row,
-    TableColumn,
-    document,
-    printable,
-    within,
-)
+from appliance.cli.bench_pages import COMPARISON, STEPS, Bar, run_page
+from appliance.cli.tables import Format, Row, printable, within
+from appliance.cli.terminal import Host, Output
 from appliance.client import GenerationFailed
 from appliance.configuration import config
-from appliance.configuration.setting_kinds import a_path
 from appliance.frame.figures import (
-    bytes_per_s,
-    count,
     duration,
-    factor,
-    fine_ratio,
-    flops,
-    measured_ms,
     named,
-    rate,
     unitless,
 )
 from appliance.frame.protocol import utc_now
 from engine.errors import FileError
-
-# What the benchmarks share: options, the page of one arm, columns of several, the bar.
-# Invariant: the bar is on stderr, and only where that is a terminal.
-# Never: computes a figure.
-
-
-# The options that the benchmarks share.
-# Invariant: an option means the same in every verb. Never: measures.
-
-
-DEFAULT_SECONDS = 30.0
-
-Specs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SERVER...",
-        help="static, colocated or elastic: a daemon started for it; or a running server: a socket"
-        " or http://HOST:PORT. NAME= before it names it. Ratios are relative to the first.",
-    ),
-]
-ArmsModel = Annotated[
-    str | None, typer.Option("--model", "-m", help="Model of the started daemons.")
-]
-Rounds = Annotated[int, typer.Option(callback=within(1), help="Rounds per server.")]
-Alone = Annotated[
-    bool, typer.Option("--alone", help="Restart daemons for each turn, so that one runs at a time.")
-]
-PromptText = Annotated[
-    bool, typer.Option("--prompt-text", help="Send words: for servers without /tokenize.")
-]
-Seed = Annotated[int, typer.Option(help="Random seed of schedules, lengths and prompts.")]
-Save = Annotated[Path | None, typer.Option(help="Write all samples to this JSON file.")]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the distributions into this SVG file.")
-]
-Seconds = Annotated[
-    float, typer.Option(callback=within(0.1), help="Seconds of a turn; requests may end later.")
-]
-Speed = Annotated[
-    float, typer.Option(callback=within(0.001), help="Speed of the workload: 2 is twice as fast.")
-]
-LengthScale = Annotated[
-    float,
-    typer.Option(
-        callback=within(0.0001),
-        help="Factor on the workload's lengths: 0.25 is a quarter of the tokens.",
-    ),
-]
-SloTtft = Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")]
-SloItl = Annotated[float | None, typer.Option(help="Goodput: most ms of a reply's p99 gap.")]
-
-
-def _load(
-    concurrency: Annotated[
-        int | None,
-        typer.Option(callback=within(1), help="Closed loop: number of open requests; default 1."),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(callback=within(0.001), help="Open loop: requests per second.")
-    ] = None,
-    burstiness: Annotated[
-        float,
-        typer.Option(callback=within(0.01), help="With --rate: 1 is Poisson, less is burstier."),
-    ] = 1.0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Open loop: a trace in Mooncake's format (JSON lines)."),
-    ] = None,
-    speed: Speed = 1.0,
-    length_scale: LengthScale = 1.0,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            callback=within(0.1), help="Seconds of a turn; default 30, or the whole trace."
-        ),
-    ] = None,
-    input_tokens: Annotated[
-        str, typer.Option(help="Prompt length: 512, or random from 128-1024.")
-    ] = ("512"),
-    output_tokens: Annotated[str, typer.Option(help="Reply length, in the same forms.")] = "64",
-    seed: Seed = 0,
-) -> Load:
-    """The load that the options describe."""
-    given = [each for each in (concurrency, rate, trace) if each is not None]
-    if len(given) > 1:
-        raise typer.BadParameter("give one of --concurrency, --rate and --trace")
-    if trace is None and (speed, length_scale) != (1.0, 1.0):
-        raise typer.BadParameter("--speed and --length-scale are of a --trace")
-    arrivals = None
-    if trace is not None:
-        # within their ticks in an order of the seed's, so that all arms have the same
-        ticked = spread(read_trace(trace), random.Random(f"{seed}/ticks"))
-        arrivals = tuple(scaled(ticked, speed, length_scale))
-    whole_s = DEFAULT_SECONDS if arrivals is None else max(arrivals[-1].at_s, 1.0)
-    return Load(
-        seconds=whole_s if seconds is None else seconds,
-        inputs=_lengths(input_tokens),
-        outputs=_lengths(output_tokens),
-        concurrency=concurrency if given else 1,
-        rate_per_s=rate,
-        burstiness=burstiness,
-        trace=arrivals,
-        seed=seed,
-    )
-
-
-def under_load(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb the options of a load in place of its parameter `load`."""
-    own = inspect.signature(verb, eval_str=True).parameters
-    shared = inspect.signature(_load, eval_str=True).parameters
-
-    def with_load(**given: Any) -> None:
-        load = _load(**{name: given.pop(name) for name in shared})
-        verb(load=load, **given)
-
-    together = [*(p for name, p in own.items() if name != "load"), *shared.values()]
-    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in together]
-    with_load.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    with_load.__doc__ = verb.__doc__
-    return with_load
-
-
-def _lengths(text: str) -> Lengths:
-    try:
-        return Lengths.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r}: give 512 or 128-1024 ({error})") from error
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-BAR_CELLS = 24
-
-
-def right(text: Any) -> str:
-    """What is in words already, as numbers stand in a table: at the right."""
-    return str(text)
-
-
-COMPARISON = (
-    TableColumn("ARM", "arm"),
-    TableColumn("METRIC", "metric", instead="metric_text"),
-    TableColumn("MEDIAN", "median", right, instead="median_text"),
-    TableColumn("LOW", "low", right, instead="low_text"),
-    TableColumn("HIGH", "high", right, instead="high_text"),
-    TableColumn("RATIO", "ratio", factor),
-    TableColumn("R LOW", "ratio_low", factor),
-    TableColumn("R HIGH", "ratio_high", factor),
-    TableColumn("A/A LOW", "band_low", factor, is_wide=True),
-    TableColumn("A/A HIGH", "band_high", factor, is_wide=True),
-    TableColumn("VERDICT", "verdict"),
-)
-
-STEPS = (
-    TableColumn("STEP", "kind"),
-    TableColumn("BATCH", "batch", count),
-    TableColumn("TOKENS", "num_tokens", count),
-    TableColumn("CONTEXT", "context", count),
-    TableColumn("P50", "ms_p50", duration),
-    TableColumn("MIN", "ms_min", duration),
-    TableColumn("MAX", "ms_max", duration),
-    TableColumn("TOK/S", "tokens_per_s", rate),
-    TableColumn("STEPS", "steps", count, is_wide=True),
-)
-
-DEVICE = (
-    TableColumn("WHAT", "what"),
-    TableColumn("SHAPE", "shape"),
-    TableColumn("P50", "ms", duration),
-    TableColumn("RATE", "rate", right, instead="rate_text"),
-    TableColumn("UNIT", "unit", is_wide=True),
-    TableColumn("OF CEILING", "share", fine_ratio),
-)
-TRANSPORTS = (
-    *DEVICE[:-1],
-    TableColumn("OF ONE COPY", "share", fine_ratio),
-)
-
-
-def run_page(content: Row) -> str:
-    """`penstock bench run`: quantiles of each time, then the rest, one a line."""
-    figures = content["figures"]
-    quantiles = (TableColumn(q.upper(), q, measured_ms) for q in QUANTILES)
-    columns = [TableColumn("", "name"), *quantiles]
-    times = [
-        {"name": unitless(name)} | {q: figures[f"{name}_{q}"] for q in QUANTILES} for name in TIMES
-    ]
-    shown = {f"{name}_{q}" for name in TIMES for q in QUANTILES}
-    rest = {unitless(name): named(name, figures[name]) for name in figures if name not in shown}
-    statuses = ", ".join(f"{n} x {status}" for status, n in content["statuses"].items())
-    rest["statuses"] = printable(statuses)
-    width = max(map(len, rest))
-    lines = [f"{name:<{width}}  {text}" for name, text in rest.items()]
-    return Listing("bench", columns, Format.TABLE).render(times) + "\n" + "\n".join(lines)
-
-
-class Bar:
-    """How far the measurement is: on a terminal one line that changes, else one line a turn."""
-
-    def __init__(self, num_turns: int) -> None:
-        self._num_turns = num_turns
-        self._turn = 0
-        self._line = ProgressLine()
-
-    def turn(self, label: str) -> Callable[[float], None]:
-        """Begin the next turn; the result takes the share of it that is done."""
-        self._turn += 1
-        about = f"{self._turn}/{self._num_turns} {printable(label)}"
-        if not sys.stderr.isatty():
-            terminal.note(f"penstock: turn {about}")
-            return lambda _: None
-
-        def draw(share: float) -> None:
-            full = round(share * BAR_CELLS)
-            self._line.say(f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {about}")
-
-        return draw
-
-    def end(self) -> None:
-        """Clear the line for what comes next."""
-        self._line.end()
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# The verbs that measure the device itself: bench kernels, steps, transports.
-# Invariant: each figure is beside the ceiling that was measured in the same run.
-# Never: measures: appliance.bench.steps does.
-
-
-Model = Annotated[
-    Path | None,
-    typer.Argument(
-        help="Folder of a model for its shape. Default: Llama 3.1 8B, with the layers that fit."
-    ),
-]
-Small = Annotated[bool, typer.Option("--small", help="A small size, to check that it works.")]
-
-
-def kernels(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time the parts of a layer, beside the device's copy bandwidth and matmul rate.
-
-    OF CEILING is a part's rate to one of these, timed first: 100% is all that the device can do.
-    More says that something else disturbed that ceiling, or that a cache held what was read.
-    """
-    _measure("kernels", model, small, output)
-
-
-def steps(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time whole steps, with random weights.
-
-    OF CEILING is a step's rate to the device's copy bandwidth or matmul rate, timed first: 100% is
-    all that it can do. More says that something else disturbed that ceiling, or that a cache held
-    what was read.
-    """
-    _measure("steps", model, small, output)
-
-
-def transports(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
-    """Time the copy of KV blocks through host memory, beside one copy of as many bytes.
-
-    OF ONE COPY is how fast they are beside it; 100% where they are as fast, more where faster.
-    """
-    _measure("transports", model, small, output)
-
-
-_ABOVE = (
-    "more than 100% of a ceiling: something else disturbed it while it was timed, or a cache held"
-    " what was read; on an idle machine, with a model that no cache holds, shares are below"
-)
-
-
-def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
-    from appliance.bench.steps import measure_device
-
-    if model is None and not is_small:
-        terminal.note(
-            "penstock: no folder is named, so the shape is Llama 3.1 8B's with the layers that fit;"
-            " on a CPU this takes minutes, and --small seconds"
-        )
-    found = measure_device(kind, None if model is None else a_path(model), is_small=is_small)
-    if output is Format.JSON:
-        terminal.write(document("bench", found) + "\n")
-        return
-    if model is None and not is_small:
-        layers = f"{found['num_layers']} of its 32 layers, as memory allows"
-        terminal.note(f"penstock: the shape is Llama 3.1 8B's, {layers}")
-    about = f"{found['device']}, torch {found['torch']}, {found['dtype']}"
-    copies = bytes_per_s(found["copy_bytes_per_s"])
-    multiplies = flops(found["matmul_flop_per_s"])
-    ceilings = f"ceilings: reads and writes {copies}, multiplies {multiplies}"
-    # blocks that are copied count once, and their ceiling is a copy of their own
-    is_of_copies = kind == "transports"
-    tail = "" if is_of_copies else f", attention {found['attention']}; {ceilings}"
-    terminal.note(f"{about}{tail}")
-    if output.is_for_people:
-        for row in found["data"]:
-            in_words = flops if row["unit"] == "FLOP/s" else bytes_per_s
-            row["rate_text"] = in_words(row["rate"])
-    if not is_of_copies and any(row["share"] > 1 for row in found["data"]):
-        terminal.note(f"penstock: {_ABOVE}")
-    columns = TRANSPORTS if is_of_copies else DEVICE
-    terminal.write(terminal.listing("bench", columns, output).render(found["data"]))
-
-
-# bench workload: conversations and traces as files; and where `bench turns` gets its own.
-
-
-KINDS = ("trace", *CONVERSATIONS)
-
-Count = Annotated[
-    int,
-    typer.Option(callback=within(1), help="Number of conversations, or of requests of a trace."),
-]
-
-
-def workload(
-    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
-    count: Count = 8,
-    seed: Seed = 0,
-) -> None:
-    """Print a workload as JSON lines, for --trace of run and compare or --workload of turns.
-
-    A trace has the form that Mooncake published: timestamp (ms, in ticks of 3 s), input_length,
-    output_length, hash_ids of 512 tokens each.
-    """
-    if kind not in KINDS:
-        raise typer.BadParameter(f"kinds are {', '.join(KINDS)}")
-    rng = random.Random(f"{seed}/{kind}")
-    drawn = trace(rng, count) if kind == "trace" else CONVERSATIONS[kind](rng, count)
-    terminal.write(lines(drawn))
-
-
-def conversations_of(name: str, count: int, seed: int) -> list[PlannedConversation]:
-    """Those of a kind, drawn, or those of a file."""
-    if name in CONVERSATIONS:
-        return CONVERSATIONS[name](random.Random(f"{seed}/{name}"), count)
-    return read_conversations(Path(name))
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 bench = typer.Typer(help="Measure this daemon and other servers.", no_args_is_help=True)
 for verb in (kernels, steps, transports):
@@ -686,7 +328,7 @@ def _show(
 
 
 def _write(about: Row, measured: Sequence[msgspec.Struct]) -> None:
-    terminal.write(terminal.document("bench", _with_samples(about, measured)) + "\n")
+    terminal.write(tables.document("bench", _with_samples(about, measured)) + "\n")
 
 
 def _with_samples(about: Row, measured: Sequence[msgspec.Struct]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Connect run and chat to a daemon with the model that is wanted; wait for it, or start it.
+"""Connect run and chat to a daemon with the wanted model; wait for it or start it.
 
 Owns: which words name a model; whether a daemon may be started; the sampling of run and chat where
 neither the model nor the user says any.
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from appliance.cli import models, terminal
-from appliance.cli.terminal import ProgressLine, printable
+from appliance.cli.tables import printable
+from appliance.cli.terminal import ProgressLine
 from appliance.client import Client, DaemonAbsent, ReplyError
 from appliance.configuration import config, paths
 from appliance.configuration.address import UnixAddress

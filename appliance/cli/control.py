@@ -1,4 +1,4 @@
-"""Verbs that change something: serve, stop, cancel, drain, keys, roles, worker, install-service.
+"""Define the verbs that change something: serve, roles, cancel, drain, keys, services.
 
 Owns: their flags, of which serve has one for each setting; the life of the process of `worker`; the
 files and checks of the systemd service.
@@ -12,160 +12,38 @@ import asyncio
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
-import stat
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import listings, short_ids, terminal
+from appliance.cli.install_service import (
+    check_program,
+    check_reach,
+    do_step,
+    install_steps,
+    own_program,
+)
 from appliance.cli.short_ids import AmbiguousId, live_request_ids
-from appliance.cli.terminal import Format, Host, Output, printable, within
+from appliance.cli.tables import Format, printable, within
+from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, PermissionRefused, ReplyError
 from appliance.configuration import config
 from appliance.configuration.address import UnixAddress
-from appliance.configuration.paths import GPU_UNIT_NAME, SOCKET_UNIT_NAME, UNIT_NAME
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
 from appliance.frame.figures import things
+from appliance.http import api_keys
 from appliance.models.names import NoSuchModel
-from engine.errors import ConfigError, FileError, PenstockError, UsageError
-
-# The daemon as a service of this machine: which files go where, and what is run then.
-# Invariant: nothing is written before everything that can be checked has been; what is there
-# already as it should be is not touched; drop-ins and settings are the operator's.
-# Never: removes a file, or changes one that is not ours.
-
-
-SOURCES = Path(str(files("appliance"))) / "systemd"
-PLACES = {
-    UNIT_NAME: "/etc/systemd/system/penstock.service",
-    SOCKET_UNIT_NAME: "/etc/systemd/system/penstock.socket",
-    GPU_UNIT_NAME: "/etc/systemd/system/penstock-gpu.service",
-    "penstock.sysusers.conf": "/etc/sysusers.d/penstock.conf",
-    "penstock.tmpfiles.conf": "/etc/tmpfiles.d/penstock.conf",
-}
-_PROGRAM = "@PENSTOCK@"
-"""Stands in the unit for the path of our command."""
-_TOOLS = ("systemctl", "systemd-sysusers", "systemd-tmpfiles")
-
-
-class Step(NamedTuple):
-    """One thing to do: a file to write, or a command to run."""
-
-    about: str
-    path: Path | None = None
-    text: str = ""
-    command: tuple[str, ...] = ()
-
-
-def install_steps(program: Path | None = None) -> Iterator[Step]:
-    """What an installation does here, in order; the files that are as they should be are left out.
-
-    Args:
-        program: the `penstock` command that the unit starts; None: that of this Python.
-    """
-    program = program or own_program()
-    is_update = Path(PLACES[UNIT_NAME]).exists()
-    for name, place in PLACES.items():
-        text, path = (SOURCES / name).read_text().replace(_PROGRAM, str(program)), Path(place)
-        if not path.exists() or path.read_text() != text:
-            yield Step(f"write {path}", path, text)
-    commands = (
-        ("systemd-sysusers", PLACES["penstock.sysusers.conf"]),
-        ("systemd-tmpfiles", "--create", PLACES["penstock.tmpfiles.conf"]),
-        ("systemctl", "daemon-reload"),
-        ("systemctl", "enable", "--now", SOCKET_UNIT_NAME, UNIT_NAME),
-    )
-    for command in commands:
-        yield Step(f"run {' '.join(command)}", command=command)
-    if is_update:  # whoever asks meanwhile waits at the socket
-        restart = ("systemctl", "restart", UNIT_NAME)
-        yield Step(f"run {' '.join(restart)}", command=restart)
-
-
-def own_program() -> Path:
-    """The `penstock` command beside this Python."""
-    return Path(sys.executable).parent / "penstock"
-
-
-def check_program(program: Path) -> None:
-    """Refuse what could not run as a service.
-
-    Raises:
-        PenstockError: systemd does not run here, or we may not change the machine.
-        ConfigError: the service's user, who is nobody in particular, could not run the program.
-    """
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if missing or not Path("/run/systemd/system").exists():
-        raise PenstockError(
-            "systemd does not run this machine",
-            where=", ".join(missing),
-            hint="start `penstock serve` by whatever does",
-        )
-    if os.geteuid() != 0:
-        raise PenstockError("this takes root", hint="sudo penstock install-service")
-    check_reach(program)
-
-
-def check_reach(program: Path) -> None:
-    """Refuse a program, or a Python behind it, that other users cannot run.
-
-    Raises:
-        ConfigError: naming the folder or file that shuts them out.
-    """
-    if not program.exists():
-        raise ConfigError(
-            "there is no such command",
-            where=str(program),
-            hint="install Penstock into an environment of its own: python3 -m venv /opt/penstock",
-        )
-    for path in (program, Path(sys.prefix), Path(sys.executable), Path(sys.base_prefix)):
-        real = path.resolve()
-        for each in reversed((real, *real.parents)):
-            if not each.stat().st_mode & stat.S_IXOTH:
-                raise ConfigError(
-                    f"the service's user cannot enter it, and {path} leads through it",
-                    where=str(each),
-                    hint="make the environment under /opt, with a Python that everybody may run",
-                )
-
-
-def do_step(step: Step) -> None:
-    """Do one step.
-
-    Raises:
-        PenstockError: it failed; those before it stay done, and may be done again.
-    """
-    try:
-        if step.path is not None:
-            step.path.parent.mkdir(parents=True, exist_ok=True)
-            step.path.write_text(step.text)
-            step.path.chmod(0o644)
-        else:
-            subprocess.run(step.command, check=True)
-    except OSError as error:
-        hint = "it takes root; --dry-run says every step"
-        raise FileError(f"cannot {step.about}", error, where="", hint=hint) from error
-    except subprocess.CalledProcessError as error:
-        raise PenstockError(
-            f"`{' '.join(step.command)}` failed with {error.returncode}",
-            hint="journalctl -u penstock says why, if the daemon did not start",
-        ) from error
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.errors import PenstockError, UsageError
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -243,7 +121,7 @@ def _listen_address(listen: str | None, host: str | None, port: str | None) -> s
 def _check(settings: config.ServeConfig) -> None:
     from appliance import daemon
     from appliance.fleet.boot import check_files, check_plan, dram_forecast, is_to_be_fetched, place
-    from appliance.fleet.kv_caches import ssd_forecast
+    from appliance.fleet.ssd_cache import ssd_forecast
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")
@@ -375,9 +253,7 @@ def new_key(
     role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
 ) -> None:
     """Make a key; its line for the file goes to stdout, the key itself to stderr, once."""
-    from appliance.http import access
-
-    key, line = access.new_key(name, role)
+    key, line = api_keys.new_key(name, role)
     terminal.write(line + "\n")
     terminal.note(f"the key, which is shown only now: {key}")
 
@@ -389,9 +265,7 @@ def add_key(
     role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
 ) -> None:
     """Make a key and add it to a file; the key itself goes to stdout, once."""
-    from appliance.http import access
-
-    key = access.add_key(Path(file), name, role)
+    key = api_keys.add_key(Path(file), name, role)
     terminal.write(key + "\n")
     terminal.note(f"added {name} ({role}) to {printable(file)}; this key is not shown again")
 
@@ -444,11 +318,6 @@ def _live_ids(client: Client, user: str | None) -> list[str]:
     ]
 
 
-# The verb that looks at and switches what the workers are for.
-# Invariant: without anything to change it only looks; what it prints is what the daemon then has.
-# Never: knows what the roles mean; `serve --help` and the daemon do.
-
-
 def roles(
     wanted: Annotated[
         str | None,
@@ -478,11 +347,6 @@ def roles(
         frame = client.get("/v1/penstock/state")
         content = {name: frame.get(name) for name in asked}
     terminal.show("roles", content, output, lambda: listings.roles_text(content))
-
-
-# worker: an adapter beside the daemon, which makes the appliance one of several.
-# Invariant: a signal ends it after the replies under way, a second one at once.
-# Never: imports what speaks to others before it is asked for.
 
 
 FILE_VARIABLE = "DYN_FILE_KV"
@@ -564,11 +428,6 @@ def _first_signal(adapter: object) -> None:
     adapter.end()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)
-
-
-# The verb that makes the daemon a service of this machine: install-service.
-# Invariant: one line on stdout for each step; --dry-run shows the same steps and does none.
-# Never: knows what a unit says.
 
 
 def install_service(

@@ -1,4 +1,4 @@
-"""The verb demo: what the appliance does, shown on text that a person can check.
+"""Ask the starter model about a long document while short chats stream.
 
 Owns: the story and its figures.
 Invariant: every answer is compared with the one right answer; every figure was measured in this

@@ -1,4 +1,4 @@
-"""The verbs doctor, devices and config: what is wrong here, what computes here, what is set here.
+"""Define doctor, devices and config: problems, hardware, settings.
 
 Owns: how findings, devices and the links between them are listed; how a setting's value is written,
 for people as one would type it.
@@ -17,16 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.terminal import (
-    Format,
-    Host,
-    Output,
-    TableColumn,
-    folded,
-    in_unit,
-    word,
-    yes_or_no,
-)
+from appliance.cli.tables import Format, TableColumn, folded, in_unit, word, yes_or_no
+from appliance.cli.terminal import Host, Output
 from appliance.configuration.config import FoundSetting, explain
 from appliance.configuration.setting_kinds import (
     a_duration,

@@ -1,4 +1,4 @@
-"""What lists and pages of the CLI show: columns, names and values, one request stage by stage.
+"""Define the columns of the CLI's lists and pages.
 
 Owns: which fields of a row are shown, under which title.
 Invariant: pure; a csv file gets a column's `key` as its heading, so keys and their order are kept;
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appliance.cli.terminal import Row, TableColumn, flat, folded, printable, word
+from appliance.cli.tables import Row, TableColumn, flat, folded, printable, word
 from appliance.frame import figures
 from appliance.frame.figures import (
     STAGES,

@@ -1,4 +1,4 @@
-"""The `penstock` command: parse, ask the daemon, print.
+"""Parse the `penstock` command and run its verb.
 
 Owns: the table of verbs, and exit codes.
 Invariant: stdout carries the answer alone; progress, notes and errors go to stderr as

@@ -1,4 +1,4 @@
-"""Models on this machine: where they are, what they hold, whether their bytes are right.
+"""Find models on this machine, and check and describe their files.
 
 Owns: where checkpoints are looked for, and the sums that their files are compared with.
 Invariant: a folder that cannot be served is described with the reason, not left
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from appliance.api.tool_format import output_format_of
 from appliance.models import cache, fits
 from appliance.models.names import STARTER_FOLDER
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, panels_layout
+from engine.checkpoint.gguf import models_in
+from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.errors import CheckpointError
-from engine.folder.checkpoint import Checkpoint, choose_dtype, panels_layout
-from engine.folder.gguf import models_in
-from engine.folder.model_config import DTYPE_BYTES, ModelConfig
 from engine.kernels.cpu import has_kernels
 from engine.text.tokenizer import Tokenizer
 

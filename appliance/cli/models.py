@@ -1,4 +1,4 @@
-"""The verbs on models: pull, list, rm, which are verbs of their own as well, and show and verify.
+"""Define the verbs on models: pull, list, show, verify, rm.
 
 Owns: how a model is named on the command line; what is said before a download, and asked before a
 removal.
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import listings, terminal
-from appliance.cli.terminal import Format, Output, ProgressLine, printable
+from appliance.cli.tables import Format, printable
+from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
+from appliance.doctor import hub_models
 from appliance.frame.figures import size
 from appliance.models import cache
 from appliance.models.names import (
@@ -37,8 +39,7 @@ from engine.errors import CheckpointError, ConfigError, UsageError
 if TYPE_CHECKING:
     from appliance.models.hub import Progress
 
-# engine.folder.checkpoint, which model_folders needs, costs every verb 20 ms; so it comes with the
-# verbs.
+# model_folders imports engine.checkpoint.checkpoint, which costs 20 ms: imported in the verbs.
 
 LEAST_VOCABULARY = 0.5
 
@@ -174,17 +175,16 @@ def show_model(
     """
     terminal.of_this_machine()
     from appliance.cli import model_folders
-    from appliance.doctor import checks
     from appliance.models import fits
 
-    where = checks.places([_gpus(text) for text in gpu or ()])
+    where = hub_models.places([_gpus(text) for text in gpu or ()])
     asked = config.model_named(model, terminal.passed_over)
     try:
         found = _named(model, dirs)
     except NoSuchModel:
         if not isinstance(asked, HubName):
             raise
-        _show(checks.on_hub(asked, where), output)
+        _show(hub_models.on_hub(asked, where), output)
         return
     about = model_folders.detail(found)
     need = model_folders.need_of(found)

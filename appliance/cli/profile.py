@@ -1,4 +1,4 @@
-"""The verbs on the machine's profile: show, measure, clear.
+"""Define the verbs on the machine's profile: show, measure, clear.
 
 Owns: how facts and their spread read.
 Invariant: show and clear work with and without a running daemon; measure asks the daemon.
@@ -14,7 +14,8 @@ import typer
 
 from appliance.cli import terminal
 from appliance.cli.activity import StateDir
-from appliance.cli.terminal import Format, Host, Listing, Output, ProgressLine, TableColumn
+from appliance.cli.tables import Format, Listing, TableColumn
+from appliance.cli.terminal import Host, Output, ProgressLine
 from appliance.configuration import config
 from appliance.frame.figures import things
 

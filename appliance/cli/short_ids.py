@@ -1,4 +1,4 @@
-"""Ids as people type them, and what the shell can complete.
+"""Complete and expand shortened request ids.
 
 Owns: which request a few characters mean; the verb completion, and the patience of one who has
 pressed Tab.

@@ -1,4 +1,4 @@
-"""Verbs on what the daemon keeps on disk: cache (KV blocks), db (the request log), record.
+"""Define the verbs on stored data: cache, db, record.
 
 Owns: how ages and sizes are written on the command line; what is said of the files; a recording's
 way to its name.
@@ -22,7 +22,8 @@ import typer
 
 from appliance.cli import activity, listings, terminal
 from appliance.cli.activity import StateDir
-from appliance.cli.terminal import Format, Host, Output, ProgressLine, printable
+from appliance.cli.tables import Format, printable
+from appliance.cli.terminal import Host, Output, ProgressLine
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import config
 from appliance.configuration.setting_kinds import parse_bytes
@@ -30,7 +31,7 @@ from appliance.frame.figures import size, things
 from appliance.frame.protocol import iso_time
 from engine.errors import AlreadyRunning, FileError, PenstockError, RequestError, UsageError
 
-# engine.tiers costs 20 ms, so it comes with the verbs.
+# engine.offload costs 20 ms, so it comes with the verbs.
 
 SsdDir = Annotated[str | None, typer.Option(help="Folder of the SSD cache.")]
 
@@ -54,7 +55,7 @@ def cache_stats(
     ssd_dir: SsdDir = None, state_dir: StateDir = None, output: Output = Format.TABLE
 ) -> None:
     """Show the size and age of the cache."""
-    from engine.tiers.files import shares_of, slab_bytes, survey
+    from engine.offload.files import shares_of, slab_bytes, survey
 
     folder = _folder(ssd_dir, state_dir)
     found = [contents for _, contents in _guarded(survey(folder), folder)]
@@ -91,7 +92,7 @@ def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 
     A daemon finds the same out before it uses a block. What it writes meanwhile may look damaged.
     """
-    from engine.tiers.files import check_records, survey
+    from engine.offload.files import check_records, survey
 
     folder, num_sound, num_damaged = _folder(ssd_dir, state_dir), 0, 0
     line = ProgressLine("read")
@@ -119,7 +120,7 @@ def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 @cache.command()
 def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
     """Delete all blocks on disk; the daemon must not be running."""
-    from engine.tiers.files import BusyError, delete_slabs
+    from engine.offload.files import BusyError, delete_slabs
 
     if ssd_dir is None and state_dir is None:
         hint = "run it there; for this machine's cache name its folder: --ssd-dir"

@@ -1,4 +1,4 @@
-"""Where a daemon is, and how to reach it: a Unix socket, TCP, or ssh to its machine.
+"""Parse a daemon's address (Unix socket, TCP or ssh), and dial it.
 
 Owns: the forms of PENSTOCK_HOST and --host, and their order.
 Invariant: whatever the way, a dialled line carries plain HTTP to one daemon.

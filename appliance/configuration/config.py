@@ -1,4 +1,4 @@
-"""Settings of the daemon: flag, environment, TOML file, default; and the folders that they name.
+"""Read the daemon's settings: flag, environment, TOML file, default.
 
 Owns: what the settings of the table in settings are by default, and who sets them; the folders that
 they name, and their modes. The only file that knows TOML.
@@ -20,14 +20,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from appliance.configuration import paths
-from appliance.configuration.setting_kinds import (
-    ONE_OF_EACH,
-    WantedWorkers,
-    a_path,
-    is_loopback,
-    is_meant,
-)
+from appliance.configuration.setting_kinds import a_path, is_loopback, is_meant
 from appliance.configuration.settings import SETTINGS, Setting
+from appliance.configuration.wanted_workers import ONE_OF_EACH, WantedWorkers
 from appliance.models.names import (
     MODEL_SETTINGS,
     MODELS,

@@ -1,4 +1,4 @@
-"""Where things are when nobody says: sockets, state, cache, configuration.
+"""Define the default paths of sockets, state, cache and configuration.
 
 Owns: the order in which folders are looked for, and the check that one in /tmp is ours alone.
 Invariant: daemon and clients look in the same places; where the unit is stopped

@@ -1,4 +1,4 @@
-"""The table of settings: how each is read, and what it means.
+"""List every setting: how it is read and what it means.
 
 Owns: every setting's name, allowed values and meaning.
 Never: reads a file or a variable; imports anything slow.
@@ -22,12 +22,12 @@ from appliance.configuration.setting_kinds import (
     one_of,
     origins,
     parse_bytes,
-    parse_place,
     some_devices,
     some_weights,
 )
+from appliance.configuration.wanted_workers import parse_place
 from appliance.models.names import a_model
-from engine.folder.model_config import INT8_KV
+from engine.checkpoint.model_config import INT8_KV
 
 ROLES = ("elastic", "static", "colocated")
 TOOL_PARSERS = (

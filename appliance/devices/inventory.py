@@ -1,4 +1,4 @@
-"""What a machine has to place workers on: GPUs, the links between them, NUMA nodes with cores.
+"""List the hardware to place workers on: GPUs, links, NUMA nodes, cores.
 
 Owns: the record, and how it is taken.
 Invariant: whatever is decided from it depends on the record alone, so that any machine can be
@@ -10,128 +10,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.devices.nvml import MEMORY_V2, NvLinks, Nvml, open_nvml
+from appliance.devices.gpu_list import Gpu, list_gpus
+from appliance.devices.nvml import NvLinks, Nvml, open_nvml
 from engine.units import size_text
-
-# Which GPUs there are, for those who choose where to serve.
-# Invariant: names are those of the readings.
-# Never: keeps a handle of the driver.
-
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU that could serve."""
-
-    name: str
-    """As its readings have it: `gpu0`."""
-    model: str
-    uuid: str
-    memory_bytes: int
-    capability: tuple[int, int] | None = None
-    """CUDA's version of what its processors can do; None: the driver does not say."""
-    obstacle: str | None = None
-    """Why no process can compute on it; None: one can."""
-    free_bytes: int | None = None
-    cuda_index: int | None = None
-    """CUDA's number of it, which goes by what it is told to see; None: CUDA does not see it."""
-    node: int | None = None
-    """The NUMA node that it is near; None: the driver does not say."""
-
-    @property
-    def is_instance(self) -> bool:
-        """True of a part of a GPU that MIG has divided."""
-        return self.uuid.startswith("MIG-")
-
-    @property
-    def board(self) -> str:
-        """The whole GPU's name: its own, or that of the one that it is a part of."""
-        return self.name.partition("/")[0]
-
-
-def list_gpus(
-    nvml: Nvml | None = None, visible: str | None = os.environ.get("CUDA_VISIBLE_DEVICES")
-) -> list[Gpu]:
-    """All that answer, in the driver's order, and of a divided one its instances.
-
-    Args:
-        nvml: the driver's library; None: it is opened.
-        visible: what CUDA is told to see, as CUDA_VISIBLE_DEVICES has it; None: everything.
-    """
-    nvml = nvml or open_nvml()
-    gpus: list[Gpu] = []
-    if nvml is None:
-        return gpus
-    for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
-        handle = nvml.ask("nvmlDeviceGetHandleByIndex", index)
-        gpu = None if handle is None else _listed(nvml, f"gpu{index}", handle)
-        if gpu is None:
-            continue
-        mode = nvml.ask("nvmlDeviceGetMigMode", handle)
-        if mode is None or not mode[0]:
-            gpus.append(gpu)
-            continue
-        instances = list(_instances(nvml, gpu, handle))
-        about = "it is divided by MIG, and has no instance: nvidia-smi mig -cgi 0 -C"
-        gpus += instances or [replace(gpu, obstacle=about)]
-    seen = _seen(gpus, visible)
-    about = f"{_VISIBLE} hides it"
-    return [
-        replace(gpu, cuda_index=seen.index(gpu.uuid))
-        if gpu.uuid in seen and gpu.obstacle is None
-        else replace(gpu, obstacle=gpu.obstacle or about)
-        for gpu in gpus
-    ]
-
-
-def _listed(nvml: Nvml, name: str, handle: Any) -> Gpu | None:
-    model, uuid = nvml.ask("nvmlDeviceGetName", handle), nvml.ask("nvmlDeviceGetUUID", handle)
-    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
-    if model is None or uuid is None or memory is None:
-        return None
-    capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)
-    known = None if capability is None else (capability[0], capability[1])
-    free_bytes = getattr(memory, "free", None)
-    node = nvml.node(handle)
-    return Gpu(name, model, uuid, memory.total, known, free_bytes=free_bytes, node=node)
-
-
-def _instances(nvml: Nvml, gpu: Gpu, handle: Any) -> Iterator[Gpu]:
-    """Of a divided GPU, which computes as a whole no more."""
-    for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-        part = nvml.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
-        found = None if part is None else _listed(nvml, f"{gpu.name}/mig{index}", part)
-        if found is not None:
-            yield replace(found, capability=gpu.capability, node=gpu.node)
-
-
-def _seen(gpus: list[Gpu], visible: str | None) -> list[str]:
-    """UUIDs of those that CUDA sees, in its order: up to the first name that it does not know."""
-    if visible is None:
-        return [gpu.uuid for gpu in gpus if gpu.obstacle is None]
-    seen: list[str] = []
-    for name in visible.split(","):
-        name = name.strip()
-        matching = [
-            gpu.uuid
-            for gpu in gpus
-            if (gpu.name == f"gpu{name}" if name.isdigit() else name and gpu.uuid.startswith(name))
-        ]
-        if len(matching) != 1:
-            break
-        seen += matching
-    return seen
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 NODES = Path("/sys/devices/system/node")
 PATHS = {

@@ -1,4 +1,4 @@
-"""The NVIDIA driver's management library, without its errors. The only door to pynvml.
+"""Read the NVIDIA driver's library, with None in place of errors.
 
 Owns: the initialised library, and its C structures: none gets past this file.
 Invariant: whatever is not supported, not permitted or lost is None, never an exception.

@@ -1,4 +1,4 @@
-"""What keeps this machine from serving well, or a model on the hub from being served here.
+"""Check what keeps this machine, or a model, from being served well.
 
 Owns: what `models show` and doctor say of a model that is not here; the checks.
 Invariant: a check changes nothing but for a probe file that it removes; what could not be looked at
@@ -13,7 +13,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -25,107 +25,25 @@ from appliance.announcement import OPEN_CODE, sampling_advice, sampling_text
 from appliance.client import Client
 from appliance.configuration import config, paths
 from appliance.configuration.address import TcpAddress, UnixAddress, is_of_this_machine
-from appliance.devices.inventory import list_gpus
 from appliance.devices.machine import Devices
-from appliance.doctor.gpu_checks import Finding, GpuHost, gpu_findings
+from appliance.doctor.finding import Finding
+from appliance.doctor.gpu_checks import GpuHost, gpu_findings
+from appliance.doctor.hub_models import in_a_sentence
 from appliance.dynamo import runtime
-from appliance.fleet import placement
+from appliance.fleet import cgroup_limits
 from appliance.fleet.known import Known, machine_scope
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
-from appliance.models import cache, fits, hub
+from appliance.log import log_file
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.process import max_connections
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf import find_gguf
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, PenstockError
-from engine.folder.checkpoint import Checkpoint
-from engine.folder.gguf import find_gguf
-from engine.folder.model_config import ModelConfig
 from engine.kernels.cpu import load_kernels
 from engine.profile.product_ways import choose_ways
 from engine.units import part_text, size_text, without_figures
-
-# What a model on the hub is, and where it would fit, without its weights.
-# Invariant: nothing of it stays in the cache. Never: downloads weights.
-
-
-def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.ServingPlace]:
-    """This machine's memory and GPUs, and GPUs that one thinks of.
-
-    Args:
-        imagined: how many, and bytes of each.
-    """
-    cores = f"this machine, {len(available_cores())} cores"
-    found = [fits.ServingPlace(cores, available_memory_bytes(), is_gpu=False)]
-    found += [
-        fits.ServingPlace(f"{gpu.name}, {gpu.model}", gpu.memory_bytes, is_gpu=True)
-        for gpu in list_gpus()
-        if gpu.obstacle is None
-    ]
-    for count, num_bytes in imagined:
-        name = f"{count if count > 1 else 'a'} GPU{'s' if count > 1 else ''}"
-        found.append(fits.ServingPlace(f"{name} of {size_text(num_bytes)}", num_bytes, True, count))
-    return found
-
-
-def on_hub(name: HubName, where: Sequence[fits.ServingPlace]) -> dict[str, Any]:
-    """What `models show` says of a model that is on the hub.
-
-    Raises:
-        HubError: the hub does not say.
-        CheckpointError: it is nothing that could be served; its hint says what there is.
-    """
-    repository = hub.look_up(name)
-    weights = hub.weight_files(repository)
-    root = cache.hub_cache(os.environ)
-    about: dict[str, Any] = {
-        "name": str(name),
-        "commit": repository.commit,
-        "files": len(weights),
-        "download_bytes": sum(hub.left_bytes(repository, file, root) for file in weights),
-        "size_bytes": sum(file.size_bytes for file in weights),
-    }
-    if name.file is not None:
-        need = fits.need_of_file(weights[0].path, about["size_bytes"])
-    else:
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-            config = _config(repository, Path(folder))
-        need = fits.need_of_files(config, about["size_bytes"])
-        about |= described(config, need)
-    files = [(file.path, file.size_bytes) for file in repository.gguf]
-    return about | {"fits": fits.rows(need, where, files)}
-
-
-def described(config: ModelConfig, need: fits.MemoryNeed) -> dict[str, Any]:
-    """A model on the hub, in the words of its configuration."""
-    return {
-        "family": config.family.name,
-        "num_parameters": need.num_parameters,
-        "dtype": config.stored_dtype,
-        "max_model_len": need.max_model_len,
-        "kv_bytes_per_token": need.kv_bytes_per_token,
-        "kv_bytes_of_a_request": fits.kv_rows(need),
-    }
-
-
-def in_a_sentence(name: HubName) -> str:
-    """For doctor: what would come, and whether it fits here."""
-    about = on_hub(name, places())
-    row = about["fits"][-1]
-    return (
-        f"{name} is not here yet: {size_text(about['download_bytes'])} to download; "
-        f"fits on {row['place']}: {row['verdict']}"
-    )
-
-
-def _config(repository: hub.Repository, folder: Path) -> ModelConfig:
-    for path in ("config.json", "generation_config.json"):
-        if path in repository.files:
-            fetched = hub.fetch(repository, repository.files[path], folder, lambda num_bytes: None)
-    return ModelConfig.from_folder(fetched.parent)
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 MIN_FREE_BYTES = 1 << 30
 _IF_MEANT = "that is meant if other machines are to use it: mind who can reach it, and who has keys"
@@ -277,7 +195,7 @@ def _quantised_ratio(model: Checkpoint) -> float:
 
 
 def _cores() -> Finding:
-    cores, quota = available_cores(), placement.cpu_quota()
+    cores, quota = available_cores(), cgroup_limits.cpu_quota()
     memory = f"{size_text(available_memory_bytes())} of memory free"
     limited = "" if quota is None else f", a quota of {quota:g}"
     found = f"{len(cores)} physical cores{limited}; {memory}"
@@ -416,7 +334,7 @@ def _log(path: Path) -> Finding:
         return Finding("log", "bad", f"{path}: {problem}", RECOVER)
     rows: Any = store.stats(path)["rows"]
     about = f"{path}: sound, {rows['requests']:,} requests"
-    if kept := store.damaged_logs(path):
+    if kept := log_file.damaged_logs(path):
         names = ", ".join(each.name for each in kept)
         hint = "`sqlite3 FILE .dump` writes out what can be read; delete it when nobody needs it"
         return Finding("log", "note", f"{about}; a damaged one before it is kept: {names}", hint)
@@ -425,8 +343,8 @@ def _log(path: Path) -> Finding:
 
 def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
     """Of the daemon that runs, or as these settings would have it."""
-    from appliance.fleet.kv_caches import HINT, allowance
-    from engine.tiers.files import slab_bytes
+    from appliance.fleet.ssd_cache import HINT, allowance
+    from engine.offload.files import slab_bytes
 
     if not isinstance(state, PenstockError) and (served := state.get("ssd")) is not None:
         has_gpus = any(w["device"].startswith("gpu") for w in state["workers"])

@@ -1,4 +1,4 @@
-"""What would go wrong at the first run on a GPU, each a finding with consequence and command.
+"""Check what would fail at the first run on a GPU, with commands that mend it.
 
 Owns: the record; the record of a machine with GPUs, how it is taken, and the checks over it.
 Invariant: checks look at the record alone, so that any machine can be looked at anywhere; what the
@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from appliance.devices.inventory import Gpu, list_gpus, mps_runs
+from appliance.devices.gpu_list import Gpu, list_gpus
+from appliance.devices.inventory import mps_runs
 from appliance.devices.nvml import Nvml, open_nvml
+from appliance.doctor.finding import Finding
 from appliance.fleet.gpu_placement import (
     PREFILL_PERCENT,
     WORKER_BYTES,
@@ -26,35 +28,8 @@ from appliance.fleet.gpu_placement import (
     installed_torch,
 )
 from appliance.models.fits import GPU_OVERHEAD_BYTES, LEAST_TOKENS
-from engine.kernels.attention_backends import flash_attn_fault, triton_fault
+from engine.kernels.attention_needs import flash_attn_fault, triton_fault
 from engine.units import part_text, size_text
-
-# What doctor has found: one thing that was looked at.
-# Invariant: what is not good has a hint, a command where there is one.
-# Never: looks at anything itself.
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    check: str
-    verdict: str
-    """`ok`; `note`: it serves, slower or with less to show; `bad`: it does not serve."""
-    found: str
-    hint: str = ""
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# Into which MIG instances a GPU could be divided, and which of them would suit a model.
-#
-# Owns: the table of profiles, as parts of a GPU. Pure.
-# Invariant: what an instance has left for KV leans to the careful side; a layout that holds no
-# useful request is said to be of no use.
-# Never: divides anything; asks a driver.
-
 
 _DIVISIBLE = re.compile(r"\b(A100|A800|H100|H800|H20|H200|GH200|B200|GB200)\b")
 _SIZES = (40, 80, 94, 96, 141, 180)

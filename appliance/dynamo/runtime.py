@@ -1,4 +1,4 @@
-"""Dynamo 1.6 as the adapter needs it: the only door to its wheels.
+"""Wrap the parts of Dynamo 1.6 that the adapter needs.
 
 Owns: the names in Dynamo, the forms of its calls, and its errors.
 Invariant: none of its types leaves this file.
@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from appliance.dynamo.daemon_http import LostError, UnsupportedRequest
+from appliance.dynamo.completion_requests import UnsupportedRequest
+from appliance.dynamo.outputs import LostError
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from appliance.dynamo.daemon_http import ServedModel
+    from appliance.dynamo.served_model import ServedModel
     from appliance.dynamo.worker import Adapter
 
 PACKAGE, VERSION = "ai-dynamo-runtime", "1.6.1"

@@ -1,4 +1,4 @@
-"""Everything that is decided before the first worker starts.
+"""Decide everything that must be known before the first worker starts.
 
 Owns: the lock on the state directory, the memfds of pools and weights.
 Invariant: whatever is wrong with the options or the checkpoint is an error here, before a worker
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
-from appliance.devices.inventory import Gpu
+from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import attention_for, installed_torch
 from appliance.fleet.known import Known, devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.placement import (
@@ -43,16 +43,16 @@ from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import ProfileUnusable
 from appliance.request import ModelInfo
-from engine.cache.places import DRAM
+from engine.cache.topology import DRAM
+from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import AlreadyRunning, ConfigError, refuse
-from engine.folder.checkpoint import Checkpoint, gpu_layout
-from engine.folder.model_config import ModelConfig
 from engine.kernels.attention_backends import this_machine
+from engine.offload.arena import num_slots_for
 from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
 from engine.schedule.step_times import place_of
 from engine.text.tokenizer import Tokenizer
-from engine.tiers.arena import num_slots_for
 from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
@@ -247,7 +247,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
         attention_way=weights.choice.attention,
     )
     roles = config.roles if config.roles != "auto" else "elastic"
-    if placement.places.is_colocated:
+    if placement.topology.is_colocated:
         roles = "colocated"
     return BootPlan(
         model_id,
@@ -296,7 +296,7 @@ def _with_prompt_steps(
         The placement, the sizes that there are to choose from, and what it was chosen by.
     """
     if any(plan.gpu is not None for plan in placement.workers):
-        return placement, (placement.max_step_tokens,), ""
+        return placement, (placement.max_num_batched_tokens,), ""
     candidates = STEP_TOKENS if config.experts is None else MIXTURE_STEP_TOKENS
     fitting = tuple(size for size in candidates if size <= placement.max_model_len)
     sizes = fitting or candidates[:1]
@@ -304,7 +304,9 @@ def _with_prompt_steps(
     num_cores = len({cpu for plan in placement.workers for cpu in plan.cpus})
     own, lent = place_of(end.name, len(end.cpus)), place_of(end.name, num_cores)
     choice = choose_prompt_steps(profile, sizes, own, lent)
-    chosen = replace(placement, max_step_tokens=choice.step_tokens, lends_for_prompts=choice.lends)
+    chosen = replace(
+        placement, max_num_batched_tokens=choice.step_tokens, lends_for_prompts=choice.lends
+    )
     return chosen, sizes, choice.why
 
 
@@ -462,10 +464,10 @@ def _setups(
     attention_way: int,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """One Setup per worker, and the memfds that all of them inherit."""
-    places = placement.places
+    topology = placement.topology
     specs: dict[str, PoolSpec] = {}
     fds = [] if arena is None or arena.fd is None else [arena.fd]
-    for pool in places.pools:
+    for pool in topology.pools:
         fd = None
         if pool.home is None:
             fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
@@ -485,12 +487,12 @@ def _setups(
             pool=specs[plan.pool],
             weights=specs_by_worker.get(plan.name),
             cpus=list(plan.cpus),
-            max_step_tokens=placement.max_step_tokens,
+            max_num_batched_tokens=placement.max_num_batched_tokens,
             max_model_len=placement.max_model_len,
             gpu=_gpu_spec(plan, placement, has_graphs=has_graphs, packing=weights.packing),
             node=plan.node,
             other_pools=[
-                *(specs[name] for name in places.copied_by(plan.name)),
+                *(specs[name] for name in topology.copied_by(plan.name)),
                 *(() if arena is None else (arena,)),
             ],
             kv_dtype=kv_dtype,
@@ -511,7 +513,7 @@ def _arena(num_blocks: int, block_bytes: int) -> PoolSpec | None:
 
 def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
     """Blocks by way of which the disk's threads reach pools that are on devices; 0: none is."""
-    is_on_device = any(pool.home is not None for pool in placement.places.pools)
+    is_on_device = any(pool.home is not None for pool in placement.topology.pools)
     if not is_on_device or config.ssd_cache == "off" or not config.prefix_cache:
         return 0
     return num_slots_for(placement.block_bytes)
@@ -586,7 +588,7 @@ def _gpu_spec(
     if plan.gpu is None:
         return None
     is_shared = sum(plan.gpu == other.gpu for other in placement.workers) > 1
-    hops = [hop for link in placement.places.links for hop in link.hops]
+    hops = [hop for link in placement.topology.links for hop in link.hops]
     exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
     return GpuSpec(
         plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared, exports_pool, packing

@@ -1,4 +1,4 @@
-"""What the hashes of a daemon's KV blocks are made with beside tokens: a key, and what model it is.
+"""Derive the key and model identity that KV block hashes are made with.
 
 Two blocks of the same tokens are alike only where weights, rotation, dtype and layout are. Weights
 are known by their bytes: a file's name or time says nothing of what is in it. Reading them all
@@ -24,7 +24,7 @@ from threading import Thread
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
-from engine.cache.prefix_index import KEY_BYTES, PrefixChain, PrefixHasher
+from engine.cache.hashes import KEY_BYTES, PrefixChain, PrefixHasher
 from engine.errors import ConfigError
 
 log = logging.getLogger("penstock")

@@ -1,4 +1,4 @@
-"""What the profile knows of this machine, and of a model as it is served here.
+"""Read what the profile knows of this machine and of a model served here.
 
 Owns: the scopes by which facts are found again.
 Invariant: what is written goes to the scope that it was read from.
@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.fleet.placement import WorkerPlan, cpu_quota
+from appliance.fleet.cgroup_limits import cpu_quota
+from appliance.fleet.placement import WorkerPlan
 from appliance.profile_store import ProfileStore
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.kernels.cpu import load_kernels
 from engine.profile.facts import Profile
 from engine.profile.machine import Scope, kernels_build, machine_name

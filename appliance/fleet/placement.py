@@ -1,4 +1,4 @@
-"""Where everything goes: cores to workers, memory to pools. Decided once, at start.
+"""Divide cores and memory between workers, within control group limits.
 
 Owns: which cores and how much memory each worker and pool gets, with the reasons as lines; what
 control groups of both versions allow.
@@ -10,127 +10,23 @@ Never: starts a process, allocates memory.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from appliance.configuration.setting_kinds import MIN_BYTES, WantedWorkers, size_setting
-from appliance.devices.inventory import Gpu, Node
+from appliance.configuration.setting_kinds import MIN_BYTES, size_setting
+from appliance.configuration.wanted_workers import WantedWorkers
+from appliance.devices.gpu_list import Gpu
+from appliance.devices.inventory import Node
+from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
 from appliance.frame.figures import things
 from engine.cache.blocks import BlockPool
-from engine.cache.places import COLOCATED, DECODE, PREFILL, RING, SHARED, Places, make_places
+from engine.cache.topology import COLOCATED, DECODE, PREFILL, RING, SHARED, Topology, make_places
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
-from engine.folder.checkpoint import Checkpoint
 from engine.units import size_text
-
-# What the control groups that we are in allow: processor time and memory.
-# Invariant: every group from ours to the top of the mount counts, in version 2 and in version 1,
-# also where a machine has both (hybrid): the tightest limit holds.
-# Never: changes a group. A file that is not there or cannot be read limits nothing.
-
-
-PROC = Path("/proc/self")
-_UNLIMITED_V1 = 1 << 60
-"""Version 1 says "no limit" with a number near 2**63."""
-
-
-def cpu_quota(proc: Path = PROC) -> float | None:
-    """Cores that the quotas amount to; None without one."""
-    quotas = []
-    for folder in _folders("", proc):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if quota.isdigit() and period.isdigit():
-            quotas.append(int(quota) / int(period))
-    for folder in _folders("cpu", proc):
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(period):  # -1 is no quota
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
-def num_throttled(proc: Path = PROC) -> int:
-    """Count the periods in which a quota was used up, since the groups were made."""
-    counts = []
-    for folder in (*_folders("", proc), *_folders("cpu", proc)):
-        found = re.search(r"^nr_throttled (\d+)$", _read(folder / "cpu.stat"), re.M)
-        counts.append(int(found[1]) if found else 0)
-    return sum(counts)
-
-
-def free_memory_bytes(proc: Path = PROC) -> int | None:
-    """How much more memory we may have; None where no group limits it.
-
-    Pages of files that were read once count as used there, and are given up first: as free here.
-    """
-    free = []
-    for folder in _folders("", proc):
-        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
-        if limit.isdigit() and used.isdigit():
-            free.append(int(limit) - int(used) + _stat(folder, "inactive_file"))
-    for folder in _folders("memory", proc):
-        limit = _read(folder / "memory.limit_in_bytes")
-        used = _read(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED_V1:
-            free.append(int(limit) - int(used) + _stat(folder, "total_inactive_file"))
-    return max(min(free), 0) if free else None
-
-
-def _folders(controller: str, proc: Path) -> Iterator[Path]:
-    """Our group of a controller of version 1, or of version 2 (""), and those above it."""
-    group = _group(controller, proc)
-    for root, mount_point in _mounts(controller, proc):
-        if group is None:
-            return
-        # In a container the mount may begin at our group or above it, and be named from there.
-        below = group.removeprefix(root.rstrip("/")) if group.startswith(root) else group
-        folder = mount_point / below.lstrip("/")
-        yield folder
-        for parent in folder.parents:
-            if not parent.is_relative_to(mount_point):
-                break
-            yield parent
-
-
-def _group(controller: str, proc: Path) -> str | None:
-    for line in _read(proc / "cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if controller in controllers.split(","):
-            return group
-    return None
-
-
-def _mounts(controller: str, proc: Path) -> Iterator[tuple[str, Path]]:
-    """Root and place of each mount; a controller of version 1 is an option of its mount."""
-    for line in _read(proc / "mountinfo").splitlines():
-        fields, _, after = line.partition(" - ")
-        kind, _, options = after.partition(" ")
-        wanted = "cgroup" if controller else "cgroup2"
-        if kind == wanted and (not controller or controller in re.split("[ ,]", options)):
-            root, mount_point = fields.split()[3:5]
-            yield root, Path(mount_point)
-
-
-def _stat(folder: Path, name: str) -> int:
-    for line in _read(folder / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
-    return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 BLOCK_SIZE = 64
 MIN_BLOCKS = 2
@@ -172,11 +68,11 @@ class WorkerPlan:
 class Placement:
     """Which workers there are, on which devices, with which pools; see place()."""
 
-    places: Places
+    topology: Topology
     workers: tuple[WorkerPlan, ...]
     block_bytes: int
     max_model_len: int
-    max_step_tokens: int = CPU_STEP_TOKENS
+    max_num_batched_tokens: int = CPU_STEP_TOKENS
     block_size: int = BLOCK_SIZE
     reasons: tuple[str, ...] = ()
     """For what was chosen, in words."""
@@ -187,7 +83,7 @@ class Placement:
 
     def pools(self) -> list[BlockPool]:
         """Fresh books for every pool."""
-        return self.places.books(self.block_size)
+        return self.topology.books(self.block_size)
 
 
 def available_cores(
@@ -272,7 +168,7 @@ def place(
     cores = sorted(core for node in nodes for core in node.cores)
     node_of: dict[str, int] = {}
     if roles == "colocated":
-        places = make_places([COLOCATED], [COLOCATED], "alias")
+        topology = make_places([COLOCATED], [COLOCATED], "alias")
         cores_of = {COLOCATED: tuple(cores)}
     else:
         wanted, cores_of = _cores_by_node(wanted, nodes, transport) or (wanted, wanted.cores(cores))
@@ -280,28 +176,28 @@ def place(
         if transport == "auto":
             transport = "peer" if node_of else "alias"
         buses = {name: f"node{node}" for name, node in node_of.items()} or None
-        places = make_places(*wanted.names, transport, buses=buses)
-    counts = pool_counts(places, num_blocks, block_bytes)
-    places = places.with_pools(counts)
-    held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in places.workers)
+        topology = make_places(*wanted.names, transport, buses=buses)
+    counts = pool_counts(topology, num_blocks, block_bytes)
+    topology = topology.with_pools(counts)
+    held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in topology.workers)
     if held_by_pools < BLOCK_SIZE:
-        raise _too_little(places, kv_memory_bytes, block_bytes)
+        raise _too_little(topology, kv_memory_bytes, block_bytes)
     return Placement(
-        places=places,
+        topology=topology,
         workers=tuple(
             WorkerPlan(w.name, cores_of[w.name], w.pool, node=node_of.get(w.name))
-            for w in places.workers
+            for w in topology.workers
         ),
         block_bytes=block_bytes,
         max_model_len=min(wanted_len, held_by_pools),
-        reasons=tuple(_reasons(places, nodes, node_of)),
+        reasons=tuple(_reasons(topology, nodes, node_of)),
     )
 
 
-def _too_little(places: Places, kv_memory_bytes: int, block_bytes: int) -> ConfigError:
+def _too_little(topology: Topology, kv_memory_bytes: int, block_bytes: int) -> ConfigError:
     """What to say of KV memory that holds no useful sequence in every pool."""
-    is_one = len({worker.pool for worker in places.workers}) == 1
-    min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(places.workers) // 2
+    is_one = len({worker.pool for worker in topology.workers}) == 1
+    min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(topology.workers) // 2
     num_blocks = max(kv_memory_bytes // block_bytes, 0)
     blocks = "1 KV block" if num_blocks == 1 else f"{num_blocks} KV blocks"
     return ConfigError(
@@ -336,16 +232,16 @@ def _nodes_of(cores_of: dict[str, tuple[int, ...]], nodes: tuple[Node, ...]) -> 
     return found if is_of_use else {}
 
 
-def _reasons(places: Places, nodes: tuple[Node, ...], node_of: dict[str, int]) -> Iterator[str]:
+def _reasons(topology: Topology, nodes: tuple[Node, ...], node_of: dict[str, int]) -> Iterator[str]:
     if node_of:
         each = ", ".join(f"{name} on node {node}" for name, node in node_of.items())
         yield f"{len(set(node_of.values()))} NUMA nodes: weights and pool are near to each ({each})"
     elif len(nodes) > 1:
         yield f"{len(nodes)} NUMA nodes, but not a worker for each: memory lies where it is touched"
-    if places.transport == "alias" and not places.is_colocated:
+    if topology.transport == "alias" and not topology.is_colocated:
         yield "workers share one KV pool (zero-copy)"
-    elif places.transport is not None:
-        yield f"every pair by {places.transport}, within the host's memory"
+    elif topology.transport is not None:
+        yield f"every pair by {topology.transport}, within the host's memory"
 
 
 def default_kv_bytes(full_length_bytes: int, memory_bytes: int) -> int:
@@ -366,32 +262,25 @@ def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: in
     return asked
 
 
-def pool_counts(places: Places, num_blocks: int, block_bytes: int) -> dict[str, int]:
+def pool_counts(topology: Topology, num_blocks: int, block_bytes: int) -> dict[str, int]:
     """Blocks by pool: all to one, or a third to those that prefill and the rest to the others.
 
     A ring comes first, with at most an eighth.
     """
-    names = {worker.pool for worker in places.workers}
+    names = {worker.pool for worker in topology.workers}
     if names == {SHARED}:
         return {SHARED: num_blocks}
     counts, rest = {}, num_blocks
-    if RING in places.pool_by_name:
+    if RING in topology.pool_by_name:
         ring = min(MAX_RING_BYTES // block_bytes, MAX_RING_SLOTS, num_blocks // 8)
         counts[RING] = max(ring, MIN_RING_SLOTS) + 1
         rest -= counts[RING]
-    prefill, decode = places.playing(PREFILL), places.playing(DECODE)
+    prefill, decode = topology.playing(PREFILL), topology.playing(DECODE)
     for name in prefill:
-        counts[places.pool_of(name)] = rest // 3 // len(prefill)
+        counts[topology.pool_of(name)] = rest // 3 // len(prefill)
     for name in decode:
-        counts[places.pool_of(name)] = (rest - rest // 3) // len(decode)
+        counts[topology.pool_of(name)] = (rest - rest // 3) // len(decode)
     return counts
-
-
-# A placement in lines for people: a worker each, then why it is so.
-#
-# Owns: the words. Pure.
-# Invariant: every worker has its line, every reason its own.
-# Never: decides.
 
 
 MIN_CACHED_BLOCKS = 16
@@ -425,7 +314,7 @@ def placement_lines(placement: Placement) -> list[str]:
 
 
 def _cells(placement: Placement, plan: WorkerPlan) -> Iterator[str]:
-    pool = placement.places.pool_by_name[plan.pool]
+    pool = placement.topology.pool_by_name[plan.pool]
     yield plan.name
     yield cpu_names(plan.cpus) if plan.gpu is None else f"{plan.gpu.name}, {plan.gpu.model}"
     yield "" if plan.gpu is None else cpu_names(plan.cpus)

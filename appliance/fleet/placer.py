@@ -1,4 +1,4 @@
-"""From the settings and the machine to a placement: on cores, on a GPU, on several, or on both.
+"""Choose a placement from the settings and the machine.
 
 Owns: which of those ways is taken, and the sentences about what is not used.
 Invariant: what --place names is what is used; whatever is asked for and cannot be had is an error
@@ -12,22 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from appliance.configuration.config import ServeConfig
-from appliance.configuration.setting_kinds import ONE_OF_EACH
-from appliance.devices.inventory import Gpu, Inventory, read_inventory
+from appliance.configuration.wanted_workers import ONE_OF_EACH
+from appliance.devices.gpu_list import Gpu
+from appliance.devices.inventory import Inventory, read_inventory
 from appliance.fleet.gpu_placement import (
     WORKER_BYTES,
-    ModelShape,
-    WorkerDevice,
     attention_for,
-    check_weights,
     choose_gpus,
     name_gpus,
     packing_on,
     place_on_gpu,
-    spread,
-    too_small,
 )
 from appliance.fleet.placement import Placement, available_cores, available_memory_bytes, place
+from appliance.fleet.spread import ModelShape, WorkerDevice, check_weights, spread, too_small
 from appliance.fleet.worker_counts import (
     STARTED_TWO,
     divide,
@@ -36,8 +33,8 @@ from appliance.fleet.worker_counts import (
     num_prefilling,
     phase_costs,
 )
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, gpu_layout
 from engine.errors import ConfigError
-from engine.folder.checkpoint import Checkpoint, choose_dtype, gpu_layout
 from engine.kernels.attention_backends import Machine
 from engine.profile.facts import Profile
 

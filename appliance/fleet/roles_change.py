@@ -1,4 +1,4 @@
-"""Roles and their targets, changed while everything runs.
+"""Change roles and targets while requests run.
 
 Owns: what an operator can change, and the words for what has changed.
 Invariant: a change is made whole or refused whole.
@@ -32,7 +32,7 @@ def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
         RequestError: 409 `one_worker`.
     """
     roles, before = router.roles, _standing(router)
-    if change.roles not in (None, roles.roles) and router.places.is_colocated:
+    if change.roles not in (None, roles.roles) and router.topology.is_colocated:
         raise RequestError(
             "there is one worker only, which was started colocated",
             code="one_worker",

@@ -1,4 +1,4 @@
-"""Starts the workers, tells them of each other's memory, knows how each is, brings them back.
+"""Start workers, share memory between them, and restart them.
 
 Owns: worker processes, their channels, and the memfds that outlive them (pools, weights); the
 record of each; what GPU memory each has exported, who knows of it, and who has to let go of it.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-import logging
 import math
 import os
 import signal
@@ -21,12 +20,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from appliance.fleet.peer_memory import MemorySharing, PeerPools, log
 from appliance.fleet.placement import WorkerPlan
+from appliance.fleet.worker_state import WorkerState, weights_progress
 from appliance.process import SpareDescriptors
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.units import part_text, size_text
@@ -36,9 +36,6 @@ from engine.wire.messages import (
     Failed,
     GpuSpec,
     LoadingProgress,
-    LogitsLoss,
-    MapPool,
-    MapShared,
     PoolMade,
     Ready,
     Report,
@@ -49,295 +46,6 @@ from engine.wire.messages import (
     WeightsComplete,
     WeightsLoaded,
 )
-
-# Pools of workers on GPUs that workers on other GPUs write into: who is told where each is.
-# What a worker has exported lives as long as it does, and the memory is free only when nobody holds
-# it any more: so before a worker that has died starts again, all that have mapped its pool let go.
-# Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
-# memory that is gone.
-# Never: looks into what it passes on; ends a process.
-
-
-# Two workers on one GPU: who is told where the other's memory is.
-# One worker exports its weights and its pool, and another maps them. What is exported lives as long
-# as its worker: when that one ends, so does the other, before either starts again.
-# Owns: what has been exported in this life of the exporter, and who waits for it.
-# Invariant: a worker is told once in each of its lives, and never of memory that is gone.
-# Never: looks into what it passes on; ends a process.
-
-
-class MemorySharing:
-    """Handles of shared GPU memory, passed between workers by way of the daemon.
-
-    Args:
-        plans: of all workers; most share nothing.
-        send: passes a command to a worker.
-    """
-
-    def __init__(self, plans: Iterable[WorkerPlan], send: Callable[[str, Command], None]) -> None:
-        self._roles = {plan.name: plan.shares for plan in plans}
-        self._send = send
-        self._memory: SharedMemory | None = None
-        self._waiting: set[str] = set()
-        """Mappers that have been let on, and have no memory yet."""
-
-    def waits(self, worker: str) -> bool:
-        """Whether it can only go on when the exporter has made its pool."""
-        return worker in self._waiting
-
-    def let_on(self, worker: str) -> None:
-        """A worker has been sent WeightsComplete."""
-        if self._roles[worker] == "maps":
-            self._waiting.add(worker)
-            self._tell()
-
-    def exported(self, memory: SharedMemory | None) -> None:
-        """The exporter has made its pool."""
-        self._memory = memory
-        self._tell()
-
-    def ended(self, worker: str) -> list[str]:
-        """A worker is dead; the workers that have to end with it."""
-        self._waiting.discard(worker)
-        if self._roles[worker] != "exports":
-            return []
-        self._memory = None
-        return [name for name, shares in self._roles.items() if shares == "maps"]
-
-    def _tell(self) -> None:
-        if self._memory is not None:
-            for worker in sorted(self._waiting):
-                self._send(worker, MapShared(self._memory))
-            self._waiting.clear()
-
-
-log = logging.getLogger("penstock")
-
-LET_GO_S = 10.0
-"""A worker that has not let go by then is hung, or makes a long step; others do not wait longer."""
-
-
-class PeerPools:
-    """What passes between workers of different GPUs by way of the daemon.
-
-    Args:
-        setups: of all workers; those on cores map pools by their memfds.
-        send: passes a command to a worker.
-    """
-
-    def __init__(self, setups: Iterable[Setup], send: Callable[[str, Command], None]) -> None:
-        setups = list(setups)
-        self._pool_of = {setup.worker: setup.pool.name for setup in setups}
-        self._writers: dict[str, list[str]] = {}
-        """By pool."""
-        for setup in setups:
-            for spec in setup.other_pools:
-                if spec.fd is None:
-                    self._writers.setdefault(spec.name, []).append(setup.worker)
-        self._send = send
-        self._memory: dict[str, SharedMemory] = {}
-        self._up: set[str] = set()
-        self._told: dict[str, set[str]] = {pool: set() for pool in self._writers}
-        """Who may have mapped a pool, by its name."""
-        self._let_go = asyncio.Event()
-
-    def waits(self, worker: str) -> bool:
-        """Whether one that starts can only go on when others have made their pools."""
-        mine = (pool for pool, writers in self._writers.items() if worker in writers)
-        return worker in self._up and any(worker not in self._told[pool] for pool in mine)
-
-    def let_on(self, worker: str) -> None:
-        """A worker has been sent WeightsComplete."""
-        self._up.add(worker)
-        for pool, memory in self._memory.items():
-            if worker in self._writers[pool]:
-                self._tell(worker, pool, memory)
-
-    def made(self, worker: str, memory: SharedMemory | None) -> None:
-        """A worker has made its pool."""
-        pool = self._pool_of[worker]
-        if memory is None or pool not in self._writers:
-            return
-        self._memory[pool] = memory
-        for writer in self._writers[pool]:
-            if writer in self._up:
-                self._tell(writer, pool, memory)
-
-    def unmapped(self, worker: str, pool: str) -> None:
-        """A worker has let go of a pool."""
-        self._told[pool].discard(worker)
-        self._let_go.set()
-
-    async def ended(self, worker: str) -> list[str]:
-        """A worker is dead: what it had mapped is let go of, and so is what it had made.
-
-        Returns:
-            those who have not let go of its pool in time.
-        """
-        self._up.discard(worker)
-        for pool in self._told:
-            self.unmapped(worker, pool)
-        own = self._pool_of[worker]
-        if self._memory.pop(own, None) is None:
-            return []
-        for writer in self._told[own]:
-            self._send(writer, MapPool(own, None))
-        try:
-            async with asyncio.timeout(LET_GO_S):
-                while self._told[own]:
-                    self._let_go.clear()
-                    await self._let_go.wait()
-        except TimeoutError:
-            log.error("%s still hold memory of worker %s", sorted(self._told[own]), worker)
-        return sorted(self._told[own])
-
-    def _tell(self, worker: str, pool: str, memory: SharedMemory) -> None:
-        self._told[pool].add(worker)
-        self._send(worker, MapPool(pool, memory))
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# What the daemon knows of one worker and its process.
-# Invariant: what a worker's start has found is that of its last start.
-# Never: starts or ends anything.
-
-
-STABLE_AFTER_S = 10.0
-"""A worker that was ready this long had no short life, also without a step."""
-MANY_SHORT_LIVES = 3
-"""In a row: it is not a mishap any more, but its way."""
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """What the daemon knows of one worker: its plan, its process, its lives."""
-
-    plan: WorkerPlan
-    setup: Setup
-    state: str = "starting"
-    pid: int | None = None
-    ready: Ready | None = None
-    """What it said when it was last ready; None: it never was."""
-    num_restarts: int = 0
-    num_failed_starts: int = 0
-    """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
-    num_short_lives: int = 0
-    """Lives in a row without a step that ended well, failed starts among them."""
-    has_stepped: bool = False
-    """Its process has made a step that ended well."""
-    pause_s: float = 0.0
-    """Before it is started again, the last time that it was."""
-    weights_loss: LogitsLoss | None = None
-    """Measured at its first start; None: not by it, or there is none."""
-    kv_loss: LogitsLoss | None = None
-    ready_at_s: float | None = None
-    """Monotonic; None: its process was not ready yet."""
-    num_reports: int = 0
-    """Messages from all its processes: each is a sign of progress."""
-    loaded_bytes: int = 0
-    total_bytes: int = 0
-    has_loaded: bool = False
-    """Its share of the weights is in place; stays true, since the memfd outlives it."""
-    process: subprocess.Popen[bytes] | None = None
-    socket: socket.socket | None = None
-    channel: DaemonChannel | None = None
-    failure: WorkerFailed | None = None
-    """Why it ended: what it said before it exited, or why it was ended."""
-    is_reaped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its last process is gone, and the daemon knows."""
-
-    @property
-    def is_stable(self) -> bool:
-        """Whether its process has worked: its end says nothing of the next start."""
-        if self.ready_at_s is None:
-            return False
-        return self.has_stepped or time.monotonic() - self.ready_at_s > STABLE_AFTER_S
-
-    @property
-    def trouble(self) -> str | None:
-        """What is wrong with it, for whoever waits or repairs; None: nothing."""
-        name = self.plan.name
-        is_looping = self.num_short_lives >= MANY_SHORT_LIVES
-        so_far = f"worker {name} died {self.num_short_lives} times in a row"
-        if self.state == "ready":
-            return f"{so_far} and has just come back" if is_looping and not self.is_stable else None
-        if not is_looping:
-            return f"worker {name} is {'' if self.state == 'starting' else 're'}starting"
-        return f"{so_far} and restarts within {self.pause_s:g} s"
-
-    @property
-    def stage(self) -> str:
-        """How far its start is, in words."""
-        if not self.total_bytes:
-            return "starting"
-        return "loading" if self.loaded_bytes < self.total_bytes else "preparing its first step"
-
-    @property
-    def maps_files(self) -> bool:
-        """Whether its weights are the checkpoint's files themselves, mapped as all workers do."""
-        return self.setup.weights is None and self.setup.gpu is None
-
-    @property
-    def uses_mps(self) -> bool:
-        """Whether NVIDIA's MPS lets it compute beside another worker of its GPU."""
-        return self.ready is not None and self.ready.sharing == "mps"
-
-    @property
-    def attention(self) -> str | None:
-        """What computes attention in it."""
-        return None if self.ready is None else self.ready.attention
-
-    @property
-    def probes(self) -> dict[str, float]:
-        """By other pool: bytes a second when it started; 0: it cannot be reached."""
-        return {} if self.ready is None else self.ready.probes
-
-    @property
-    def device(self) -> str:
-        """What it computes on, and how it shares that."""
-        sharing = None if self.ready is None else self.ready.sharing
-        return ", ".join(filter(None, (self.plan.device, sharing)))
-
-    @property
-    def about(self) -> list[str]:
-        """What its start has found, a line for each."""
-        ready = self.ready
-        lines: list[str] = []
-        if ready is None:
-            return lines
-        lines += ready.notes
-        if ready.sharing == "time-sliced":
-            lines.append("time-sliced: MPS does not run, so the workers on its GPU take turns")
-        if ready.max_step_tokens is not None:
-            lines.append(f"up to {ready.max_step_tokens:,} prompt tokens in a step")
-        if ready.num_graphs:
-            lines.append(
-                f"{ready.num_graphs} graphs of decode steps, captured in "
-                f"{ready.capture_ms / 1e3:.1f} s, {size_text(ready.graph_bytes)}"
-            )
-        return lines
-
-
-def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
-    """Bytes of weights that are there and that there will be, in all workers together.
-
-    Files that several workers map are in memory once, and count once; shares and copies add up.
-    """
-    workers = list(workers)
-    mapping = [worker for worker in workers if worker.maps_files]
-    others = [worker for worker in workers if not worker.maps_files]
-    loaded = min((worker.loaded_bytes for worker in mapping), default=0)
-    total = max((worker.total_bytes for worker in mapping), default=0)
-    return (
-        loaded + sum(worker.loaded_bytes for worker in others),
-        total + sum(worker.total_bytes for worker in others),
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 PROGRESS_S = 10.0
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)

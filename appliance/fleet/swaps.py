@@ -1,4 +1,4 @@
-"""Several models, one at a time: who may come in now, who waits for a swap, and when there is one.
+"""Swap models: decide which requests may enter and which wait.
 
     B waits ── A's stay is over, or A idle ── nobody enters A ── A's last is out ── swap ── B in
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from appliance.frame.protocol import RequestFrame, SwapsFrame
 from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
-from engine.schedule.queue import WaitingLimit
+from engine.schedule.waiting_limit import WaitingLimit
 
 IDLE_S = 1.0
 """A model without a request for so long is taken down before its stay is over."""

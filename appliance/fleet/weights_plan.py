@@ -1,4 +1,4 @@
-"""What becomes of a model's weights in memory: mapped, widened, packed, quantised; and in words.
+"""Plan how weights lie in memory: mapped, widened, packed or quantised.
 
 Owns: that choice, for workers on CPU cores, and its refusals.
 Invariant: what is chosen is said, with its bytes, unless files are served as they are.
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
-from engine.errors import ConfigError
-from engine.folder.checkpoint import (
+from engine.checkpoint.checkpoint import (
     AS_STORED,
     Checkpoint,
     PanelsLayout,
@@ -24,7 +23,8 @@ from engine.folder.checkpoint import (
     panels_layout,
     weights_layout,
 )
-from engine.folder.quantisation import FP8_ROWS
+from engine.checkpoint.quantisation import FP8_ROWS
+from engine.errors import ConfigError
 from engine.kernels.cpu import WIDENED, ProductWays, has_kernels, load_kernels
 from engine.profile.facts import Profile
 from engine.profile.product_ways import AS_STORED as PRODUCTS_AS_STORED

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from appliance.devices.inventory import Gpu, GpuLink, Inventory
-from engine.cache.places import DECODE, PREFILL
+from appliance.devices.gpu_list import Gpu
+from appliance.devices.inventory import GpuLink, Inventory
+from engine.cache.topology import DECODE, PREFILL
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.measurer import ALONE
 from engine.schedule.step_times import place_of

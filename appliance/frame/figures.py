@@ -1,4 +1,4 @@
-"""How figures read, in the CLI and in the console alike: numbers, units, a request's facts, stages.
+"""Format figures for the CLI and the console: numbers, units, stages.
 
 Owns: every number format, and the order of a request's stages.
 Invariant: pure; None (not reported) is `-`, never 0.

@@ -1,4 +1,4 @@
-"""Stamps to stages, and how often what was seen: quantiles of lately, counts since the start.
+"""Turn timestamps into stages, and stages into quantiles and histograms.
 
 Owns: what every latency number means; the edges of every histogram that /metrics shows, and their
 counts.

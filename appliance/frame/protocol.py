@@ -1,4 +1,4 @@
-"""What the daemon tells the console and the CLI: frames, versioned.
+"""Define frames: what the daemon tells the console and the CLI, versioned.
 
 Owns: the wire format of /v1/penstock/* and /v1/requests.
 Invariant: None means not reported, never 0; every duration is in milliseconds, every size in
@@ -9,79 +9,10 @@ Never: imports the engine, so that the console can run where the engine is not.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 
-
-def fields(frame: msgspec.Struct) -> dict[str, Any]:
-    """A frame's values by the names of its fields, parts of it as they are."""
-    return msgspec.structs.asdict(frame)
-
-
-# What console and CLI are told of the caches below the KV pools, in DRAM and on disk.
-# Invariant: counts are since the daemon started; None is not reported.
-# Never: imports the engine.
-
-
-class TierFrame(msgspec.Struct):
-    """One cache below the KV pools, and what it has earned."""
-
-    state: str
-    """`on`, `opening`, `off`, `failed` where it was asked for and cannot be had, or `down` while
-    it cannot be relied on."""
-    reason: str
-    """Why it is not on; empty if it is."""
-    folder: str
-    """Of the cache on disk; empty for the other."""
-    blocks: int = 0
-    num_bytes: int = 0
-    """Of these blocks."""
-    max_bytes: int = 0
-    """Of all blocks that its cap has room for."""
-    waiting: int = 0
-    """Prompts that wait for blocks from it now."""
-    stored_blocks: int = 0
-    loaded_blocks: int = 0
-    loaded_tokens: int = 0
-    loads: int = 0
-    """Prompts that have waited for blocks, in vain or not."""
-    declined_loads: int = 0
-    """Where computing was predicted to take less."""
-    load_ms: float = 0.0
-    """What those prompts have waited, all together."""
-    compute_ms: float = 0.0
-    """What computing the same was predicted to take."""
-    regret_ms: float = 0.0
-    """What loads took beyond that."""
-    missed_deadlines: int = 0
-    evicted_blocks: int = 0
-    expired_blocks: int = 0
-    damaged_blocks: int = 0
-    """Found out by their checksums, dropped, and computed again."""
-    failed_stores: int = 0
-    would_find: dict[str, float] = {}
-    """Of the blocks of prompts, the share that a cache of so much the size would have found if it
-    forgot the least recently used: `0.5`, `1`, `2`, `4`. Empty: nobody has asked for anything."""
-    reuse_distances: dict[str, int] = {}
-    """Uses of a block that had been used before, of one block in eight, by how many other blocks
-    were used since: fewer than so many, and no fewer than the entry before it says."""
-    read_bytes_per_s: float | None = None
-    """What a probe found that loads get from it; None: it is not on."""
-    limit: str = ""
-    """Why it takes less than `max_bytes`: its disk is full, or refuses. Empty: it does not."""
-    other_models: dict[str, int] = {}
-    """Bytes of blocks that it keeps of models that are not served now, by the model's name."""
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# One KV pool as a part of a frame: blocks by state, who holds them, what is kept for others.
-#
-# Owns: the shape.
-# Invariant: blocks by state add up to num_blocks.
-# Never: knows the ledger.
+from appliance.frame.tier_frames import TierFrame
 
 
 class OwnerFrame(msgspec.Struct):
@@ -125,11 +56,6 @@ class PoolFrame(msgspec.Struct):
         if self.num_blocks <= 0:
             return None
         return 1 - (self.free + self.cached) / self.num_blocks
-
-
-# One link between two pools as a part of a frame.
-#
-# Owns: the record. Never: reads anything.
 
 
 class LinkFrame(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Frames at rest: how one is packed into a few hundred bytes, and the file that `record` makes.
+"""Pack frames for storage, and read and write recordings.
 
 Owns: the packed form of a frame, and what makes a file a recording.
 Invariant: what is unpacked equals what was packed, numbers to six digits and at least to three

@@ -1,4 +1,4 @@
-"""Who comes in, as what, and how much a request may be: peers, API keys, the gate before routes.
+"""Decide who may connect, in which role, and how large requests may be.
 
 Owns: the keys' file, and how a key is made; the policy of who has which role, replaced as a whole
 when the configuration is read again; the checks in front of every route: peer, key, Host, sizes of
@@ -13,18 +13,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
-import fcntl
 import functools
 import grp
-import hashlib
-import hmac
 import os
 import pwd
 import re
-import secrets
 import socket
 import ssl
-import stat
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -39,159 +34,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.wire import Arrival, error_response
 from appliance.configuration.config import DEFAULT_OPERATORS, ServeConfig
-from appliance.http.listeners import tls_context
+from appliance.http.api_keys import ApiKey, find_key, read_keys
+from appliance.http.tls import tls_context
 from appliance.request import Peer, Role
-from engine.errors import ConfigError, Forbidden, RequestError, Unavailable, UsageError
-
-# API keys: a file of names, roles and hashes; the keys themselves are kept by those who use them.
-# Invariant: keys are 256 random bits. Nobody can try them all, so one round of SHA-256 hides them
-# as well as a slow hash would, and a request need not pay for one.
-# Never: shows a key a second time, or quotes the file in an error: someone may have put a key
-# there.
-
-
-_KEYS_FILE = "`penstock keys add NAME --file FILE` makes one"
-KEY_PREFIX = "penstock-"
-KEY_BYTES = 32
-MAX_FILE_BYTES = 1 << 20
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HASH = re.compile(r"sha256:([0-9a-f]{64})")
-_ROLES = {role.name.lower(): role for role in Role}
-_FORMAT = "a line is NAME ROLE sha256:HEX; `penstock keys add NAME --file FILE` adds one"
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """One line of the file of API keys: a hash, its name and its role."""
-
-    name: str
-    role: Role
-    digest: bytes
-
-
-def new_key(name: str, role: str = "user") -> tuple[str, str]:
-    """A fresh key, to be shown once, and the line for the file.
-
-    Raises:
-        UsageError: the name or the role is not one that the file may have.
-    """
-    if not _NAME.fullmatch(name):
-        what = f"{name!r} is no name of a key"
-        raise UsageError(what, where="NAME", hint="give 1 to 64 letters, digits, '.', '_' or '-'")
-    if role not in _ROLES:
-        hint = f"give one of {', '.join(_ROLES)}"
-        raise UsageError(f"{role!r} is no role", where="--role", hint=hint)
-    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    return key, f"{name} {role} sha256:{_digest(key).hex()}"
-
-
-def add_key(path: Path, name: str, role: str = "user") -> str:
-    """Append a fresh key's line to a file, made for its owner alone if it is new; return the key.
-
-    Raises:
-        ConfigError: the file cannot be read or written, or has a key of this name already.
-        UsageError: as new_key().
-    """
-    key, line = new_key(name, role)
-    try:
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if any(each.name == name for each in read_keys(path)):
-                hint = "give another name, or delete its line first"
-                raise ConfigError(f"there is a key named {name!r}", where=str(path), hint=hint)
-            before = file.read()
-            file.write(b"" if not before or before.endswith(b"\n") else b"\n")
-            file.write(line.encode() + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot add a key: {error.strerror}", where=str(path)) from error
-    return key
-
-
-def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file; `#` begins a comment.
-
-    Raises:
-        ConfigError: it cannot be read, others may write to it, or a line is wrong.
-    """
-    try:
-        with path.open("rb") as file:
-            _check_owner(path, os.fstat(file.fileno()))
-            text = file.read(MAX_FILE_BYTES + 1).decode()
-    except OSError as error:
-        hint = f"for the unit: chown root:penstock {path}; chmod 640 {path}"
-        raise ConfigError(
-            f"cannot read the keys: {error.strerror}",
-            where=str(path),
-            hint=hint if isinstance(error, PermissionError) else _KEYS_FILE,
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("not UTF-8", where=str(path), hint=_FORMAT) from error
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"larger than {MAX_FILE_BYTES} bytes", where=str(path), hint=_FORMAT)
-    keys: dict[str, ApiKey] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        fields = line.partition("#")[0].split()
-        if not fields:
-            continue
-        try:
-            key = _parse(fields)
-            if key.name in keys:
-                raise ValueError(f"the name {key.name!r} is taken by a line above")
-        except ValueError as error:
-            raise ConfigError(str(error), where=f"{path}:{number}", hint=_FORMAT) from error
-        keys[key.name] = key
-    return tuple(keys.values())
-
-
-def find_key(keys: Iterable[ApiKey], given: str) -> ApiKey | None:
-    """The key that was given; how long it takes says nothing of how near a wrong one was."""
-    digest = _digest(given)
-    found = None
-    for key in keys:
-        if hmac.compare_digest(key.digest, digest):
-            found = key
-    return found
-
-
-def _parse(fields: list[str]) -> ApiKey:
-    if len(fields) != 3:
-        raise ValueError(f"{len(fields)} fields in place of 3")
-    name, role, hashed = fields
-    match = _HASH.fullmatch(hashed)
-    if not _NAME.fullmatch(name):
-        raise ValueError("the name may have 64 letters, digits, '.', '_' or '-'")
-    if role not in _ROLES:
-        raise ValueError(f"the role is not one of {', '.join(_ROLES)}")
-    if match is None:
-        raise ValueError("the hash is not sha256: and 64 lower-case hex digits")
-    return ApiKey(name, _ROLES[role], bytes.fromhex(match[1]))
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    """Whoever can write to the file can give himself a key."""
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError("not a file", where=str(path), hint=_KEYS_FILE)
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(
-            f"the keys belong to another user (uid {status.st_uid})",
-            where=str(path),
-            hint="they must be root's, or of the user who runs the daemon",
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"others may write to the keys (mode {stat.S_IMODE(status.st_mode):04o})",
-            where=str(path),
-            hint=f"chmod go-w {path}",
-        )
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.errors import ConfigError, Forbidden, RequestError, Unavailable
 
 CREDENTIAL_NAME = "api-keys"
 """Of the systemd credential that holds the keys where no file is named."""
@@ -392,14 +238,6 @@ def _user_name(uid: int) -> str | None:
         return None
 
 
-# Cross-origin requests: which web pages may use the API from a browser.
-#
-# Owns: the answer to a preflight, and the headers that let a page read a reply.
-# Invariant: without the setting `cors_origins` no page may; with it a page still needs a key for
-# all but the preflight, which tells nothing else.
-# Never: allows credentials such as cookies.
-
-
 METHODS = "GET, POST, DELETE, OPTIONS"
 MAX_AGE_S = 600
 EXPOSED = "x-request-id, request-id, retry-after, retry-after-ms, x-penstock-ignored"
@@ -444,16 +282,6 @@ def readable(send: Send, origin: str) -> Send:
         await send(message)
 
     return send_with_headers
-
-
-# In front of every route: who asks, whether the request is sound, how much it may send.
-# Browsers: a page cannot send a key without asking first (CORS), and only pages of `cors_origins`
-# are answered with yes. So the Origin header is read only where no key is asked for. The Host
-# header is read without TLS: a page whose name was rebound to this machine sends its own.
-# Invariant: no handler runs for a peer that is not known, and none sees more body than allowed. Of
-# the memory for half-sent bodies nobody holds more than is left for all others.
-# Never: knows a route but /health, which tells nothing and is open so that probes need no key, and
-# /metrics, which can be opened, for it names no user and no request.
 
 
 MAX_HEADERS = 100

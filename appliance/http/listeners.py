@@ -1,4 +1,4 @@
-"""Listening sockets: the Unix socket, TCP and its certificate, and the accepting.
+"""Open the listening sockets: Unix, TCP and TLS.
 
 Owns: which versions are spoken, and the files' reading; the socket file from bind to removal, and
 the turn from a listener to connections.
@@ -17,57 +17,12 @@ import ipaddress
 import logging
 import os
 import socket
-import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
-
-_PEM = "name PEM files that the daemon may read: --tls-cert CHAIN.pem --tls-key KEY.pem"
-
-# TLS: a certificate and its key for the listener on TCP.
-# Invariant: a context has a certificate that its key fits; versions before 1.2 are not spoken.
-# Never: asks clients for certificates: who they are is said by their API keys.
-
-
-def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What a server speaks TLS with, as the files are now.
-
-    Args:
-        certificate: PEM; the server's own first, then those that lead to a root.
-        key: PEM, without a passphrase.
-
-    Raises:
-        ConfigError: a file cannot be read, or the key does not fit the certificate.
-    """
-    for path, name in ((certificate, "tls_cert"), (key, "tls_key")):
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-                raise ConfigError(f"{path} is no file", where=name, hint=_PEM)
-            path.open("rb").close()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read {path}: {error.strerror}", where=name, hint=_PEM
-            ) from error
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(certificate, key, password="")
-    except (ssl.SSLError, ValueError) as error:
-        reason = getattr(error, "reason", None) or str(error)
-        raise ConfigError(
-            f"{certificate} and {key} are no certificate with its key: {reason}",
-            where="tls_cert",
-            hint="both are PEM; the server's own certificate comes first; no passphrase",
-        ) from error
-    return context
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 SOCKET_MODE = 0o660
 BACKLOG = 4096

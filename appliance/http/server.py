@@ -1,4 +1,4 @@
-"""Serving an application on listening sockets: uvicorn inside the daemon's own loop.
+"""Serve connections with uvicorn inside the daemon's loop.
 
 Owns: the connections: how many there may be, who gets the last ones, and their end.
 Invariant: whoever connects is served, or told at once to come back; never left waiting. On TCP a
@@ -20,15 +20,11 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
-from appliance.api.routes import EarlyRefusals
+from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import MAX_HEAD_BYTES, AccessPolicy, Credentials, Gate, credentials_of
-from appliance.http.connection import (
-    ClientLimits,
-    ClientProtocol,
-    RejectedConnections,
-    too_many_connections,
-)
+from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.listeners import Acceptor, ListenerCloser
+from appliance.http.rejected_connections import RejectedConnections, too_many_connections
 from appliance.process import max_connections
 from appliance.request import Role
 

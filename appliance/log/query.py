@@ -1,4 +1,4 @@
-"""Questions to the request log: checked, then answered on connections of their own.
+"""Check and answer queries of the request log.
 
 Owns: which parameters there are, what they mean and what is refused; the SQL behind a query, and
 the shape of its rows as JSON.

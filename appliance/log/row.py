@@ -1,4 +1,4 @@
-"""One row of the request log: made of a request, written as SQL; and requests that have none yet.
+"""Build the request log's row for a request.
 
 Owns: which sequence a row speaks of where a request has several; the statements that insert runs,
 requests and events, and complete a request's energy; the file beside the log with a JSON line for

@@ -1,4 +1,4 @@
-"""The one thread that writes the request log: rows, events, and frames packed against a template.
+"""Write the request log from one thread: rows, events, packed frames.
 
 Owns: the queue of what is to be written, and the daemon's one connection that writes; the template
 that frames are packed against, renewed now and then.
@@ -29,6 +29,7 @@ from appliance.frame.recording import (
     gauges,
     template_of,
 )
+from appliance.log.log_file import abandon, file_id, open_log, remove_backups, set_aside
 from appliance.log.query import (
     DamagedLog,
     EventQuery,
@@ -43,6 +44,7 @@ from appliance.log.query import (
     read_usage,
     reading,
 )
+from appliance.log.retention import RetentionLimits, Upkeep
 from appliance.log.row import (
     Event,
     LogRow,
@@ -54,15 +56,6 @@ from appliance.log.row import (
     insert_row,
     insert_run,
     update_energy,
-)
-from appliance.log.store import (
-    RetentionLimits,
-    Upkeep,
-    abandon,
-    file_id,
-    open_log,
-    remove_backups,
-    set_aside,
 )
 from engine.errors import ConfigError, FileError, PenstockError, RequestError, Unavailable
 

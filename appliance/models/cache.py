@@ -1,4 +1,4 @@
-"""The hub's cache on this machine, read as Hugging Face's own tools lay it out.
+"""Read the hub's cache on this machine.
 
     models--OWNER--NAME/refs/main              the commit that the branch was at
     models--OWNER--NAME/snapshots/COMMIT/...   links, by the files' own names
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.models.names import HubName, is_quantised_as
+from engine.checkpoint.gguf import parts_of
 from engine.errors import ConfigError, PenstockError
-from engine.folder.gguf import parts_of
 from engine.units import size_text
 
 SINGLE = "model.safetensors"

@@ -1,4 +1,4 @@
-"""What a model's files say of it: format, family, size, parameters, layers.
+"""Describe a model from its files: format, family, size, parameters, layers.
 
 Owns: the record, and how it is taken from a checkpoint.
 Invariant: every value is read from the files; nothing is guessed from a name.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # reading checkpoints costs every verb of the CLI 20 ms
-    from engine.folder.checkpoint import Checkpoint
+    from engine.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a model needs, and where it would fit: from its config.json alone, before a byte of weights.
+"""Estimate the memory that a model needs, and where it fits.
 
 Owns: the arithmetic. Pure.
 Invariant: an estimate leans to the careful side; what is not known is None.
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.models.names import is_quantised_as
-from engine.folder.checkpoint import expected_shapes
-from engine.folder.model_config import DTYPE_BYTES, ModelConfig
+from engine.checkpoint.checkpoint import expected_shapes
+from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.units import size_text
 
 GPU_OVERHEAD_BYTES = 2 << 30

@@ -1,4 +1,4 @@
-"""A model from a hub into its cache: what is listed, what serving needs of it, fetched and checked.
+"""Download what serving needs of a model from a hub, and verify it.
 
 The door to huggingface_hub. `python -m appliance.models.hub NAME` pulls in a process of its own and
 says so in lines of JSON. HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and
@@ -24,7 +24,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -49,143 +49,11 @@ from huggingface_hub.utils import (
 )
 
 from appliance.models import cache
-from appliance.models.cache import INDEX, SINGLE
-from appliance.models.names import HubName, a_model, is_quantised_as
-from engine.errors import CheckpointError, ConfigError, PenstockError
-from engine.folder.gguf import parts_of
-from engine.folder.model_config import ModelConfig
+from appliance.models.hub_http import RemoteFile, Repository, small_files, weight_files
+from appliance.models.names import HubName, a_model
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import ConfigError, PenstockError
 from engine.units import size_text
-
-# Which files of a repository serving needs: not the other formats, not the pictures.
-# Invariant: what is chosen is there; what cannot be served is refused with what there is instead.
-# Never: downloads.
-
-
-SMALL = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-MAX_SMALL_BYTES = 128 << 20
-"""The largest tokenizers are a quarter of it; all of these are read into memory."""
-_REQUIRED = ("config.json", "tokenizer.json")
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx", ".ckpt", ".safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file as the hub lists it."""
-
-    path: str
-    size_bytes: int
-    sha256: str | None
-    """None for small files, which the hub keeps in git."""
-    blob_id: str
-    """Git's own name of its content."""
-
-    @property
-    def blob(self) -> str:
-        """The name of its bytes in the cache: the sum that they must have."""
-        return self.sha256 or self.blob_id
-
-
-@dataclass(frozen=True, slots=True)
-class Repository:
-    """One revision of a model as the hub lists it."""
-
-    name: HubName
-    commit: str
-    files: Mapping[str, RemoteFile]
-    """By path."""
-
-    @property
-    def gguf(self) -> list[RemoteFile]:
-        """Its GGUF files that hold a language model, in order."""
-        return [
-            file
-            for path, file in sorted(self.files.items())
-            if path.endswith(".gguf") and not path.rpartition("/")[2].lower().startswith("mmproj")
-        ]
-
-
-def small_files(repository: Repository) -> list[RemoteFile]:
-    """What says what the model is; its index of weights is among them.
-
-    Raises:
-        CheckpointError: one is larger than such a file can be.
-    """
-    wanted = SMALL if SINGLE in repository.files else (*SMALL, INDEX)
-    found = [repository.files[path] for path in wanted if path in repository.files]
-    for file in found:
-        if file.size_bytes > MAX_SMALL_BYTES:
-            what = f"{file.path} has {size_text(file.size_bytes)}: it is no such file"
-            hint = f"up to {size_text(MAX_SMALL_BYTES)} are read"
-            raise CheckpointError(what, where=str(repository.name), hint=hint)
-    return found
-
-
-def weight_files(repository: Repository, names: Sequence[str] | None = None) -> list[RemoteFile]:
-    """The files of the weights.
-
-    Args:
-        repository: as listed.
-        names: what its index says, where that has been read; else all that look like parts.
-
-    Raises:
-        CheckpointError: there is nothing that could be served.
-    """
-    if repository.name.file is not None:
-        return _quantised(repository, repository.name.file)
-    files = repository.files
-    for required in _REQUIRED:
-        if required not in files and not repository.gguf:
-            what = f"the repository has no {required}"
-            raise CheckpointError(what, where=str(repository.name), hint=_instead(repository))
-    if SINGLE in files:
-        return [files[SINGLE]]
-    if INDEX in files:
-        parts = names or [path for path in sorted(files) if _SHARD.fullmatch(path)]
-        if missing := [path for path in parts if path not in files]:
-            what = f"its index names {missing[0]}, which the repository does not have"
-            raise CheckpointError(what, where=str(repository.name))
-        return [files[path] for path in parts]
-    what = "the repository has no weights in safetensors"
-    raise CheckpointError(what, where=str(repository.name), hint=_instead(repository))
-
-
-def _quantised(repository: Repository, wanted: str) -> list[RemoteFile]:
-    if wanted in repository.files:
-        parts = [str(part) for part in parts_of(Path(wanted))]
-        if missing := [part for part in parts if part not in repository.files]:
-            what = f"the repository has no {missing[0]}, which is a part of it"
-            raise CheckpointError(what, where=str(repository.name))
-        return [repository.files[part] for part in parts]
-    fitting = [file for file in repository.gguf if is_quantised_as(file.path, wanted)]
-    if not fitting:
-        what = f"the repository has no file and no quantisation {wanted!r}"
-        raise CheckpointError(what, where=str(repository.name), hint=_instead(repository))
-    return fitting
-
-
-def _instead(repository: Repository) -> str:
-    """What there is in the place of what was looked for."""
-    if repository.gguf:
-        listed = [f"{file.path} ({size_text(file.size_bytes)})" for file in repository.gguf]
-        more = f" and {len(listed) - 12} more" if len(listed) > 12 else ""
-        example = f"{repository.name.repository}:Q4_K_M"
-        return f"it has {', '.join(listed[:12])}{more}; name one as {example}"
-    weights = sorted(path for path in repository.files if path.endswith(_OTHER_WEIGHTS))
-    if weights:
-        return f"it has {', '.join(weights[:6])}, which must be converted to safetensors first"
-    return "a repository in Hugging Face format has config.json, tokenizer.json and safetensors"
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 logging.set_verbosity(logging.ERROR)  # what goes wrong is said here
 
@@ -458,13 +326,6 @@ def _token_hint() -> str:
 
 def _endpoint_hint() -> str:
     return f"is {constants.ENDPOINT} a hub? HF_ENDPOINT says where it is"
-
-
-# A model from the hub into its cache: only what serving needs, resumed, checked.
-# `python -m appliance.models.hub NAME` does it in a process of its own and says so in lines of
-# JSON: the daemon starts that, and keeps neither the library nor the connections.
-# Invariant: a branch is known by its name only when all of its files are there.
-# Never: imports torch.
 
 
 NUM_THREADS = 4

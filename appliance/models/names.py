@@ -1,4 +1,4 @@
-"""How a model is named: a folder, a GGUF file, `owner/name` on a hub, or a short name for one.
+"""Parse a model's name: a folder, a GGUF file, or `owner/name`.
 
 Owns: the grammar of names.
 Invariant: a name of a folder or GGUF file that exists means that; so does what begins like a path.

@@ -1,4 +1,4 @@
-"""Short names of well-known open models, as `qwen3:0.6b` for Qwen/Qwen3-0.6B.
+"""List short names of well-known open models, such as `qwen3:0.6b`.
 
 Each is an instruction-tuned model of a family that is served, published on the hub under that name.
 A name without a tag means the most usual size. The table [short_names] of the configuration adds

@@ -1,4 +1,4 @@
-"""The ledger: who refers to every KV block of every pool, and which commands may still touch it.
+"""Track which sequences and commands use each KV block, and derive each block's state.
 
 Owns: references (which sequences' tables a block is in) and unanswered commands, for all pools, and
 with the index of each pool the hashes of full blocks. A block's state is not kept anywhere: it
@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from engine.cache.prefix_index import Hash, PrefixChain, PrefixIndex
+from engine.cache.hashes import Hash, PrefixChain
+from engine.cache.prefix_index import PrefixIndex
 from engine.errors import InvariantViolated
 
 Owner = int

@@ -1,4 +1,4 @@
-"""What can compute attention on a GPU: what libraries lack on this machine, and which it gets.
+"""Choose a GPU's attention backend, and say what the other backends lack.
 
 Owns: the tries; the table of capabilities, in order of preference, and the choice.
 Invariant: the choice is a function of what is needed and of what is installed; what was passed over
@@ -8,101 +8,12 @@ Never: imports torch or any backend.
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 
-from engine.folder.model_config import ModelConfig
-
-# What libraries for a GPU lack on this machine, found before a worker dies of it.
-# Invariant: nothing is imported into this process; what was found holds for its life.
-# Never: installs anything.
-
-
-_IMPORT_LIMIT_S, _IMPORT_TOLD_S, _IMPORT_LOOK_S = 60.0, 5.0, 1.0
-
-log = logging.getLogger("penstock")
-
-
-def triton_fault(
-    environment: Mapping[str, str] = os.environ, headers: Path | None = None
-) -> str | None:
-    """Why Triton cannot launch a kernel, None: it can; it compiles a launcher in C for each.
-
-    Args:
-        environment: names a compiler, or says where programs are.
-        headers: folder of Python.h; None: that of this Python.
-    """
-    if find_spec("triton") is None:
-        return "no triton"
-    path = environment.get("PATH")
-    if not environment.get("CC") and not any(
-        shutil.which(cc, path=path) for cc in ("gcc", "clang")
-    ):
-        return "no C compiler for triton"
-    headers = headers or Path(sysconfig.get_path("include"))
-    return None if (headers / "Python.h").exists() else "no Python.h for triton"
-
-
-def flash_attn_fault() -> str | None:
-    """Why flash-attn 2 cannot be used; None: its function has been imported, in a child.
-
-    The name alone says little: flash-attn 4 is found under it, too, and builds against another
-    torch do not import.
-    """
-    try:
-        version("flash-attn")
-    except PackageNotFoundError:
-        return "no flash_attn"
-    return import_fault("from flash_attn import flash_attn_varlen_func")
-
-
-@cache
-def import_fault(statement: str) -> str | None:
-    """The last line of what a Python says to an import; None: nothing."""
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-c", statement],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        ) as tried:
-            said = _said(tried, statement).strip().splitlines()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"not imported: {error}"
-    if not tried.returncode:
-        return None
-    said = said or [f"exit code {tried.returncode}"]
-    return f"not imported: {said[-1][:200]}"
-
-
-def _said(tried: subprocess.Popen[str], statement: str) -> str:
-    """What a process writes until its end, on stderr; raises TimeoutExpired."""
-    waited_s = 0.0
-    while True:
-        try:
-            return tried.communicate(timeout=_IMPORT_LOOK_S)[1]
-        except subprocess.TimeoutExpired:  # a look shows whoever waits for us that we go on
-            waited_s += _IMPORT_LOOK_S
-            if waited_s >= _IMPORT_LIMIT_S:
-                tried.kill()
-                raise subprocess.TimeoutExpired(statement, waited_s) from None
-            if waited_s == _IMPORT_TOLD_S:
-                log.info("waiting for `%s`, at most %g s", statement, _IMPORT_LIMIT_S)
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.checkpoint.model_config import ModelConfig
+from engine.kernels.attention_needs import flash_attn_fault, triton_fault
 
 _HALVES = ("bfloat16", "float16")
 

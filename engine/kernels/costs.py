@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.folder.checkpoint import expected_shapes
-from engine.folder.model_config import ModelConfig
+from engine.checkpoint.checkpoint import expected_shapes
+from engine.checkpoint.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

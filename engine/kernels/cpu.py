@@ -25,7 +25,7 @@ FORMS = {
     "q4_0": 4, "q4_1": 5, "q4_k": 6, "q5_0": 7, "q5_1": 8, "q5_k": 9, "q6_k": 10, "q8_0": 11,
     "mxfp4": 12, "int4_32": 13, "int4_128": 14, "int8_128": 15, "int8_row": 16, "fp8_128": 17,
 }  # fmt: skip
-"""Of quantised matrices in panels, by their names in engine.folder.quantisation."""
+"""Of quantised matrices in panels, by their names in engine.checkpoint.quantisation."""
 WIDENED, DOTS, TILES = range(3)
 """Ways in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
 WAY_NAMES = ("widened", "dots", "tiles")

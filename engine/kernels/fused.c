@@ -103,7 +103,7 @@ KERNEL(rms_norm, "ppppiiiiiiiifff")
     return 0;
 }
 
-/* Activations, as engine/folder/model_config.py numbers them. */
+/* Activations, as engine/checkpoint/model_config.py numbers them. */
 enum { SILU, GELU, CLAMPED_SWIGLU };
 static const float SWIGLU_LIMIT = 7, SWIGLU_ALPHA = 1.702f; /* as in engine/model/layers.py */
 

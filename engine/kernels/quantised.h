@@ -1,4 +1,4 @@
-/* Matrices of codes and scales, packed for the kernels, as engine/folder/quantisation.py has it.
+/* Matrices of codes and scales, packed for the kernels, as engine/checkpoint/quantisation.py has it.
  *
  * A panel is 16 rows. Along them lie groups of 16 or more values: first the codes of all 16 rows, then
  * their scales, then, where there are, their minimums: a value is scale * code + minimum. Codes of 4

@@ -1,4 +1,4 @@
-"""What computes a step's small operations and its attention: kernels, or torch.
+"""Choose compiled kernels or torch for attention and a step's small operations.
 
 Owns: the interface between a step and what computes it, torch's side of it, and the choice.
 Invariant: the choice is made once, when the model is built, and its name says why it fell back.
@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.folder.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
 from engine.kernels.cpu import WIDENED
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
-from engine.model.compiled import CompiledBackend, Take, find_kernels, fresh
+from engine.model.buffers import Take, fresh
+from engine.model.compiled import CompiledBackend, find_kernels
 from engine.model.layers import gated, rms_norm, rotate
 from engine.model.sampler import sample_rows
 
@@ -221,13 +222,8 @@ def _choose_cuda_backend(
     if choice.backend.name == "torch":
         return TorchBackend(choice.title)
     # only here is Triton known to be there
-    from engine.model.cuda import (
-        CudaBackend,
-        DeviceLimits,
-        TritonAttention,
-        flash_attention,
-        torch_varlen_attention,
-    )
+    from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
+    from engine.model.library_attention import flash_attention, torch_varlen_attention
 
     if choice.backend.name == "flash":
         return CudaBackend(choice.title, flash_attention())

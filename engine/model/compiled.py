@@ -1,4 +1,4 @@
-"""The parts of a step that compiled CPU kernels do; decode steps as tapes of such calls, replayed.
+"""Run a step's parts on compiled CPU kernels; record decode steps and replay them.
 
 Owns: one buffer for each kind of result; the addresses, strides and sizes that the kernels are
 given; the tapes, and the inputs that each of them reads.
@@ -16,45 +16,11 @@ from typing import Any
 
 import torch
 
-from engine.folder.model_config import ACTIVATIONS
+from engine.checkpoint.model_config import ACTIVATIONS
 from engine.kernels.cpu import BFLOAT16, FLOAT32, INT8, TILES, WIDENED, Kernels, load_kernels
 from engine.model.attention import StepBatch
+from engine.model.buffers import Buffers, Take, fresh
 from engine.model.sampler import sample_rows
-
-# Where a step's intermediate results lie: the same memory in every layer and every step.
-# Invariant: a result is read before the next one of its kind is asked for; `generation` grows when
-# a buffer moves.
-# Never: holds what outlives a step: logits are not among them.
-
-
-Take = Callable[[str, int, int, torch.dtype], torch.Tensor]
-"""Kind, num_tokens, width and dtype to [num_tokens, width], uninitialised."""
-
-
-def fresh(_kind: str, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own for each result."""
-    return torch.empty(num_tokens, width, dtype=dtype)
-
-
-class Buffers:
-    """Memory that results of a kind and width share."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
-        self.generation = 0
-
-    def take(self, kind: str, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first rows of the buffer, which grows if it has to."""
-        key = kind, width, dtype
-        buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) < num_tokens:
-            self._buffers[key] = buffer = torch.empty(num_tokens, width, dtype=dtype)
-            self.generation += 1
-        return buffer[:num_tokens]
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""
@@ -342,14 +308,6 @@ class CompiledBackend:
         return out.view(-1, num_heads, head_dim)
 
 
-# Decode steps as lists of kernel calls, written down once and made again without Python.
-# A step of few tokens is hundreds of calls of microseconds each; all that changes between two steps
-# with as many sequences is what the calls find in memory. It is what CUDA graphs are on a GPU.
-# Invariant: whatever a tape's calls point to is alive and where it was; if anything has moved, the
-# tape is not found, and the step is recorded anew.
-# Never: changes a result: a replayed step is the recorded one, bit for bit.
-
-
 MAX_TOKENS = 32
 """From here on the calls themselves take long enough to hide what Python adds."""
 MAX_TAPES = 64
@@ -370,7 +328,7 @@ class _Tape:
     calls: bytes
 
 
-class Tapes:
+class CpuDecodeGraphs:
     """The recorded steps of one model, the latest MAX_TAPES of them."""
 
     def __init__(self, kernels: Kernels, buffers: Buffers, layers: Layers) -> None:

@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer as plain functions on tensors.
+"""Compute the pieces of a decoder layer as plain functions on tensors.
 
 Owns: the arithmetic of norms, rotary embedding and gates, cast for cast as transformers has it.
 Invariant: results in float32 agree with transformers to rounding; frequencies to the last bit.
@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.folder.model_config import RopeConfig
+from engine.checkpoint.rope import RopeConfig
 
 _SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # as in engine/kernels/fused.c
 

@@ -1,4 +1,4 @@
-"""Products with weights: by compiled kernels from the weights as stored, or by torch.
+"""Multiply by weights as they are stored, with compiled kernels or torch.
 
 A step of few tokens takes as long as reading the weights. The kernels read them in the dtype of the
 checkpoint and widen each value in a register, which is exact, so that float32 needs no second,
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.folder.model_config import ACTIVATIONS, ExpertsConfig
+from engine.checkpoint.model_config import ACTIVATIONS, ExpertsConfig
 from engine.kernels.cpu import (
     BFLOAT16,
     BFLOAT16_PAIRS,
@@ -27,8 +27,9 @@ from engine.kernels.cpu import (
     Kernels,
     ProductWays,
 )
-from engine.model.compiled import ELEMENT_TYPES, Take, find_kernels, fresh
-from engine.model.weights import PLAIN, Weight
+from engine.model.buffers import Take, fresh
+from engine.model.compiled import ELEMENT_TYPES, find_kernels
+from engine.model.weight import PLAIN, Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""

@@ -1,4 +1,4 @@
-"""The model: a step's tokens in, logits out, keys and values into the pool on the way.
+"""Run the model: a step's tokens in, logits out, keys and values written to the pool.
 
 Every layer is two blocks, attention and feed-forward, and each adds to the stream of tokens what it
 makes of it: x += scale * norm(block(norm(x))), with those norms that the family has. What else the
@@ -19,100 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.folder.model_config import ExpertsConfig, LayerHeads, ModelConfig, RopeConfig
+from engine.checkpoint.layer_heads import LayerHeads
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.rope import RopeConfig
 from engine.kernels.cpu import WIDENED, ProductWays
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
-from engine.model.compiled import MAX_TOKENS, Buffers, CompiledBackend, Tapes
+from engine.model.buffers import Buffers
+from engine.model.compiled import MAX_TOKENS, CompiledBackend, CpuDecodeGraphs
+from engine.model.feed_forward import Experts, FeedForward
 from engine.model.layers import query_growth, rope_table, soft_cap
 from engine.model.linear import Linears, choose_linears
-from engine.model.weights import Weight, embedded
-
-# What stands behind attention in a layer: a dense feed-forward, or a mixture of them.
-# Invariant: a token's result depends on no other token of the step.
-# Never: knows norms, or the stream of tokens that it is added to.
-
-
-class FeedForward:
-    """A layer's feed-forward: down(activation(gate(x)) * up(x))."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: dict[str, Weight],
-        prefix: str,
-        backend: Backend,
-        linears: Linears,
-    ) -> None:
-        self._gated = backend.gated
-        self._activation = config.hidden_act
-        gate_up, has_bias = [prefix + name for name in config.family.gate_up], config.has_mlp_bias
-        self._gate_up = linears.make(weights, gate_up, has_bias=has_bias)
-        self._down = linears.make(weights, [f"{prefix}down_proj"], has_bias=has_bias)
-
-    def __call__(self, x: torch.Tensor, _step: Any) -> torch.Tensor:
-        """What a step's tokens [num_tokens, hidden_size] become."""
-        return self._down(self._gated(self._gate_up(x), self._activation))
-
-
-class Experts:
-    """A mixture: each token goes through the few feed-forwards that its router scores highest."""
-
-    def __init__(
-        self,
-        experts: ExpertsConfig,
-        weights: dict[str, Weight],
-        prefix: str,
-        activation: str,
-        backend: Backend,
-        linears: Linears,
-    ) -> None:
-        names = experts.names
-        self._gated = backend.gated
-        self._activation = activation
-        router, has_bias = f"{prefix}{names.block}.{names.router}", names.has_bias
-        self._router = linears.make(weights, [router], has_bias=has_bias)
-        self._num_per_token = experts.num_per_token
-        self._is_normalized = experts.is_normalized
-        prefixes = [f"{prefix}{names.block}.experts.{i}." for i in range(experts.num_experts)]
-        self._gate_ups = [
-            linears.make(weights, [p + names.gate, p + names.up], has_bias=has_bias)
-            for p in prefixes
-        ]
-        self._downs = [linears.make(weights, [p + names.down], has_bias=has_bias) for p in prefixes]
-        self._compiled = linears.make_experts(experts, self._gate_ups, self._downs, activation)
-
-    @property
-    def is_one_kernel(self) -> bool:
-        """False: torch has a part in it, and looks at values to know what comes next."""
-        return self._compiled is not None
-
-    def __call__(self, x: torch.Tensor, _step: Any) -> torch.Tensor:
-        """What a step's tokens [num_tokens, hidden_size] become."""
-        if self._compiled is not None:
-            return self._compiled(x, self._router(x))
-        scores = self._router(x).float().softmax(-1)
-        shares, chosen = scores.topk(self._num_per_token)
-        if self._is_normalized:
-            shares /= shares.sum(-1, keepdim=True)
-        # all pairs of a token and one of its experts, in the experts' order: a run for each
-        order = chosen.flatten().argsort(stable=True)
-        rows = order // self._num_per_token
-        shares_in_order = shares.flatten()[order, None]
-        counts = chosen.flatten().bincount(minlength=len(self._downs)).tolist()
-        output, end = torch.zeros_like(x), 0
-        for expert, count in enumerate(counts):
-            if count:
-                run = slice(end, end + count)
-                inner = self._gated(self._gate_ups[expert](x[rows[run]]), self._activation)
-                added = self._downs[expert](inner) * shares_in_order[run]
-                output.index_add_(0, rows[run], added.to(x.dtype))
-                end += count
-        return output
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.model.weight import Weight, embedded
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -194,12 +112,12 @@ class Transformer:
         if f"{head}.weight" not in weights:  # tied, and not packed, which makes two of them
             head = embedding
         self._head = linears.make(weights, [head], is_kept=True)
-        self._tapes: Tapes | None = None
+        self._tapes: CpuDecodeGraphs | None = None
         is_compiled = isinstance(self._backend, CompiledBackend)
         is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
         self._growing = _growing_rope(self._ropes, self._max_model_len)
         if is_compiled and linears.kernels is not None:
-            self._tapes = Tapes(linears.kernels, buffers, self._run_layers)
+            self._tapes = CpuDecodeGraphs(linears.kernels, buffers, self._run_layers)
         if self.device.type != "cpu":  # a captured step goes on reading the tables that it saw
             self._grow_tables(self._max_model_len)
 

@@ -1,4 +1,4 @@
-"""Attention over paged KV by Triton: one kernel for several queries of a sequence, one for one.
+"""Compute paged attention on a GPU with Triton, for one or several queries per sequence.
 
 Both walk a sequence's keys in tiles through its block table and keep a running softmax in float32.
 The rows of a tile are the queries of all heads that share a key head, so that a key is read once.
@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.attention import MAX_PARTS, PagedStep, Tiling, padded_dim
+from engine.model.attention import MAX_PARTS, Tiling, padded_dim
+from engine.model.paged_step import PagedStep
 
 _LOG2_E = math.log2(math.e)
 _BASE_2 = tl.constexpr(_LOG2_E)

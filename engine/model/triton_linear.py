@@ -1,4 +1,4 @@
-"""Products with quantised matrices on a GPU, by Triton, from panels as the CPU's kernels read them.
+"""Multiply by quantised matrices on a GPU with Triton, from the CPU's panel layout.
 
 A program has some rows of a matrix and some tokens. Group by group it reads codes as words, makes
 integers of them (or of FP8 and MXFP4 the small floats that they are), which every serving dtype
@@ -7,7 +7,7 @@ never rounded to the serving dtype. Where a form's inputs are integers of one by
 products and sums are integers, up to one scale for each row and token at the end.
 Owns: the kernels and their launches.
 Invariant: nothing depends on a device value, so that a step can be captured in a graph.
-Never: packs; chooses forms (engine.folder.quantisation does).
+Never: packs; chooses forms (engine.checkpoint.quantisation does).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 import triton
 import triton.language as tl
 
-from engine.folder.quantisation import FORMS, FP8_ROW_END_BYTES, FP8_ROWS, PANEL_ROWS, Form
-from engine.model.weights import PLAIN, Weight
+from engine.checkpoint.quantisation import FORMS, FP8_ROW_END_BYTES, FP8_ROWS, PANEL_ROWS, Form
+from engine.model.weight import PLAIN, Weight
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 64
 """Tokens of a program, for steps of few and of many: warming up meets both sizes."""

@@ -1,4 +1,4 @@
-"""A step's small operations by Triton: norms, gates, placing keys and values, drawing tokens.
+"""Compute norms, gates, KV writes and sampling on a GPU with Triton.
 
 Owns: the kernels and their launches; what they compute is engine.model.layers' and
 engine.model.sampler's, cast for cast.
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.folder.model_config import ACTIVATIONS
+from engine.checkpoint.model_config import ACTIVATIONS
 from engine.model.attention import next_power_of_2
 from engine.model.sampler import NO_TOKEN, NUM_DRAW_FIELDS
 

@@ -1,4 +1,4 @@
-"""Keep what each thing takes on this machine: its newest samples, their median and spread.
+"""Keep each fact about this machine: its newest samples, their median and spread.
 
 Owns: the facts of one scope in memory, which of them are not stored yet, and what was asked for
 and not known.

@@ -1,4 +1,4 @@
-"""Name what facts depend on: the processor and what of it may be used, and the kernels' build.
+"""Name what facts depend on: processor, usable cores, and the kernels' build.
 
 Owns: what is part of a machine's name, and what is not: its clock, its memory, its host name.
 Invariant: the same machine has the same name at every start.

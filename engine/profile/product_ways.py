@@ -1,4 +1,4 @@
-"""Find the fastest way to multiply bfloat16 matrices, and to meet a prompt's keys, on this machine.
+"""Find the fastest way to multiply bfloat16 matrices and to attend to a prompt's keys.
 
 The kernels read matrices as the checkpoint stores them, or packed in pairs, which a processor's
 dots of pairs and its matrix tiles want. What an instruction is called says little about its speed:
@@ -22,7 +22,7 @@ from ctypes import addressof, c_char
 from dataclasses import dataclass
 from random import Random
 
-from engine.folder.quantisation import packed_shape
+from engine.checkpoint.quantisation import packed_shape
 from engine.kernels.cpu import (
     BFLOAT16,
     BFLOAT16_PAIRS,

@@ -1,4 +1,4 @@
-"""Blocks on their way between pools, and the links that they go by as those are now.
+"""Track blocks that are being copied between pools, and the state of each link.
 
 A sequence whose legs lie in two pools has a transfer: its prompt's blocks go over the hops of the
 link between them, each hop made by one worker. A hop's copies are sent as early as can be: with the
@@ -17,152 +17,16 @@ Never: moves bytes, writes a sequence; waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.cache.blocks import CommandKey, Ledger, Owner
-from engine.cache.places import Hop, Link, Places
+from engine.cache.topology import Hop, Link, Topology
 from engine.errors import InvariantViolated
-from engine.schedule.sequence import Leg, Moving, On, Sequence
-from engine.units import size_text
+from engine.schedule.links import _NEWEST_SHARE, Links
+from engine.schedule.sequence import Moving, On, Sequence
 from engine.wire.messages import Command, Copied, Copy, FilledBy
-
-# Links between pools as they are now: what they were found to do, what they do, and which is down.
-# A link by which GPUs reach each other's memory was tried at start, in both directions, with a
-# checksum. One that failed then, or that fails again and again, or that again and again carries
-# JUDGED_BYTES at less than half of its rate then, is taken down: what is placed from now on goes by
-# its detour through the host. It stays down until a worker of it starts again and tries it anew.
-# Invariant: only a link with a detour goes down; what is under way on it stays on it.
-# Never: copies; chooses a pair of workers.
-
-
-MAX_STRIKES = 8
-"""In a row: copies that failed, or JUDGED_BYTES that were slower than SLOW_RATIO of the try at
-start."""
-SLOW_RATIO = 0.5
-JUDGED_BYTES = 64 << 20
-"""So many bytes are timed together: NVLink carries one block in less time than a copy's start."""
-_NEWEST_SHARE = 0.1
-"""That the newest copy has in a link's rate."""
-
-
-@dataclass(slots=True)
-class LinkState:
-    """What is known of one link."""
-
-    link: Link
-    source: str
-    """The worker that pushes, or has the blocks."""
-    probe_bytes_per_s: float | None = None
-    """Of blocks there and back at start; None: it is not tried at start, or not yet."""
-    copy_bytes_per_s: float | None = None
-    """While it copies, lately, times when the host was too busy left out; None: not known yet."""
-    num_bytes: int = 0
-    """Ever copied, where they go."""
-    num_failed: int = 0
-    """Copies in a row."""
-    num_slow: int = 0
-    """Times in a row that JUDGED_BYTES were slow."""
-    timed_bytes: int = 0
-    """Since it was judged last."""
-    timed_ns: int = 0
-    down: str | None = None
-    """Why its detour is taken; None: it is not."""
-
-    @property
-    def num_strikes(self) -> int:
-        """How near it is to MAX_STRIKES."""
-        return max(self.num_failed, self.num_slow)
-
-    @property
-    def in_force(self) -> Link:
-        """The transports that links use now, detours of those that are down included."""
-        detour = self.link.detour
-        return detour if self.down is not None and detour is not None else self.link
-
-
-class Links:
-    """The state of every link between pools: rates, failures, and which is down.
-
-    Args:
-        places: the workers and pools.
-    """
-
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self.states = {
-            (link.from_pool, link.to_pool): LinkState(link, link.hops[0].worker)
-            for link in places.links
-            if link.hops
-        }
-
-    def between(self, source: str, target: str) -> Link:
-        """How blocks get from one worker's pool to another's, as things are."""
-        link = self._places.link(source, target)
-        state = self.states.get((link.from_pool, link.to_pool))
-        return link if state is None else state.in_force
-
-    def named(self, legs: tuple[Leg, ...]) -> str:
-        """The workers of a sequence and the links that it took: `prefill0,decode1`, `peer`."""
-        if len(self._places.workers) <= 2:
-            return ""
-        if len(legs) == 1:
-            return f"; at {legs[0].worker}"
-        source, target = legs[0].worker, legs[1].worker
-        return f"; {source} to {target} by {self.between(source, target).transport}"
-
-    def probed(self, worker: str, rates: Mapping[str, float]) -> None:
-        """A worker has started and tried what it copies over; a rate of 0 is a try that failed."""
-        for state in self.states.values():
-            hops = [hop for hop in state.link.hops if hop.worker == worker]
-            pools = {pool for hop in hops for pool in (hop.from_pool, hop.to_pool)}
-            found = [rates[pool] for pool in sorted(pools) if pool in rates]
-            if not found:
-                continue
-            state.probe_bytes_per_s, state.down = min(found), None
-            state.num_failed = state.num_slow = state.timed_bytes = state.timed_ns = 0
-            if not min(found):
-                self._take_down(state, "what came back at start is not what was sent")
-
-    def copied(self, hop: Hop, report: Copied) -> None:
-        """A hop has been made, or has failed."""
-        for state in self.states.values():
-            if hop not in state.link.hops or (report.error is None and not report.num_bytes):
-                continue
-            state.num_bytes += report.num_bytes if hop is state.link.hops[-1] else 0
-            state.num_failed = 0 if report.error is None else state.num_failed + 1
-            if report.error is not None:
-                self._strike(state, state.num_failed, report.error)
-            elif report.link_ns is not None:
-                self._timed(state, report.num_bytes, max(report.link_ns, 1))
-
-    def _timed(self, state: LinkState, num_bytes: int, elapsed_ns: int) -> None:
-        """Take in what a copy took; judge the link when enough bytes have been timed."""
-        rate = num_bytes / elapsed_ns * 1e9
-        usual = rate if state.copy_bytes_per_s is None else state.copy_bytes_per_s
-        state.copy_bytes_per_s = usual + _NEWEST_SHARE * (rate - usual)
-        state.timed_bytes += num_bytes
-        state.timed_ns += elapsed_ns
-        if state.timed_bytes < JUDGED_BYTES:
-            return
-        rate = state.timed_bytes / state.timed_ns * 1e9
-        state.timed_bytes = state.timed_ns = 0
-        is_slow = rate < SLOW_RATIO * (state.probe_bytes_per_s or 0)
-        state.num_slow = state.num_slow + 1 if is_slow else 0
-        self._strike(state, state.num_slow, f"copies come to {size_text(rate)}/s")
-
-    def _strike(self, state: LinkState, count: int, why: str) -> None:
-        if count >= MAX_STRIKES and state.down is None:
-            self._take_down(state, f"{MAX_STRIKES} copies in a row failed or were slow: {why}")
-
-    def _take_down(self, state: LinkState, why: str) -> None:
-        if state.link.detour is not None:
-            state.down = why
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 Send = Callable[[str, Command], None]
 
@@ -219,13 +83,13 @@ class Copies:
         places: their links, and which of them have slots for blocks between two hops.
     """
 
-    def __init__(self, ledger: Ledger, places: Places) -> None:
-        self.links = Links(places)
+    def __init__(self, ledger: Ledger, topology: Topology) -> None:
+        self.links = Links(topology)
         self.of_tiers: TierCopies | None = None
         """None: no tier wants a worker to copy."""
         self._ledger = ledger
-        self._passing_pools = places.passing_pools()
-        self._homes = {pool.name: pool.home for pool in places.pools}
+        self._passing_pools = topology.passing_pools()
+        self._homes = {pool.name: pool.home for pool in topology.pools}
         self._transfers: dict[Owner, _Transfer] = {}
         self._open: dict[int, _OpenCopy] = {}
         self._last_id = 0

@@ -1,4 +1,4 @@
-"""Decide which worker computes on which cores, and lend those of an idle worker to the others.
+"""Lend an idle worker's cores to the others, with an answer to every change.
 
 Owns: what each worker uses, as it last answered, and what it has been told since.
 Invariant: a core is lent only after its owner has let go of it, or died; no core is in what two

@@ -1,4 +1,4 @@
-"""Which workers should run a sequence, by prediction; and what came of what was predicted.
+"""Predict which workers should run a sequence, and compare predictions with outcomes.
 
 Owns: what each pair of workers would mean for a sequence, and the words for why one was chosen; the
 prompts that are being computed as a forecast said, each way's record since the start, and which
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.profile.facts import MAX_RATIO
-from engine.schedule.journeys import MIN_CHUNK_TOKENS, Pair
 from engine.schedule.step_times import StepLoad, size_class
+from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Pair
 from engine.wire.messages import SequenceStep, Stepped
 
 EXPECTED_OUTPUT_TOKENS = 64
@@ -101,7 +101,7 @@ class Situation:
     """Of every worker."""
     num_cores: Mapping[str, int]
     """Every worker's own."""
-    max_step_tokens: int
+    max_num_batched_tokens: int
     slo: Slo
     shares_memory_bus: bool
     lends_cores: bool
@@ -259,7 +259,7 @@ class _Forecaster:
         if self._ttft_target_ms is None:
             # relative to what it would take undisturbed, which may not have been measured
             with suppress(_Unknown):
-                worker, chunk = situation.candidates[0].decode, situation.max_step_tokens
+                worker, chunk = situation.candidates[0].decode, situation.max_num_batched_tokens
                 cores = self._prompt_cores(worker, {worker}, WorkerLoad())
                 alone_ms = self._prompt_ms(worker, cores, chunk)
                 self._ttft_target_ms = DEFAULT_TTFT_RATIO * alone_ms
@@ -301,7 +301,7 @@ class _Forecaster:
     def _chunks(self, pair: Pair) -> list[int]:
         """From the largest down; one is enough where nobody waits for a step's end."""
         is_beside = self._s.loads[pair.prefill].batch and not pair.moves
-        chunks = [self._s.max_step_tokens if is_beside else self._lent_chunk(pair)]
+        chunks = [self._s.max_num_batched_tokens if is_beside else self._lent_chunk(pair)]
         while is_beside and chunks[-1] // 2 >= MIN_CHUNK_TOKENS:
             chunks.append(chunks[-1] // 2)
         return chunks
@@ -311,7 +311,11 @@ class _Forecaster:
 
         A smaller one is taken only where it costs little: a large model's chunk is long anyway.
         """
-        first, load, chunk = pair.prefill, self._s.loads[pair.prefill], self._s.max_step_tokens
+        first, load, chunk = (
+            pair.prefill,
+            self._s.loads[pair.prefill],
+            self._s.max_num_batched_tokens,
+        )
         cores = self._prompt_cores(first, self._busy | {first}, load)
         if cores <= self._s.num_cores[first]:
             return chunk
@@ -363,7 +367,7 @@ class _Forecaster:
             cost_ms=cost_ms,
             miss=max(ttft_ms / target_ms, gap_ms / gap_target_ms, after_ms / self._itl_target_ms),
             promise_ms=max(gap_ms, gap_target_ms),
-            max_chunk_tokens=chunk if chunk < self._s.max_step_tokens else None,
+            max_chunk_tokens=chunk if chunk < self._s.max_num_batched_tokens else None,
         )
 
     def _gap_ms(self, pair: Pair, step_ms: float, after_ms: float) -> tuple[float, float]:

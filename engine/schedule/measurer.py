@@ -1,4 +1,4 @@
-"""Measure steps of sizes that are not known yet, while no request is live.
+"""Measure steps that no request has run yet, while no request is live.
 
 Owns: what is worth knowing, in order; the slice that is being measured, its blocks and its cores.
 Invariant: a slice ends when a request comes; a model costs at most MAX_WORK_MS; blocks are taken of
@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 from engine.cache.blocks import Ledger
-from engine.cache.places import PREFILL
+from engine.cache.topology import PREFILL
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey
 from engine.profile.prompt_steps import MIN_SAMPLES
 from engine.schedule.core_lending import Cpus
@@ -130,7 +130,7 @@ class Measurer:
         self._sizes = frozenset(sizes)
         self._prompts = prompt_shapes(sizes, max_model_len)
         self._decodes = decode_shapes(max_model_len)
-        names = roles.places.names
+        names = roles.topology.names
         self._owners = {name: -1 - index for index, name in enumerate(names)}
         """Of the blocks, by worker; no sequence has such an id."""
         self._turn: Turn | None = None
@@ -220,7 +220,7 @@ class Measurer:
         self._roles.hold_cores(None)
 
     def _tell(self, name: str, turn: Turn) -> None:
-        pool = self._roles.places.pool_of(name)
+        pool = self._roles.topology.pool_of(name)
         block_ids = list(self._ledger.table(self._owners[name], pool))
         self._last_id += 1
         self._ledger.open_command(("measure", self._last_id, 0), name, {pool: block_ids})
@@ -230,8 +230,8 @@ class Measurer:
 
     def _take_blocks(self, turn: Turn) -> bool:
         """Reserve some that hold nothing for every worker; False: there are too few of them."""
-        pools, places = self._ledger.pools, self._roles.places
-        names = [places.pool_of(name) for name in turn.cores]
+        pools, topology = self._ledger.pools, self._roles.topology
+        names = [topology.pool_of(name) for name in turn.cores]
         counts = [
             min(MAX_BLOCKS, len(pools[pool].free_block_ids) // (2 * names.count(pool)))
             for pool in names
@@ -261,13 +261,13 @@ class Measurer:
         will when they serve.
         """
         roles = self._roles
-        places, cores, names = roles.places, roles.cores, roles.places.names
+        topology, cores, names = roles.topology, roles.cores, roles.topology.names
         asked_prompts, asked_decodes = self._asked()
         prompts, decodes = self._prompts + asked_prompts, self._decodes + asked_decodes
-        is_shared = places.shares_memory_bus or self._shares_gpu
+        is_shared = topology.shares_memory_bus or self._shares_gpu
         turns = []
-        for own in apart(cores.own, are_alike=places.shares_memory_bus):
-            first = [name for name in own if name in places.playing(PREFILL)]
+        for own in apart(cores.own, are_alike=topology.shares_memory_bus):
+            first = [name for name in own if name in topology.playing(PREFILL)]
             if not (is_shared and 0 < len(first) < len(own)):
                 turns.append(Turn(own, dict.fromkeys(own, prompts + decodes)))
                 continue
@@ -276,7 +276,7 @@ class Measurer:
                 turns.append(Turn(own, {n: decodes if n in first else prompts for n in own}))
         # on one memory bus all workers are alike on the same cores
         if cores.can_lend:
-            lone = names[-1:] if places.shares_memory_bus else names
+            lone = names[-1:] if topology.shares_memory_bus else names
             turns += [Turn({name: cores.all}, {name: prompts + decodes}) for name in lone]
         if self._shares_gpu:
             end = names[-1]

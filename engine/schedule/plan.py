@@ -1,4 +1,4 @@
-"""Which sequences take part in the next step, with how many tokens each.
+"""Choose the sequences of the next step, and how many tokens of each.
 
 Owns: nothing; pure, torch-free.
 Invariant: every decoding sequence gets its token in every step, and prompts share the budget, so
@@ -51,13 +51,13 @@ def is_chunk(planned: Iterable[tuple[Plannable, int]]) -> bool:
 
 
 def plan(
-    running: Iterable[S], max_step_tokens: int, now_ns: int, *, is_after_chunk: bool = False
+    running: Iterable[S], max_num_batched_tokens: int, now_ns: int, *, is_after_chunk: bool = False
 ) -> list[tuple[S, int]]:
     """Choose the sequences of the next step, and how many tokens of each.
 
     Args:
         running: sequences that hold their blocks and have something left to compute.
-        max_step_tokens: prompt tokens in the step, at most.
+        max_num_batched_tokens: prompt tokens in the step, at most.
         now_ns: CLOCK_MONOTONIC, for ageing.
         is_after_chunk: the step before was a chunk of a long prompt, so short ones are next.
 
@@ -72,8 +72,10 @@ def plan(
             chosen.append((sequence, 1))
         elif remaining > 1:
             key = prefill_key(remaining, now_ns - sequence.admitted_ns)
-            prompts.append((is_after_chunk and remaining > max_step_tokens, key, order, sequence))
-    budget = max_step_tokens
+            prompts.append(
+                (is_after_chunk and remaining > max_num_batched_tokens, key, order, sequence)
+            )
+    budget = max_num_batched_tokens
     is_first = True
     for *_, sequence in sorted(prompts, key=lambda item: item[:3]):
         remaining = sequence.num_tokens - sequence.num_computed_tokens

@@ -1,4 +1,4 @@
-"""The prefix cache: what of a sequence is computed already, in its pool or copied from another.
+"""Find the longest cached prefix of a sequence, and bring its blocks to the right pool.
 
 Full blocks that are computed get a hash, and stay when their sequence is gone, until their room is
 needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends
@@ -14,294 +14,18 @@ Never: chooses a way through the workers; ends or admits a sequence.
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
-from typing import NamedTuple
 
-from engine.cache.blocks import BlockPool, BlockState, Ledger, Owner
-from engine.cache.places import PREFILL, Link, Places
-from engine.cache.prefix_index import Hash, PrefixChain
-from engine.schedule.copies import Copies
+from engine.cache.blocks import BlockState, Ledger
+from engine.cache.topology import PREFILL, Topology
+from engine.offload.loads import WantedBlocks
+from engine.offload.tier import Tiers
+from engine.schedule.cache_contents import CacheContents
+from engine.schedule.fetches import Fetches, PrefixLookup, longest
 from engine.schedule.queue import PromptsAhead
 from engine.schedule.sequence import Counters, Leg, On, Paused, Sequence
-from engine.tiers.loads import WantedBlocks
-from engine.tiers.tier import Tiers
-
-# Blocks of queued prompts brought from another pool to where they would be computed again.
-# After a turn only the pool where it was decoded has the answer. A prompt that goes on from it and
-# is about to be placed waits until those blocks have been copied, where that is predicted to take
-# less than computing them. Where they arrive they are cached like any others, and admission finds
-# them.
-# Invariants: a block is published when its copy is answered, in the life of both pools in which the
-# fetch began; each block is fetched once, however many wait for it; a prompt asks for one fetch
-# each time that it is placed, and waits only while all that make it take work.
-# Never: chooses a way; ends or admits a sequence.
-
-
-OVERHEAD_MS = 1.0
-"""Of a fetch, however small: messages, and the wait for the threads that copy."""
-
-PredictMs = Callable[[str, int, int], float | None]
-"""For a worker's computing so many tokens of a prompt after so many; None: unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixLookup:
-    """How much of a prompt is cached, in which pools."""
-
-    worker: str
-    """That would compute what is not there."""
-    here: list[int]
-    """Blocks in its pool, from the first on."""
-    there: list[int]
-    """Blocks where the link begins; more of them."""
-    link: Link
-
-
-@dataclass(slots=True)
-class _Fetch:
-    link: Link
-    chain: PrefixChain
-    user: str
-    lives: tuple[int, int]
-    """Of the pools, when it began."""
-    num_published: int
-    """Blocks that can be found where it goes, from the first on."""
-
-
-class Fetches:
-    """Copies of prefix blocks from other pools that prompts wait for.
-
-    Args:
-        ledger: the blocks.
-        copies: makes the copies, and knows what they take.
-        counters: what is counted.
-        predict_ms: what computing takes.
-    """
-
-    def __init__(
-        self, ledger: Ledger, copies: Copies, counters: Counters, predict_ms: PredictMs
-    ) -> None:
-        self._ledger = ledger
-        self._copies = copies
-        self._counters = counters
-        self.predict_ms = predict_ms
-        self._fetches: dict[Owner, _Fetch] = {}
-        self._awaited: dict[int, Owner] = {}
-        """By seq_id, what it waits for."""
-        self._asked: set[int] = set()
-        """Sequences that have had their fetch, or need none, and are not placed yet."""
-        self._last_owner = 0
-
-    def is_awaited(self, sequence: Sequence) -> bool:
-        """True while blocks are on their way that a sequence waits for."""
-        return self._awaited.get(sequence.seq_id) in self._fetches
-
-    def forget(self, sequence: Sequence) -> None:
-        """It has been placed, or has ended."""
-        self._awaited.pop(sequence.seq_id, None)
-        self._asked.discard(sequence.seq_id)
-
-    def begin(self, sequence: Sequence, chain: PrefixChain, lookup: PrefixLookup) -> bool:
-        """Have the blocks copied that are only there, if that is cheaper than computing them.
-
-        Returns:
-            True: the sequence is to wait for them, or for another's fetch of them.
-        """
-        link, first = lookup.link, len(lookup.here)
-        following = chain.hashes[first]
-        for owner, fetch in self._fetches.items():
-            is_coming = fetch.chain.hashes[first : first + 1] == [following]
-            if is_coming and fetch.link.to_pool == link.to_pool and first >= fetch.num_published:
-                self._awaited[sequence.seq_id] = owner
-                return True
-        if sequence.seq_id in self._asked or not self._is_worth_it(lookup):
-            return False
-        self._last_owner -= 1  # sequences' ids are positive
-        owner, pools = self._last_owner, self._ledger.pools
-        wants = dict.fromkeys((link.from_pool, link.to_pool), len(lookup.there))
-        found = {link.from_pool: lookup.there, link.to_pool: lookup.here}
-        if not self._ledger.reserve(owner, wants, found):
-            return False
-        lives = pools[link.from_pool].life, pools[link.to_pool].life
-        self._fetches[owner] = _Fetch(link, chain, sequence.owner, lives, first)
-        self._copies.fetch(owner, link, first)
-        self._awaited[sequence.seq_id] = owner
-        self._asked.add(sequence.seq_id)
-        return True
-
-    def _is_worth_it(self, lookup: PrefixLookup) -> bool:
-        size = self._ledger.pools[lookup.link.to_pool].block_size
-        first, end = len(lookup.here), len(lookup.there)
-        fetch_ms = self.expected_ms(lookup, first, end)
-        compute_ms = self.predict_ms(lookup.worker, (end - first) * size, first * size)
-        return fetch_ms is not None and (compute_ms is None or fetch_ms < compute_ms)
-
-    def expected_ms(self, lookup: PrefixLookup, first: int, end: int) -> float | None:
-        """What blocks at these places of a prompt take, fetched as far as they are there.
-
-        Those behind them are computed. None: it is not known, or none of them is there.
-        """
-        size = self._ledger.pools[lookup.link.to_pool].block_size
-        middle = min(len(lookup.there), end)
-        if middle <= first:
-            return None
-        copy_ms = self._copies.expected_ms(lookup.link, (middle - first) * size)
-        compute_ms: float | None = 0.0
-        if end > middle:
-            compute_ms = self.predict_ms(lookup.worker, (end - middle) * size, middle * size)
-        return None if copy_ms is None or compute_ms is None else OVERHEAD_MS + copy_ms + compute_ms
-
-    def settle(self, open_workers: Collection[str]) -> None:
-        """Publish what has come; end what is complete, or will not be."""
-        for owner, fetch in list(self._fetches.items()):
-            link, pools = fetch.link, self._ledger.pools
-            is_there = fetch.lives == (pools[link.from_pool].life, pools[link.to_pool].life)
-            num_there, has_more = self._copies.fetched(owner)
-            if is_there and num_there > fetch.num_published:
-                places = range(fetch.num_published, num_there)
-                self._ledger.publish(owner, link.to_pool, fetch.chain, places, fetch.user)
-                size = pools[link.to_pool].block_size
-                self._counters.prefix_cache_fetches += len(places) * size
-                fetch.num_published = num_there
-            makers = {hop.worker for hop in link.hops}
-            if not (is_there and has_more and makers <= set(open_workers)):
-                del self._fetches[owner]
-                self._copies.forget(owner)
-                self._ledger.release_all(owner)
-
-    @property
-    def owners(self) -> set[Owner]:
-        """Who holds the tables that fetches have taken blocks into."""
-        return set(self._fetches)
-
-
-def longest(
-    found: Mapping[str, list[int]], links: Collection[Link], worker: str, pool: str
-) -> PrefixLookup | None:
-    """The link whose beginning has most of a prompt, if that is more than its end has.
-
-    Args:
-        found: the prompt's blocks by pool.
-        links: to the pool, from others.
-        worker: that would compute what is missing.
-        pool: where it would.
-    """
-    here = found.get(pool, [])
-    best = max(links, key=lambda link: len(found.get(link.from_pool, ())), default=None)
-    if best is None or len(there := found.get(best.from_pool, [])) <= len(here):
-        return None
-    return PrefixLookup(worker, here, there, best)
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# What the prefix cache holds by tokens, and how that changes: for who chooses among appliances.
-# Invariant: a block is told as stored once, and as removed when no pool has it any more.
-# Never: tells of prompts with a client's secret; knows who listens, or keeps what nobody can find.
-
-
-MAX_CHANGES = 1 << 14
-"""That are kept for who listens; who is further behind begins anew."""
-
-
-class Block(NamedTuple):
-    """A full block that can be found."""
-
-    block_id: int
-    """Of its content, 64 bits with a sign: the same for the same tokens after the same tokens."""
-    parent_id: int | None
-    """Of the block before it; None: it begins a prompt."""
-    place: int
-    """How many blocks are before it."""
-    root: Hash
-    """What its chain begins with: who may share it."""
-    token_ids: array[int]
-
-
-class ContentsChange(NamedTuple):
-    """A block has come or gone."""
-
-    is_stored: bool
-    block: Block
-
-
-class CacheContents:
-    """What all pools of a router hold by token ids, and how that changes.
-
-    Args:
-        pools: by name.
-    """
-
-    def __init__(self, pools: Mapping[str, BlockPool]) -> None:
-        self._pools = pools
-        self._blocks: dict[Hash, Block] = {}
-        self._changes: deque[ContentsChange] = deque(maxlen=MAX_CHANGES)
-        self.num_changes = 0
-        """Since the start: a place in the row of changes."""
-        for books in pools.values():
-            books.on_forget = self.forgotten
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return next(iter(self._pools.values())).block_size
-
-    def stored(self, sequence: Sequence, places: range) -> None:
-        """Blocks of a sequence can be found from now on, or could be before."""
-        chain = sequence.prefix
-        if chain is None or chain.is_secret:
-            return
-        for place in places:
-            block_hash = chain.hashes[place]
-            if block_hash in self._blocks or not self._is_found(block_hash):
-                continue
-            start = place * self.block_size
-            block = self._blocks[block_hash] = Block(
-                block_id=_id_of(block_hash),
-                parent_id=_id_of(chain.hashes[place - 1]) if place else None,
-                place=place,
-                root=chain.root,
-                token_ids=array("I", sequence.tokens_between(start, start + self.block_size)),
-            )
-            self._tell(ContentsChange(True, block))
-
-    def forgotten(self, block_hash: Hash) -> None:
-        """A pool has it no more."""
-        if block_hash in self._blocks and not self._is_found(block_hash):
-            self._tell(ContentsChange(False, self._blocks.pop(block_hash)))
-
-    def blocks(self, root: Hash) -> list[Block]:
-        """All that whoever has this root can find now, each after those before it."""
-        mine = (block for block in self._blocks.values() if block.root == root)
-        return sorted(mine, key=lambda block: block.place)
-
-    def changes(self, since: int, root: Hash) -> list[ContentsChange] | None:
-        """What has changed of that after so many changes; None: that is too long ago."""
-        num_new = self.num_changes - since
-        if num_new > len(self._changes):
-            return None
-        newest = [self._changes[-back] for back in range(num_new, 0, -1)]
-        return [change for change in newest if change.block.root == root]
-
-    def _is_found(self, block_hash: Hash) -> bool:
-        return any(books.index.has_hash(block_hash) for books in self._pools.values())
-
-    def _tell(self, change: ContentsChange) -> None:
-        self._changes.append(change)
-        self.num_changes += 1
-
-
-def _id_of(block_hash: Hash) -> int:
-    return int.from_bytes(block_hash[:8], "little", signed=True)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 class PrefixCache:
@@ -312,23 +36,23 @@ class PrefixCache:
         ledger: the blocks.
         counters: what is counted.
         fetches: blocks on their way to queued prompts.
-        max_step_tokens: of prompts, in a worker's step.
+        max_num_batched_tokens: of prompts, in a worker's step.
     """
 
     def __init__(
         self,
-        places: Places,
+        topology: Topology,
         ledger: Ledger,
         counters: Counters,
         fetches: Fetches,
-        max_step_tokens: int,
+        max_num_batched_tokens: int,
     ) -> None:
-        self._places = places
+        self._places = topology
         self._ledger = ledger
         self._counters = counters
         self._fetches = fetches
-        self._max_step_tokens = max_step_tokens
-        self._pools = list(dict.fromkeys(worker.pool for worker in places.workers))
+        self._max_step_tokens = max_num_batched_tokens
+        self._pools = list(dict.fromkeys(worker.pool for worker in topology.workers))
         self.contents = CacheContents(ledger.pools)
         self.tiers = Tiers()
         """Blocks that are kept in DRAM and on disk."""

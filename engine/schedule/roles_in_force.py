@@ -1,4 +1,4 @@
-"""Hold the roles in force, each worker's step times, and which worker wants which cores.
+"""Hold the workers' current roles, and lend idle workers' cores to busy ones.
 
 Owns: the roles and their targets; what is known of step times, and the steps of the last second,
 which wait to be learnt from; the number of sequences that decoded a moment ago.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
-from engine.cache.places import Places
+from engine.cache.topology import Topology
 from engine.profile.facts import DECODE_MS, PROMPT_MS, Profile
 from engine.schedule.copies import Copies
 from engine.schedule.core_lending import Cores, Cpus, shares
@@ -29,7 +29,6 @@ from engine.schedule.elastic import (
     WorkerLoad,
     choose,
 )
-from engine.schedule.journeys import Pair
 from engine.schedule.sequence import Phase, Sequence
 from engine.schedule.step_times import (
     StepLoad,
@@ -39,6 +38,7 @@ from engine.schedule.step_times import (
     size_class,
     worker_of,
 )
+from engine.schedule.worker_routes import Pair
 from engine.wire.messages import Command, CoresUsed, MeasuredStep, Stepped
 
 ROLES = ("elastic", "static", "colocated")
@@ -64,7 +64,7 @@ class Roles:
         cores: each worker's own.
         roles: one of ROLES; one worker is always colocated.
         copies: knows what copying takes.
-        max_step_tokens: of prompts, in a worker's step.
+        max_num_batched_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
         lends_for_prompts: a second core makes a prompt faster.
         profile: what steps take here, as far as it is known.
@@ -72,22 +72,22 @@ class Roles:
 
     def __init__(
         self,
-        places: Places,
+        topology: Topology,
         cores: Mapping[str, tuple[int, ...]],
         roles: str,
         copies: Copies,
-        max_step_tokens: int,
+        max_num_batched_tokens: int,
         send: Callable[[str, Command], None],
         *,
         lends_for_prompts: bool = True,
         profile: Profile | None = None,
     ) -> None:
-        self.places = places
+        self.topology = topology
         self.profile = Profile() if profile is None else profile
         self.asked: Counter[StepLoad] = Counter()
         """Steps that could not be predicted, by size, and how often they were asked for."""
         self._copies = copies
-        self._recent = {name: _RecentBatch() for name in places.names}
+        self._recent = {name: _RecentBatch() for name in topology.names}
         self.cores = Cores(cores, send)
         self.slo = Slo()
         self.counts: Counter[str] = Counter()
@@ -95,8 +95,8 @@ class Roles:
         self.ready_workers: set[str] = set()
         self.stalled: frozenset[str] = frozenset()
         """Ready, but without progress: they get nothing new until they are heard of again."""
-        self._roles = "colocated" if places.is_colocated else roles
-        self._max_step_tokens = max_step_tokens
+        self._roles = "colocated" if topology.is_colocated else roles
+        self._max_step_tokens = max_num_batched_tokens
         self._lends_for_prompts = lends_for_prompts
         self._times: dict[str, StepTimes] = {}
         self._waiting: deque[_TimedStep] = deque(maxlen=MAX_WAITING_STEPS)
@@ -120,7 +120,7 @@ class Roles:
     @property
     def acts_static(self) -> bool:
         """True if elastic roles have nothing to choose: with all workers on one core, or GPU."""
-        is_single_core = self.places.shares_memory_bus and not self.cores.are_apart
+        is_single_core = self.topology.shares_memory_bus and not self.cores.are_apart
         return self._roles == "elastic" and is_single_core
 
     def switch(self, roles: str) -> None:
@@ -137,7 +137,7 @@ class Roles:
 
     def worker_died(self, worker: str) -> None:
         """It is gone; when it comes back it will need its cores to load."""
-        self.ready_workers -= {worker, *self.places.mappers_of(worker)}  # those end with it
+        self.ready_workers -= {worker, *self.topology.mappers_of(worker)}  # those end with it
         self.cores.worker_died(worker)
 
     def answered(self, worker: str, report: CoresUsed) -> None:
@@ -208,15 +208,15 @@ class Roles:
             candidates=tuple(candidates),
             loads=loads,
             num_cores={name: len(own) or 1 for name, own in self.cores.own.items()},
-            max_step_tokens=self._max_step_tokens,
+            max_num_batched_tokens=self._max_step_tokens,
             slo=self.slo,
-            shares_memory_bus=self.places.shares_memory_bus,
+            shares_memory_bus=self.topology.shares_memory_bus,
             lends_cores=self.cores.can_lend,
             lends_for_prompts=self._lends_for_prompts,
             copy_ms=self._copy_ms(sequence.num_tokens, hits, candidates),
             last=self._last,
             closed=self.outcomes.closed(),
-            num_cached={w.name: hits[w.pool] for w in self.places.workers if w.pool in hits},
+            num_cached={w.name: hits[w.pool] for w in self.topology.workers if w.pool in hits},
         )
         return choose(situation, self._predict_ms)
 
@@ -243,7 +243,7 @@ class Roles:
         busy |= self.stalled  # no other waits for cores that these will not let go of
         is_whole = self.ready_workers == set(cores.own)
         if is_whole and (is_quiet or self._roles == "colocated"):  # the next prompt goes there
-            idle = [name for name in self.places.parked_when_colocated if name in idle] or idle
+            idle = [name for name in self.topology.parked_when_colocated if name in idle] or idle
         if self._held is not None and is_quiet and is_whole:
             cores.want({name: self._held.get(name, frozenset()) for name in cores.own}, busy)
         elif self._roles == "static" or not is_whole or not idle or not gains:
@@ -259,7 +259,7 @@ class Roles:
 
     def _loads(self, running: Iterable[Sequence]) -> dict[str, WorkerLoad]:
         """What each worker has to do; a sequence on its way to decode counts where it goes."""
-        tokens = dict.fromkeys(self.places.names, 0)
+        tokens = dict.fromkeys(self.topology.names, 0)
         batches, contexts = dict(tokens), dict(tokens)
         for sequence in running:
             worker = sequence.legs[-1].worker
@@ -272,7 +272,7 @@ class Roles:
             contexts[worker] += sequence.num_computed_tokens
         return {
             name: WorkerLoad(tokens[name], batches[name], contexts[name])
-            for name in self.places.names
+            for name in self.topology.names
         }
 
     def _predict_ms(self, worker: str, num_cores: int, load: StepLoad) -> float | None:
@@ -311,8 +311,8 @@ class Roles:
 
     def _like(self, worker: str) -> list[str]:
         """Workers whose steps take as long as this one's, which is the first."""
-        others = [name for name in self.places.names if name != worker]
-        return [worker, *others] if self.places.shares_memory_bus else [worker]
+        others = [name for name in self.topology.names if name != worker]
+        return [worker, *others] if self.topology.shares_memory_bus else [worker]
 
     def _num_measured(self, way: PredictionKind) -> int:
         """Steps made of its size on the cores that it uses."""

@@ -1,4 +1,4 @@
-"""Who runs where: admission, handoff, recovery. Events in, commands out.
+"""Admit, hand off and recover sequences: events in, commands out.
 
 Owns: every sequence from submit to its last released block, and the ledger.
 Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and
@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 from engine.cache.blocks import Ledger
-from engine.cache.places import DECODE, Places
+from engine.cache.topology import DECODE, Topology
 from engine.profile.facts import Profile
 from engine.schedule import recovery
 from engine.schedule.copies import Copies
-from engine.schedule.journeys import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
-from engine.schedule.prefix_cache import Fetches, PrefixCache
+from engine.schedule.fetches import Fetches
+from engine.schedule.growth import BlockAllocator
+from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.queue import FairQueue, PromptsAhead
-from engine.schedule.recovery import Growth, Recovery
+from engine.schedule.recovery import Recovery
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.sequence import (
     Counters,
@@ -31,18 +32,12 @@ from engine.schedule.sequence import (
     On,
     Paused,
     Sequence,
-    SequenceTable,
     Waiting,
-    age,
 )
-from engine.wire.messages import (
-    Command,
-    Copied,
-    Release,
-    SequenceStep,
-    Stepped,
-    TokenLogprob,
-)
+from engine.schedule.sequence_table import SequenceTable, age
+from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
+from engine.wire.messages import Command, Copied, Release, SequenceStep, Stepped
+from engine.wire.sampling import TokenLogprob
 
 MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
 STARVATION_NS = 10_000_000_000
@@ -57,46 +52,48 @@ class Router:
 
     def __init__(
         self,
-        places: Places,
+        topology: Topology,
         ledger: Ledger,
         queue: FairQueue,
         *,
         send: Send,
         emit: Emit,
-        max_step_tokens: int,
+        max_num_batched_tokens: int,
         roles: str = "static",
         cores: Mapping[str, tuple[int, ...]] | None = None,
         lends_for_prompts: bool = True,
         profile: Profile | None = None,
     ) -> None:
-        self.places = places
+        self.topology = topology
         self.ledger = ledger
-        self.ways = Journeys(places, ledger)
-        self.copies = Copies(ledger, places)
-        cores = cores or dict.fromkeys(places.names, ())
+        self.ways = Journeys(topology, ledger)
+        self.copies = Copies(ledger, topology)
+        cores = cores or dict.fromkeys(topology.names, ())
         self.roles = Roles(
-            places,
+            topology,
             cores,
             roles,
             self.copies,
-            max_step_tokens,
+            max_num_batched_tokens,
             send,
             lends_for_prompts=lends_for_prompts,
             profile=profile,
         )
         self.counters = Counters()
         self.fetches = Fetches(ledger, self.copies, self.counters, self.roles.prompt_ms)
-        self.prefixes = PrefixCache(places, ledger, self.counters, self.fetches, max_step_tokens)
+        self.prefixes = PrefixCache(
+            topology, ledger, self.counters, self.fetches, max_num_batched_tokens
+        )
         self.recovery = Recovery(
-            places, ledger, self.ways, self.copies, self.prefixes, self.counters
+            topology, ledger, self.ways, self.copies, self.prefixes, self.counters
         )
         self.queue = queue
         """New, and holding no blocks."""
         self.at = SequenceTable()
-        self.growth = Growth(places, ledger, self.at, send)
+        self.growth = BlockAllocator(topology, ledger, self.at, send)
         self._send = send
         self._emit = emit
-        self.max_step_tokens = max_step_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
 
     # What clients cause
 
@@ -167,12 +164,12 @@ class Router:
         """
         self.roles.worker_died(worker)
         self.ledger.reap(worker)
-        for pool in self.places.pools:
+        for pool in self.topology.pools:
             if pool.home == worker:
                 self.ledger.pools[pool.name].lose()
         self.copies.worker_died(worker)
         victims = [s for s in self.at.running.values() if s.worker == worker]
-        if not self.places.has_followed(worker, self.roles.ready_workers):
+        if not self.topology.has_followed(worker, self.roles.ready_workers):
             recovery.blame(victims)
         for sequence in victims:
             self.growth.forget(sequence)
@@ -249,12 +246,12 @@ class Router:
 
     def _dispatch_queue(self, now_ns: int) -> None:
         """Place what holds no blocks; nothing new while one that did does not fit."""
-        ahead = PromptsAhead(self.at.running.values(), self.max_step_tokens, now_ns)
+        ahead = PromptsAhead(self.at.running.values(), self.max_num_batched_tokens, now_ns)
         spare, there = self.growth.spare(), self.roles.open_workers
-        most = MAX_RUNNING_SEQUENCES * len(self.places.playing(DECODE))
+        most = MAX_RUNNING_SEQUENCES * len(self.topology.playing(DECODE))
         paused = sorted(self.at.paused.values(), key=age)
         for sequence in chain(paused, self.queue.in_order(now_ns)):
-            is_full = not any(spare[worker.pool] > 0 for worker in self.places.workers)
+            is_full = not any(spare[worker.pool] > 0 for worker in self.topology.workers)
             if len(self.at.running) + len(self.at.moving) >= most or is_full:
                 break
             is_paused = isinstance(sequence.where, Paused)
@@ -275,7 +272,7 @@ class Router:
         overtaken by a shorter one and cancelled without a message.
         """
         held, there = self.at.held(), self.roles.open_workers
-        open_workers = ahead.with_fewer_than(2 * self.max_step_tokens, sequence, there)
+        open_workers = ahead.with_fewer_than(2 * self.max_num_batched_tokens, sequence, there)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
         room = prefixes.room(sequence, hits, spare)
         if not open_workers or not self.ways.fits(sequence, room):
@@ -316,7 +313,7 @@ class Router:
     def _detour(self, sequence: Sequence, leg: Leg) -> Leg:
         if leg.worker in self.roles.ready_workers:
             return leg
-        return self.recovery.detour(sequence, self.roles.open_workers, self.at.held()) or leg
+        return self.recovery.fallback(sequence, self.roles.open_workers, self.at.held()) or leg
 
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
         """True if the worker is there, and it is not a second suspect beside another."""
@@ -336,7 +333,7 @@ class Router:
             self._admit(sequence, target, now_ns)
 
     def _admit(self, sequence: Sequence, leg: Leg, now_ns: int) -> None:
-        worker, pool = leg.worker, self.places.pool_of(leg.worker)
+        worker, pool = leg.worker, self.topology.pool_of(leg.worker)
         if not self.prefixes.settle(sequence, pool):  # it waits for blocks as others do
             self._pause(sequence, now_ns)
             return

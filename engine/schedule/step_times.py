@@ -1,4 +1,4 @@
-"""Predict how long a worker's step takes, from the steps of the profile.
+"""Learn how long a worker's steps take from the steps that it has run.
 
 Owns: how a step of any size is read out of facts in powers of two: by straight lines between
 measured sizes, and beyond them by a known form (in proportion to the tokens, plus attention).

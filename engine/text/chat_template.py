@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: messages to the text of a prompt. The one door to `jinja2`.
+"""Render messages into a prompt with the model's chat template, in a sandbox.
 
 Owns: the sandbox, and what a template finds in it.
 Invariant: renders what transformers renders for the same template and messages.

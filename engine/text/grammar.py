@@ -1,4 +1,4 @@
-"""Grammars that an output must match: checked as texts, compiled, then followed token by token.
+"""Check and compile output grammars, and follow them token by token.
 
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 
@@ -15,103 +15,16 @@ import functools
 import json
 import re
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from engine.text.endless_schemas import endless_reference
 from engine.text.tokenizer import Tokenizer
-
-# JSON schemas of which a part refers only to itself, so that no value could ever match it.
-# Invariant: time and memory are linear in the schema's size, however its references are tied.
-# Never: judges a reference that leads nowhere; the compiler does.
-
-
-_DATA = ("const", "enum", "default", "examples")
-"""Keywords under which nothing is a schema."""
-_ALTERNATIVES = ("anyOf", "oneOf")
-
-Part = Mapping[str, Any]
-
-
-def endless_reference(schema: object) -> str | None:
-    """A `$ref` that leads back to itself before anything has been said; None if there is none.
-
-    `{"$ref": "#"}` has one. A property that refers to the object that it is in is none: the
-    object says something before the reference is followed.
-    """
-    parts = {id(part): part for part in _parts(schema)}
-    # As for grammars: a part can be said once each of its needs is met by a part that can be.
-    waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    unmet: dict[int, set[int]] = {}
-    sayable = []
-    for key, part in parts.items():
-        needs = list(_needs(part, schema, parts))
-        unmet[key] = set(range(len(needs)))
-        for index, alternatives in enumerate(needs):
-            for other in alternatives:
-                waiting[id(other)].append((key, index))
-        if not needs:
-            sayable.append(key)
-    while sayable:
-        for key, index in waiting.pop(sayable.pop(), ()):
-            if index in unmet[key]:
-                unmet[key].remove(index)
-                if not unmet[key]:
-                    sayable.append(key)
-    endless = (parts[key].get("$ref") for key, needs in unmet.items() if needs)
-    return next((reference for reference in endless if isinstance(reference, str)), None)
-
-
-def _parts(schema: object) -> Iterator[Part]:
-    """Every object in the schema, the whole first."""
-    unseen = [schema]
-    while unseen:
-        one = unseen.pop()
-        if isinstance(one, Mapping):
-            yield one
-            unseen += [value for name, value in one.items() if name not in _DATA]
-        elif isinstance(one, Sequence) and not isinstance(one, str):
-            unseen += one
-
-
-def _needs(part: Part, schema: object, parts: Mapping[int, Part]) -> Iterator[list[Part]]:
-    """Lists of parts that are about the same value; of each list one must be sayable."""
-    target = _target(part.get("$ref"), schema)
-    if isinstance(target, Mapping) and id(target) in parts:
-        yield [target]
-    every = part.get("allOf")
-    if isinstance(every, list):
-        yield from ([one] for one in every if isinstance(one, Mapping))
-    for keyword in _ALTERNATIVES:
-        some = part.get(keyword)
-        if isinstance(some, list) and some and all(isinstance(one, Mapping) for one in some):
-            yield some  # any that is `true` could always be said
-
-
-def _target(reference: object, schema: object) -> object:
-    """What a reference within the schema leads to; None if that is nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found = schema
-    for name in unquote(reference[1:]).split("/")[1:]:
-        key = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            return None
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 MAX_GRAMMAR_CHARS = 65_536
 """Compiling takes time and stack in proportion: so much is a tenth of a second and 50 MB."""
@@ -337,13 +250,6 @@ def lark_of(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-# An output's way through a grammar: which tokens may come next.
-# Invariant: a matcher's state is a function of the output ids alone, so that a sequence can be
-# moved or recovered. What a step may use is bounded; a grammar that wants more ends its own
-# sequence.
-# Never: imports torch, samples.
-
-
 class GrammarTokenizer:
     """A model's tokens as grammars see them.
 
@@ -446,12 +352,6 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(shorten(self._matcher.get_error()))
-
-
-# The grammar of tool calls, in each way that models write them.
-# Invariant: whatever the grammar lets a model write is a call of one of the functions, with
-# arguments that match their schemas as far as the notation can say.
-# Never: looks at tokens, but for those that no text can stand for.
 
 
 @dataclass(frozen=True, slots=True)

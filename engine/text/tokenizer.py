@@ -1,4 +1,4 @@
-"""Text to token ids, and back while they come: the one door to `tokenizers`.
+"""Turn text into token ids, and a stream of ids back into text.
 
 Owns: the model's tokenizer, from tokenizer.json or made of a GGUF file's metadata; the chat
 template that belongs to it; of streamed text the part that is not yet a whole character.
@@ -10,239 +10,16 @@ Never: knows requests, and never loads a tokenizer from anywhere but the folder.
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.errors import CheckpointError, RequestError
-from engine.folder.gguf import GgufModel, find_gguf
 from engine.text.chat_template import ChatTemplate
-
-# A tokenizer out of a GGUF file's metadata, as the checkpoint's own tokenizer.json would be.
-# The format keeps tokens, their kinds, and either merges or scores; how text is cut before merging
-# it keeps as a name only. The names are a table here: an unknown one would cut words elsewhere than
-# the model has learnt them, so it is refused.
-# Invariant: ids are those of the file. Never: reads a file.
-
-
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-_SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _words(digits: str, after_signs: str = r"[\r\n]*", contractions: str = _CONTRACTIONS) -> str:
-    """Contractions, words with the sign before them, numbers, signs, white space."""
-    return (
-        rf"{contractions}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+{after_signs}|{_SPACES}"
-    )
-
-
-def _cased(digits: str, ending: str) -> str:
-    """The same with words that also end where small letters are followed by capitals."""
-    upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-    before = r"[^\r\n\p{L}\p{N}]?"
-    return (
-        rf"{before}[{upper}]*[{lower}]+{ending}|{before}[{upper}]+[{lower}]*{ending}|{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-    )
-
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3, _QWEN2 = _words(r"\p{N}{1,3}"), _words(r"\p{N}")
-_DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
-)
-_CUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "mellum", "gigachat"), (_GPT2,)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        (r"\p{N}", _GPT2),
-    ),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
-    **dict.fromkeys(("lfm2", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), (_QWEN2,)),
-    "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3),
-    "seed-coder": (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
-    ),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_cased(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),)),
-    "tekken": (_cased(r"\p{N}", ""),),
-}
-"""Patterns that cut text, one after the other, by the name that the file has for them."""
-_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"}) | {
-    "glm4", "tekken",
-}  # fmt: skip
-"""Those whose tokens are used as they are, before any merging."""
-_BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
-"""Those whose texts begin with a token of its own, where the file does not say."""
-_NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
-
-
-def read_tokenizer(model: GgufModel) -> tokenizers.Tokenizer:
-    """The tokenizer of a file.
-
-    Raises:
-        CheckpointError: it has none, or one of a kind that is not known; says which.
-    """
-    kind = model.text("tokenizer.ggml.model")
-    tokens = _tokens(model)
-    try:
-        if kind == "gpt2":
-            tokenizer = _byte_level(model, tokens)
-        elif kind == "llama":
-            tokenizer = _sentence_piece(model, tokens)
-        else:
-            needed = "gpt2 (byte-level BPE) and llama (SentencePiece) are served"
-            raise model.bad("tokenizer.ggml.model", needed)
-        _add_tokens(tokenizer, model, tokens)
-        _add_ends(tokenizer, model, tokens, kind)
-    except CheckpointError:
-        raise
-    # tokenizers raises plain Exception for whatever it refuses
-    except Exception as error:
-        what = f"its tokenizer cannot be made: {error}"
-        raise CheckpointError(what[:300], where=str(model.path)) from error
-    return tokenizer
-
-
-def special_tokens(model: GgufModel) -> dict[str, str]:
-    """`bos_token` and its kind, which templates use as variables."""
-    tokens = _tokens(model)
-    ids = {name: model.integer(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIALS.items()}
-    return {
-        name: tokens[token_id]
-        for name, token_id in ids.items()
-        if token_id is not None and token_id < len(tokens)
-    }
-
-
-def _tokens(model: GgufModel) -> list[str]:
-    tokens = model.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise model.bad("tokenizer.ggml.tokens", "a list of tokens is needed")
-    return tokens
-
-
-def _byte_level(model: GgufModel, tokens: list[str]) -> tokenizers.Tokenizer:
-    name = model.text("tokenizer.ggml.pre")
-    cuts = _CUTS.get(name or "")
-    if cuts is None:
-        known = ", ".join(sorted(_CUTS))
-        raise model.bad("tokenizer.ggml.pre", f"known ways to cut text are {known}")
-    listed = model.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(listed, list):
-        raise model.bad("tokenizer.ggml.merges", "a list of merges is needed")
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(_vocabulary(tokens), merges, ignore_merges=name in _WHOLE_WORDS)
-    )
-    if name in _NORMALISED:
-        tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _sentence_piece(model: GgufModel, tokens: list[str]) -> tokenizers.Tokenizer:
-    scores = model.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, array) or len(scores) != len(tokens):
-        raise model.bad("tokenizer.ggml.scores", "one for each token is needed")
-    unknown = tokens[min(model.integer("tokenizer.ggml.unknown_token_id") or 0, len(tokens) - 1)]
-    vocabulary = _vocabulary(tokens)
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocabulary,
-            list(_merges(vocabulary, scores)),
-            unk_token=unknown,
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
-    has_prefix = model.flag("tokenizer.ggml.add_space_prefix") is not False
-    begin = [normalizers.Prepend("▁")] if has_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*begin, normalizers.Replace(" ", "▁")])
-    end = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *end]
-    )
-    return tokenizer
-
-
-def _merges(vocabulary: dict[str, int], scores: array[float]) -> Iterator[tuple[str, str]]:
-    """Every way to make a token of two others, the likeliest tokens first."""
-    found = []
-    for token, token_id in vocabulary.items():
-        if len(token) > 1 and not (token.startswith("<0x") and len(token) == 6):
-            splits = ((token[:i], token[i:]) for i in range(1, len(token)))
-            known = [each for each in splits if each[0] in vocabulary and each[1] in vocabulary]
-            known.sort(key=lambda each: (vocabulary[each[0]], vocabulary[each[1]]))
-            found += [(scores[token_id], each) for each in known]
-    found.sort(key=lambda each: -each[0])
-    return (each for _, each in found)
-
-
-def _vocabulary(tokens: Iterable[str]) -> dict[str, int]:
-    vocabulary: dict[str, int] = {}
-    for token_id, token in enumerate(tokens):
-        vocabulary.setdefault(token, token_id)
-    return vocabulary
-
-
-def _add_tokens(tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[str]) -> None:
-    """Control tokens, which are silent in replies, and others that no merging cuts."""
-    kinds = model.metadata.get("tokenizer.ggml.token_type")
-    if kinds is None:
-        kinds = array("i", [1] * len(tokens))
-    if not isinstance(kinds, array) or len(kinds) != len(tokens):
-        raise model.bad("tokenizer.ggml.token_type", "one for each token is needed")
-    added = [
-        AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
-        for token, kind in zip(tokens, kinds, strict=True)
-        if token and kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
-    tokenizer.add_tokens(added)
-
-
-def _add_ends(
-    tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[str], kind: str
-) -> None:
-    """What stands before and after a text, where it is no conversation."""
-    begins = kind == "llama" or model.text("tokenizer.ggml.pre") in _BEGINS
-    said = {"bos": model.flag("tokenizer.ggml.add_bos_token")}
-    said["eos"] = model.flag("tokenizer.ggml.add_eos_token")
-    wanted = {"bos": begins if said["bos"] is None else said["bos"], "eos": said["eos"] is True}
-    ids = {
-        name: model.integer(f"tokenizer.ggml.{name}_token_id")
-        for name, is_wanted in wanted.items()
-        if is_wanted
-    }
-    marks = {
-        name: (tokens[token_id], token_id)
-        for name, token_id in ids.items()
-        if token_id is not None and token_id < len(tokens)
-    }
-    if marks:
-        before, after = (f"{marks[name][0]}" if name in marks else "" for name in ("bos", "eos"))
-        parts = [each for each in (before, "$A", after) if each]
-        pair = [each for each in (before, "$A", "$B", after) if each]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=parts, pair=pair, special_tokens=list(marks.values())
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
 MAX_HELD_LENGTH = 4096
 """Longer texts and lists of ids are worked on in batches of one: `tokenizers` keeps the interpreter
@@ -482,12 +259,6 @@ def _read_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
     if not isinstance(source, str | None) or not isinstance(tool_source, str | None):
         raise CheckpointError("chat_template is neither a string nor a list", where=where)
     return ChatTemplate(source, where, tool_source) if source else None
-
-
-# From token ids to text while they come, a piece per token.
-# Invariant: never half a character; the pieces add up to what the whole would decode to (of a run
-# of SentencePiece byte tokens that turns invalid, what was valid so far is already out and stays).
-# Never: keeps more than a bounded window, so the cost per token does not grow.
 
 
 REPLACEMENT = "\ufffd"

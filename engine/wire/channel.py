@@ -1,4 +1,4 @@
-"""Framed messages over one socketpair: a blocking end for workers, an asyncio end for the daemon.
+"""Send framed messages between the daemon and a worker over one socket pair.
 
 A frame is a 4-byte little-endian length and a msgpack body, one tagged struct of
 engine.wire.messages.

@@ -1,4 +1,4 @@
-"""A worker process: pin it, load, say ready, step until the daemon is gone.
+"""Run a worker process: pin it, load, report ready, step until the daemon is gone.
 
 Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup.
 Owns: this process.
@@ -35,10 +35,10 @@ from engine.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from engine.folder.checkpoint import Checkpoint
+    from engine.checkpoint.checkpoint import Checkpoint
     from engine.kernels.cpu import ProductWays
-    from engine.model.weights import Weight
-    from engine.workers.device import NodeMemory
+    from engine.model.weight import Weight
+    from engine.workers.affinity import NodeMemory
     from engine.workers.running import Grammars
 
 _PR_SET_PDEATHSIG = 1
@@ -86,27 +86,21 @@ def main() -> int:
 
 
 def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
-    from engine.folder.checkpoint import Checkpoint
+    from engine.checkpoint.checkpoint import Checkpoint
     from engine.model.transformer import Transformer
-    from engine.text.grammar import GrammarTokenizer
-    from engine.text.tokenizer import Tokenizer
-    from engine.workers.copying import map_pool, probe
-    from engine.workers.device import NodeMemory, use_cores
+    from engine.workers.affinity import NodeMemory, use_cores
+    from engine.workers.copying import probe
+    from engine.workers.kv_pool import map_pool
     from engine.workers.logits_loss import kv_loss, weights_loss
     from engine.workers.loop import StepLoop
     from engine.workers.runner import Runner
-    from engine.workers.running import Grammars
 
     use_cores(setup.cpus)
     progress = _Progress(channel)
-    progress.goes_on()
+    progress.heartbeat()
     checkpoint = Checkpoint.open(Path(setup.model_dir))
     config = checkpoint.config
-    grammars = Grammars(
-        lambda: GrammarTokenizer(
-            Tokenizer.from_folder(checkpoint.folder), config.vocab_size, config.eos_token_ids
-        )
-    )
+    grammars = _grammars(checkpoint)
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
@@ -127,31 +121,44 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         ways,
         setup.attention_way,
     )
-    progress.goes_on()
+    progress.heartbeat()
     runner = Runner(transformer, pool, setup.block_size, grammars)
-    runner.warm_up(setup.max_step_tokens, setup.max_model_len)
-    progress.goes_on()
+    runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
+    progress.heartbeat()
     worker = StepLoop(
         channel,
         runner,
         pools={setup.pool.name: pool, **others},
         eos_token_ids=config.eos_token_ids,
-        max_step_tokens=setup.max_step_tokens,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
         own_cores=setup.cpus,
     )
-    goes_on = progress.goes_on
-    loss = weights_loss(transformer, checkpoint, setup.dtype, goes_on) if is_measurer else None
-    of_kv = kv_loss(transformer, checkpoint, setup.kv_dtype, goes_on) if setup.measures_kv else None
+    heartbeat = progress.heartbeat
+    loss = weights_loss(transformer, checkpoint, setup.dtype, heartbeat) if is_measurer else None
+    of_kv = (
+        kv_loss(transformer, checkpoint, setup.kv_dtype, heartbeat) if setup.measures_kv else None
+    )
     attention, notes = transformer.attention_backend, near.notes(pool)
     channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
     worker.run()
+
+
+def _grammars(checkpoint: Checkpoint) -> Grammars:
+    """Compile grammars for a model's tokenizer, which is read when the first one comes."""
+    from engine.text.grammar import GrammarTokenizer
+    from engine.text.tokenizer import Tokenizer
+    from engine.workers.running import Grammars
+
+    folder, config = checkpoint.folder, checkpoint.config
+    size, ends = config.vocab_size, config.eos_token_ids
+    return Grammars(lambda: GrammarTokenizer(Tokenizer.from_folder(folder), size, ends))
 
 
 def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
 ) -> tuple[dict[str, Weight], ProductWays | None, bool]:
     """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
-    from engine.folder.checkpoint import AS_STORED
+    from engine.checkpoint.checkpoint import AS_STORED
     from engine.kernels.cpu import ProductWays
     from engine.model.weights import load_weights
 
@@ -190,14 +197,15 @@ def _serve_on_gpu(
     device = CudaDevice(gpu.uuid)
     with finished_at_the_end(device):
         started = start(
-            channel, setup, gpu, checkpoint, device, grammars, progress, progress.goes_on
+            channel, setup, gpu, checkpoint, device, grammars, progress, progress.heartbeat
         )
         worker = StepLoop(
             channel,
             started.runner,
             pools=started.pools,
             eos_token_ids=checkpoint.config.eos_token_ids,
-            max_step_tokens=started.ready.max_step_tokens or setup.max_step_tokens,
+            max_num_batched_tokens=started.ready.max_num_batched_tokens
+            or setup.max_num_batched_tokens,
             device=device,
             map_pool=started.map_pool,
         )
@@ -218,9 +226,9 @@ class _Progress:
         now_ns = time.monotonic_ns()
         if now_ns - self._last_ns >= _PROGRESS_INTERVAL_NS or loaded_bytes == total_bytes:
             self._last_ns = now_ns
-            self.goes_on()
+            self.heartbeat()
 
-    def goes_on(self) -> None:
+    def heartbeat(self) -> None:
         """A part of the start is done that has no bytes: this process does not hang."""
         self._channel.send(self._so_far)
 

@@ -1,4 +1,4 @@
-"""KV pools as tensors, and blocks copied between them. The only place where KV moves.
+"""Copy KV blocks between pools; nothing else moves KV.
 
 A copy of blocks that an admit fills waits, block by block, until a step has filled each: the loop
 says how far a sequence is. What a device has collected it has done, so a thread copies at once, on
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import time
 import traceback
@@ -32,48 +31,9 @@ from threading import Thread
 import torch
 
 from engine.errors import ChannelClosed, WorkerFailed
-from engine.folder.model_config import INT8_KV, ModelConfig
-from engine.wire.messages import Copied, Copy, PoolSpec, Unmapped
+from engine.wire.messages import Copied, Copy, Unmapped
 from engine.workers.device import Device
-from engine.workers.running import Running
-
-# The worker's view of a KV pool: one tensor over the memfd that the daemon made.
-# kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], block-major, so that one
-# block of all layers is one contiguous run and a handoff, a store or a load is one large copy. Of
-# int8 the last two are bytes: codes, and behind those of all tokens their scales.
-# Invariant: never grows, never moves. Never: chooses a block id.
-
-
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    INT8_KV: torch.int8,
-}
-
-
-def block_shape(config: ModelConfig, block_size: int, dtype: str) -> tuple[int, ...]:
-    """Of one block in a pool's tensor: [num_layers, 2, block_size, ...]."""
-    if dtype == INT8_KV:
-        num_bytes = config.kv_plane_bytes(block_size, dtype) // block_size
-        return (config.num_layers, 2, block_size, num_bytes)
-    return (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
-
-
-def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -> torch.Tensor:
-    """Map a pool's shared memory as one tensor [num_blocks, ...].
-
-    Shapes: returns [num_blocks, *block_shape()].
-    """
-    assert spec.fd is not None, "a pool on a GPU is not mapped but made"
-    num_bytes = spec.num_blocks * config.kv_block_bytes(block_size, dtype)
-    memory = mmap.mmap(spec.fd, num_bytes, mmap.MAP_SHARED)
-    flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype])
-    return flat.view(spec.num_blocks, *block_shape(config, block_size, dtype))
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.workers.running import WorkerRequest
 
 REPORTED_PAIRS = 16
 """At most, in one report: so that the next hop begins before a long copy ends."""
@@ -148,7 +108,7 @@ class Copier:
         """Copies that were reported to be over, by an error, before all their parts came."""
         self._page_maker = ThreadPoolExecutor(1, "pages") if device is None else None
 
-    def take(self, copy: Copy, running: Running | None) -> None:
+    def take(self, copy: Copy, running: WorkerRequest | None) -> None:
         """Begin a copy that the daemon has ordered.
 
         Args:
@@ -165,7 +125,7 @@ class Copier:
             self._page_maker.submit(make_pages, self._pools[copy.to_pool], copy.pairs)
         self.advance(running)
 
-    def advance(self, running: Running) -> None:
+    def advance(self, running: WorkerRequest) -> None:
         """Start what a step has filled: full blocks, or all if the sequence is complete."""
         key = (running.seq_id, running.generation)
         waiting = self._waiting.get(key)
@@ -193,7 +153,7 @@ class Copier:
         """
         self._put(_Mapping(pool, map_pool))
 
-    def drop(self, running: Running) -> None:
+    def drop(self, running: WorkerRequest) -> None:
         """A sequence has ended: what is not filled is not needed."""
         for each in self._waiting.pop((running.seq_id, running.generation), []):
             self._start(each.copy, [], is_last=True)

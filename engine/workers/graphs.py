@@ -1,4 +1,4 @@
-"""Decode steps as graphs: captured once for each size, replayed on whatever is in static buffers.
+"""Capture decode steps as CUDA graphs by batch size, and replay them.
 
 A decode step of few sequences takes the host longer to launch than the device to compute. A graph
 is launched in one call, but reads the same addresses each time, for the same number of sequences.
@@ -27,7 +27,7 @@ from engine.model.attention import StepBatch
 from engine.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, draw_of, is_plain
 from engine.model.transformer import Transformer
 from engine.workers.device import Device
-from engine.workers.running import Running
+from engine.workers.running import WorkerRequest
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORT_CONTEXT_TOKENS = 4096
@@ -77,9 +77,9 @@ class DecodeGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=on)
         vocab_size = transformer.config.vocab_size
         self._logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=on)
-        self._stepping: list[Running] = []
+        self._stepping: list[WorkerRequest] = []
         """Of the step before, in the order in which it was asked for."""
-        self._owners: list[Running] = []
+        self._owners: list[WorkerRequest] = []
         """The same by rows."""
         self._steps: dict[tuple[int, int], Callable[[], None]] = {}
         self._samplers: dict[tuple[int, bool], Callable[[], None]] = {}
@@ -110,7 +110,7 @@ class DecodeGraphs:
         """CUDA graphs that have been captured."""
         return len(self._steps) + len(self._samplers)
 
-    def fits(self, planned: list[tuple[Running, int]]) -> bool:
+    def fits(self, planned: list[tuple[WorkerRequest, int]]) -> bool:
         """True if a step is one token of each sequence, to be sampled, and there is a graph."""
         return (
             0 < len(planned) <= self.batch_sizes[-1]
@@ -119,7 +119,7 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def in_rows(self, sequences: Sequence[Running]) -> list[Running]:
+    def in_rows(self, sequences: Sequence[WorkerRequest]) -> list[WorkerRequest]:
         """The same sequences in the order of their rows in the graph, their tables in place."""
         num = len(sequences)
         if num == len(self._stepping) and all(map(is_, sequences, self._stepping)):
@@ -139,14 +139,14 @@ class DecodeGraphs:
         return owners
 
     @torch.inference_mode()
-    def extended(self, running: Running) -> None:
+    def extended(self, running: WorkerRequest) -> None:
         """A sequence has more blocks: if it has a row, that gets them."""
         rows = [row for row, owner in enumerate(self._owners) if owner is running]
         self._write_tables(dict.fromkeys(rows, running.block_table))
 
     @torch.inference_mode()
     def launch(
-        self, sequences: Sequence[Running], ahead: int = 0
+        self, sequences: Sequence[WorkerRequest], ahead: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Start a step of one token each.
 
@@ -180,7 +180,7 @@ class DecodeGraphs:
         self._samplers[size, is_greedy]()
         return logits, self._tokens[:num]
 
-    def _row(self, running: Running, row: int, ahead: int) -> tuple[int, ...]:
+    def _row(self, running: WorkerRequest, row: int, ahead: int) -> tuple[int, ...]:
         position, size = running.num_computed_tokens + ahead, self._block_size
         slot = running.block_table[position // size] * size + position % size
         if ahead:

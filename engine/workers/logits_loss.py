@@ -1,4 +1,4 @@
-"""What quantising weights or KV does to a model's answers: logits of fixed texts, with and without.
+"""Measure how much quantised weights or KV change a model's logits on fixed texts.
 
 A small error of a matrix, or of a key, says little of what comes out at the end, so the end is
 looked at: the same tokens pass through the weights as stored and as served, or over a pool of
@@ -14,12 +14,13 @@ from collections.abc import Callable
 
 import torch
 
-from engine.folder.checkpoint import Checkpoint, arena_layout
+from engine.checkpoint.checkpoint import Checkpoint, arena_layout
 from engine.model.transformer import StepBatch, Transformer
-from engine.model.weights import Progress, Weight, convert_weights, layout_views, load_weights
+from engine.model.weight import Weight
+from engine.model.weights import Progress, convert_weights, layout_views, load_weights
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import LogitsLoss
-from engine.workers.copying import TORCH_DTYPES, block_shape
+from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 
 TEXTS = (
     "The river rises in the hills above the town and runs for ninety miles to the sea. In spring "
@@ -117,8 +118,8 @@ def _logits(model: Transformer, token_ids: list[int], kv_dtype: str | None = Non
     count = len(token_ids)
     dtype = kv_dtype or str(model.dtype).removeprefix("torch.")
     shape = (1, *block_shape(model.config, -(-count // 64) * 64, dtype))
-    places = torch.arange(count)
+    topology = torch.arange(count)
     batch = StepBatch(
-        torch.tensor(token_ids), places, places, [count], [count], [[0]], list(range(count))
+        torch.tensor(token_ids), topology, topology, [count], [count], [[0]], list(range(count))
     )
     return model.forward(batch, torch.zeros(shape, dtype=TORCH_DTYPES[dtype])).clone()

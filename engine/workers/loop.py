@@ -1,4 +1,4 @@
-"""The worker's loop: take commands, plan, launch, collect, send; at start also steps to be timed.
+"""Run the worker's loop: take commands, plan, launch, collect, report.
 
 A GPU is given the next step before this one is collected, where nothing but the tokens can differ:
 then it never waits for the host. A sequence that turns out to have ended is in one step too many.
@@ -40,11 +40,12 @@ from engine.wire.messages import (
     StopMeasuring,
     UseCores,
 )
+from engine.workers.affinity import use_cores
 from engine.workers.copying import Copier
-from engine.workers.device import Device, use_cores
+from engine.workers.device import Device
 from engine.workers.measuring import StepMeasuring
 from engine.workers.runner import Launched, Runner, Sampled
-from engine.workers.running import Running
+from engine.workers.running import WorkerRequest
 
 MIN_COPYING_NS = 5_000_000
 """Between two steps, however short they are, if there is so much to copy in the host's memory."""
@@ -54,7 +55,7 @@ MIN_COPYING_NS = 5_000_000
 class _LaunchedStep:
     """A step that is not collected yet."""
 
-    planned: list[tuple[Running, int]]
+    planned: list[tuple[WorkerRequest, int]]
     launched: Launched
     num_prefill_tokens: int
     started_ns: int
@@ -71,7 +72,7 @@ class StepLoop:
         *,
         pools: dict[str, torch.Tensor],
         eos_token_ids: tuple[int, ...],
-        max_step_tokens: int,
+        max_num_batched_tokens: int,
         device: Device | None = None,
         map_pool: Callable[[SharedMemory], torch.Tensor] | None = None,
         own_cores: list[int] | None = None,
@@ -82,7 +83,7 @@ class StepLoop:
         self._measuring = StepMeasuring(runner, channel.has_commands)
         self._copier = Copier(pools, runner.block_size, channel.send, device)
         self._eos_token_ids = eos_token_ids
-        self._max_step_tokens = max_step_tokens
+        self._max_step_tokens = max_num_batched_tokens
         self._map_pool = map_pool
         self._use_cores = use_cores
         self._own_cores = frozenset(own_cores or ())
@@ -91,14 +92,14 @@ class StepLoop:
         self._goes_home = False
         """The next step leaves borrowed cores alone: their owner has just been handed work."""
         self._is_parked = False
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, WorkerRequest] = {}
         self._entries: list[SequenceStep] = []
         """Releases to report with the next message."""
         self._flight: _LaunchedStep | None = None
         """The step that follows one whose end was not known yet."""
         self._is_after_chunk = False
         """The step before computed a chunk of a prompt, and did not complete it."""
-        self._ended: list[Running] = []
+        self._ended: list[WorkerRequest] = []
         """Sequences of that step that have ended in the one before."""
 
     def run(self) -> NoReturn:
@@ -200,12 +201,12 @@ class StepLoop:
                 entries.append(self._finish_step(running, num_new_tokens, result))
         return entries
 
-    def _with_room(self) -> list[Running]:
+    def _with_room(self) -> list[WorkerRequest]:
         """Those with something to compute, and a block for it."""
         size = self._runner.block_size
         return [r for r in self._running.values() if not r.is_complete and r.room(size) > 0]
 
-    def _runnable(self) -> list[Running]:
+    def _runnable(self) -> list[WorkerRequest]:
         """Those with something to compute; waits for a grammar where there is nothing else."""
         unfinished = self._with_room()
         pending = [r.matcher for r in unfinished if r.matcher is not None]
@@ -213,7 +214,9 @@ class StepLoop:
             wait(pending, return_when=FIRST_COMPLETED)
         return [r for r in unfinished if r.is_ready]
 
-    def _finish_step(self, running: Running, num_new_tokens: int, result: Sampled) -> SequenceStep:
+    def _finish_step(
+        self, running: WorkerRequest, num_new_tokens: int, result: Sampled
+    ) -> SequenceStep:
         is_decoding = running.is_decoding
         num_taken, reason = running.take(result.token_ids)
         if not result.is_fault:  # else its blocks are nothing that others may find
@@ -231,7 +234,7 @@ class StepLoop:
 
     def _entry(
         self,
-        running: Running,
+        running: WorkerRequest,
         result: Sampled | None = None,
         num_taken: int = 0,
         *,
@@ -307,7 +310,7 @@ class StepLoop:
             extended.block_table.extend(extension.block_ids)
             self._runner.extended(extended)
 
-    def _take(self, admit: Admit) -> Running:
+    def _take(self, admit: Admit) -> WorkerRequest:
         grammar = admit.sampling.grammar
         matcher = None if grammar is None else self._runner.grammars.compile(grammar)
-        return Running.of(admit, self._eos_token_ids, time.monotonic_ns(), matcher)
+        return WorkerRequest.of(admit, self._eos_token_ids, time.monotonic_ns(), matcher)

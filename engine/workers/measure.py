@@ -1,4 +1,4 @@
-"""What a worker's parts cost on a device, kernel by kernel, beside ceilings of the same run.
+"""Time a worker's kernels on a device, beside the device's own limits.
 
 Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
 are random, in the shape of Llama 3.1 8B or of a model folder.
@@ -27,224 +27,25 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.checkpoint import expected_shapes, layout_of
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import PenstockError, WorkerFailed
-from engine.folder.checkpoint import expected_shapes, layout_of
-from engine.folder.model_config import ModelConfig
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
 from engine.kernels.costs import (
-    AttentionShape,
-    Cost,
-    attention_cost,
-    gated_cost,
-    norm_cost,
-    place_cost,
-    product_cost,
-    sample_cost,
     step_values,
 )
-from engine.model.attention import StepBatch
-from engine.model.backend import Backend, choose_backend
-from engine.model.layers import rope_table
-from engine.model.linear import choose_linears
-from engine.model.sampler import draw_of
+from engine.model.backend import choose_backend
 from engine.model.transformer import Transformer
-from engine.model.weights import Weight
+from engine.model.weight import Weight
 from engine.units import size_text
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 from engine.workers.copying import copy_blocks
 from engine.workers.device import CudaDevice, Device
 from engine.workers.graphs import DecodeGraphs
-from engine.workers.on_gpu import arena_views
+from engine.workers.kernel_cases import SEQUENCES, SMALL_SEQUENCES, KernelFixture
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, Running
-
-# Each kernel of a model's step on its own: calls on shapes that matter, and what they cost.
-# Invariant: each call of a case is on another layer's memory, or reads a matrix as large as a
-# layer's, so that no cache is measured but for logits, which come from one; no call looks at the
-# device, so that all can be captured in a graph.
-# Never: times anything; checks results, which tests do.
-
-
-Sequences = list[tuple[int, int]]
-"""Of a step: tokens before, and new ones."""
-SEQUENCES: dict[str, Sequences] = {
-    "prefill 4k": [(0, 4096)],
-    "prefill 2k after 6k": [(6144, 2048)],
-    "prefill 8 x 512": [(0, 512)] * 8,
-    "decode 1 x 1k": [(1023, 1)],
-    "decode 1 x 32k": [(32_767, 1)],
-    "decode 8 x 8k": [(8191, 1)] * 8,
-    "decode 64 x 1k": [(1023, 1)] * 64,
-}
-SMALL_SEQUENCES: dict[str, Sequences] = {
-    "prefill 64": [(0, 64)],
-    "decode 4 x 64": [(63, 1)] * 4,
-}
-NUM_LAYERS = 8
-MAX_SAMPLED_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """A kernel on one shape, as it is timed."""
-
-    what: str
-    shape: str
-    cost: Cost
-    call: Callable[[int], object]
-    """Once, on the layer given."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelFixture:
-    """What every kernel's case needs: shapes, tensors, a pool with sequences in it.
-
-    Args:
-        config: the shape of a model.
-        backend: what computes attention and the small operations.
-        dtype: of activations and the pool.
-        device: where they are.
-        num_layers: of the pool, and of what else is there once for each call.
-        block_size: tokens of a block.
-    """
-
-    config: ModelConfig
-    backend: Backend
-    dtype: torch.dtype
-    device: torch.device
-    num_layers: int = NUM_LAYERS
-    block_size: int = 64
-
-    @classmethod
-    def of(
-        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int
-    ) -> KernelFixture:
-        """With the backend that a worker would choose."""
-        backend = choose_backend(device, dtype, config, block_size)
-        num_layers = NUM_LAYERS if device.type == "cuda" else 1
-        return cls(config, backend, dtype, device, num_layers, block_size)
-
-    def cases(
-        self, sequences: dict[str, Sequences], token_counts: list[int]
-    ) -> Iterator[KernelCase]:
-        """Every kernel, with tensors that live as long as its case."""
-        for name, members in sequences.items():
-            yield self._attention(name, members)
-        for num_tokens in token_counts:
-            yield from self._small_operations(num_tokens)
-            yield from self._products(num_tokens)
-        for num_rows in dict.fromkeys(min(count, MAX_SAMPLED_ROWS) for count in token_counts):
-            yield from self._samplers(num_rows)
-
-    @property
-    def _heads(self) -> AttentionShape:
-        c = self.config
-        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, self.dtype.itemsize)
-
-    def _noise(self, *sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=self.device).to(self.dtype)
-
-    def _step(self, members: Sequences) -> tuple[StepBatch, torch.Tensor]:
-        """Sequences in blocks that lie anywhere, and a pool that has them."""
-        size, c = self.block_size, self.config
-        counts = [-(-(before + new) // size) for before, new in members]
-        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
-        of_each = [torch.arange(before, before + new) for before, new in members]
-        slots = [
-            table[positions // size] * size + positions % size
-            for table, positions in zip(tables, of_each, strict=True)
-        ]
-        batch = StepBatch(
-            input_ids=torch.empty(0),
-            positions=torch.cat(of_each).to(self.device),
-            token_slots=torch.cat(slots).to(self.device),
-            query_lens=[new for _, new in members],
-            seq_lens=[before + new for before, new in members],
-            block_tables=[table.tolist() for table in tables],
-            logit_rows=[],
-        )
-        block = (self.num_layers, 2, size, c.num_kv_heads, c.head_dim)
-        return batch, self._noise(sum(counts) + 1, *block)
-
-    def _attention(self, name: str, members: Sequences) -> KernelCase:
-        c, (batch, kv) = self.config, self._step(members)
-        plan = self.backend.plan(batch, kv, [])
-        qkv = self._noise(len(batch.positions), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-
-        def attend(layer: int) -> object:
-            scale = c.attention_scale
-            return self.backend.attend(qkv, c.num_heads, kv, layer, plan, scale, None, None)
-
-        return KernelCase("attention", name, attention_cost(self._heads, members), attend)
-
-    def _small_operations(self, num_tokens: int) -> Iterator[KernelCase]:
-        c, backend, size = self.config, self.backend, self.dtype.itemsize
-        tokens = f"{num_tokens} tokens"
-        x, added = (self._noise(self.num_layers, num_tokens, c.hidden_size) for _ in range(2))
-        weight = self._noise(c.hidden_size)
-        yield KernelCase(
-            "norm after residual",
-            tokens,
-            norm_cost(num_tokens, c.hidden_size, size),
-            lambda layer: backend.norm(x[layer], weight, 1e-5, added[layer], 1.0),
-        )
-        gate_up = self._noise(self.num_layers, num_tokens, 2 * c.intermediate_size)
-        yield KernelCase(
-            "gated activation",
-            tokens,
-            gated_cost(num_tokens, c.intermediate_size, size),
-            lambda layer: backend.gated(gate_up[layer], c.hidden_act),
-        )
-        num_rows = c.num_heads + 2 * c.num_kv_heads
-        qkv = self._noise(self.num_layers, num_tokens, num_rows, c.head_dim)
-        batch, kv = self._step([(0, num_tokens)])
-        rope = next(rope for rope in c.ropes if rope is not None)
-        plan = backend.plan(
-            batch, kv, [rope_table(rope, num_tokens, num_tokens, self.dtype, self.device)]
-        )
-        yield KernelCase(
-            "rope and KV write",
-            tokens,
-            place_cost(self._heads, num_tokens),
-            lambda layer: backend.place(qkv[layer], c.num_heads, 0, kv, layer, plan),
-        )
-
-    def _products(self, num_tokens: int) -> Iterator[KernelCase]:
-        c, linears = self.config, choose_linears(self.device.type, self.dtype)
-        shapes = {
-            "up": (2 * c.intermediate_size, c.hidden_size),
-            "down": (c.hidden_size, c.intermediate_size),
-            "head": (c.vocab_size, c.hidden_size),
-        }
-        for name, (num_rows, depth) in shapes.items():
-            values = self._noise(num_rows, depth).div_(depth**0.5)
-            weights = {f"{name}.weight": Weight.plain(values)}
-            multiply, x = linears.make(weights, [name]), self._noise(num_tokens, depth)
-            yield KernelCase(
-                f"product {name}",
-                f"{num_tokens} tokens",
-                product_cost(num_tokens, num_rows, depth, self.dtype.itemsize),
-                _on_any_layer(partial(multiply, x)),
-            )
-
-    def _samplers(self, num_rows: int) -> Iterator[KernelCase]:
-        logits = torch.randn(num_rows, self.config.vocab_size, device=self.device) * 4
-        cost = sample_cost(num_rows, self.config.vocab_size)
-        how = {"greedy": (0.0, 1.0), "drawn": (1.0, 1.0), "drawn top_p": (1.0, 0.9)}
-        for name, (temperature, top_p) in how.items():
-            params = SamplingParams(1, 0, temperature=temperature, top_p=top_p)
-            rows = [draw_of(params, index) for index in range(num_rows)]
-            draws = torch.tensor(rows, dtype=torch.float64, device=self.device)
-            call = partial(self.backend.sample_rows, logits, draws if temperature else None)
-            yield KernelCase(f"sample {name}", f"{num_rows} rows", cost, _on_any_layer(call))
-
-
-def _on_any_layer(call: Callable[[], object]) -> Callable[[int], object]:
-    return lambda _layer: call()
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.workers.running import Grammars, WorkerRequest
+from engine.workers.weight_streaming import arena_views
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -419,7 +220,7 @@ def steps(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Ro
     yield bench.row("prefill chunk", f"1 x {chunk}", prefill, operations, "FLOP/s")
 
 
-def _step(runner: Runner, planned: list[tuple[Running, int]]) -> None:
+def _step(runner: Runner, planned: list[tuple[WorkerRequest, int]]) -> None:
     runner.collect(runner.launch(planned))
 
 
@@ -454,9 +255,9 @@ def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
         yield Row(f"blocks {what}", shape, ms, rate, "B/s", min(whole_ms, ms) / ms)
 
 
-def _prompt(num_tokens: int, block_size: int) -> Running:
+def _prompt(num_tokens: int, block_size: int) -> WorkerRequest:
     """In blocks of its own, each of which a step has to read."""
-    return Running(
+    return WorkerRequest(
         seq_id=0,
         generation=0,
         token_ids=[0] * num_tokens,
@@ -469,10 +270,10 @@ def _prompt(num_tokens: int, block_size: int) -> Running:
     )
 
 
-def _decoding(batch: int, context: int, block_size: int) -> list[Running]:
+def _decoding(batch: int, context: int, block_size: int) -> list[WorkerRequest]:
     count = -(-(context + 1) // block_size)
     return [
-        Running(
+        WorkerRequest(
             seq_id=i,
             generation=0,
             token_ids=[0] * (context + 1),

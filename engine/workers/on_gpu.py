@@ -1,4 +1,4 @@
-"""A worker's start on a GPU: weights from files, sizes of pool and steps, graphs, what two share.
+"""Start a worker on a GPU: load weights, size the pool and steps, capture graphs.
 
 Workers on GPUs of their own export their pools to those that write blocks into them.
 One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
@@ -13,28 +13,22 @@ Never: steps for clients; chooses who exports.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import os
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from engine.errors import CheckpointError, WorkerFailed
-from engine.folder.checkpoint import Checkpoint, PanelsLayout, WeightsLayout, gpu_layout
-from engine.folder.model_config import DTYPE_BYTES, ModelConfig
+from engine.checkpoint.checkpoint import Checkpoint, PanelsLayout, gpu_layout
+from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
+from engine.errors import WorkerFailed
 from engine.model.transformer import Transformer
-from engine.model.weights import Weight, convert_weights, quantised_weights
-from engine.units import size_text
+from engine.model.weight import Weight
+from engine.model.weights import convert_weights, quantised_weights
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     GpuSpec,
@@ -48,318 +42,25 @@ from engine.wire.messages import (
     WeightsComplete,
     WeightsLoaded,
 )
-from engine.workers.copying import map_pool, probe
+from engine.workers.copying import probe
 from engine.workers.device import Device
+from engine.workers.gpu_sizes import (
+    LEAST_MARGIN_BYTES,
+    check_blocks,
+    num_blocks_that_fit,
+    step_tokens,
+)
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
+from engine.workers.kv_pool import map_pool
 from engine.workers.runner import Runner
 from engine.workers.running import Grammars
-
-# Weights from files to a GPU: several reads under way, and every copy while others are read.
-# One read at a time leaves a fast disk, or the page cache, half idle, and a copy from ordinary
-# memory waits for the host. So threads read pieces into pinned buffers, and each piece is copied as
-# soon as it is there, to where it belongs in one arena of device memory. A buffer is read into
-# again when the device has copied it. Where several devices need the weights each worker reads a
-# share of the files into memory of the host that all inherit, and copies everything from there in
-# the same way.
-# Invariant: the pages of the files are mapped nowhere; no byte of a file is read by two workers
-# that have shares; beside what they share the host holds no more than the buffers.
-# Never: chooses the dtype or the layout (engine.folder.checkpoint does).
-
-
-PIECE_BYTES = 16 << 20
-NUM_READS = 4
-_NUM_BUFFERS = NUM_READS + 2
-"""Those that are read into, and two that are being copied."""
-
-Progress = Callable[[int, int], None]
-
-
-class _Piece(NamedTuple):
-    """A run of one tensor's values that is read at once."""
-
-    file: Path
-    start: int
-    num_bytes: int
-    dtype: torch.dtype
-    target: torch.Tensor
-    """Its place in the arena, [num_values]."""
-
-
-class _Buffer:
-    """Host memory that a piece passes through."""
-
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self.memory = device.buffer(num_bytes)
-        self.wait: Callable[[], None] | None = None
-        """Until the device has copied what was in it."""
-
-
-def arena_views(layout: WeightsLayout, dtype: str, arena: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The weights by name, as they lie in an arena [num_bytes] of uint8."""
-    views = {}
-    for name, offset in layout.offset_by_name.items():
-        shape = layout.shape_by_name[name]
-        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
-        views[name] = arena[offset:end].view(getattr(torch, dtype)).view(shape)
-    return views
-
-
-@torch.inference_mode()
-def stream_weights(
-    checkpoint: Checkpoint, views: dict[str, torch.Tensor], device: Device, progress: Progress
-) -> None:
-    """Fill the views with the checkpoint's values, converted on the device where need be.
-
-    Args:
-        checkpoint: where the stored tensors lie.
-        views: of arena_views().
-        device: that the views are on.
-        progress: called with (bytes done, bytes to do) after each piece.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is shorter than it was.
-    """
-    pieces = list(_pieces(checkpoint, views))
-    with _opened(piece.file for piece in pieces) as files:
-        _stream(pieces, files, device, progress)
-
-
-@torch.inference_mode()
-def read_share(
-    checkpoint: Checkpoint,
-    dtype: str,
-    layout: WeightsLayout | PanelsLayout,
-    fd: int,
-    share: tuple[int, int],
-    progress: Progress,
-) -> None:
-    """Fill a part of an arena in the host's memory.
-
-    Args:
-        checkpoint: where the stored tensors lie, in whatever form.
-        dtype: that they are to be in.
-        layout: of the arena.
-        fd: of the memory, which others fill the rest of.
-        share: (index, count) of the part.
-        progress: called with (bytes done, bytes to do), of the part.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is shorter than it was.
-    """
-    memory = torch.frombuffer(mmap.mmap(fd, layout.num_bytes), dtype=torch.uint8)
-    if isinstance(layout, PanelsLayout):
-        quantised_weights(checkpoint, dtype, layout, memory, share, progress)
-        return
-    views = arena_views(layout, dtype, memory)
-    if any(tensor.dtype != dtype for tensor in checkpoint.tensors.values()):
-        convert_weights(checkpoint, views, progress, share)
-        return
-    index, count = share
-    pieces = list(_pieces(checkpoint, views))[index::count]
-    total_bytes, done_bytes = sum(piece.num_bytes for piece in pieces), 0
-    with (
-        _opened(piece.file for piece in pieces) as files,
-        ThreadPoolExecutor(NUM_READS, "read") as threads,
-    ):
-        reads = [
-            threads.submit(_read, files[piece.file], piece, piece.target.view(torch.uint8))
-            for piece in pieces
-        ]
-        for piece, read in zip(pieces, reads, strict=True):
-            read.result()
-            done_bytes += piece.num_bytes
-            progress(done_bytes, total_bytes)
-
-
-@torch.inference_mode()
-def stream_arena(fd: int, arena: torch.Tensor, device: Device) -> None:
-    """Copy an arena in the host's memory, which is filled, to one on a device.
-
-    Shapes: arena [num_bytes] of uint8.
-
-    Args:
-        fd: of the host's.
-        arena: the device's.
-        device: that it is on.
-    """
-    where = Path(f"/proc/self/fd/{fd}")
-    starts = range(0, len(arena), PIECE_BYTES)
-    targets = [arena[start : start + PIECE_BYTES] for start in starts]
-    pieces = [
-        _Piece(where, start, len(target), torch.uint8, target)
-        for start, target in zip(starts, targets, strict=True)
-    ]
-    _stream(pieces, {where: fd}, device, lambda *_: None)
-
-
-def _stream(
-    pieces: list[_Piece], files: Mapping[Path, int], device: Device, progress: Progress
-) -> None:
-    total_bytes = sum(piece.num_bytes for piece in pieces)
-    largest = max((piece.num_bytes for piece in pieces), default=0)
-    free = deque(_Buffer(device, largest) for _ in range(min(_NUM_BUFFERS, len(pieces))))
-    reading: deque[tuple[_Piece, _Buffer, Future[None]]] = deque()
-    todo, done_bytes = iter(pieces), 0
-    with ThreadPoolExecutor(NUM_READS, "read") as threads:
-        while True:
-            while len(reading) < NUM_READS and (piece := next(todo, None)) is not None:
-                buffer = free.popleft()
-                if buffer.wait is not None:
-                    buffer.wait()
-                future = threads.submit(_read, files[piece.file], piece, buffer.memory)
-                reading.append((piece, buffer, future))
-            if not reading:
-                break
-            piece, buffer, future = reading.popleft()
-            future.result()
-            stored = buffer.memory[: piece.num_bytes].view(piece.dtype)
-            if piece.dtype != piece.target.dtype:
-                stored = stored.to(device.torch_device, non_blocking=True)
-            piece.target.copy_(stored, non_blocking=True)
-            buffer.wait = device.mark()
-            free.append(buffer)
-            done_bytes += piece.num_bytes
-            progress(done_bytes, total_bytes)
-    device.mark()()
-
-
-@contextlib.contextmanager
-def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
-    files: dict[Path, int] = {}
-    try:
-        for path in paths:
-            if path not in files:
-                files[path] = _open(path)
-        yield files
-    finally:
-        for fd in files.values():
-            os.close(fd)
-
-
-def _pieces(checkpoint: Checkpoint, views: dict[str, torch.Tensor]) -> Iterator[_Piece]:
-    """All tensors, in the order in which their files hold them."""
-    tensors = sorted(checkpoint.tensors.values(), key=lambda t: (t.file, t.start))
-    for tensor in tensors:
-        item_bytes, flat = DTYPE_BYTES[tensor.dtype], views[tensor.name].view(-1)
-        count = PIECE_BYTES // item_bytes
-        for first in range(0, len(flat), count):
-            target = flat[first : first + count]
-            yield _Piece(
-                tensor.file,
-                tensor.start + first * item_bytes,
-                len(target) * item_bytes,
-                getattr(torch, tensor.dtype),
-                target,
-            )
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"cannot open: {error.strerror}", where=str(path)) from error
-
-
-def _read(fd: int, piece: _Piece, memory: torch.Tensor) -> None:
-    """Fill memory with a piece; runs in a thread, which preadv lets run beside the others."""
-    into = memoryview(memory.numpy().data)[: piece.num_bytes]
-    num_read = 0
-    while num_read < piece.num_bytes:
-        try:
-            count = os.preadv(fd, [into[num_read:]], piece.start + num_read)
-        except OSError as error:
-            what = f"cannot read: {error.strerror}"
-            raise CheckpointError(what, where=str(piece.file)) from error
-        if not count:
-            what = f"the file ends at {piece.start + num_read} bytes, its weights after that"
-            raise CheckpointError(what, where=str(piece.file), hint="download the file again")
-        num_read += count
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-# How large a GPU's pool and steps are: by what is left, and by what the steps gain.
-# Invariant: nothing that a worker will allocate later is given to the pool.
-# Never: measures or allocates.
-
-
-MARGIN_BYTES = 512 << 20
-"""Kept free: libraries' workspaces, and fragments of the allocator."""
-LEAST_MARGIN_BYTES = 128 << 20
-"""The same for a worker that starts again, whose pool has to be what it was: something else may
-have taken memory meanwhile."""
-CONTEXT_BYTES = 768 << 20
-"""Of a second process on the GPU: its CUDA context, its modules and libraries."""
-GRAPHS_BYTES = 512 << 20
-"""Of the graphs themselves, beside the memory of a step that they keep for good; how much it was
-is said when they have been captured."""
-
-MIN_STEP_TOKENS = 512
-GOOD_RATE = 0.9
-"""Of the best: a smaller step that comes so close is better, for those who decode beside it."""
-
-
-def step_tokens(max_tokens: int, seconds_of: Callable[[int], float]) -> int:
-    """The fewest prompt tokens of a step at a good rate: max_tokens, or a half, a quarter of it...
-
-    Args:
-        max_tokens: most that a step may have.
-        seconds_of: runs a step of so many and times it.
-    """
-    sizes = [max_tokens]
-    while sizes[-1] // 2 >= MIN_STEP_TOKENS:
-        sizes.append(sizes[-1] // 2)
-    rates = {size: size / seconds_of(size) for size in sizes}
-    return min(size for size, rate in rates.items() if rate >= GOOD_RATE * max(rates.values()))
-
-
-def num_blocks_that_fit(
-    *,
-    free_bytes: int,
-    step_bytes: int,
-    block_bytes: int,
-    static_bytes: int,
-    has_graphs: bool,
-    is_shared: bool,
-    margin_bytes: int = MARGIN_BYTES,
-) -> int:
-    """Blocks that the rest of a GPU's memory holds.
-
-    Args:
-        free_bytes: of the GPU, with the weights in place.
-        step_bytes: that the largest step needs while it runs.
-        block_bytes: of one block.
-        static_bytes: that will be allocated once and stay, as the graphs' buffers.
-        has_graphs: steps will be captured.
-        is_shared: a second process will run steps on the same GPU.
-        margin_bytes: kept free beside what is known.
-    """
-    kept = margin_bytes + static_bytes + step_bytes
-    if has_graphs:
-        kept += GRAPHS_BYTES + step_bytes
-    if is_shared:
-        kept += CONTEXT_BYTES + step_bytes
-    return max(0, (free_bytes - kept) // block_bytes)
-
-
-def check_blocks(num_fitting: int, min_blocks: int, block_bytes: int, uuid: str) -> None:
-    """Refuse a pool that is too small to be of use, or smaller than it was.
-
-    Raises:
-        WorkerFailed: naming what there is and what is needed.
-    """
-    if num_fitting < min_blocks:
-        raise WorkerFailed(
-            f"memory for {num_fitting} KV blocks of {size_text(block_bytes)} is left, "
-            f"{min_blocks} are needed",
-            where=uuid,
-            hint="end what else uses the GPU, or serve a smaller model",
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-
+from engine.workers.weight_streaming import (
+    Progress,
+    arena_views,
+    read_share,
+    stream_arena,
+    stream_weights,
+)
 
 _SEAL_BYTES = 16
 SLOW_ATTENTION = "attention by torch, many times slower than by kernels: run penstock doctor"
@@ -422,12 +123,12 @@ def start(
         )
         graphs.capture(goes_on)
     runner = Runner(transformer, pool, block_size, grammars, device, graphs)
-    runner.warm_up(setup.max_step_tokens, setup.max_model_len)
+    runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
     goes_on()
     graph_bytes = before.free_bytes - device.memory().free_bytes
     ready = Ready(
         transformer.attention_backend,
-        step_tokens(setup.max_step_tokens, partial(_seconds_of, runner, setup, device)),
+        step_tokens(setup.max_num_batched_tokens, partial(_seconds_of, runner, setup, device)),
         _sharing(gpu, device),
         notes=[] if transformer.is_paged else [SLOW_ATTENTION],
         num_graphs=0 if graphs is None else graphs.num_graphs,
@@ -548,13 +249,13 @@ def _sharing(gpu: GpuSpec, device: Device) -> str | None:
     return "mps" if device.is_served_by_mps else "time-sliced"
 
 
-def rehearse_largest(runner: Runner, max_step_tokens: int, max_model_len: int) -> None:
+def rehearse_largest(runner: Runner, max_num_batched_tokens: int, max_model_len: int) -> None:
     """Run the steps that need most memory: none that serves needs more.
 
     Those are new prompts, a prompt's last chunk, and a step's most sequences at full length.
     """
-    _rehearse(runner, max_model_len, max_step_tokens)
-    runner.rehearse(1, max_model_len, min(max_step_tokens, max_model_len))
+    _rehearse(runner, max_model_len, max_num_batched_tokens)
+    runner.rehearse(1, max_model_len, min(max_num_batched_tokens, max_model_len))
     runner.rehearse(BATCH_SIZES[-1], max_model_len, 1)
 
 
@@ -630,7 +331,7 @@ def _num_blocks(
     runner.rehearse(1, 1)  # what libraries allocate once is no part of a step
     device.forget_peak()
     allocated_bytes = device.memory().allocated_bytes
-    rehearse_largest(runner, setup.max_step_tokens, setup.max_model_len)
+    rehearse_largest(runner, setup.max_num_batched_tokens, setup.max_model_len)
     measured = device.memory()
     fitting = partial(
         num_blocks_that_fit,

@@ -1,4 +1,4 @@
-"""The step: from sequences to tensors, through the model, to sampled tokens.
+"""Run one step: sequences to tensors, through the model, to sampled tokens.
 
 Owns: nothing but the model and the pool it writes.
 Invariant: a sequence is sampled exactly when the step computes its last known token; when a step
@@ -18,23 +18,14 @@ from itertools import accumulate
 import torch
 
 from engine.errors import WorkerFailed
-from engine.model.sampler import (
-    NO_DRAW,
-    NO_TOKEN,
-    NothingAllowedError,
-    adjust,
-    draw_of,
-    is_adjusted,
-    is_plain,
-    logprobs,
-    sample,
-)
+from engine.model.logit_rules import NothingAllowedError, adjust, is_adjusted
+from engine.model.sampler import NO_DRAW, NO_TOKEN, draw_of, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
 from engine.text.grammar import GrammarError
-from engine.wire.messages import TokenLogprob
+from engine.wire.sampling import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.graphs import DecodeGraphs
-from engine.workers.running import Grammars, Mask, Running
+from engine.workers.running import Grammars, Mask, WorkerRequest
 
 _NUMBERS_PATIENCE_S = 2.0
 _NUMBERS_PAUSE_S = 0.01
@@ -46,8 +37,8 @@ _NO_NUMBERS_BEFORE = "the model has computed NaN or infinity from a token of the
 class Launched:
     """A step that the device has begun, to be collected."""
 
-    planned: list[tuple[Running, int]]
-    sampling: list[Running]
+    planned: list[tuple[WorkerRequest, int]]
+    sampling: list[WorkerRequest]
     """Those that are, in the order of their logits."""
     logits: torch.Tensor | None
     masks: Future[list[Mask]] | None
@@ -106,7 +97,7 @@ class Runner:
     @torch.inference_mode()
     def launch(
         self,
-        planned: list[tuple[Running, int]],
+        planned: list[tuple[WorkerRequest, int]],
         stops: Callable[[int, int], bool] | None = None,
     ) -> Launched:
         """Start one step: each sequence with its number of new tokens; `stops` as in hidden()."""
@@ -177,7 +168,7 @@ class Runner:
         logits, tokens = graphs.launch(sequences, ahead=1)
         return Launched(launched.planned, sequences, logits, None, self._fetched(tokens))
 
-    def extended(self, running: Running) -> None:
+    def extended(self, running: WorkerRequest) -> None:
         """A sequence has more blocks."""
         if self._graphs is not None:
             self._graphs.extended(running)
@@ -187,7 +178,9 @@ class Runner:
             return None
         return self._device.fetch(tokens)
 
-    def _sample_rows(self, logits: torch.Tensor, sampling: list[Running]) -> torch.Tensor | None:
+    def _sample_rows(
+        self, logits: torch.Tensor, sampling: list[WorkerRequest]
+    ) -> torch.Tensor | None:
         """Tokens chosen on the device, if nothing about them has to be decided here."""
         assert self._device is not None
         if not sampling or not all(is_plain(r.sampling) for r in sampling):
@@ -245,7 +238,7 @@ class Runner:
                 results[index] = replace(chosen[id(running)], prompt_logprobs=prompt_logprobs)
         return results
 
-    def batch(self, planned: list[tuple[Running, int]]) -> StepBatch:
+    def batch(self, planned: list[tuple[WorkerRequest, int]]) -> StepBatch:
         """What the model is told of a step."""
         input_ids: list[int] = []
         positions: list[int] = []
@@ -328,7 +321,7 @@ class Runner:
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
         self._pool.index_fill_(0, ids, 0)
 
-    def warm_up(self, max_step_tokens: int, max_model_len: int) -> None:
+    def warm_up(self, max_num_batched_tokens: int, max_model_len: int) -> None:
         """Run a prefill and a decode step into block 0, so that the first request is not slow.
 
         On a device also a decode step after the longest context, which is computed in parts: no
@@ -337,7 +330,7 @@ class Runner:
         Raises:
             WorkerFailed: what the model computes are no numbers.
         """
-        for length in (min(max_step_tokens, self.block_size, max_model_len), 1):
+        for length in (min(max_num_batched_tokens, self.block_size, max_model_len), 1):
             self._check_numbers(length)
         if self._device is not None:
             self.rehearse(1, max_model_len, num_new_tokens=1)
@@ -376,9 +369,9 @@ class Runner:
         """
         blocks, new = [0] * -(-length // self.block_size), num_new_tokens or length
 
-        def stand_ins(temperature: float) -> list[Running]:
+        def stand_ins(temperature: float) -> list[WorkerRequest]:
             return [
-                Running.stand_in(length, blocks, length - new, temperature)
+                WorkerRequest.stand_in(length, blocks, length - new, temperature)
                 for _ in range(num_sequences)
             ]
 
@@ -390,7 +383,7 @@ class Runner:
         return logits
 
 
-def _report_prompt(running: Running, logits: torch.Tensor) -> Sampled:
+def _report_prompt(running: WorkerRequest, logits: torch.Tensor) -> Sampled:
     """Log-probabilities of the prompt tokens after the positions that the logits are of."""
     num_alternatives = running.sampling.prompt_logprobs
     if num_alternatives is None or not len(logits):
@@ -432,7 +425,7 @@ def _column(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
 
 
-def _adjust(row: torch.Tensor, running: Running, mask: Mask) -> str | None:
+def _adjust(row: torch.Tensor, running: WorkerRequest, mask: Mask) -> str | None:
     """Change a row of logits as its request says; why that leaves no token, or None."""
     if isinstance(mask, GrammarError):
         return str(mask)

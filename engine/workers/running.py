@@ -1,4 +1,4 @@
-"""A sequence as the worker that runs it knows it, with its grammar beside the steps.
+"""Describe a sequence as its worker sees it, with its grammar.
 
 Owns: the tokens and progress of one admit; the threads, the model's tokens as grammars see them,
 and the last grammars compiled.
@@ -17,14 +17,15 @@ import torch
 
 from engine.schedule.sequence import FinishReason
 from engine.text.grammar import GrammarError, GrammarTokenizer, Matcher
-from engine.wire.messages import Admit, SamplingParams
+from engine.wire.messages import Admit
+from engine.wire.sampling import SamplingParams
 
 _MAX_PROMPT_LOGPROBS = 128
 """Positions per step whose logits are kept: each is a float for every id of the vocabulary."""
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class WorkerRequest:
     """A sequence that the daemon has admitted to this worker, with its tokens and blocks."""
 
     seq_id: int
@@ -52,7 +53,7 @@ class Running:
         eos_token_ids: tuple[int, ...],
         now_ns: int,
         matcher: Future[Matcher] | None = None,
-    ) -> Running:
+    ) -> WorkerRequest:
         """The worker's record of a sequence, out of its admit."""
         # a grammar allows an end of text only where it is complete, so that is no end to ignore
         is_endless = admit.sampling.ignore_eos and matcher is None
@@ -77,7 +78,7 @@ class Running:
     @classmethod
     def stand_in(
         cls, num_tokens: int, block_table: list[int], num_computed_tokens: int, temperature: float
-    ) -> Running:
+    ) -> WorkerRequest:
         """A prompt that nobody has sent, of which so much counts as computed."""
         return cls(
             seq_id=0,
@@ -192,7 +193,7 @@ class Grammars:
         """A matcher at the grammar's beginning, as soon as it is there."""
         return self._compiler.submit(self._compile, grammar)
 
-    def masks(self, sequences: Sequence[Running]) -> Future[list[Mask]]:
+    def masks(self, sequences: Sequence[WorkerRequest]) -> Future[list[Mask]]:
         """What each may go on with: one byte per token id, or why there is none; None: anything."""
         return self._follower.submit(lambda: [_mask(sequence) for sequence in sequences])
 
@@ -207,7 +208,7 @@ class Grammars:
         return self._compiled[grammar].copy()
 
 
-def _mask(sequence: Running) -> Mask:
+def _mask(sequence: WorkerRequest) -> Mask:
     if sequence.matcher is None:
         return None
     try:

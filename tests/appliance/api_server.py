@@ -13,7 +13,8 @@ import httpx
 import openai
 
 from appliance.api.routes import build_app
-from appliance.http.access import AccessPolicy, new_key, read_keys
+from appliance.http.access import AccessPolicy
+from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from tests.fakes import FakeAppliance, until

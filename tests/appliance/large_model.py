@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from engine.folder.checkpoint import expected_shapes
-from engine.folder.model_config import ModelConfig
+from engine.checkpoint.checkpoint import expected_shapes
+from engine.checkpoint.model_config import ModelConfig
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
+from appliance.log.retention import RetentionLimits
 from appliance.log.row import LogRow
-from appliance.log.store import RetentionLimits
 from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 US = 1_000
 

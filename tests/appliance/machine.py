@@ -12,7 +12,7 @@ import msgspec
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import make_plan
-from appliance.fleet.supervisor import WorkerState
+from appliance.fleet.worker_state import WorkerState
 from appliance.log.query import RowQuery
 from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
@@ -22,7 +22,7 @@ from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import FakeWorker
 
 
@@ -39,7 +39,7 @@ class Machine:
             FairQueue(8, 100),
             send=lambda worker, command: self.send(worker, command),
             emit=lambda *tokens: self.service.emit(*tokens),
-            max_step_tokens=64,
+            max_num_batched_tokens=64,
         )
         self.supervisor = SimpleNamespace(
             is_started=True, is_lost=False, workers={}, waits_for_others=lambda name: False

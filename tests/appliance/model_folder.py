@@ -7,8 +7,8 @@ import math
 import struct
 from pathlib import Path
 
-from engine.folder.checkpoint import expected_shapes
-from engine.folder.model_config import ModelConfig
+from engine.checkpoint.checkpoint import expected_shapes
+from engine.checkpoint.model_config import ModelConfig
 from tests.tiny_tokenizers import byte_level
 
 CONFIG = {

@@ -9,7 +9,7 @@ from appliance.fleet.known import Known
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.measuring import OFF_VARIABLE, QUIET_S, Measuring
 from engine.cache.blocks import Ledger
-from engine.cache.places import make_places
+from engine.cache.topology import make_places
 from engine.profile.machine import Scope
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
@@ -40,7 +40,7 @@ class Daemon:
             FairQueue(8, 4096),
             send=lambda worker, command: self.told.append((worker, command)),
             emit=lambda *_: None,
-            max_step_tokens=256,
+            max_num_batched_tokens=256,
             roles="elastic",
             cores=CORES,
             profile=self.known.profile,
@@ -48,7 +48,7 @@ class Daemon:
         for name in places.names:
             self.router.worker_ready(name, 0)
         placement = SimpleNamespace(
-            workers=[SimpleNamespace(gpu=None)] * 2, max_step_tokens=256, max_model_len=2048
+            workers=[SimpleNamespace(gpu=None)] * 2, max_num_batched_tokens=256, max_model_len=2048
         )
         plan = SimpleNamespace(known=self.known, placement=placement, step_sizes=(256, 128))
         self.measuring = Measuring(plan, self.router, self.send)

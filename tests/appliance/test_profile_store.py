@@ -7,7 +7,7 @@ import pytest
 from appliance.fleet.known import Known, devices_name, model_scope
 from appliance.fleet.placement import WorkerPlan
 from appliance.profile_store import FILE_NAME, ProfileStore, ProfileUnusable
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.profile.facts import FactKey
 from engine.profile.machine import Scope, machine_name
 

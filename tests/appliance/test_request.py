@@ -6,9 +6,9 @@ import pytest
 
 from appliance.log.row import LogRow
 from appliance.request import Inbox, TokensEmitted
-from engine.cache.prefix_index import PrefixHasher
+from engine.cache.hashes import PrefixHasher
 from engine.schedule.sequence import Leg, Sequence, Stamps
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 from tests.appliance.machine import make_machine
 
 

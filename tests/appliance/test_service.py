@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from appliance.request import FAILED, HUNG_UP
-from appliance.watch.alerts import Change
+from appliance.telemetry.alerts import Change
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 from engine.wire.messages import PoolMade, SequenceStep, Stepped

@@ -27,7 +27,7 @@ from appliance.frame.protocol import Frame, RequestFrame
 from tests.tui import frames
 from tests.tui.screen import console_at, grid
 from tui.view import View
-from tui.widgets import main_screen
+from tui.widgets import overview
 
 SIZES = ((80, 24), (120, 40), (200, 60))
 _PIXELS_A_CELL = 11
@@ -69,7 +69,7 @@ async def capture(view: View, folder: Path) -> list[Path]:
     written = []
     for width, height in SIZES:
         async with console_at(width, height, view) as (console, pilot):
-            for page in main_screen.pages(view.frame):
+            for page in overview.pages(view.frame):
                 console.main.go_to(page)
                 await pilot.pause()
                 svg = console.export_screenshot(title="penstock top", simplify=True)

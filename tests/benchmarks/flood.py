@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from appliance.fleet.placement import BLOCK_SIZE
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from tests.daemons import Daemon, make_keys
 
 

@@ -56,9 +56,9 @@ def main():
         sys.path.insert(0, options.root)
     import torch
 
-    from engine.wire.messages import SamplingParams
+    from engine.wire.sampling import SamplingParams
     from engine.workers.graphs import DecodeGraphs
-    from engine.workers.running import Running
+    from engine.workers.running import WorkerRequest
 
     torch.set_num_threads(1)
     config = SimpleNamespace(vocab_size=16)
@@ -75,11 +75,11 @@ def main():
     for batch in (64, 256):
         for is_churning in (False, True):
             rng, times = random.Random(0), []
-            members = [sequence(Running, sampling, number) for number in range(batch)]
+            members = [sequence(WorkerRequest, sampling, number) for number in range(batch)]
             for number in range(NUM_STEPS):
                 if is_churning:
                     del members[rng.randrange(batch)]
-                    members.append(sequence(Running, sampling, batch + number))
+                    members.append(sequence(WorkerRequest, sampling, batch + number))
                 started_ns = time.perf_counter_ns()
                 graphs.launch(in_rows(members))
                 times.append((time.perf_counter_ns() - started_ns) / 1e6)

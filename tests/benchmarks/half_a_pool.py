@@ -27,7 +27,7 @@ from pathlib import Path
 
 from appliance.fleet.placement import BLOCK_SIZE
 from appliance.frame.latency import quantile
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 
 START_S = 90.0
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.kernels.cpu import load_kernels
 from engine.model.transformer import Transformer
-from engine.workers.copying import TORCH_DTYPES, block_shape
+from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 from engine.workers.logits_loss import kv_loss
 from tests.benchmarks.quantised_steps import BLOCK, batch_of, transformer_of
 

@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import transformer
 from engine.model.attention import StepBatch
 from engine.model.backend import TorchBackend
 from engine.model.linear import Linears
-from engine.model.weights import Weight, load_weights
+from engine.model.weight import Weight
+from engine.model.weights import load_weights
 from engine.text.grammar import GrammarTokenizer
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, Running
+from engine.workers.running import Grammars, WorkerRequest
 from tests.engine.model.test_attention import batch_of
 
 BLOCK_SIZE = 16
@@ -101,7 +102,7 @@ class Arm:
             return lambda: self.model.forward(batch, self.kv)
         sequences = zip(batch.seq_lens, batch.query_lens, batch.block_tables, strict=True)
         planned = [
-            (Running.stand_in(length, table, length - new, 0.0), new)
+            (WorkerRequest.stand_in(length, table, length - new, 0.0), new)
             for length, new, table in sequences
         ]
         runner = self.runner

@@ -15,10 +15,10 @@ import time
 
 import torch
 
-from engine.folder.quantisation import FORMS, panels_shape
+from engine.checkpoint.quantisation import FORMS, panels_shape
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
-from engine.model.weights import Weight
+from engine.model.weight import Weight
 
 DEPTH = 2048
 NAMES = (

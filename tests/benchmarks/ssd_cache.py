@@ -52,15 +52,17 @@ from queue import Queue
 
 from appliance.models.names import STARTER_FOLDER
 from engine.cache.blocks import BlockPool, Ledger
-from engine.cache.places import SSD
-from engine.cache.prefix_index import PrefixHasher
-from engine.folder.checkpoint import Checkpoint
-from engine.tiers import disk as disk_module
-from engine.tiers.disk import DamagedError, Disk, RecordBuffer, Slabs, probe
-from engine.tiers.index import RecordPlace, SlabIndex
-from engine.tiers.jobs import Context, CopyJob, GrowJob
-from engine.tiers.loads import Costs, WantedBlocks
-from engine.tiers.tier import Tier
+from engine.cache.hashes import PrefixHasher
+from engine.cache.topology import SSD
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.offload import disk as disk_module
+from engine.offload.disk import Disk, probe
+from engine.offload.index import RecordPlace, SlabIndex
+from engine.offload.jobs import Context, CopyJob, GrowJob
+from engine.offload.load_costs import Costs
+from engine.offload.loads import WantedBlocks
+from engine.offload.slab_files import DamagedError, RecordBuffer, Slabs
+from engine.offload.tier import Tier
 from engine.wire.messages import Copy
 from tests.daemons import Daemon
 
@@ -509,8 +511,8 @@ def serve_counted() -> None:
     Where a tier calls the router, as when blocks have come, what that does is the router's time.
     """
     from appliance.cli.main import main as penstock
+    from engine.offload.tier import Tiers
     from engine.schedule.router import Router
-    from engine.tiers.tier import Tiers
 
     taken, owners, since_ns = {"calls": 0, "ms": 0.0}, [False], time.perf_counter_ns()
 
@@ -640,21 +642,21 @@ def flips(options: argparse.Namespace) -> None:
         files = Files(Path(folder) / "kv", 64, 98_304)
         files.store()
         paths = sorted((Path(folder) / "kv").glob("slab-*.kv"))
-        places = {e.place: e.block_hash for e in files.index._entries.values()}
+        topology = {e.place: e.block_hash for e in files.index._entries.values()}
         rng, buffer = random.Random(3), RecordBuffer(98_304)
         size, found_out, wrong = files.slabs._record_bytes, 0, 0
         for _ in range(options.flips):
-            place = rng.choice(list(places))
+            place = rng.choice(list(topology))
             fd = os.open(paths[place.slab], os.O_RDWR)
             at = 4096 + place.record * size + rng.randrange(size)
             before = os.pread(fd, 1, at)
             os.pwrite(fd, bytes([before[0] ^ rng.randrange(1, 256)]), at)
             try:
-                files.slabs.read(RecordPlace(*place), places[place], buffer)
+                files.slabs.read(RecordPlace(*place), topology[place], buffer)
             except DamagedError:
                 found_out += 1
             else:
-                n = int.from_bytes(places[place], "big")
+                n = int.from_bytes(topology[place], "big")
                 wrong += bytes(buffer.block) != os.pread(files.pool, 98_304, (n + 1) * 98_304)
             os.pwrite(fd, before, at)
             os.close(fd)

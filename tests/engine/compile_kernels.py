@@ -17,13 +17,14 @@ from itertools import accumulate
 import torch
 from triton import knobs
 
-from engine.folder.quantisation import FORMS, panels_shape
+from engine.checkpoint.quantisation import FORMS, panels_shape
 from engine.model import triton_attention, triton_linear, triton_ops
-from engine.model.attention import PagedStep, several_queries_tiling, single_query_tiling
+from engine.model.attention import several_queries_tiling, single_query_tiling
+from engine.model.paged_step import PagedStep
 from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_ops import sample_rows
-from engine.model.weights import Weight
+from engine.model.weight import Weight
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 NUM_KV_HEADS, NUM_PARTS = 2, 4

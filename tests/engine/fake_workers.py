@@ -51,14 +51,14 @@ class Pending:
 
 
 class FakeWorker:
-    def __init__(self, name, pool, memory, *, max_step_tokens=8, cpus=()):
+    def __init__(self, name, pool, memory, *, max_num_batched_tokens=8, cpus=()):
         self.name, self.pool, self.memory = name, pool, memory
         self.own_cpus = list(cpus)
         self.may_write = lambda pool, block_id: True
         self.breaks = False
         self.tokens_per_step = 1
         """That a decoding sequence yields at most."""
-        self.max_step_tokens = max_step_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.is_after_chunk = False
         self.inbox = deque()
         self.outbox = deque()
@@ -140,7 +140,7 @@ class FakeWorker:
         ]
         entries = []
         after = self.is_after_chunk
-        planned = plan(runnable, self.max_step_tokens, now_ns, is_after_chunk=after)
+        planned = plan(runnable, self.max_num_batched_tokens, now_ns, is_after_chunk=after)
         planned = [(r, min(r.capped(n), r.room(BLOCK_SIZE))) for r, n in planned]
         self.is_after_chunk = is_chunk(planned)
         self.has_stepped = bool(planned)

@@ -10,12 +10,12 @@ from engine.wire.messages import (
     Admit,
     GpuSpec,
     PoolSpec,
-    SamplingParams,
     Setup,
     Stepped,
     WeightsComplete,
     WeightsLoaded,
 )
+from engine.wire.sampling import SamplingParams
 from engine.workers.loop import StepLoop
 from engine.workers.on_gpu import start
 from engine.workers.running import Grammars
@@ -59,7 +59,7 @@ class GpuWorker:
             other_pools=[] if other is None else [other],
             weights=weights,
             cpus=[0],
-            max_step_tokens=32,
+            max_num_batched_tokens=32,
             max_model_len=48,
             gpu=gpu,
         )
@@ -103,7 +103,7 @@ class GpuWorker:
             self.started.runner,
             pools=self.started.pools,
             eos_token_ids=(),
-            max_step_tokens=self.started.ready.max_step_tokens,
+            max_num_batched_tokens=self.started.ready.max_num_batched_tokens,
             device=self.device,
             map_pool=self.started.map_pool,
         )

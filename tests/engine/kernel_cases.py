@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.model import triton_ops
-from engine.model.attention import StepBatch, Tiling, paged_step, reference_attention
+from engine.model.attention import StepBatch, Tiling, reference_attention
 from engine.model.backend import TorchBackend
+from engine.model.paged_step import paged_step
 from engine.model.sampler import NO_DRAW, draw_of, sample
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_ops import sample_rows
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 NUM_LAYERS, LAYER = 3, 1
 TOLERANCES = {

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import transformer as transformer_module
 from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
 from engine.workers.running import Grammars, Running

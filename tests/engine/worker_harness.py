@@ -33,7 +33,7 @@ class Harness:
         pool,
         other=None,
         eos_token_ids=(102,),
-        max_step_tokens=8,
+        max_num_batched_tokens=8,
         pools=None,
         device=None,
         own_cores=None,
@@ -52,7 +52,7 @@ class Harness:
             pools=pools or {"kv": pool, "other": other},
             device=device,
             eos_token_ids=eos_token_ids,
-            max_step_tokens=max_step_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             own_cores=own_cores,
             use_cores=self.cores.append,
         )

@@ -30,7 +30,7 @@ def uuid():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    from engine.folder.checkpoint import Checkpoint
+    from engine.checkpoint.checkpoint import Checkpoint
     from tests.checkpoints import make_checkpoint
 
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"

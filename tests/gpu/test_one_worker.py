@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.wire.messages import GpuSpec, PoolMade
 from engine.workers.device import CudaDevice
 from tests.checkpoints import load_oracle

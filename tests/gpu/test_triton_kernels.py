@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.folder.model_config import ACTIVATIONS
+from engine.checkpoint.model_config import ACTIVATIONS
 from engine.model.attention import several_queries_tiling, single_query_tiling
 from engine.model.cuda import DeviceLimits
 from tests.engine.kernel_cases import (

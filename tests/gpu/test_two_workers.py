@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from appliance.devices.inventory import Gpu
-from appliance.fleet.gpu_placement import GPU_STEP_TOKENS
+from appliance.devices.gpu_list import Gpu
 from appliance.fleet.placement import WorkerPlan
+from appliance.fleet.spread import GPU_STEP_TOKENS
 from appliance.fleet.supervisor import Supervisor
 from engine.wire.messages import Copied, Copy, GpuSpec, PoolMade, PoolSpec, Setup, Stepped
 from tests.checkpoints import load_oracle
@@ -37,7 +37,7 @@ class Workers:
                 other_pools=[] if ring is None else [ring],
                 weights=None,
                 cpus=list(plan.cpus),
-                max_step_tokens=GPU_STEP_TOKENS,
+                max_num_batched_tokens=GPU_STEP_TOKENS,
                 max_model_len=64,
                 gpu=GpuSpec(uuid, shares, is_shared=True),
             )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from tests.starter import lessons as taught
 from tests.starter import train
 from tests.starter.lessons import MAX_FACTS, MIN_LESSONS, Curriculum, Teacher, train_tokenizer

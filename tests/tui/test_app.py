@@ -12,8 +12,8 @@ from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
 from tests.tui.screen import console_at, grid, until
 from tui import feed
+from tui.widgets.console_messages import FinishedArrived, FrameArrived, LinkLost
 from tui.widgets.dialogs import Confirm, Detail
-from tui.widgets.panel import FinishedArrived, FrameArrived, LinkLost
 
 
 @pytest.fixture

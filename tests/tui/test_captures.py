@@ -11,7 +11,7 @@ import msgspec
 
 from tests.benchmarks import console_captures, console_cost
 from tests.tui import frames
-from tui.widgets import main_screen
+from tui.widgets import overview
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ async def test_captures_of_recorded_frames_are_written_as_text_svg_and_png(tmp_p
     assert await process.wait() == 0
     suffixes = {".txt", ".svg", *([".png"] if find_spec("resvg_py") else [])}
     written = list((tmp_path / "out").iterdir())
-    assert len(written) == len(suffixes) * len(main_screen.NAMES) * len(console_captures.SIZES)
+    assert len(written) == len(suffixes) * len(overview.NAMES) * len(console_captures.SIZES)
     assert {path.suffix for path in written} == suffixes
     for path in written:
         start = path.read_bytes()[:4]

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.frame.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, TierFrame, WayFrame
+from appliance.frame.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
+from appliance.frame.tier_frames import TierFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, requests
 from tui.view import View
-from tui.widgets import main_screen
+from tui.widgets import overview
 
 INTERNAL = {
     "version": "checked before anything is read",
@@ -105,7 +106,7 @@ def shown(frame: Frame) -> str:
     view = View().after(frame)
     painters = [
         lanes.prefill, lanes.handoff, lanes.decode, gauges.kv, gauges.latency, gauges.machine,
-        *main_screen.LINED.values(),
+        *overview.LINED.values(),
     ]  # fmt: skip
     lines = [line for paint in painters for line in paint(view, 120, 40)]
     lines += [header.header(view, 240), header.alert_line(view, 400)]

@@ -22,7 +22,7 @@ from tests.tui.screen import console_at, grid, show, until
 from tui import plain
 from tui.app import Console
 from tui.view import DaemonLink, View
-from tui.widgets import main_screen
+from tui.widgets import overview
 
 GOLDEN = Path(__file__).parent / "golden"
 LOST = DaemonLink(
@@ -119,7 +119,7 @@ async def test_every_other_page(size):
     finished = tuple(frames.finished(number) for number in (42, 41, 40))
     view = dataclasses.replace(views()["kv-critical"], finished=finished)
     async with console_at(width, height, view) as (console, pilot):
-        for page in main_screen.NAMES[1:]:
+        for page in overview.NAMES[1:]:
             console.main.go_to(page)
             await check_screen(f"page-{page}-{width}x{height}", pilot, console)
         console.main.go_to("power")

@@ -13,10 +13,11 @@ from tests.tui.screen import console_at, grid, until
 from tui import feed, keys
 from tui.app import Console
 from tui.view import Caller
-from tui.widgets import main_screen
+from tui.widgets import overview
+from tui.widgets.console_messages import CallerKnown, FrameArrived
 from tui.widgets.dialogs import AskDialog, Choose, Confirm, Detail, Explain, Help
 from tui.widgets.main_screen import THEMES
-from tui.widgets.panel import CallerKnown, FrameArrived, Page, RequestTable
+from tui.widgets.panel import Page, RequestTable
 
 COVERED: set[str] = set()
 
@@ -44,14 +45,14 @@ async def press(pilot, *names):
     await pilot.pause()
 
 
-@pytest.mark.parametrize(("number", "page"), list(enumerate(main_screen.NAMES, start=1)))
+@pytest.mark.parametrize(("number", "page"), list(enumerate(overview.NAMES, start=1)))
 @covers("1", "2", "3", "4", "5", "6")
 async def test_a_digit_puts_its_page_on_screen(busy, number, page):
     async with console_at(80, 24, busy) as (console, pilot):
         await press(pilot, "3" if number != 3 else "1", str(number))
         assert console.main.page == page
         assert "LIVE" in grid(console).splitlines()[0]
-        if page in main_screen.LINED:
+        if page in overview.LINED:
             titles = [line for line in grid(console).splitlines() if line.startswith(" ─ ")]
             assert titles
 
@@ -169,7 +170,7 @@ async def test_pause_holds_the_screen_and_says_for_how_long(busy, key):
         assert grid(console).splitlines()[2:] != before
 
 
-@pytest.mark.parametrize("page", main_screen.NAMES)
+@pytest.mark.parametrize("page", overview.NAMES)
 @covers("e")
 async def test_e_explains_the_page(busy, page):
     async with console_at(80, 24, busy) as (console, pilot):

@@ -10,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.frame import figures
-from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame, fields
+from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
+from appliance.frame.tier_frames import fields
 from tests.tui import frames
 from tui import feed
+from tui.history import has_meter
 from tui.lines import text_of, width_of
 from tui.panels import gauges, header, lanes, requests
 from tui.panels.glossary import GLOSSARY, REQUEST, glossary, markdown
-from tui.view import DaemonLink, RequestListing, View, has_meter
-from tui.widgets import main_screen
+from tui.request_order import RequestListing
+from tui.view import DaemonLink, View
+from tui.widgets import overview
 
 MAKERS = [
     frames.idle,
@@ -435,20 +438,20 @@ def test_the_detail_names_the_error():
 def test_bars_and_rules_of_a_page_fit(page, make, width):
     drawn = [
         line
-        for line in main_screen.LINED[page](View().after(make()), width, 40)
+        for line in overview.LINED[page](View().after(make()), width, 40)
         if set(text_of(line)) & set("█░▁─")
     ]
     assert drawn
     assert all(width_of(line) <= width for line in drawn)
 
 
-@pytest.mark.parametrize("page", main_screen.LINED)
+@pytest.mark.parametrize("page", overview.LINED)
 def test_pages_are_empty_before_the_first_frame(page):
-    assert main_screen.LINED[page](View(), 78, 20) == []
+    assert overview.LINED[page](View(), 78, 20) == []
 
 
 def test_energy_of_a_page_adds_up_and_says_its_method():
-    shown = text(main_screen.LINED["power"](View().after(frames.busy()), 78, 20))
+    shown = text(overview.LINED["power"](View().after(frames.busy()), 78, 20))
     energy = frames.busy().energy
     assert energy.prefill_j + energy.decode_j + energy.unattributed_j == energy.total_j
     assert energy.method in shown
@@ -462,30 +465,28 @@ def test_where_no_meter_is_nothing_speaks_of_energy():
     assert not {"power", "J/token", "energy"} & set(shown.split())
     titles = {column.title for column in requests.columns_for(300, has_meter(view.frame))}
     assert "J" not in titles
-    assert "power" not in main_screen.pages(view.frame)
+    assert "power" not in overview.pages(view.frame)
     metered = View().after(frames.busy())
     assert "J/token" in text(gauges.machine(metered, 36, 9))
-    assert "power" in main_screen.pages(metered.frame)
+    assert "power" in overview.pages(metered.frame)
 
 
 def test_slices_stand_under_their_gpu_whatever_the_order():
     frame = frames.mig()
     frame.devices.reverse()
-    shown = text(main_screen.LINED["power"](View().after(frame), 118, 20)).splitlines()
+    shown = text(overview.LINED["power"](View().after(frame), 118, 20)).splitlines()
     rows = [line.split()[0].lstrip("▲") for line in shown if line.lstrip(" ▲").startswith("gpu")]
     assert rows == ["gpu1", "gpu0", "gpu0/2", "gpu0/1"]
 
 
 def test_a_transport_without_a_measurement_is_said_to_be_unproven():
     shm = frames.busy(transport="shm", handoff=frames.HandoffFrame("shm", 0, 0.0, 0.0))
-    assert "not measured" in text(main_screen.LINED["handoff"](View().after(shm), 78, 20))
-    assert "verified" in text(
-        main_screen.LINED["handoff"](View().after(frames.kv_critical()), 78, 20)
-    )
+    assert "not measured" in text(overview.LINED["handoff"](View().after(shm), 78, 20))
+    assert "verified" in text(overview.LINED["handoff"](View().after(frames.kv_critical()), 78, 20))
 
 
 def test_the_events_page_says_since_when_an_alert_stands():
-    shown = text(main_screen.LINED["events"](View().after(frames.kv_critical()), 118, 20))
+    shown = text(overview.LINED["events"](View().after(frames.kv_critical()), 118, 20))
     assert "kv.occupancy" in shown
     assert "41s" in shown
     assert len(frames.busy().events) == sum("Z " in line for line in shown.splitlines())
@@ -506,7 +507,7 @@ def test_the_documentation_has_the_glossary_and_the_glossary_every_column_and_st
 
 
 def test_every_page_has_a_glossary():
-    assert set(GLOSSARY) == {*main_screen.NAMES, REQUEST}
+    assert set(GLOSSARY) == {*overview.NAMES, REQUEST}
     for page in GLOSSARY:
         assert all(width_of(line) <= 60 for line in glossary(page, 60))
 

@@ -21,19 +21,11 @@ from engine.schedule.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
 from tests.recordings import assert_same, at, frame_at, make_recording, request_row, write_log
 from tests.tui import frames
-from tui.replay import (
-    MAX_PAUSE_MS,
-    SPEEDS,
-    Playback,
-    Replay,
-    ended,
-    iso,
-    open_at,
-    parse_moment,
-    request_at,
-    unix_ms,
-)
-from tui.view import HISTORY_FRAMES, View
+from tui.history import HISTORY_FRAMES
+from tui.past_requests import ended, request_at
+from tui.playback import MAX_PAUSE_MS, SPEEDS, Playback, iso, parse_moment, unix_ms
+from tui.replay import Replay, open_at
+from tui.view import View
 
 # Requests of a past second, from their rows.
 

@@ -16,8 +16,10 @@ from tests.tui.screen import grid
 from tests.tui.test_golden import check_screen
 from tui import keys
 from tui.lines import text_of, to_ascii, width_of
-from tui.replay import Playback, open_at
-from tui.replay_console import ReplayConsole, bar, landing
+from tui.playback import Playback
+from tui.replay import open_at
+from tui.replay_bar import bar, landing
+from tui.replay_console import ReplayConsole
 from tui.widgets.dialogs import AskDialog, Detail
 
 KEYS = {

@@ -9,24 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tui import frames
-from tui.view import (
-    DROPPED_FRAMES,
-    HISTORY_FRAMES,
-    NUMBERS,
-    SORTS,
-    WORDS,
-    Caller,
-    DaemonLink,
-    Filter,
-    FilterError,
-    History,
-    RequestListing,
-    View,
-    alert_of,
-    parse,
-    spread,
-    workers_for,
-)
+from tui.filters import NUMBERS, WORDS, Filter, FilterError, parse
+from tui.history import DROPPED_FRAMES, HISTORY_FRAMES, History, spread
+from tui.request_order import SORTS, RequestListing
+from tui.view import Caller, DaemonLink, View, alert_of, workers_for
 
 # Filters and orders are pure: text and requests in, requests out.
 

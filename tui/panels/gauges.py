@@ -1,4 +1,4 @@
-"""KV occupancy, the machine and latency; and the page of power and energy.
+"""Draw KV occupancy, the machine, waiting requests and power.
 
 Owns: nothing; pure.
 Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from appliance.frame import figures as fig
 from appliance.frame.protocol import DeviceFrame, EnergyFrame, Frame, LatencyFrame, PoolFrame
+from tui.history import Samples, has_meter, total_power_w
 from tui.lines import (
     SPARK_LEVELS,
     STATE_CELLS,
@@ -30,7 +31,7 @@ from tui.lines import (
     wrap,
 )
 from tui.panels.header import mark_of
-from tui.view import Samples, View, alert_of, has_meter, pool_counts, total_power_w
+from tui.view import View, alert_of, pool_counts
 
 _BLOCK_ROWS = 4
 """From here on a pool has its numbers with their states' names."""

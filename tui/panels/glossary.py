@@ -1,4 +1,4 @@
-"""The glossary: what the words on each page mean, and what to do about a bad figure.
+"""Explain the words on each page.
 
 Owns: every explanation that `e` shows; docs/console.md has the same tables.
 Invariant: every page has entries; each reads on its own.

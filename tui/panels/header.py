@@ -1,4 +1,4 @@
-"""The lines above and below the pages: header, alerts and keys; and the page of events and alerts.
+"""Draw the header, the alerts, the key bar and the events page.
 
 Owns: how severity looks.
 Invariant: the state, the link and the worst alert are shown at every width; the newest event comes
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from appliance.frame import figures as fig
-from appliance.frame.protocol import FRAME_VERSION, AlertFrame, EventFrame, Frame, fields
+from appliance.frame.protocol import FRAME_VERSION, AlertFrame, EventFrame, Frame
+from appliance.frame.tier_frames import fields
 from tui.lines import Line, Run, Tone, clean, clip, pad, rule, width_of
 from tui.view import REPLAY, View
 

@@ -1,4 +1,4 @@
-"""The KV page: pools by state, a map of their blocks, who holds them, the caches below them.
+"""Draw the KV page: pools, a block map, holders, caches.
 
 Owns: nothing; pure.
 Invariant: cells of a map add up to its pool; an owner has the same line in every pool.
@@ -8,7 +8,7 @@ Never: shows a tier or a cache that this appliance does not have.
 from __future__ import annotations
 
 from appliance.frame import figures as fig
-from appliance.frame.protocol import Frame, PoolFrame, TierFrame
+from appliance.frame.protocol import Frame, PoolFrame
 from tui.lines import (
     STATE_CELLS,
     Line,
@@ -16,7 +16,6 @@ from tui.lines import (
     Tone,
     beside,
     beside_chart,
-    clean,
     facts,
     gauge,
     nonzero,
@@ -25,70 +24,8 @@ from tui.lines import (
     state_bar,
 )
 from tui.panels.gauges import kv, used_spans
+from tui.panels.kv_tiers import lines
 from tui.view import View, pool_counts
-
-# The caches below the pools as lines of the KV page: how full, what they earned, what went wrong.
-# Invariant: what has not happened is left out, but for what was stored and loaded.
-# Never: shows a cache that the daemon has not reported.
-
-
-_SIZES = {"0.5": "half", "2": "double", "4": "four times the"}
-
-
-def lines(frame: Frame, width: int) -> list[Line]:
-    """Of each a line on its state, and figures."""
-    caches = (("DRAM CACHE", frame.dram), ("SSD CACHE", frame.ssd))
-    return [line for title, tier in caches if tier for line in _lines(title, tier, width)]
-
-
-def _lines(title: str, tier: TierFrame, width: int) -> list[Line]:
-    if tier.state != "on":
-        tone = Tone.MUTED if tier.state == "opening" else Tone.WARN
-        return [rule(title, width, tier.state), [Run(tier.reason, tone)]]
-    note = f"{fig.size(tier.num_bytes)} of {fig.size(tier.max_bytes)}"
-    note += f" in {clean(tier.folder)}" if tier.folder else ""
-    limit = [[Run(tier.limit, Tone.WARN)]] if tier.limit else []
-    return [rule(title, width, note), *limit, *facts(width, _figures(tier))]
-
-
-def _figures(tier: TierFrame) -> list[tuple[str, str]]:
-    always = [
-        ("blocks", fig.short_count(tier.blocks)),
-        ("stored", fig.short_count(tier.stored_blocks)),
-        ("loaded", fig.short_count(tier.loaded_blocks)),
-        ("tokens", fig.short_count(tier.loaded_tokens)),
-        ("reads at", fig.bytes_per_s(tier.read_bytes_per_s)),
-    ]
-    if tier.other_models:
-        always.append(("other models", fig.size(sum(tier.other_models.values()))))
-    if tier.loads:
-        always.append(("loads", fig.short_count(tier.loads)))
-        always.append(("took", fig.duration(tier.load_ms)))
-        always.append(("recomputing would take", fig.duration(tier.compute_ms)))
-        if tier.regret_ms:
-            always.append(("time lost", fig.duration(tier.regret_ms)))
-    if "1" in tier.would_find:
-        others = [
-            f"{fig.ratio(share)} at {_SIZES[n]} size"
-            for n, share in tier.would_find.items()
-            if n in _SIZES
-        ]
-        rest = f" ({', '.join(others)})" if others else ""
-        always.append(("hit rate", f"{fig.ratio(tier.would_find['1'])}{rest}"))
-    seldom = (
-        ("waiting", tier.waiting),
-        ("declined", tier.declined_loads),
-        ("late", tier.missed_deadlines),
-        ("evicted", tier.evicted_blocks),
-        ("expired", tier.expired_blocks),
-        ("damaged", tier.damaged_blocks),
-        ("not stored", tier.failed_stores),
-    )
-    return [*always, *((name, fig.short_count(count)) for name, count in seldom if count)]
-
-
-# --------------------------------------------------------------------------------------------------
-
 
 _WIDE = 110
 """From here on two columns."""

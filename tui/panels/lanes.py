@@ -1,4 +1,4 @@
-"""The three lanes in the order of the data: prefill, handoff, decode; and the page of the handoff.
+"""Draw the prefill, handoff and decode lanes, and the handoff page.
 
 A lane is a phase; several workers of it have a row each.
 
@@ -23,6 +23,7 @@ from appliance.frame.protocol import (
     WayFrame,
     WorkerFrame,
 )
+from tui.history import Samples
 from tui.lines import (
     Line,
     Run,
@@ -42,7 +43,7 @@ from tui.lines import (
     width_of,
     wrap,
 )
-from tui.view import Samples, View, pool_counts, workers_for
+from tui.view import View, pool_counts, workers_for
 
 _LABEL_WIDTH = 13
 _PLACE_WIDTH = 44

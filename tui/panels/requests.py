@@ -1,4 +1,4 @@
-"""Requests on screen: the table's columns and rows, and one in detail, stage by stage.
+"""Draw the request table, and one request stage by stage.
 
 Owns: which columns a width gets.
 Invariant: a row takes exactly the width asked for.
@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.frame import figures as fig
-from appliance.frame.protocol import RequestFrame, fields
+from appliance.frame.protocol import RequestFrame
+from appliance.frame.tier_frames import fields
 from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, width_of, wrap
-from tui.replay import PastRequest
-from tui.view import REPLAY, RequestListing, View
+from tui.past_requests import PastRequest
+from tui.request_order import RequestListing
+from tui.view import REPLAY, View
 
 _MARGIN = 2
 _ROOMY = 100

@@ -1,4 +1,4 @@
-"""Dialogs over the pages: something to read, a question, a choice, a line to type.
+"""Show dialogs over the pages: text, questions, choices, input.
 
 Owns: nothing that outlives it.
 Invariant: each says which key leaves it; what is answered is a text, None is no answer.
@@ -20,7 +20,8 @@ from appliance.frame.protocol import RequestFrame
 from tui.lines import Line, Run, Tone, beside, clip, pad, wrap
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.requests import detail
-from tui.widgets.panel import KeyUnderDialog, Page, Panel, entitle
+from tui.widgets.console_messages import KeyUnderDialog
+from tui.widgets.panel import Page, Panel, entitle
 
 YES = "yes"
 _KEY_WIDTH = 14

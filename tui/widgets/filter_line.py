@@ -1,4 +1,4 @@
-"""The line that a filter is typed into; the requests follow at every letter.
+"""Take a filter as it is typed; the request tables follow every letter.
 
 Owns: the text while it is typed, and what is wrong with it.
 Invariant: a text that cannot be read changes nothing; the line says why.
@@ -12,8 +12,8 @@ from textual.containers import Container
 from textual.message import Message
 from textual.widgets import Input
 
+from tui.filters import GRAMMAR, FilterError, parse
 from tui.lines import Line, Run, Tone
-from tui.view import GRAMMAR, FilterError, parse
 from tui.widgets.panel import Panel
 
 

@@ -1,4 +1,4 @@
-"""What widgets are made of: lines and rows on screen, and messages between feed, widgets and app.
+"""Provide the widgets' parts: lines, rows and messages.
 
 The one place where tones become terminal styles.
 
@@ -19,74 +19,17 @@ from textual.containers import Container
 from textual.content import Content
 from textual.events import Click, MouseScrollDown, MouseScrollUp, Resize
 from textual.geometry import Region, Size
-from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from appliance.frame.protocol import Frame, RequestFrame
-from tui.feed import FeedLost
+from appliance.frame.protocol import RequestFrame
+from tui.history import has_meter
 from tui.lines import Line, Run, Tone, clean, fit, to_ascii
 from tui.panels import requests as rows
 from tui.panels.requests import detail
-from tui.view import Caller, View, has_meter
-
-# What happens to the console, as Textual messages: past facts.
-# Invariant: a newer frame replaces one that has not been shown; nothing else is ever dropped.
-# Never: carry anything but what happened.
-
-
-class FrameArrived(Message, bubble=False):
-    """The daemon sent a frame."""
-
-    def __init__(self, frame: Frame) -> None:
-        super().__init__()
-        self.frame = frame
-
-    def can_replace(self, message: Message) -> bool:
-        """A newer frame makes one that is still waiting superfluous."""
-        return isinstance(message, FrameArrived)
-
-
-class LinkLost(Message, bubble=False):
-    """The daemon is out of reach; the next attempt comes in `retry_in_s`."""
-
-    def __init__(self, loss: FeedLost, retry_in_s: float) -> None:
-        super().__init__()
-        self.loss = loss
-        self.retry_in_s = retry_in_s
-
-
-class CallerKnown(Message, bubble=False):
-    """The daemon has said whom it takes the console for."""
-
-    def __init__(self, caller: Caller) -> None:
-        super().__init__()
-        self.caller = caller
-
-
-class FinishedArrived(Message, bubble=False):
-    """The daemon has told the newest finished requests."""
-
-    def __init__(self, requests: tuple[RequestFrame, ...]) -> None:
-        super().__init__()
-        self.requests = requests
-
-
-class WindowMoved(Message):
-    """The request table shows other rows than before."""
-
-
-class KeyUnderDialog(Message):
-    """A key that means nothing to the dialog on top."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__()
-        self.key = key
-
-
-# --------------------------------------------------------------------------------------------------
-
+from tui.view import View
+from tui.widgets.console_messages import WindowMoved
 
 Painter = Callable[[int, int], list[Line]]
 """Lines for a width and a height."""
@@ -209,13 +152,6 @@ def entitle(widget: Widget, title: str) -> None:
     content = _AsciiTitle(text) if is_ascii else Content(text)
     if widget.border_title != content.markup:
         widget.border_title = content
-
-
-# Requests as a table with a cursor, in a box with its heading.
-# A ScrollView that draws single lines: a DataTable draws itself whole for each changed cell, which
-# costs some twenty times as much.
-# Invariant: the cursor stays on its request while that is live, whatever the order.
-# Never: cancels or fetches anything.
 
 
 _TITLE_EDGES = 4

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from appliance.api import admission
-from appliance.api.admission import Turns
+from appliance.api.fair_threads import Turns
 from appliance.api.wire import Arrival
 from appliance.json_fields import MAX_MARKS
 from appliance.request import Peer

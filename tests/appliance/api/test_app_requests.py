@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from appliance.http.access import AccessPolicy, new_key, read_keys
+from appliance.http.access import AccessPolicy
+from appliance.http.api_keys import new_key, read_keys
 from appliance.log.row import LogRow
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from engine.cache.blocks import BlockPool
-from engine.cache.prefix_index import PrefixHasher
-from engine.schedule.prefix_cache import CacheContents
+from engine.cache.hashes import PrefixHasher
+from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 from tests.appliance.api_server import serving
 from tests.appliance.peers import BOB, client_of
 from tests.fakes import FakeAppliance

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.api.messages_api import in_anthropics_words, messages_ask
 from appliance.json_fields import Fields
-from engine.cache.prefix_index import PrefixHasher
+from engine.cache.hashes import PrefixHasher
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving

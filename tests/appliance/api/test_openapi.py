@@ -19,7 +19,8 @@ from appliance.api.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, com
 from appliance.api.openapi import OPERATIONS, document
 from appliance.api.responses import NEUTRAL, response_ask
 from appliance.api.routes import build_app
-from appliance.http.access import AccessPolicy, new_key, read_keys
+from appliance.http.access import AccessPolicy
+from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
 from appliance.json_fields import Fields

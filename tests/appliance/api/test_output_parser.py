@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.api.call_readers import CallDelta, ReasoningDelta
-from appliance.api.stream import OutputParser
+from appliance.api.output_parser import OutputParser
+from appliance.api.text_reading import CallDelta, ReasoningDelta
 from appliance.api.tool_format import FORMATS, THOUGHTS, OutputFormat
 from appliance.api.tools import Tools
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
-from appliance.api.ask import MARKS, infill_of
+from appliance.api.prompts import MARKS, infill_of
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance

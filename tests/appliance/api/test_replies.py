@@ -15,7 +15,7 @@ from appliance.json_fields import Fields
 from appliance.request import ModelInfo, Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 from tests.tiny_tokenizers import byte_level
 
 MODEL = ModelInfo("m", 100, 300, (), None, 0)

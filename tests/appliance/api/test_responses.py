@@ -9,7 +9,7 @@ import pytest
 
 from appliance.api.responses import response_ask
 from appliance.json_fields import Fields
-from engine.cache.prefix_index import PrefixHasher
+from engine.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.api.routes import plain_path
+from appliance.api.edge import plain_path
 from engine.errors import Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving

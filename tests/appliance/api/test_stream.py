@@ -14,7 +14,7 @@ from appliance.json_fields import Fields
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import SamplingParams, TokenLogprob
+from engine.wire.sampling import SamplingParams, TokenLogprob
 from tests.tiny_tokenizers import byte_level
 
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 from starlette.requests import Request
 
-from appliance.api.wire import (
-    Arrival,
-    Dialect,
-    arrival_of,
-    client_request_id,
-    dialect_of,
-    error_body,
-)
+from appliance.api.dialects import Dialect, dialect_of, error_body
+from appliance.api.wire import Arrival, arrival_of, client_request_id
 from appliance.request import Peer
 from engine.errors import RequestError, Unavailable
 

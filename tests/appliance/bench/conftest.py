@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.load import Target
+from appliance.bench.exchange import Target
 from tests.appliance.bench.fake_openai import FakeOpenAI
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.bench.conversations import APIS, TurnPace, converse
-from appliance.bench.load import Measured, Target
+from appliance.bench.conversations import TurnPace, converse
+from appliance.bench.exchange import Target
+from appliance.bench.load import Measured
+from appliance.bench.planned_conversations import PlannedConversation, PlannedTurn
 from appliance.bench.statistics import GoodputTargets, by_turn, summarize
-from appliance.bench.workloads import PlannedConversation, PlannedTurn
+from appliance.bench.talks import APIS
 from appliance.configuration.address import UnixAddress
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import says, serving

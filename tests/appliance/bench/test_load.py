@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from appliance.bench.exchange import Target
 from appliance.bench.load import (
     InterferencePlan,
     InterferenceResult,
     Load,
     Measured,
-    Target,
     disturb,
     gaps_between,
     measure,
     offer,
 )
-from appliance.bench.statistics import Sample
+from appliance.bench.sample import Sample
 from appliance.bench.workloads import Lengths, PlannedArrival
 from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import ConfigError, PenstockError

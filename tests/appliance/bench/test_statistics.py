@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.bench.reply_events import Event, ReceivedReply
+from appliance.bench.sample import Sample, sample_of
 from appliance.bench.statistics import (
     QUANTILES,
     TIMES,
     GoodputTargets,
-    Sample,
     Spread,
     band,
     ratio,
-    sample_of,
     spread,
     summarize,
     verdict,

@@ -11,23 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.bench.workloads import (
+from appliance.bench.planned_conversations import (
     CONVERSATIONS,
-    TICK_S,
-    Lengths,
-    PlannedArrival,
     PlannedConversation,
     agents,
     chats,
-    drawn,
     lines,
     read_conversations,
+    trace,
+)
+from appliance.bench.workloads import (
+    TICK_S,
+    Lengths,
+    PlannedArrival,
+    drawn,
     read_trace,
     regular,
     reusable_tokens,
     scaled,
     spread,
-    trace,
 )
 from engine.errors import ConfigError, FileError
 

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from appliance.cli import bench
-from appliance.cli.terminal import Format
+from appliance.cli import bench, bench_device
+from appliance.cli.tables import Format
 from appliance.models.names import STARTER_FOLDER
 from tests.appliance.bench.fake_openai import FakeOpenAI
 from tests.appliance.cli_process import penstock, user_environ
@@ -232,7 +232,7 @@ def test_more_than_a_ceiling_is_shown_and_said_to_be_a_disturbed_one(
     found = {"device": "cpu", "torch": "2", "dtype": "float32", "attention": "compiled"}
     found |= {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": 1e9, "data": [row]}
     monkeypatch.setattr("appliance.bench.steps.measure_device", lambda *_, **__: found)
-    bench._measure(kind, None, True, Format.TABLE)
+    bench_device._measure(kind, None, True, Format.TABLE)
     said = capsys.readouterr()
     assert said.out.split()[-1] == f"{share:.0%}"
     assert ("disturbed" in said.err) == is_told

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.chat import Conversation, Refused
+from appliance.cli.conversation import Conversation, Refused
 from tests.appliance.cli_data import FINISHED, REQUEST
 from tests.appliance.cli_process import Typist, penstock, run_on_terminal, start, user_environ
 from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event, text_event

@@ -80,7 +80,7 @@ def test_who_may_not_drain_is_told(daemon: FakeDaemon, environ: dict[str, str]) 
 def test_a_new_key_is_a_line_for_the_file_and_itself_only_on_stderr(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    from appliance.http.access import find_key, read_keys
+    from appliance.http.api_keys import find_key, read_keys
 
     ended = penstock(environ, "keys", "new", "ann", "--role", "viewer")
     key = ended.stderr.split()[-1]

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from appliance.cli import doctor, listings, status
-from appliance.cli.terminal import Format, Listing
+from appliance.cli import doctor, listings, status_page
+from appliance.cli.tables import Format, Listing
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
 from appliance.devices.nvml import Nvml
 from appliance.frame.figures import joules
@@ -45,7 +45,7 @@ def test_an_energy_has_three_digits_and_a_unit(value: float | None, shown: str) 
 
 
 def energy_line(frame: dict[str, object]) -> str:
-    text = status.page(frame, colour=False)
+    text = status_page.page(frame, colour=False)
     (line,) = [line for line in text.splitlines() if line.startswith("energy")]
     return line
 

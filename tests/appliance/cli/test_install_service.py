@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli import control
+from appliance.cli import control, install_service
 from engine.errors import ConfigError
 
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
     moved = {name: str(tmp_path / place.replace("/", "-")) for name, place in PLACES.items()}
-    monkeypatch.setattr(control, "PLACES", moved)
+    monkeypatch.setattr(install_service, "PLACES", moved)
     return moved
 
 
-PLACES = dict(control.PLACES)
+PLACES = dict(install_service.PLACES)
 
 
 def test_files_come_first_and_name_the_command_of_this_environment(places):
-    steps = list(control.install_steps(Path("/opt/penstock/bin/penstock")))
+    steps = list(install_service.install_steps(Path("/opt/penstock/bin/penstock")))
     written = [step for step in steps if step.path is not None]
     assert [str(step.path) for step in written] == list(places.values())
     assert steps[: len(written)] == written
@@ -31,12 +31,12 @@ def test_files_come_first_and_name_the_command_of_this_environment(places):
 
 def test_an_update_writes_what_differs_and_restarts(places):
     program = Path("/opt/penstock/bin/penstock")
-    for step in control.install_steps(program):
+    for step in install_service.install_steps(program):
         if step.path is not None:
-            control.do_step(step)
-    assert not [step for step in control.install_steps(program) if step.path is not None]
+            install_service.do_step(step)
+    assert not [step for step in install_service.install_steps(program) if step.path is not None]
     Path(places["penstock.socket"]).write_text("[Socket]\n")
-    steps = list(control.install_steps(program))
+    steps = list(install_service.install_steps(program))
     assert [str(step.path) for step in steps if step.path] == [places["penstock.socket"]]
     assert steps[-1].command == ("systemctl", "restart", "penstock.service")
 
@@ -45,7 +45,7 @@ def test_a_dry_run_shows_the_plan_and_then_what_would_be_refused(monkeypatch, ca
     def refuse(program):
         raise ConfigError("the service's user cannot enter it")
 
-    monkeypatch.setattr(control, "check_reach", refuse)
+    monkeypatch.setattr(install_service, "check_reach", refuse)
     with pytest.raises(ConfigError):
         control.install_service(dry_run=True)
     assert "penstock.socket" in capsys.readouterr().out
@@ -55,8 +55,8 @@ def test_an_install_that_is_refused_does_nothing(monkeypatch, capsys):
     def refuse(program):
         raise ConfigError("the service's user cannot enter it")
 
-    monkeypatch.setattr(control, "check_program", refuse)
-    monkeypatch.setattr(control, "do_step", lambda step: pytest.fail(f"did {step}"))
+    monkeypatch.setattr(install_service, "check_program", refuse)
+    monkeypatch.setattr(install_service, "do_step", lambda step: pytest.fail(f"did {step}"))
     with pytest.raises(ConfigError):
         control.install_service(dry_run=False)
     assert capsys.readouterr().out == ""
@@ -75,9 +75,9 @@ def test_a_python_that_others_cannot_run_is_refused_by_the_folder_that_shuts_the
             pytest.skip(f"{each} shuts others out already")
     for name in ("prefix", "executable", "base_prefix"):
         monkeypatch.setattr(sys, name, str(program))
-    control.check_reach(program)
+    install_service.check_reach(program)
     home.chmod(0o700)
     with pytest.raises(ConfigError, match="cannot enter") as refused:
-        control.check_reach(program)
+        install_service.check_reach(program)
     assert refused.value.where == str(home)
     assert refused.value.hint

@@ -12,7 +12,7 @@ import pytest
 
 from appliance.models import cache
 from appliance.models.names import STARTER_FOLDER
-from engine.folder.checkpoint import Checkpoint, choose_dtype, panels_layout
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, panels_layout
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
 from tests.appliance.model_folder import make_model

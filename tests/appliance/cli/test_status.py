@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from appliance.cli import status
+from appliance.cli import status_page
 from engine.units import with_figures
 from tests.appliance.cli_data import FRAME
 from tests.appliance.cli_process import penstock, run_on_terminal, start, user_environ
@@ -73,7 +73,7 @@ def test_a_page_says_each_thing_once() -> None:
         "ssd": tier,
         "dram": {**tier, "loads": 1, "regret_ms": 2.0},
     }
-    lines = status.page({**FRAME, **changes}, colour=False).splitlines()
+    lines = status_page.page({**FRAME, **changes}, colour=False).splitlines()
     assert "weights  q4" in lines
     assert lines[lines.index("weights  q4") + 1].strip() == "against the weights as stored: 82%"
     assert "kv       int8" in lines
@@ -180,8 +180,8 @@ def test_status_needs_no_library_of_the_daemon(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [40, 80, 120])
 def test_what_is_longer_than_the_terminal_goes_on_below_itself(room: int) -> None:
-    whole = status.page(FRAME, colour=False)
-    folded = status.page(FRAME, colour=False, room=room)
+    whole = status_page.page(FRAME, colour=False)
+    folded = status_page.page(FRAME, colour=False, room=room)
     lines = folded.splitlines()
     assert max(len(line) for line in whole.splitlines()) > room
     longest_word = max(map(len, whole.split()))
@@ -191,8 +191,8 @@ def test_what_is_longer_than_the_terminal_goes_on_below_itself(room: int) -> Non
 
 
 def test_what_the_pools_keep_is_told_above_them() -> None:
-    assert "int8" not in status.page(FRAME, colour=False)
-    lines = status.page({**FRAME, "kv": "KV is int8; divergence"}, colour=False).splitlines()
+    assert "int8" not in status_page.page(FRAME, colour=False)
+    lines = status_page.page({**FRAME, "kv": "KV is int8; divergence"}, colour=False).splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("kv"))
     assert lines[place].split() == ["kv", "int8"]
     assert lines[place + 1].strip() == "divergence"
@@ -200,10 +200,10 @@ def test_what_the_pools_keep_is_told_above_them() -> None:
 
 
 def test_what_was_chosen_at_start_is_told_without_its_figures() -> None:
-    assert "trial" not in status.page(FRAME, colour=False)
+    assert "trial" not in status_page.page(FRAME, colour=False)
     told = ["up to 256 prompt tokens a step", "attention of prompts by tiles"]
     trials = [with_figures(each, "3.1x as fast, or not") for each in told]
-    lines = status.page({**FRAME, "trials": trials}, colour=False).splitlines()
+    lines = status_page.page({**FRAME, "trials": trials}, colour=False).splitlines()
     assert [line for line in lines if line.startswith("trial")] == [
         f"trial    {each}" for each in told
     ]

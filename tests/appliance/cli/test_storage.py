@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiers.disk import RecordBuffer, Slabs
-from engine.tiers.index import RecordPlace
+from engine.offload.index import RecordPlace
+from engine.offload.slab_files import RecordBuffer, Slabs
 from tests.appliance.cli_process import ROOT, penstock, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.logs import query

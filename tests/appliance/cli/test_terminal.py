@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.cli import listings, terminal
-from appliance.cli.terminal import Format, Listing, TableColumn, WordWrap, csv_cell, flat, one
+from appliance.cli import listings, tables
+from appliance.cli.tables import Format, Listing, TableColumn, WordWrap, csv_cell, flat, one
 from appliance.frame import figures
 
 COLUMNS = (
@@ -69,7 +69,7 @@ def test_columns_of_a_table_begin_where_their_titles_do(listed):
     header, *lines = Listing("v", COLUMNS, Format.WIDE).render(listed).split("\n")
     start = header.index("X")
     for line, row in zip(lines, listed, strict=False):
-        assert line[start:] == terminal.word(row["x"]).rstrip()
+        assert line[start:] == tables.word(row["x"]).rstrip()
 
 
 def test_a_followed_table_has_one_header_and_columns_that_only_widen():

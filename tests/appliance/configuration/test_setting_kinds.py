@@ -1,6 +1,6 @@
 import pytest
 
-from appliance.configuration.setting_kinds import ONE_OF_EACH, parse_place
+from appliance.configuration.wanted_workers import ONE_OF_EACH, parse_place
 from engine.errors import ConfigError
 
 

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.devices import machine as machine_file
+from appliance.devices import gpu_reader
 from appliance.devices import nvml as api
-from appliance.devices.machine import (
-    MAX_WINDOW_NS,
-    Counter,
-    Devices,
-    EnergyMeter,
-    find_gpus,
-    find_packages,
-)
+from appliance.devices.counters import Counter, EnergyMeter
+from appliance.devices.gpu_reader import MAX_WINDOW_NS
+from appliance.devices.machine import Devices, find_gpus, find_packages
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.frame.protocol import DeviceFrame
 from tests.appliance.fake_nvml import (
@@ -196,7 +191,7 @@ def test_a_gpu_that_is_lost_from_the_start_is_looked_for_again() -> None:
     assert machine.names() == ["gpu0"]
     gpu.is_lost = False
     machine.read()
-    (frame,) = machine.read(machine_file.LOOK_INTERVAL_NS / S)
+    (frame,) = machine.read(gpu_reader.LOOK_INTERVAL_NS / S)
     assert (frame.uuid, frame.temperature_c) == ("GPU-h100", 54)
 
 
@@ -246,9 +241,9 @@ def test_instances_come_and_go_at_the_next_look() -> None:
     assert machine.names() == ["gpu0", "gpu0/mig0", "gpu0/mig2"]
     del gpu.instances[0]
     gpu.instances[1] = instance(1, 4)
-    assert machine.names(machine_file.LOOK_INTERVAL_NS / S) == ["gpu0", "gpu0/mig1", "gpu0/mig2"]
+    assert machine.names(gpu_reader.LOOK_INTERVAL_NS / S) == ["gpu0", "gpu0/mig1", "gpu0/mig2"]
     gpu.mig_mode = 0
-    assert machine.names(machine_file.LOOK_INTERVAL_NS / S) == ["gpu0"]
+    assert machine.names(gpu_reader.LOOK_INTERVAL_NS / S) == ["gpu0"]
 
 
 def test_instances_of_a_lost_gpu_keep_their_frames() -> None:
@@ -256,7 +251,7 @@ def test_instances_of_a_lost_gpu_keep_their_frames() -> None:
     machine = Machine(gpu)
     machine.read()
     gpu.is_lost = gpu.instances[0].is_lost = gpu.instances[2].is_lost = True
-    frames = machine.read(machine_file.LOOK_INTERVAL_NS / S)
+    frames = machine.read(gpu_reader.LOOK_INTERVAL_NS / S)
     assert [frame.name for frame in frames] == ["gpu0", "gpu0/mig0", "gpu0/mig2"]
     assert [frame.memory_used_bytes for frame in frames] == [None, None, None]
 
@@ -282,12 +277,12 @@ def test_an_instance_made_anew_begins_its_window_anew_and_no_sample_is_left_behi
     machine.read()
     machine.read()
     gpu.instances[0] = instance(0, 9, {2: 90.0})
-    _, first, second = machine.read(machine_file.LOOK_INTERVAL_NS / S)
+    _, first, second = machine.read(gpu_reader.LOOK_INTERVAL_NS / S)
     assert (first.uuid, first.sm_ratio) == ("MIG-0-9", None)
     assert second.sm_ratio == 0.2
     assert len(machine.library.samples) == 4
     gpu.mig_mode = 0
-    machine.read(machine_file.LOOK_INTERVAL_NS / S)
+    machine.read(gpu_reader.LOOK_INTERVAL_NS / S)
     assert len(machine.library.samples) == 2
 
 

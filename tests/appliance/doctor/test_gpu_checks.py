@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.devices.inventory import Gpu, list_gpus
+from appliance.devices.gpu_list import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
 from appliance.doctor import gpu_checks
 from appliance.doctor.gpu_checks import (

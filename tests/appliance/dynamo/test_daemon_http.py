@@ -9,16 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.openai import completion_ask
-from appliance.dynamo import daemon_http
-from appliance.dynamo.daemon_http import (
-    LostError,
-    Prompts,
-    ServedModel,
-    UnsupportedRequest,
-    completion_body,
-    output_of,
-    raise_error,
-)
+from appliance.dynamo import completion_requests
+from appliance.dynamo.completion_requests import Prompts, UnsupportedRequest, completion_body
+from appliance.dynamo.outputs import LostError, output_of, raise_error
+from appliance.dynamo.served_model import ServedModel
 from appliance.json_fields import Fields
 from appliance.request import ModelInfo
 
@@ -121,7 +115,7 @@ def test_the_first_that_is_heard_of_a_prompt_is_its_length(heard):
 
 
 def test_old_prompts_are_forgotten(monkeypatch):
-    monkeypatch.setattr(daemon_http, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(completion_requests, "MAX_PROMPTS", 2)
     prompts = Prompts()
     for request_id in "abc":
         prompts.came(request_id, 5)

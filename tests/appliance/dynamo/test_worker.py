@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.dynamo import worker
-from appliance.dynamo.daemon_http import LostError, UnsupportedRequest
-from appliance.dynamo.worker import Adapter, KvEvents
+from appliance.dynamo.completion_requests import UnsupportedRequest
+from appliance.dynamo.kv_events import KvEvents
+from appliance.dynamo.outputs import LostError
+from appliance.dynamo.worker import Adapter
 from engine.errors import PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from appliance.configuration.config import ServeConfig
-from appliance.devices.inventory import Gpu, Inventory
+from appliance.devices.gpu_list import Gpu
+from appliance.devices.inventory import Inventory
 from appliance.fleet.boot import (
     check_plan,
     dram_forecast,
@@ -15,9 +16,9 @@ from appliance.fleet.boot import (
     model_info,
     place,
 )
+from engine.checkpoint.checkpoint import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
-from engine.folder.checkpoint import packed_layout
-from engine.kernels.attention_backends import triton_fault
+from engine.kernels.attention_needs import triton_fault
 from engine.kernels.cpu import TILES, WIDENED, ProductWays, has_kernels
 from engine.profile.facts import PROMPT_MS, FactKey
 from engine.profile.product_ways import WaysChoice
@@ -91,9 +92,9 @@ def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
 
 def test_a_plan_keeps_what_was_chosen_for_it_and_what_follows(plan_of, tiny_llama):
     plan = plan_of(model=tiny_llama)
-    size = plan.placement.max_step_tokens
+    size = plan.placement.max_num_batched_tokens
     assert size == plan.step_sizes[0] == STEP_TOKENS[0]
-    assert [setup.max_step_tokens for _, setup in plan.workers] == [size, size]
+    assert [setup.max_num_batched_tokens for _, setup in plan.workers] == [size, size]
     assert plan.choices[-1].startswith(f"prefill step: {size} tokens (default")
 
 
@@ -112,12 +113,12 @@ def test_a_start_reads_what_was_measured_before_and_times_nothing(
 
     monkeypatch.setattr("engine.profile.product_ways._take_turns", fail)
     again = plan_of(model=tiny_llama, dtype="bfloat16")
-    assert again.placement.max_step_tokens == 512
+    assert again.placement.max_num_batched_tokens == 512
     assert [setup.attention_way for _, setup in again.workers] == [
         setup.attention_way for _, setup in first.workers
     ]
     other = plan_of(model=tiny_llama, dtype="float32")
-    assert other.placement.max_step_tokens == STEP_TOKENS[0], "of that nothing is known"
+    assert other.placement.max_num_batched_tokens == STEP_TOKENS[0], "of that nothing is known"
 
 
 def test_a_dram_cache_is_memory_that_every_worker_copies_to_and_from(plan_of, tiny_llama):
@@ -137,7 +138,9 @@ def test_weights_in_their_own_dtype_need_no_arena(plan_of, tiny_llama):
 
 
 def test_without_a_model_the_starter_is_served_in_float32(plan_of, monkeypatch):
-    monkeypatch.setattr("engine.folder.checkpoint._cpu_flags", lambda: {"avx512_bf16", "amx_bf16"})
+    monkeypatch.setattr(
+        "engine.checkpoint.checkpoint._cpu_flags", lambda: {"avx512_bf16", "amx_bf16"}
+    )
     plan = plan_of()
     assert plan.checkpoint.folder.name == "penstock-starter-1"
     assert plan.checkpoint.stored_dtype == "bfloat16"

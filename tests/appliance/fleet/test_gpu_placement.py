@@ -4,18 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.devices.inventory import Gpu, list_gpus
+from appliance.devices.gpu_list import Gpu, list_gpus
 from appliance.devices.nvml import Nvml
-from appliance.fleet.gpu_placement import (
-    GPU_STEP_TOKENS,
-    PREFILL_PERCENT,
-    choose_gpus,
-    name_gpus,
-    place_on_gpu,
-)
+from appliance.fleet.gpu_placement import PREFILL_PERCENT, choose_gpus, name_gpus, place_on_gpu
 from appliance.fleet.placement import BLOCK_SIZE
+from appliance.fleet.spread import GPU_STEP_TOKENS
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.errors import ConfigError
-from engine.folder.checkpoint import Checkpoint, choose_dtype
 from engine.kernels.attention_backends import Machine
 from tests.appliance.fake_nvml import FakeNvml as FakeMachine
 from tests.appliance.fake_nvml import a100_divided, h100
@@ -142,9 +137,9 @@ def test_one_gpu_is_one_worker_unless_roles_are_asked_for(checkpoint):
     placement = place(checkpoint)
     (worker,) = placement.workers
     assert (worker.name, worker.device, worker.shares) == ("colocated", "gpu0", None)
-    assert placement.places.is_colocated
-    assert placement.max_step_tokens == GPU_STEP_TOKENS
-    assert placement.places.home_of("kv") == "colocated"
+    assert placement.topology.is_colocated
+    assert placement.max_num_batched_tokens == GPU_STEP_TOKENS
+    assert placement.topology.home_of("kv") == "colocated"
 
 
 @pytest.mark.parametrize("roles", ["static", "elastic"])
@@ -154,8 +149,8 @@ def test_two_workers_on_a_gpu_share_what_the_decoding_one_exports(checkpoint, ro
     assert (prefill.shares, decode.shares) == ("maps", "exports")
     assert prefill.pool == decode.pool == "kv"
     assert prefill.cpus != decode.cpus
-    assert placement.places.transport == "alias"
-    assert placement.places.home_of("kv") == "decode"
+    assert placement.topology.transport == "alias"
+    assert placement.topology.home_of("kv") == "decode"
 
 
 @pytest.mark.parametrize("roles", ["auto", "elastic"])
@@ -164,9 +159,9 @@ def test_two_workers_that_copy_have_pools_of_their_own_and_a_ring(checkpoint, ro
     prefill, decode = placement.workers
     assert (prefill.shares, decode.shares) == (None, None)
     assert (prefill.pool, decode.pool) == ("prefill", "decode")
-    homes = {pool.name: pool.home for pool in placement.places.pools}
+    homes = {pool.name: pool.home for pool in placement.topology.pools}
     assert homes == {"prefill": "prefill", "decode": "decode", "ring": None}
-    num_blocks = sum(pool.num_blocks for pool in placement.places.pools)
+    num_blocks = sum(pool.num_blocks for pool in placement.topology.pools)
     num_bytes = num_blocks * placement.block_bytes
     assert num_bytes + 2 * checkpoint.num_bytes <= GPUS[0].memory_bytes
 
@@ -180,16 +175,16 @@ def test_by_mps_the_one_that_prefills_leaves_processors_to_the_other(checkpoint)
 
 def test_one_worker_copies_nothing(checkpoint):
     placement = place(checkpoint, roles="colocated", transport="shm")
-    assert placement.places.pool_by_name.keys() == {"kv"}
-    assert place(checkpoint, transport="alias").places.transport == "alias"
+    assert placement.topology.pool_by_name.keys() == {"kv"}
+    assert place(checkpoint, transport="alias").topology.transport == "alias"
 
 
 def test_the_pool_is_bounded_by_what_is_asked_for_and_by_what_is_of_use(checkpoint):
     block_bytes = checkpoint.config.kv_block_bytes(BLOCK_SIZE, "bfloat16")
     asked = place(checkpoint, kv_memory_bytes=10 * block_bytes)
-    assert [pool.num_blocks for pool in asked.places.pools] == [10]
+    assert [pool.num_blocks for pool in asked.topology.pools] == [10]
     useful = place(checkpoint, max_model_len=BLOCK_SIZE)
-    assert [pool.num_blocks for pool in useful.places.pools] == [257]
+    assert [pool.num_blocks for pool in useful.topology.pools] == [257]
 
 
 def test_a_block_is_as_large_as_the_attention_wants_it(checkpoint):

@@ -13,18 +13,18 @@ import pytest
 
 from appliance import process
 from appliance.configuration.config import ServeConfig
-from appliance.fleet import kv_caches
-from appliance.fleet.kv_caches import SsdAllowance, allowance, ssd_forecast
+from appliance.fleet import kv_caches, ssd_cache
 from appliance.fleet.placement import Placement
-from engine.cache.places import Places
+from appliance.fleet.ssd_cache import SsdAllowance, allowance, ssd_forecast
+from engine.cache.topology import Topology
 from engine.errors import PenstockError
-from engine.tiers.disk import RecordBuffer
-from engine.tiers.files import BusyError, lock
-from engine.tiers.index import RecordPlace
+from engine.offload.files import BusyError, lock
+from engine.offload.index import RecordPlace
+from engine.offload.slab_files import RecordBuffer
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")
-PLACEMENT = Placement(Places((), ()), (), block_bytes=100_000, max_model_len=64)
+PLACEMENT = Placement(Topology((), ()), (), block_bytes=100_000, max_model_len=64)
 
 
 def said(folder, asked, block_bytes=PLACEMENT.block_bytes):
@@ -90,10 +90,10 @@ def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
     asked, disk, tmp_path
 ):
     def blocks(fingerprint):
-        return kv_caches.BlockFormat(bytes([fingerprint]) * 32, 4096, {}, range(0))
+        return ssd_cache.BlockFormat(bytes([fingerprint]) * 32, 4096, {}, range(0))
 
     disk(100 * GIB)
-    opened = kv_caches._open(tmp_path, 64 << 20, blocks(1))
+    opened = ssd_cache._open(tmp_path, 64 << 20, blocks(1))
     slab = opened.slabs.grow()
     buffer = RecordBuffer(4096)
     opened.slabs.write(RecordPlace(slab.number, 0), b"1" * 16, 1, 0, buffer)
@@ -102,7 +102,7 @@ def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
     why = r"its disk is full: 444 MiB are free, and 1?[01]\.0 GiB stay so"
     assert re.search(why, said(tmp_path, asked))
     assert allowance(tmp_path, asked).cap_bytes == (20 * GIB if asked == "auto" else asked)
-    opened = kv_caches._open(tmp_path, asked, blocks(1))
+    opened = ssd_cache._open(tmp_path, asked, blocks(1))
     ((_, record),) = opened.found[0].records
     assert record.block_hash == b"1" * 16
     assert opened.slabs.grow() is None
@@ -112,7 +112,7 @@ def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
     assert opened.slabs.grow() is not None
     opened.close()
     disk(444 << 20)
-    opened = kv_caches._open(tmp_path, asked, blocks(2))
+    opened = ssd_cache._open(tmp_path, asked, blocks(2))
     assert opened.found == []
     assert [share.num_blocks for share in opened.slabs.others.shares] == [1], "kept, though full"
     assert opened.slabs.grow() is None, "there would be no room without it either"
@@ -121,7 +121,7 @@ def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
     for path in tmp_path.glob("slab-*"):
         path.unlink()
     with pytest.raises(PenstockError, match="444 MiB are free"):
-        kv_caches._open(tmp_path, asked, blocks(2))
+        ssd_cache._open(tmp_path, asked, blocks(2))
     os.close(lock(tmp_path))
 
 
@@ -153,7 +153,7 @@ async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, mo
     monkeypatch.setattr(kv_caches.Slabs, "open", lambda slabs: [open_slabs(slabs), hangs.wait()][0])
     folder = tmp_path / "kv"
     config = SimpleNamespace(ssd_folder=folder, ssd_dir=None, ssd_cache=64 << 20, log_keep_days=1)
-    cache = kv_caches.SsdCache(config, lambda _, code, about: seen.update({code: cache.frame()}))
+    cache = ssd_cache.SsdCache(config, lambda _, code, about: seen.update({code: cache.frame()}))
     placement = SimpleNamespace(block_bytes=4096)
     plan = SimpleNamespace(
         model_id="m", dtype="x", workers=[], arena=None, num_staging=0, placement=placement

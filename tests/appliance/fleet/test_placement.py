@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.configuration.setting_kinds import ONE_OF_EACH, parse_bytes, parse_place
+from appliance.configuration.setting_kinds import parse_bytes
+from appliance.configuration.wanted_workers import ONE_OF_EACH, parse_place
 from appliance.devices.inventory import Node
+from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
 from appliance.fleet.placement import (
     BLOCK_SIZE,
     available_cores,
     available_memory_bytes,
     cpu_names,
-    cpu_quota,
-    free_memory_bytes,
     place,
     split_cores,
 )
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
-from engine.folder.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_static_workers_have_cores_of_their_own_and_share_a_pool(checkpoint):
     prefill, decode = placement.workers
     assert (prefill.cpus, decode.cpus) == ((0, 1), (2,))
     assert prefill.pool == decode.pool == "kv"
-    assert placement.places.passing_pools() == set()
+    assert placement.topology.passing_pools() == set()
     assert placement.max_model_len == 2048
 
 
@@ -58,12 +58,12 @@ def test_with_one_core_both_workers_share_it(checkpoint):
 def test_colocated_is_one_worker_with_all_cores(checkpoint):
     placement = plan(checkpoint, roles="colocated")
     assert [(w.name, w.cpus) for w in placement.workers] == [("colocated", (0, 1, 2))]
-    assert placement.places.transport is None
+    assert placement.topology.transport is None
 
 
 def test_shm_divides_the_kv_memory_and_no_more(checkpoint):
     placement = plan(checkpoint, transport="shm", kv_memory_bytes=10 << 20)
-    counts = {pool.name: pool.num_blocks for pool in placement.places.pools}
+    counts = {pool.name: pool.num_blocks for pool in placement.topology.pools}
     assert set(counts) == {"prefill", "decode", "ring"}
     assert sum(counts.values()) * placement.block_bytes <= 10 << 20
     assert counts["decode"] > counts["prefill"] > counts["ring"] // 2
@@ -75,10 +75,10 @@ def test_several_workers_of_a_role_share_what_one_would_have(checkpoint, transpo
     placement = plan(checkpoint, wanted=parse_place("2x2"), **options)
     assert [w.name for w in placement.workers] == ["prefill0", "prefill1", "decode0", "decode1"]
     assert [w.cpus for w in placement.workers] == [(0,), (1,), (2,), (3,)]
-    counts = {pool.name: pool.num_blocks for pool in placement.places.pools}
+    counts = {pool.name: pool.num_blocks for pool in placement.topology.pools}
     assert sum(counts.values()) * placement.block_bytes <= 20 << 20
     assert {w.pool for w in placement.workers} == counts.keys() - {"ring"}
-    copied_by = placement.places.copied_by
+    copied_by = placement.topology.copied_by
     if transport == "peer":  # the one that has the blocks writes them where they go
         assert copied_by("prefill0") == ["decode0", "decode1"]
         assert copied_by("decode0") == ["prefill0", "prefill1"]
@@ -99,7 +99,7 @@ def test_twice_the_tokens_fit_the_same_memory_as_codes_of_a_byte(checkpoint):
     head_dim = checkpoint.config.head_dim
     ratio = 2 * head_dim / (head_dim + 4)
     assert wide.block_bytes == pytest.approx(ratio * narrow.block_bytes)
-    of_wide, of_narrow = (sum(p.num_blocks for p in each.places.pools) for each in (wide, narrow))
+    of_wide, of_narrow = (sum(p.num_blocks for p in each.topology.pools) for each in (wide, narrow))
     assert of_narrow == pytest.approx(ratio * of_wide, rel=0.05)
 
 
@@ -161,8 +161,8 @@ def test_two_numa_nodes_are_two_places_with_weights_and_pool_of_their_own(checkp
     assert (prefill.cpus, decode.cpus) == ((0, 1, 2), (4, 5, 6))
     assert (prefill.node, decode.node) == (0, 1)
     assert (prefill.pool, decode.pool) == ("prefill", "decode")
-    assert placement.places.transport == "peer"
-    assert not placement.places.shares_memory_bus
+    assert placement.topology.transport == "peer"
+    assert not placement.topology.shares_memory_bus
     assert "2 NUMA nodes" in placement.reasons[0]
 
 
@@ -171,12 +171,12 @@ def test_cores_that_are_named_decide_whether_nodes_are_places(checkpoint):
         checkpoint, nodes=NODES, transport="auto", wanted=parse_place("prefill=0,4 decode=5-6")
     )
     assert [worker.node for worker in apart.workers] == [0, 1, 1]
-    assert apart.places.transport == "peer"
+    assert apart.topology.transport == "peer"
     one = plan(
         checkpoint, nodes=NODES, transport="auto", wanted=parse_place("prefill=0 decode=1-2")
     )
     assert [worker.node for worker in one.workers] == [None, None]
-    assert one.places.transport == "alias"
+    assert one.topology.transport == "alias"
     asked = plan(checkpoint, nodes=NODES, transport="alias")
     assert [worker.node for worker in asked.workers] == [None, None]
     assert "not a worker for each" in asked.reasons[0]

@@ -15,14 +15,14 @@ import pytest
 
 from appliance.cli.doctor import drawing
 from appliance.configuration.config import ServeConfig
-from appliance.configuration.setting_kinds import parse_place
+from appliance.configuration.wanted_workers import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
 from appliance.fleet.placement import placement_lines
 from appliance.fleet.placer import PlacedModel, Placer
 from appliance.fleet.worker_counts import STARTED_TWO, is_two_better
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
-from engine.folder.checkpoint import Checkpoint
 from engine.kernels.attention_backends import Machine
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.measurer import ALONE
@@ -83,7 +83,7 @@ def test_every_placement_keeps_what_placements_promise(
     gpus = [plan.gpu.name for plan in placement.workers if plan.gpu is not None]
     assert len(set(gpus)) == (1 if placement.is_trial else len(gpus))
     for plan in placement.workers:
-        pool = placement.places.pool_by_name[plan.pool]
+        pool = placement.topology.pool_by_name[plan.pool]
         if plan.gpu is not None:
             assert pool.home == ("decode" if placement.is_trial else plan.name)
             num_bytes = pool.num_blocks * placement.block_bytes + models["1b"].num_bytes
@@ -125,7 +125,7 @@ def test_workers_are_where_they_are_put_by_hand(
 ) -> None:
     placement = placed(models["1b"], inventory_of("2xh100-nvlink"), place=place).placement
     assert [plan.device for plan in placement.workers] == workers
-    assert placement.places.transport == transport
+    assert placement.topology.transport == transport
     on_cores = {cpu for plan in placement.workers if plan.gpu is None for cpu in plan.cpus}
     on_gpus = {cpu for plan in placement.workers if plan.gpu is not None for cpu in plan.cpus}
     assert not on_cores & on_gpus
@@ -136,7 +136,7 @@ def test_instances_are_put_by_uuid(models: dict[str, Checkpoint], inventory_of: 
     place = "prefill=MIG-01c0ffee-5eed decode=MIG-00c0ffee-5eed"
     placement = placed(models["8b"], machine, place=place).placement
     assert [plan.device for plan in placement.workers] == ["gpu0/mig1", "gpu0/mig0"]
-    assert placement.places.transport == "shm"
+    assert placement.topology.transport == "shm"
 
 
 def test_of_several_divided_boards_pairs_stand_on_one_each(
@@ -154,7 +154,7 @@ def test_of_several_divided_boards_pairs_stand_on_one_each(
     place = "prefill=MIG-00c0ffee-5eed decode=MIG-11c0ffee-5eed"
     by_hand = placed(models["8b"], machine, place=place).placement
     assert [plan.device for plan in by_hand.workers] == ["gpu0/mig0", "gpu1/mig1"]
-    assert by_hand.places.transport == "shm"
+    assert by_hand.topology.transport == "shm"
     nodes = [set(node.cores) for node in machine.nodes]
     assert [set(plan.cpus) <= nodes[at] for at, plan in enumerate(by_hand.workers)] == [True] * 2
 
@@ -255,7 +255,7 @@ def test_of_several_gpus_as_many_prefill_as_step_times_say(
     config = ServeConfig(Path("socket"), tmp_path)
     placer = Placer(config, models["8b"], machine, TORCH, MACHINE, lambda gpus, dtype: known)
     placement = placer.place("bfloat16").placement
-    assert len(placement.places.playing("prefill")) == num_prefill
+    assert len(placement.topology.playing("prefill")) == num_prefill
     assert why in placement.reasons[0]
 
 
@@ -266,7 +266,7 @@ def test_a_whole_gpu_and_a_part_of_another_are_placed_by_hand(
     place = "prefill=gpu0 decode=gpu1/mig0,gpu1/mig1"
     placement = placed(models["8b"], machine, place=place).placement
     assert [plan.device for plan in placement.workers] == ["gpu0", "gpu1/mig0", "gpu1/mig1"]
-    assert placement.places.transport == "shm"
+    assert placement.topology.transport == "shm"
 
 
 @pytest.mark.parametrize(

@@ -17,21 +17,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.devices.inventory import Gpu
-from appliance.fleet import supervisor
+from appliance.devices.gpu_list import Gpu
+from appliance.fleet import peer_memory
 from appliance.fleet import supervisor as supervisor_file
+from appliance.fleet.peer_memory import MemorySharing, PeerPools
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.supervisor import (
     MAX_FAILED_STARTS,
     WORKER_PROGRAM,
-    MemorySharing,
     OnDied,
     OnReady,
-    PeerPools,
     Supervisor,
-    WorkerState,
-    weights_progress,
 )
+from appliance.fleet.worker_state import WorkerState, weights_progress
 from engine.errors import WorkerFailed
 from engine.wire.messages import (
     Command,
@@ -62,7 +60,7 @@ def loading(
         pool=PoolSpec("kv", None, 8),
         weights=weights,
         cpus=[0],
-        max_step_tokens=8,
+        max_num_batched_tokens=8,
         max_model_len=8,
         gpu=gpu,
     )
@@ -407,7 +405,7 @@ def setup(worker: str, *others: PoolSpec) -> Setup:
         pool=PoolSpec(worker, None, 9),
         weights=None,
         cpus=[0],
-        max_step_tokens=8,
+        max_num_batched_tokens=8,
         max_model_len=8,
         gpu=GpuSpec(worker),
         other_pools=list(others),
@@ -463,7 +461,7 @@ async def test_memory_of_the_dead_is_let_go_of_before_there_is_new_memory() -> N
 
 
 async def test_a_worker_that_does_not_let_go_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LET_GO_S", 0.01)
+    monkeypatch.setattr(peer_memory, "LET_GO_S", 0.01)
     machine = Machine()
     machine.pools.let_on("p0")
     machine.pools.made("decode", MEMORY)
@@ -532,7 +530,7 @@ class Daemon:
                 pool=PoolSpec("kv", None, 1000),
                 weights=None,
                 cpus=[0],
-                max_step_tokens=8,
+                max_num_batched_tokens=8,
                 max_model_len=8,
                 gpu=GpuSpec(GPU.uuid, plan.shares),
             )

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.devices.inventory import Gpu, GpuLink, Inventory
+from appliance.devices.gpu_list import Gpu
+from appliance.devices.inventory import GpuLink, Inventory
 from appliance.fleet.worker_counts import divide
 
 

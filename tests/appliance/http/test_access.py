@@ -22,15 +22,11 @@ from appliance.configuration.config import ServeConfig
 from appliance.http.access import (
     LOCAL_USER,
     AccessPolicy,
-    ApiKey,
     Credentials,
     UserDirectory,
-    add_key,
     credentials_of,
-    find_key,
-    new_key,
-    read_keys,
 )
+from appliance.http.api_keys import ApiKey, add_key, find_key, new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
 from appliance.request import Role

@@ -16,8 +16,9 @@ import pytest
 
 from appliance import process as process_file
 from appliance.api.routes import build_app
-from appliance.http import access, connection, listeners, server
-from appliance.http.access import AccessPolicy, ApiKey, new_key, read_keys
+from appliance.http import access, connection, listeners, rejected_connections, server
+from appliance.http.access import AccessPolicy
+from appliance.http.api_keys import ApiKey, new_key, read_keys
 from appliance.http.connection import ClientLimits
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
@@ -716,7 +717,7 @@ async def test_who_gives_way_or_finds_no_room_is_told_and_they_are_counted(
     assert code_of(told.result()) == (503, "too_many_connections")
     for task in reading:
         task.cancel()
-    monkeypatch.setattr(connection, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(rejected_connections, "TELL_EVERY_S", 0.0)
     await until(lambda: not narrow.server._turned_away._counts)
     lines = [r.getMessage().split() for r in caplog.records if "room" in r.getMessage()]
     assert sum(int(words[4]) for words in lines) == 3
@@ -725,7 +726,7 @@ async def test_who_gives_way_or_finds_no_room_is_told_and_they_are_counted(
 
 async def test_who_is_turned_away_and_says_nothing_is_not_waited_for_long(narrow, monkeypatch):
     monkeypatch.setattr(AccessPolicy, "_role_of", lambda *_: Role.USER)
-    monkeypatch.setattr(connection, "MAX_LINGERING", 2)
+    monkeypatch.setattr(rejected_connections, "MAX_LINGERING", 2)
     lingering = narrow.server._turned_away._lingering
     for _ in range(6):
         await narrow.connect()

@@ -22,16 +22,12 @@ import pytest
 from appliance.api.routes import build_app
 from appliance.client import Client, DaemonUnreachable
 from appliance.configuration.address import TcpAddress
-from appliance.http import connection, listeners
-from appliance.http.access import AccessPolicy, new_key, read_keys
-from appliance.http.listeners import (
-    ListenerCloser,
-    bind_socket,
-    bind_tcp,
-    check_path,
-    tls_context,
-)
+from appliance.http import listeners, rejected_connections
+from appliance.http.access import AccessPolicy
+from appliance.http.api_keys import new_key, read_keys
+from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, check_path
 from appliance.http.server import ApiServer
+from appliance.http.tls import tls_context
 from engine.errors import ConfigError, PenstockError
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance, until
@@ -297,7 +293,7 @@ async def test_half_handshakes_give_way_to_who_has_a_key_and_are_not_said_to_be_
             half.send(b"\x16")
         async with served.client() as client:
             assert (await client.get("/v1/models", headers=served.shown)).status_code == 200
-        monkeypatch.setattr(connection, "TELL_EVERY_S", 0.0)
+        monkeypatch.setattr(rejected_connections, "TELL_EVERY_S", 0.0)
         await until(lambda: not served.server._turned_away._counts)
         lines = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
         assert lines

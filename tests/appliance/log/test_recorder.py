@@ -15,15 +15,9 @@ from sqlite_utils import Database
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker
 from appliance.log import writer
+from appliance.log.log_file import open_log
 from appliance.log.query import Span
-from appliance.log.store import (
-    KEEP_FRAMES,
-    Pruned,
-    RetentionLimits,
-    estimate,
-    open_log,
-    prune_steps,
-)
+from appliance.log.retention import KEEP_FRAMES, Pruned, RetentionLimits, estimate, prune_steps
 from appliance.log.writer import RequestLog, write_recording
 from engine.errors import PenstockError
 from migrations.request_log import migration

@@ -13,9 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from appliance.log import store as log_store
+from appliance.log import retention
 from appliance.log.query import EventQuery, RowQuery, log_time, read_rows
-from appliance.log.store import Pruned, RetentionLimits, Upkeep, estimate, prune_steps, used_bytes
+from appliance.log.retention import (
+    Pruned,
+    RetentionLimits,
+    Upkeep,
+    estimate,
+    prune_steps,
+    used_bytes,
+)
 from appliance.log.writer import RequestLog
 from tests.appliance.logs import query, rids, row, start, write
 
@@ -100,8 +107,8 @@ def test_a_limit_that_nothing_fits_ends_with_an_empty_log(db: sqlite3.Connection
 def test_work_is_cut_into_short_transactions(
     db: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_store, "SLICE_ROWS", 50)
-    monkeypatch.setattr(log_store, "SLICE_PAGES", 20)
+    monkeypatch.setattr(retention, "SLICE_ROWS", 50)
+    monkeypatch.setattr(retention, "SLICE_PAGES", 20)
     steps = list(prune_steps(db, RetentionLimits(keep_days=30), NOW))
     assert sum(steps, Pruned()) == Pruned(271, 271)
     assert max(step.requests + step.events for step in steps) <= 50
@@ -178,7 +185,7 @@ def test_limits_that_change_under_way_hold_at_once(path: Path) -> None:
 
 @pytest.mark.usefixtures("db")
 def test_rows_are_written_while_it_forgets(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_store, "SLICE_ROWS", 5)
+    monkeypatch.setattr(retention, "SLICE_ROWS", 5)
     log = start(path, RetentionLimits(keep_days=1))
     assert log.flush(10)
     log.record(row("cmpl-new", received_at=log_time(datetime.now(UTC))))

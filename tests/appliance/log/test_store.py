@@ -13,7 +13,7 @@ import pytest
 
 from appliance.log import store as log_store
 from appliance.log.query import RowQuery, read_rows
-from appliance.log.store import Pruned
+from appliance.log.retention import Pruned
 from engine.errors import PenstockError
 from tests.appliance.logs import query, rids, row, start, write
 

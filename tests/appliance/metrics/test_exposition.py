@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.api.operator_api import HttpCounts
+from appliance.api.cache_api import HttpCounts
 from appliance.frame.latency import Histograms, stages
 from appliance.frame.protocol import (
     AlertFrame,
@@ -20,9 +20,9 @@ from appliance.frame.protocol import (
     WayFrame,
 )
 from appliance.metrics.exposition import exposition
-from appliance.watch.alerts import RING
+from appliance.telemetry.signals import RING
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
 
 QUERIES = Path(__file__).with_name("vllm_dashboards.promql")

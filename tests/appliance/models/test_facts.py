@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from appliance.models.facts import facts_of
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
 

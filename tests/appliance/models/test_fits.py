@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.models import fits
-from engine.folder.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.models.recorded import CONFIGS, GGUF, repository
 from tests.hub import Hub, Repository, serving

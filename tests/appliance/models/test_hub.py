@@ -271,8 +271,8 @@ def test_room_on_the_disk_is_looked_at_first(
 ) -> None:
     from appliance.models import hub as door
     from appliance.models import hub as pulling
-    from appliance.models.hub import RemoteFile
-    from appliance.models.hub import Repository as Listed
+    from appliance.models.hub_http import RemoteFile
+    from appliance.models.hub_http import Repository as Listed
     from appliance.models.names import HubName
     from engine.errors import ConfigError
 

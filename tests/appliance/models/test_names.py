@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from appliance.configuration.config import changes, load
-from appliance.models.hub import RemoteFile, Repository, small_files, weight_files
+from appliance.models.hub_http import RemoteFile, Repository, small_files, weight_files
 from appliance.models.names import STARTER_FOLDER, HubName, a_model
 from appliance.models.short_names import SHORT_NAMES
 from engine.errors import CheckpointError, ConfigError

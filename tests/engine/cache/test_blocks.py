@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.cache.blocks import BlockPool, BlockState, Ledger
-from engine.cache.prefix_index import PrefixHasher
+from engine.cache.hashes import PrefixHasher
 from engine.errors import InvariantViolated
 
 HASHER = PrefixHasher(bytes(32), b"", 4)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.prefix_index import HASH_BYTES, PrefixHasher, PrefixIndex
+from engine.cache.hashes import HASH_BYTES, PrefixHasher
+from engine.cache.prefix_index import PrefixIndex
 from engine.errors import InvariantViolated
 
 

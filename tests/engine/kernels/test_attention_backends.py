@@ -12,11 +12,9 @@ from engine.kernels.attention_backends import (
     AttentionNeeds,
     Machine,
     choose_attention,
-    flash_attn_fault,
-    import_fault,
     this_machine,
-    triton_fault,
 )
+from engine.kernels.attention_needs import flash_attn_fault, import_fault, triton_fault
 
 LLAMA = AttentionNeeds("bfloat16", 128, has_softcap=False)
 

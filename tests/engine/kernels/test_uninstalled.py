@@ -22,7 +22,7 @@ from engine.wire.messages import GpuSpec, PoolSpec, Setup
 plan = WorkerPlan("colocated", (0,), "kv", Gpu("gpu0", "GPU", "GPU-nobodys", 0))
 pool, gpu = PoolSpec("kv", None, 8), GpuSpec("GPU-nobodys")
 setup = Setup(worker="colocated", model_dir=sys.argv[1], dtype="float32", block_size=4, pool=pool,
-              weights=None, cpus=[0], max_step_tokens=8, max_model_len=8, gpu=gpu)
+              weights=None, cpus=[0], max_num_batched_tokens=8, max_model_len=8, gpu=gpu)
 nothing = lambda *_: None
 supervisor = Supervisor([(plan, setup)], [], on_report=nothing, on_ready=nothing, on_died=nothing,
                         on_lost=nothing)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.sampler import NothingAllowedError, adjust, is_adjusted
-from engine.wire.messages import SamplingParams
+from engine.model.logit_rules import NothingAllowedError, adjust, is_adjusted
+from engine.wire.sampling import SamplingParams
 
 VOCAB_SIZE = 24
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.folder.model_config import ACTIVATIONS
+from engine.checkpoint.model_config import ACTIVATIONS
 from engine.kernels.cpu import load_kernels
 from engine.model.backend import TorchBackend
 from tests.engine.model.test_attention import LEVELS, backend_of, batch_of

@@ -5,25 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.kernels.costs import AttentionShape, Cost, attention_cost, product_cost
 from engine.model import transformer
 from engine.model.attention import (
     StepBatch,
     num_parts,
-    paged_step,
     reference_attention,
     several_queries_tiling,
     single_query_tiling,
 )
-from engine.model.cuda import (
-    CudaBackend,
-    DeviceLimits,
-    TritonAttention,
-    flash_attention,
-    torch_varlen_attention,
-)
-from engine.workers.measure import KernelFixture
+from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
+from engine.model.library_attention import flash_attention, torch_varlen_attention
+from engine.model.paged_step import paged_step
+from engine.workers.kernel_cases import KernelFixture
 from tests.checkpoints import make_checkpoint
 from tests.engine.kernel_cases import LAYER, MIXED, SINGLES, TOLERANCES, Step, filled
 from tests.engine.model.test_transformer import load

@@ -6,12 +6,13 @@ import dataclasses
 import pytest
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.attention import StepBatch
 from engine.model.sampler import NO_TOKEN, draw_of, sample, sample_rows
 from engine.model.transformer import Transformer
-from engine.model.weights import Weight, load_weights
-from engine.wire.messages import SamplingParams
+from engine.model.weight import Weight
+from engine.model.weights import load_weights
+from engine.wire.sampling import SamplingParams
 from tests.accelerator import DEVICE, Accelerator
 from tests.checkpoints import make_checkpoint
 

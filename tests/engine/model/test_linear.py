@@ -13,7 +13,7 @@ from engine.model.linear import (
     TorchLinear,
     choose_linears,
 )
-from engine.model.weights import Weight
+from engine.model.weight import Weight
 from tests.levels import PARAMS, each_level, needs_kernels
 
 MANY_TOKENS = 30

@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.checkpoint.checkpoint import Checkpoint, packed_layout
 from engine.errors import CheckpointError
-from engine.folder.checkpoint import Checkpoint, packed_layout
 from engine.kernels.cpu import DOTS, TILES, WAY_NAMES, WIDENED, ProductWays, load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.transformer import Transformer
-from engine.model.weights import Weight, load_weights, packed_weight
+from engine.model.weight import Weight, packed_weight
+from engine.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_linear import assert_close
 from tests.engine.model.test_transformer import Pool

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.folder.quantisation import FORM_BY_KIND, FORMS, panels_shape
-from engine.folder.tensor_info import BLOCKS, TensorInfo
+from engine.checkpoint.quantisation import FORM_BY_KIND, FORMS, panels_shape
+from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels
+from engine.model.dequantise import Parts, dequantised
 from engine.model.linear import CompiledLinear
-from engine.model.stored_tensors import Parts, Stored, dequantised, quantised
-from engine.model.weights import Weight, embedded, pack_panels, panels_of
+from engine.model.stored_tensors import Stored, quantised
+from engine.model.weight import Weight, embedded, pack_panels, panels_of
 from tests.levels import LEVELS, each_level
 
 KINDS = tuple(FORM_BY_KIND)

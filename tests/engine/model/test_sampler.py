@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine.model.sampler import logprobs, sample, uniform
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 

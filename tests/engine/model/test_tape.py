@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.folder.checkpoint import Checkpoint, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.kernels.cpu import load_kernels
 from engine.model.compiled import MAX_TAPES, MAX_TOKENS
 from engine.model.linear import Linears
 from engine.model.transformer import Transformer
-from engine.model.weights import Weight, load_weights
+from engine.model.weight import Weight
+from engine.model.weights import load_weights
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.model.test_attention import batch_of
 

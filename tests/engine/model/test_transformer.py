@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.folder.checkpoint import Checkpoint, weights_layout
-from engine.folder.model_config import ModelConfig
+from engine.checkpoint.checkpoint import Checkpoint, weights_layout
+from engine.checkpoint.model_config import ModelConfig
+from engine.model.attention import StepBatch
 from engine.model.layers import rope_frequencies
-from engine.model.transformer import StepBatch, Transformer
+from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from tests.checkpoints import (
     FAMILIES,

@@ -6,13 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.folder.checkpoint import Checkpoint, gpu_layout
-from engine.folder.quantisation import FORM_BY_KIND, FORMS
+from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
+from engine.checkpoint.quantisation import FORM_BY_KIND, FORMS
+from engine.model.dequantise import dequantised
 from engine.model.linear import Linears
-from engine.model.stored_tensors import dequantised, quantised
+from engine.model.stored_tensors import quantised
 from engine.model.triton_linear import multiply, rounded_inputs, rounded_to_fp8
-from engine.model.weights import Weight, panels_of, quantised_weights
-from engine.workers.on_gpu import read_share
+from engine.model.weight import Weight, panels_of
+from engine.model.weights import quantised_weights
+from engine.workers.weight_streaming import read_share
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_quantised import blocks_of, packed, parts_of, values_of
 from tests.quantised_checkpoints import SHAPE, write_quantised

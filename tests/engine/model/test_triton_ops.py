@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.folder.model_config import ACTIVATIONS
+from engine.checkpoint.model_config import ACTIVATIONS
 from engine.model import triton_ops
 from tests.engine.kernel_cases import Rows, check_gated, check_norm, check_norm_rows, check_place
 

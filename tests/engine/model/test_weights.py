@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.errors import CheckpointError
-from engine.folder.checkpoint import Checkpoint, weights_layout
 from engine.model.linear import as_one_matrix
 from engine.model.weights import load_weights
 from tests.checkpoints import make_checkpoint

@@ -3,12 +3,13 @@
 from collections import Counter
 
 from engine.cache.blocks import Ledger
-from engine.cache.places import make_places
-from engine.cache.prefix_index import PrefixHasher
+from engine.cache.hashes import PrefixHasher
+from engine.cache.topology import make_places
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.messages import Copied, CoresUsed, SamplingParams, Stepped
+from engine.wire.messages import Copied, CoresUsed, Stepped
+from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
 HASHER = PrefixHasher(bytes(32), b"", BLOCK_SIZE)
@@ -23,7 +24,7 @@ def places_of(arm, num_blocks, num_slots):
     transport = arm.split()[-1] if arm in COPYING else "alias"
     if "colocated" in arm:
         home = "colocated" if "gpu" in arm else None
-        places = make_places(["colocated"], ["colocated"], transport, home=home)
+        topology = make_places(["colocated"], ["colocated"], transport, home=home)
     else:
         home = "decode" if arm == "gpu" else None
         in_workers = "gpu" in arm and arm in COPYING
@@ -33,27 +34,27 @@ def places_of(arm, num_blocks, num_slots):
             for role, count in zip(("prefill", "decode"), counts, strict=True)
         ]
         homes = [name for role in names for name in role] if in_workers else []
-        places = make_places(*names, transport, home=home, in_workers=homes)
+        topology = make_places(*names, transport, home=home, in_workers=homes)
     many = num_blocks if isinstance(num_blocks, dict) else {}
     sizes = {
         p.name: num_slots + 1 if p.name == "ring" else many.get(p.name, num_blocks)
-        for p in places.pools
+        for p in topology.pools
     }
-    return places.with_pools(sizes)
+    return topology.with_pools(sizes)
 
 
 class World:
     """A router, its fake workers and a clock; delivers messages when told to."""
 
     def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50, max_queued_tokens=5000):
-        self.places = places_of(arm, num_blocks, num_slots)
-        self.ledger = Ledger(self.places.books(BLOCK_SIZE))
+        self.topology = places_of(arm, num_blocks, num_slots)
+        self.ledger = Ledger(self.topology.books(BLOCK_SIZE))
         self.now_ns = 10**9
         self.memory = {}
-        cores = {name: (core,) for core, name in enumerate(self.places.names)}
+        cores = {name: (core,) for core, name in enumerate(self.topology.names)}
         self.workers = {
             worker.name: FakeWorker(worker.name, worker.pool, self.memory, cpus=cores[worker.name])
-            for worker in self.places.workers
+            for worker in self.topology.workers
         }
         for worker in self.workers.values():
             worker.may_write = lambda pool, block_id: block_id not in self.ledger.pools[pool].index
@@ -63,12 +64,12 @@ class World:
         self.num_checks = 0
         self.told, self.num_told = {}, 0
         self.router = Router(
-            self.places,
+            self.topology,
             self.ledger,
             FairQueue(max_queued, max_queued_tokens),
             send=lambda name, command: self.workers[name].inbox.append(command),
             emit=self.emit,
-            max_step_tokens=8,
+            max_num_batched_tokens=8,
             roles="elastic" if "elastic" in arm else "static",
             cores=cores,
         )
@@ -126,7 +127,7 @@ class World:
 
     def kill(self, name):
         """The worker dies, and who has mapped its memory; what they have sent is still read."""
-        lost = {pool.name for pool in self.places.pools if pool.home == name}
+        lost = {pool.name for pool in self.topology.pools if pool.home == name}
         killed = [name, *(n for n, w in self.workers.items() if n != name and w.pool in lost)]
         for each in killed:
             worker = self.workers[each]
@@ -141,7 +142,7 @@ class World:
 
     def revive(self, name):
         """The worker starts again, and first the one whose memory it maps."""
-        home = self.places.home_of(self.workers[name].pool) or name
+        home = self.topology.home_of(self.workers[name].pool) or name
         revived = [n for n in (home, name) if n not in self.router.roles.ready_workers]
         for each in dict.fromkeys(revived):
             self.router.worker_ready(each, self.now_ns)

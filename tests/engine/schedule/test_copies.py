@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.cache.places import make_places
-from engine.schedule.copies import JUDGED_BYTES, MAX_STRIKES, Links
+from engine.cache.topology import make_places
+from engine.schedule.links import JUDGED_BYTES, MAX_STRIKES, Links
 from engine.schedule.sequence import Leg
 from engine.wire.messages import Copied
 
@@ -14,13 +14,13 @@ FAST, SLOW = NUM_BYTES, 3 * NUM_BYTES
 
 
 @pytest.fixture
-def places():
+def topology():
     return make_places(*ROLES, "peer", in_workers=("p0", "p1", "decode"))
 
 
 @pytest.fixture
-def links(places):
-    links = Links(places)
+def links(topology):
+    links = Links(topology)
     links.probed("p0", {"decode": 1e9, "ring": 1e8})
     return links
 
@@ -31,36 +31,38 @@ def copied(link_ns=FAST, error=None, num_bytes=NUM_BYTES):
     return Copied(1, 1, num_bytes, 0, 5 * SLOW, True, link_ns=link_ns)
 
 
-def make(links, places, count, **report):
-    hop = places.link("p0", "decode").hops[0]
+def make(links, topology, count, **report):
+    hop = topology.link("p0", "decode").hops[0]
     for _ in range(count):
         links.copied(hop, copied(**report))
 
 
-def test_between_devices_there_is_a_way_through_the_host(places):
-    link = places.link("p0", "decode")
-    assert (link.transport, link.detour.transport) == ("peer", "shm")
-    assert [hop.worker for hop in link.detour.hops] == ["p0", "decode"]
-    assert places.copied_by("p0") == ["decode", "ring"]
-    assert places.copied_by("decode") == ["ring"]
-    assert places.transport == "peer"
+def test_between_devices_there_is_a_way_through_the_host(topology):
+    link = topology.link("p0", "decode")
+    assert (link.transport, link.fallback.transport) == ("peer", "shm")
+    assert [hop.worker for hop in link.fallback.hops] == ["p0", "decode"]
+    assert topology.copied_by("p0") == ["decode", "ring"]
+    assert topology.copied_by("decode") == ["ring"]
+    assert topology.transport == "peer"
     on_cores = make_places(*ROLES, "peer")
-    assert on_cores.link("p0", "decode").detour is None
+    assert on_cores.link("p0", "decode").fallback is None
     assert on_cores.passing_pools() == set()
 
 
 @pytest.mark.parametrize("report", [{"error": "lost"}, {"link_ns": SLOW}])
-def test_a_link_that_fails_again_and_again_is_taken_down_and_others_are_not(links, places, report):
-    make(links, places, MAX_STRIKES - 1, **report)
+def test_a_link_that_fails_again_and_again_is_taken_down_and_others_are_not(
+    links, topology, report
+):
+    make(links, topology, MAX_STRIKES - 1, **report)
     assert links.between("p0", "decode").transport == "peer"
-    make(links, places, 1)
-    make(links, places, MAX_STRIKES - 1, **report)
+    make(links, topology, 1)
+    make(links, topology, MAX_STRIKES - 1, **report)
     assert links.between("p0", "decode").transport == "peer"  # not in a row
-    make(links, places, 1, **report)
+    make(links, topology, 1, **report)
     assert links.between("p0", "decode").transport == "shm"
     assert links.between("p1", "decode").transport == "peer"
     assert str(MAX_STRIKES) in links.states["p0", "decode"].down
-    make(links, places, 3)  # what is under way ends as it began
+    make(links, topology, 3)  # what is under way ends as it began
     assert links.between("p0", "decode").transport == "shm"
     links.probed("decode", {"ring": 1e8})
     assert links.between("p0", "decode").transport == "shm"
@@ -68,25 +70,25 @@ def test_a_link_that_fails_again_and_again_is_taken_down_and_others_are_not(link
     assert links.between("p0", "decode").transport == "peer"
 
 
-def test_a_link_is_not_slow_because_its_host_is_busy(links, places):
-    make(links, places, 1)
-    make(links, places, 3 * MAX_STRIKES, link_ns=None)
+def test_a_link_is_not_slow_because_its_host_is_busy(links, topology):
+    make(links, topology, 1)
+    make(links, topology, 3 * MAX_STRIKES, link_ns=None)
     state = links.states["p0", "decode"]
     assert (state.down, state.num_strikes) == (None, 0)
     assert state.copy_bytes_per_s == pytest.approx(1e9)
     assert state.num_bytes == NUM_BYTES * (1 + 3 * MAX_STRIKES)
 
 
-def test_few_bytes_at_a_time_are_judged_together(links, places):
+def test_few_bytes_at_a_time_are_judged_together(links, topology):
     state = links.states["p0", "decode"]
-    make(links, places, 16 * MAX_STRIKES - 1, num_bytes=NUM_BYTES // 16, link_ns=SLOW // 16)
+    make(links, topology, 16 * MAX_STRIKES - 1, num_bytes=NUM_BYTES // 16, link_ns=SLOW // 16)
     assert (state.down, state.num_strikes) == (None, MAX_STRIKES - 1)
-    make(links, places, 1, num_bytes=NUM_BYTES // 16, link_ns=SLOW // 16)
+    make(links, topology, 1, num_bytes=NUM_BYTES // 16, link_ns=SLOW // 16)
     assert state.down
 
 
-def test_a_try_that_fails_at_start_is_enough(places):
-    links = Links(places)
+def test_a_try_that_fails_at_start_is_enough(topology):
+    links = Links(topology)
     links.probed("p1", {"decode": 0.0, "ring": 1e8})
     assert links.between("p1", "decode").transport == "shm"
     assert links.states["p1", "decode"].down
@@ -94,23 +96,23 @@ def test_a_try_that_fails_at_start_is_enough(places):
 
 
 def test_a_link_without_another_way_is_never_down():
-    places = make_places(["p0"], ["decode"], "peer")
-    links = Links(places)
+    topology = make_places(["p0"], ["decode"], "peer")
+    links = Links(topology)
     links.probed("p0", {"decode": 1e9})
-    make(links, places, 3 * MAX_STRIKES, error="lost")
-    make(links, places, 3 * MAX_STRIKES, link_ns=SLOW)
+    make(links, topology, 3 * MAX_STRIKES, error="lost")
+    make(links, topology, 3 * MAX_STRIKES, link_ns=SLOW)
     assert links.between("p0", "decode").transport == "peer"
     assert links.states["p0", "decode"].down is None
 
 
-def test_rates_and_bytes_are_those_of_copies_that_were_made(links, places):
+def test_rates_and_bytes_are_those_of_copies_that_were_made(links, topology):
     state = links.states["p0", "decode"]
     assert (state.copy_bytes_per_s, state.num_bytes) == (None, 0)
-    make(links, places, 1, link_ns=SLOW)
+    make(links, topology, 1, link_ns=SLOW)
     assert state.copy_bytes_per_s == pytest.approx(1e9 / 3)
-    make(links, places, 100)
+    make(links, topology, 100)
     assert state.copy_bytes_per_s == pytest.approx(1e9, rel=0.01)
-    make(links, places, 1, error="lost")
+    make(links, topology, 1, error="lost")
     assert state.num_bytes == 101 * NUM_BYTES
     assert state.copy_bytes_per_s == pytest.approx(1e9, rel=0.01)
 

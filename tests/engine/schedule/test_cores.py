@@ -186,7 +186,7 @@ def test_a_lone_prompt_has_all_cores_from_its_first_step_on_also_before_steps_ar
     world = World("elastic")
     world.tick()
     world.submit(sequence := world.sequence(30, 5))
-    worker = world.workers[world.places.playing("prefill")[0]]
+    worker = world.workers[world.topology.playing("prefill")[0]]
     for _ in range(10):
         if worker.has_stepped:
             break

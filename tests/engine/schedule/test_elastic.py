@@ -17,8 +17,8 @@ from engine.schedule.elastic import (
     WorkerLoad,
     choose,
 )
-from engine.schedule.journeys import MIN_CHUNK_TOKENS, Pair
 from engine.schedule.step_times import StepLoad
+from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Pair
 from engine.wire.messages import SequenceStep, Stepped
 
 IDLE = WorkerLoad()
@@ -34,7 +34,7 @@ CPU = Situation(
     candidates=(MOVE, DECODE),
     loads={"prefill": IDLE, "decode": IDLE},
     num_cores={"prefill": 1, "decode": 1},
-    max_step_tokens=512,
+    max_num_batched_tokens=512,
     slo=Slo(),
     shares_memory_bus=True,
     lends_cores=True,
@@ -338,7 +338,7 @@ def test_smaller_steps_follow_from_the_size_that_was_measured():
                 asked.add(load.num_prefill_tokens)
             return linear(worker, num_cores, load)
 
-        choice_of(CPU, predict=seen, decode=TWO_STREAMS, max_step_tokens=most)
+        choice_of(CPU, predict=seen, decode=TWO_STREAMS, max_num_batched_tokens=most)
         sizes[most] = asked
     assert sizes == {128: {64, 128}, 512: {64, 128, 256, 512}}
 
@@ -353,7 +353,7 @@ SITUATIONS = st.builds(
     candidates=st.lists(PAIRS, min_size=1, unique=True).map(tuple),
     loads=st.fixed_dictionaries(dict.fromkeys(NAMES, LOADS)),
     num_cores=st.fixed_dictionaries(dict.fromkeys(NAMES, st.integers(1, 8))),
-    max_step_tokens=st.sampled_from([8, 512, 2048]),
+    max_num_batched_tokens=st.sampled_from([8, 512, 2048]),
     slo=st.builds(
         Slo,
         st.one_of(st.none(), st.integers(1, 10_000)),
@@ -377,7 +377,7 @@ def test_every_situation_has_a_choice_that_is_open(situation):
     if choice.pair != situation.candidates[0] and choice.pair.moves:
         assert choice.pair in situation.copy_ms, "no guess"
     if choice.max_chunk_tokens is not None:
-        assert 1 <= choice.max_chunk_tokens < situation.max_step_tokens
+        assert 1 <= choice.max_chunk_tokens < situation.max_num_batched_tokens
     assert choose(situation, linear) == choice
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.cache.blocks import Ledger
-from engine.cache.places import make_places
+from engine.cache.topology import make_places
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.copies import Copies
 from engine.schedule.measurer import (
@@ -41,12 +41,12 @@ class Machine:
         buses = None if is_one_bus else {name: name for name in cores}
         roles = [[name for name in cores if name.startswith(r)] for r in ("prefill", "decode")]
         transport = "alias" if is_one_bus else "peer"
-        places = make_places(*roles, transport, buses=buses)
-        places = places.with_pools({pool.name: num_blocks for pool in places.pools})
-        self.ledger = Ledger(places.books(16))
-        copies = Copies(self.ledger, places)
+        topology = make_places(*roles, transport, buses=buses)
+        topology = topology.with_pools({pool.name: num_blocks for pool in topology.pools})
+        self.ledger = Ledger(topology.books(16))
+        copies = Copies(self.ledger, topology)
         self.profile = Profile() if profile is None else profile
-        self.roles = Roles(places, cores, "elastic", copies, 512, send, profile=self.profile)
+        self.roles = Roles(topology, cores, "elastic", copies, 512, send, profile=self.profile)
         for name in cores:
             self.roles.worker_ready(name)
         self.measurer = Measurer(self.roles, self.ledger, send, SIZES, 8192, **options)
@@ -226,8 +226,8 @@ def test_what_a_chooser_asked_for_is_measured_too():
 def test_processes_that_share_a_gpu_are_timed_beside_each_other_and_alone():
     machine = Machine(cores={"prefill": (), "decode": ()}, is_one_bus=False, shares_gpu=True)
     machine.run()
-    places = {key.place for key in machine.profile.facts if key.place}
-    assert places == {"prefill on 1", "decode on 1", ALONE}
+    topology = {key.place for key in machine.profile.facts if key.place}
+    assert topology == {"prefill on 1", "decode on 1", ALONE}
 
 
 def test_devices_of_their_own_are_timed_at_the_same_time():

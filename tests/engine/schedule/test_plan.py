@@ -75,8 +75,10 @@ sequences = st.lists(
 
 
 @given(sequences, st.integers(1, 600), st.integers(10**10, 10**11), st.booleans())
-def test_a_plan_is_within_bounds_and_wastes_nothing(running, max_step_tokens, now_ns, after_chunk):
-    planned = plan(running, max_step_tokens, now_ns, is_after_chunk=after_chunk)
+def test_a_plan_is_within_bounds_and_wastes_nothing(
+    running, max_num_batched_tokens, now_ns, after_chunk
+):
+    planned = plan(running, max_num_batched_tokens, now_ns, is_after_chunk=after_chunk)
     assert len({id(s) for s, _ in planned}) == len(planned)
     for sequence, num_new_tokens in planned:
         assert 1 <= num_new_tokens <= sequence.num_tokens - sequence.num_computed_tokens
@@ -85,7 +87,7 @@ def test_a_plan_is_within_bounds_and_wastes_nothing(running, max_step_tokens, no
     singles = [s for s in runnable if s.num_tokens - s.num_computed_tokens == 1]
     assert {id(s) for s in singles} <= {id(s) for s, _ in planned}
     num_tokens = sum(n for _, n in planned)
-    assert num_tokens - len(singles) <= max_step_tokens
+    assert num_tokens - len(singles) <= max_num_batched_tokens
     prompts = [(s, n) for s, n in planned if s.num_tokens - s.num_computed_tokens > 1]
     if any(n < s.num_tokens - s.num_computed_tokens for s, n in prompts):
         assert len(prompts) == 1  # a chunk goes alone

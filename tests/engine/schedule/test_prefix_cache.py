@@ -118,7 +118,7 @@ def test_a_death_while_blocks_are_fetched_changes_no_token(arm, role, at):
             worker.copy(world.now_ns, 1)
             while worker.outbox and number % 2:
                 world.deliver(worker)
-    world.kill(world.places.playing(role)[0])
+    world.kill(world.topology.playing(role)[0])
     world.tick()
     world.revive_all()
     world.run()
@@ -290,7 +290,7 @@ def test_what_is_shared_is_lost_with_its_memory_and_computed_by_each_alone(arm, 
     world.submit(*turns)
     for _ in range(after_ticks):
         world.tick()
-    world.kill(world.places.playing(role)[0])
+    world.kill(world.topology.playing(role)[0])
     world.revive_all()
     world.run()
     for sequence in turns:

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from engine.errors import QueueFull, RequestError
 from engine.schedule.plan import prefill_key
-from engine.schedule.queue import (
+from engine.schedule.queue import FairQueue
+from engine.schedule.sequence import Sequence, Stamps
+from engine.schedule.waiting_limit import (
     MAX_RETRY_MS,
     MIN_RETRY_MS,
     OWNER_SHARE,
     UNKNOWN_RETRY_MS,
-    FairQueue,
     QueueRate,
     WaitingLimit,
 )
-from engine.schedule.sequence import Sequence, Stamps
-from engine.wire.messages import SamplingParams
+from engine.wire.sampling import SamplingParams
 
 SECOND_NS = 1_000_000_000
 OWNERS = ("a", "b", "c", "d")

@@ -3,10 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.journeys import MAX_PREEMPTIONS
-from engine.schedule.recovery import PreemptionCandidate, victim
-from engine.schedule.sequence import Sequence, Stamps, age
-from engine.wire.messages import SamplingParams
+from engine.schedule.growth import PreemptionCandidate, victim
+from engine.schedule.sequence import Sequence, Stamps
+from engine.schedule.sequence_table import age
+from engine.schedule.worker_routes import MAX_PREEMPTIONS
+from engine.wire.sampling import SamplingParams
 
 
 def holder(seq_id, arrived_ns, num_freed, num_lost, num_preemptions=0, is_short=False):

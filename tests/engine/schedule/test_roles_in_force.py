@@ -3,15 +3,16 @@
 import pytest
 
 from engine.cache.blocks import Ledger
-from engine.cache.places import make_places
+from engine.cache.topology import make_places
 from engine.schedule.copies import Copies
 from engine.schedule.core_lending import Cores
 from engine.schedule.elastic import PairChoice
-from engine.schedule.journeys import Pair
 from engine.schedule.roles_in_force import Roles
 from engine.schedule.sequence import Leg, On, Phase, Sequence, Stamps
 from engine.schedule.step_times import StepLoad
-from engine.wire.messages import CoresUsed, SamplingParams, SequenceStep, Stepped
+from engine.schedule.worker_routes import Pair
+from engine.wire.messages import CoresUsed, SequenceStep, Stepped
+from engine.wire.sampling import SamplingParams
 
 PLACES = make_places(["prefill"], ["decode"], "alias")
 MOVE = Pair("prefill", "decode")
@@ -23,13 +24,13 @@ TWO_CORES = {"prefill": (0,), "decode": (1,)}
 class Machine:
     """Roles over two workers that do at once what they are told."""
 
-    def __init__(self, roles="elastic", cores=None, places=PLACES, **options):
+    def __init__(self, roles="elastic", cores=None, topology=PLACES, **options):
         self.told = []
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
         self.now_s = 1000.0
-        copies = Copies(Ledger(places.books(16)), places)
-        self.roles = Roles(places, cores, roles, copies, 512, send, **options)
+        copies = Copies(Ledger(topology.books(16)), topology)
+        self.roles = Roles(topology, cores, roles, copies, 512, send, **options)
         for name in cores:
             self.roles.worker_ready(name)
 
@@ -182,15 +183,15 @@ def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
 
 def test_workers_that_share_cores_with_their_like_have_something_to_choose():
     cores = {"prefill0": (0,), "prefill1": (0,), "decode": (1,)}
-    places = make_places(["prefill0", "prefill1"], ["decode"], "alias")
-    machine = Machine("elastic", cores, places)
+    topology = make_places(["prefill0", "prefill1"], ["decode"], "alias")
+    machine = Machine("elastic", cores, topology)
     assert not machine.roles.acts_static
     assert not machine.roles.cores.can_lend
 
 
 def test_one_worker_is_colocated_whatever_is_asked_for():
-    places = make_places(["colocated"], ["colocated"], "alias")
-    machine = Machine("elastic", {"colocated": (0, 1)}, places)
+    topology = make_places(["colocated"], ["colocated"], "alias")
+    machine = Machine("elastic", {"colocated": (0, 1)}, topology)
     assert machine.roles.roles == "colocated"
     assert machine.settle(sequence("colocated")) == [[0, 1]]
 

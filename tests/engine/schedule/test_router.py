@@ -4,10 +4,10 @@ import pytest
 
 from engine.errors import InvariantViolated, QueueFull, RequestError
 from engine.schedule.elastic import Outcome, PairChoice
-from engine.schedule.journeys import MAX_PREEMPTIONS, PORTION_TOKENS, Pair
 from engine.schedule.recovery import MAX_SUSPICIONS
 from engine.schedule.roles_in_force import ROLES
 from engine.schedule.sequence import FinishReason, Phase, Waiting
+from engine.schedule.worker_routes import MAX_PREEMPTIONS, PORTION_TOKENS, Pair
 from engine.wire.messages import Copy, Release
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import ARMS, COPYING, World, expected_tokens, walk
@@ -36,8 +36,8 @@ def test_stamps_are_complete_and_in_order(world):
     assert s.started_ns <= s.first_token_ns <= s.second_token_ns <= s.last_token_ns
     assert s.last_token_ns == s.finished_ns
     assert s.decode_started_ns is not None
-    assert (s.attached_ns is None) == world.places.is_colocated
-    assert sequence.transport == world.places.transport
+    assert (s.attached_ns is None) == world.topology.is_colocated
+    assert sequence.transport == world.topology.transport
 
 
 def test_a_one_token_request_takes_nothing_on_the_decode_side():
@@ -85,7 +85,7 @@ def test_a_pool_that_is_too_small_for_all_gives_everybody_a_turn(world):
         assert sequence.stamps.paused_at_ns is None
         if sequence.stamps.paused_ns is not None:
             assert sequence.num_preemptions
-    assert sequences[0].num_preemptions == 0 or world.places.names != ["colocated"]
+    assert sequences[0].num_preemptions == 0 or world.topology.names != ["colocated"]
     world.assert_all_free()
 
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_loses_its_blocks_is_in_the_queue_again():
     for _ in range(3):
         world.tick()
     world.submit(prompt)
-    world.workers["colocated"].max_step_tokens = 1  # it takes long to compute
+    world.workers["colocated"].max_num_batched_tokens = 1  # it takes long to compute
     while not prompt.num_preemptions:
         world.tick()
     assert (prompt.phase, prompt.stamps.started_ns) == (Phase.QUEUED, None)
@@ -161,7 +161,7 @@ def test_who_was_preempted_often_enough_does_not_take_the_whole_pool_for_a_limit
 
 @pytest.mark.parametrize("arm", ["alias", "colocated", "peer"])
 def test_those_who_were_all_preempted_often_enough_come_to_their_ends(arm, monkeypatch):
-    monkeypatch.setattr("engine.schedule.journeys.PORTION_TOKENS", 8)
+    monkeypatch.setattr("engine.schedule.worker_routes.PORTION_TOKENS", 8)
     world = World(arm, num_blocks=25)
     sequences = [world.sequence(10, 60) for _ in range(4)]
     for sequence in sequences:
@@ -183,7 +183,7 @@ def test_a_death_while_blocks_are_short_changes_no_token(arm, after_ticks):
     world.submit(*sequences)
     for _ in range(after_ticks):
         world.tick()
-    victim = world.places.playing("decode")[0]
+    victim = world.topology.playing("decode")[0]
     world.workers[victim].step(world.now_ns)
     world.workers[victim].outbox.clear()
     world.kill(victim)
@@ -457,7 +457,7 @@ def test_a_death_in_any_phase_changes_no_token(arm, role, after_ticks):
     world.submit(*sequences)
     for _ in range(after_ticks):
         world.tick()
-    victim = world.places.playing(role)[0]
+    victim = world.topology.playing(role)[0]
     world.workers[victim].step(world.now_ns)  # work under way that is never reported
     world.workers[victim].outbox.clear()
     world.kill(victim)
@@ -476,13 +476,15 @@ OTHERS_CAN = [arm for arm in ARMS if arm not in ("colocated", "gpu colocated", "
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("after_ticks", range(8))
 def test_a_worker_that_never_comes_back_is_done_without(arm, role, after_ticks, monkeypatch):
-    monkeypatch.setattr("engine.schedule.journeys.MIN_CHUNK_TOKENS", 4)  # prompts here are short
+    monkeypatch.setattr(
+        "engine.schedule.worker_routes.MIN_CHUNK_TOKENS", 4
+    )  # prompts here are short
     world = World(arm)
     early = [world.sequence(22, 8), world.sequence(5, 8)]
     world.submit(*early)
     for _ in range(after_ticks):
         world.tick()
-    victim = world.places.playing(role)[0]
+    victim = world.topology.playing(role)[0]
     world.kill(victim)
     late = [world.sequence(11, 6), world.sequence(3, 1)]
     world.submit(*late)
@@ -654,7 +656,7 @@ def test_holders_of_blocks_are_placed_before_the_queue():
 def test_stale_messages_are_counted_and_dropped(world):
     sequence = world.sequence(30, 5)
     world.submit(sequence)
-    name = world.places.playing("prefill")[0]
+    name = world.topology.playing("prefill")[0]
     worker = world.workers[name]
     for each in [*world.workers.values()] * 3:  # cores that it borrows come first
         while each.inbox:
@@ -763,4 +765,4 @@ def test_what_came_of_a_forecast_is_said_and_who_breaks_it_gives_way():
 @pytest.fixture(autouse=True)
 def short_prompts_are_worth_a_detour(request, monkeypatch):
     if "walk" in request.node.name or "route_loses" in request.node.name:
-        monkeypatch.setattr("engine.schedule.journeys.MIN_CHUNK_TOKENS", 4)
+        monkeypatch.setattr("engine.schedule.worker_routes.MIN_CHUNK_TOKENS", 4)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.text.endless_schemas import endless_reference
 from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
     CallSyntax,
@@ -21,7 +22,6 @@ from engine.text.grammar import (
     Matcher,
     calls_grammar,
     choice_grammar,
-    endless_reference,
     json_grammar,
     lark_grammar,
     regex_grammar,

@@ -7,7 +7,8 @@ import pytest
 
 from engine.errors import ChannelClosed
 from engine.wire.channel import DaemonChannel, WorkerChannel
-from engine.wire.messages import Admit, LoadingProgress, Release, SamplingParams, WeightsComplete
+from engine.wire.messages import Admit, LoadingProgress, Release, WeightsComplete
+from engine.wire.sampling import SamplingParams
 
 
 @pytest.fixture

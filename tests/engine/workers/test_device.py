@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.workers.device import CudaDevice, finished_at_the_end, node_of, prefer_node
+from engine.workers.affinity import node_of, prefer_node
+from engine.workers.device import CudaDevice, finished_at_the_end
 from tests.accelerator import DEVICE, FakeDevice
 
 # Memory on a NUMA node, on a machine that has at least node 0.

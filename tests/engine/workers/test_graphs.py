@@ -11,13 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
-from engine.model.weights import Weight, load_weights
-from engine.wire.messages import Admit, Release, SamplingParams
+from engine.model.weight import Weight
+from engine.model.weights import load_weights
+from engine.wire.messages import Admit, Release
+from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, Running
+from engine.workers.running import Grammars, WorkerRequest
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
@@ -78,7 +80,7 @@ class Machine:
                 self.graphs.capture()
         grammars = Grammars(no_grammars)
         runner = Runner(transformer, self.pool, BLOCK_SIZE, grammars, self.device, self.graphs)
-        self.harness = Harness(runner, self.pool, eos_token_ids=(), max_step_tokens=16)
+        self.harness = Harness(runner, self.pool, eos_token_ids=(), max_num_batched_tokens=16)
         self.entries = []
 
     def tell(self, *commands):
@@ -277,7 +279,7 @@ def test_a_step_of_more_sequences_than_the_largest_graph_goes_without_one(folder
 
 
 def stand_in(seq_id, length):
-    return Running(
+    return WorkerRequest(
         seq_id=seq_id,
         generation=1,
         token_ids=[0],

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from engine.cache.blocks import Ledger
-from engine.cache.places import make_places
-from engine.folder.checkpoint import Checkpoint
+from engine.cache.topology import make_places
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
-from engine.model.weights import Weight, load_weights
+from engine.model.weight import Weight
+from engine.model.weights import load_weights
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.messages import Copied, SamplingParams
+from engine.wire.messages import Copied
+from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
 from engine.workers.running import Grammars
@@ -37,36 +39,36 @@ class Machine:
     """Two workers over one pool or two, each with a device that computes when it has to."""
 
     def __init__(self, folder, num_blocks, transport="alias"):
-        places = TRANSPORTS[transport]
-        self.places = places.with_pools({pool.name: num_blocks for pool in places.pools})
+        topology = TRANSPORTS[transport]
+        self.topology = topology.with_pools({pool.name: num_blocks for pool in topology.pools})
         checkpoint = Checkpoint.open(folder)
         config = checkpoint.config
         weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
         shape = (num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.devices = {name: FakeDevice() for name in self.places.names}
+        self.devices = {name: FakeDevice() for name in self.topology.names}
         loading = FakeDevice()
         with loading.accelerator.on():
             on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
             self.transformer = Transformer(config, on_device, "float32", MAX_MODEL_LEN)
-            self.pools = {p.name: torch.zeros(*shape, device=DEVICE) for p in places.pools}
+            self.pools = {p.name: torch.zeros(*shape, device=DEVICE) for p in topology.pools}
             loading.mark()()
         self.dead = []
-        self.inbox = {name: [] for name in self.places.names}
-        self.harnesses = {name: self.harness(name) for name in self.places.names}
+        self.inbox = {name: [] for name in self.topology.names}
+        self.harnesses = {name: self.harness(name) for name in self.topology.names}
         self.router = Router(
-            self.places,
-            Ledger(self.places.books(BLOCK_SIZE)),
+            self.topology,
+            Ledger(self.topology.books(BLOCK_SIZE)),
             FairQueue(64, 1 << 20),
             send=lambda name, command: self.inbox[name].append(command),
             emit=lambda *args: None,
-            max_step_tokens=STEP_TOKENS,
+            max_num_batched_tokens=STEP_TOKENS,
         )
-        for name in self.places.names:
+        for name in self.topology.names:
             self.router.worker_ready(name, 0)
 
     def harness(self, name):
         device, graphs = self.devices[name], None
-        pool = self.pools[self.places.pool_of(name)]
+        pool = self.pools[self.topology.pool_of(name)]
         if name == "decode":
             with device.accelerator.on():
                 graphs = DecodeGraphs(
@@ -80,7 +82,7 @@ class Machine:
                 graphs.capture()
         grammars = Grammars(no_grammars)
         runner = Runner(self.transformer, pool, BLOCK_SIZE, grammars, device, graphs)
-        options = {"pools": self.pools, "device": device, "max_step_tokens": STEP_TOKENS}
+        options = {"pools": self.pools, "device": device, "max_num_batched_tokens": STEP_TOKENS}
         return Harness(runner, pool, eos_token_ids=(), **options)
 
     def step(self, name, now_ns):
@@ -117,7 +119,7 @@ class Machine:
 
     def finish(self, sequences, now_ns):
         while not all(s.is_finished for s in sequences):
-            for name in self.places.names:
+            for name in self.topology.names:
                 self.step(name, now_ns)
 
     def close(self):
@@ -182,7 +184,7 @@ def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(
                 machine.router.switch_roles(rng.choice(["static", "colocated"]), now_ns)
             if rng.random() < 0.02:
                 machine.kill_prefill(now_ns)
-            machine.step(rng.choice(machine.places.names), now_ns)
+            machine.step(rng.choice(machine.topology.names), now_ns)
         machine.finish(sequences, 240)
         assert any(s.finish_reason is FinishReason.ABORT for s in sequences)
         assert machine.router.counters.preemptions

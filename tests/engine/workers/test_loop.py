@@ -18,12 +18,12 @@ from engine.wire.messages import (
     FilledBy,
     MeasureSteps,
     Release,
-    SamplingParams,
     Stepped,
     StepShape,
     StopMeasuring,
     UseCores,
 )
+from engine.wire.sampling import SamplingParams
 from engine.workers.runner import Sampled
 from tests.engine.worker_harness import Harness, reports_in
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from engine.folder.checkpoint import expected_shapes
-from engine.folder.model_config import ModelConfig
+from engine.checkpoint.checkpoint import expected_shapes
+from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.costs import step_values
 from engine.model.linear import as_one_matrix
 from engine.workers import measure

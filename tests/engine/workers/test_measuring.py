@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from engine.folder.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.wire.messages import MeasureSteps, StepShape

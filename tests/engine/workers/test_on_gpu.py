@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.checkpoint.checkpoint import Checkpoint, arena_layout
 from engine.errors import CheckpointError, WorkerFailed
-from engine.folder.checkpoint import Checkpoint, arena_layout
 from engine.model import attention
 from engine.model import backend as backend_file
 from engine.model.backend import TorchBackend
@@ -29,20 +29,14 @@ from engine.wire.messages import (
     WeightsLoaded,
     WeightsSpec,
 )
-from engine.workers import on_gpu
-from engine.workers.copying import block_shape
+from engine.workers import weight_streaming
 from engine.workers.device import CudaDevice, Memory, check_allocator
-from engine.workers.on_gpu import (
-    MIN_STEP_TOKENS,
-    SLOW_ATTENTION,
-    arena_views,
-    num_blocks_that_fit,
-    rehearse_largest,
-    step_tokens,
-    stream_weights,
-)
+from engine.workers.gpu_sizes import MIN_STEP_TOKENS, num_blocks_that_fit, step_tokens
+from engine.workers.kv_pool import block_shape
+from engine.workers.on_gpu import SLOW_ATTENTION, rehearse_largest
 from engine.workers.runner import Runner
 from engine.workers.running import Grammars
+from engine.workers.weight_streaming import arena_views, stream_weights
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, no_grammars, start_alone
@@ -65,7 +59,7 @@ def checkpoint(tmp_path_factory):
 def test_streamed_weights_are_the_files_in_the_serving_dtype(
     checkpoint, dtype, piece_bytes, monkeypatch
 ):
-    monkeypatch.setattr(on_gpu, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(weight_streaming, "PIECE_BYTES", piece_bytes)
     assert len({tensor.file for tensor in checkpoint.tensors.values()}) > 2
     stored = load_weights(checkpoint, "bfloat16", None, None, lambda *_: None)
     device, told = FakeDevice(), []
@@ -84,7 +78,7 @@ def test_streamed_weights_are_the_files_in_the_serving_dtype(
 def test_workers_on_several_devices_read_each_byte_once_between_them(
     checkpoint, dtype, monkeypatch
 ):
-    monkeypatch.setattr(on_gpu, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(weight_streaming, "PIECE_BYTES", 1000)
     num_bytes = arena_layout(checkpoint, dtype).num_bytes
     fd = os.memfd_create("weights")
     os.ftruncate(fd, num_bytes)
@@ -125,7 +119,7 @@ def test_a_worker_that_starts_again_reads_no_file(checkpoint):
     fd = os.memfd_create("weights")
     os.ftruncate(fd, num_bytes)
     layout = arena_layout(checkpoint, "float32")
-    on_gpu.read_share(checkpoint, "float32", layout, fd, (0, 1), lambda *_: None)
+    weight_streaming.read_share(checkpoint, "float32", layout, fd, (0, 1), lambda *_: None)
     spec = WeightsSpec(fd, num_bytes, 0, 2, is_filled=True)
     with contextlib.closing(start_alone(checkpoint, FakeDevice(), weights=spec)) as worker:
         worker.report(PoolMade)
@@ -217,7 +211,7 @@ def test_a_worker_alone_makes_its_pool_and_graphs_and_steps(checkpoint, expected
         assert (made.num_blocks, made.memory) == (64, None)
         worker.loop()
         assert worker.started.ready.num_graphs == worker.device.num_captures > 0
-        assert worker.started.ready.max_step_tokens == 32
+        assert worker.started.ready.max_num_batched_tokens == 32
         assert worker.started.ready.sharing is None
         assert worker.told[-1][0] == worker.told[-1][1]
         tokens = [t for e in worker.run(admit()) for t in e.token_ids]

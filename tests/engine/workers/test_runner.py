@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import WorkerFailed
-from engine.folder.checkpoint import Checkpoint
-from engine.folder.model_config import ModelConfig
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.text.grammar import (
@@ -24,10 +24,11 @@ from engine.text.grammar import (
     lark_grammar,
 )
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Admit, SamplingParams
+from engine.wire.messages import Admit
+from engine.wire.sampling import SamplingParams
 from engine.workers import runner as runner_file
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, Running
+from engine.workers.running import Grammars, WorkerRequest
 from tests.checkpoints import load_oracle
 from tests.engine.worker_harness import Harness
 
@@ -67,7 +68,7 @@ class Machine:
                 Runner(transformer, self.pool, BLOCK_SIZE, Grammars(load_tokenizer)),
                 self.pool,
                 eos_token_ids=self.eos_ids,
-                max_step_tokens=512,
+                max_num_batched_tokens=512,
             )
             for _ in range(num_workers)
         ]
@@ -340,7 +341,7 @@ def test_a_model_whose_first_step_yields_no_numbers_is_not_served(bad, monkeypat
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_yields_no_numbers_ends_its_sequence_by_a_fault_of_ours(bad, temperature):
     runner = runner_of([bad] * 3)
-    asked = Running.stand_in(3, [0], 0, temperature)
+    asked = WorkerRequest.stand_in(3, [0], 0, temperature)
     (result,) = runner.collect(runner.launch([(asked, 3)]))
     assert (result.token_ids, result.is_fault) == ([], True)
     assert result.error == "the model has computed NaN or infinity in place of logits"

@@ -1,0 +1,313 @@
+"""Write a response of /v1/responses whole, or as its events.
+
+Owns: the items of output, and the order and numbers of events.
+Invariant: the whole reply is what the events build up; every event that opens something is
+followed by the one that closes it.
+Never: waits, or knows HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from appliance.api.replies import EVENTS, event, keep_alive
+from appliance.api.stream import Delta
+from appliance.api.text_reading import CallDelta
+from appliance.json_fields import Fields
+from appliance.request import Request
+from engine.errors import RequestError
+from engine.schedule.sequence import FinishReason
+
+Json = dict[str, Any]
+
+_ECHOED: Json = {
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
+    "user": None,
+}
+"""Fields of the body that a response repeats, and what they are if nothing was said."""
+
+_STATUS = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.ABORT: "cancelled",
+}
+
+
+_FUNCTION_CALL = ("function_call", "arguments")
+
+
+class _ThoughtForm(NamedTuple):
+    """How reasoning is told."""
+
+    place: str
+    part: str
+    text_event: str
+    part_event: str
+
+
+_THOUGHTS = {
+    False: _ThoughtForm("content", "reasoning_text", "reasoning_text", "response.content_part"),
+    True: _ThoughtForm(
+        "summary", "summary_text", "reasoning_summary_text", "response.reasoning_summary_part"
+    ),
+}
+"""By whether a summary was asked for: then the reasoning stands in its place, for clients that ask
+read nothing else."""
+
+
+def _wants_summary(fields: Fields) -> bool:
+    reasoning = fields.get("reasoning")
+    summary = reasoning.get("summary") if isinstance(reasoning, dict) else None
+    return summary not in (None, "none")
+
+
+def _input_of(arguments: str) -> str:
+    """Take the text of a call out of its JSON; one that a limit has cut off is told as it came."""
+    try:
+        return str(msgspec.json.decode(arguments)["input"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return arguments
+
+
+class ResponseShape:
+    """The shape of one response.
+
+    Args:
+        request: whose reply it is; it has one sequence.
+        fields: the body, of which a response repeats some.
+        created_at: Unix seconds.
+        on_end: gets the whole response when it has ended; None if nobody keeps it.
+    """
+
+    media_type = EVENTS
+
+    def __init__(
+        self,
+        request: Request,
+        fields: Fields,
+        *,
+        created_at: int,
+        on_end: Callable[[Json], None] | None = None,
+    ) -> None:
+        self._request = request
+        self._on_end = on_end
+        self._num_reasoning_tokens = 0
+        self._echoed = {
+            name: default if fields.get(name) is None else fields.get(name)
+            for name, default in _ECHOED.items()
+        }
+        sampling = request.sequences[0].sampling
+        self._echoed |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        self._created_at = created_at
+        self._num_events = 0
+        self._output: list[Json] = []
+        """Items; only the last one may be open."""
+        self._is_open = False
+        self._call_index: int | None = None
+        """Of the call that the open item is; None if it is a message."""
+        self._thought = _THOUGHTS[_wants_summary(fields)]
+        self._custom = {
+            one.get("name")
+            for one in fields.get("tools") or ()
+            if isinstance(one, dict) and one.get("type") == "custom"
+        }
+        self._arguments = ""
+        """Of the open item, if it is a call."""
+        self._finish_reason: FinishReason | None = None
+
+    def whole(self, deltas: Iterable[Delta]) -> Json:
+        """The response in one piece."""
+        for delta in deltas:
+            self.events(delta)
+        self._end_output()
+        return self._ended()
+
+    def opening(self) -> bytes:
+        """What a stream begins with."""
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def events(self, delta: Delta) -> bytes:
+        """What a stream tells of a delta."""
+        self._finish_reason = delta.finish_reason
+        self._num_reasoning_tokens = delta.num_reasoning_tokens
+        thought = self._think(delta.reasoning) if delta.reasoning else b""
+        said = thought + self._say(delta.text) if delta.text else thought
+        return said + b"".join(map(self._call, delta.calls))
+
+    def closing(self) -> bytes:
+        """What a stream ends with; there is no `[DONE]` here."""
+        last, status = self._end_output(), self._status()
+        name = "response.completed" if status == "completed" else "response.incomplete"
+        return last + self._event(name, response=self._ended())
+
+    def _ended(self) -> Json:
+        """The whole response, which is kept if somebody keeps it."""
+        response = self._response(self._status())
+        if self._on_end is not None:
+            self._on_end(response)
+        return response
+
+    def alive(self, place: int | None) -> bytes:
+        """What is told while nothing comes."""
+        return keep_alive(place)
+
+    def failure(self, error: RequestError) -> bytes:
+        """What a stream ends with if it fails."""
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": error.what}
+        return self._event("response.failed", response=response)
+
+    def _say(self, text: str) -> bytes:
+        """Text, in the message that is open or in a new one."""
+        begun = b""
+        if not self._is_open or self._output[-1]["type"] != "message":
+            begun = self._begin_message()
+        self._output[-1]["content"][0]["text"] += text
+        return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+
+    def _begin_message(self) -> bytes:
+        message: Json = {"id": f"msg_{secrets.token_hex(12)}", "type": "message"}
+        begun = self._begin({**message, "role": "assistant", "content": []}, None)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output[-1]["content"].append(part)
+        return begun + self._part_event("response.content_part.added", part=part)
+
+    def _think(self, text: str) -> bytes:
+        """Reasoning, in an item of its own."""
+        begun = b""
+        if not self._is_open or self._output[-1]["type"] != "reasoning":
+            item: Json = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning"}
+            begun = self._begin({**item, "summary": [], "content": []}, None)
+            part = {"type": self._thought.part, "text": ""}
+            self._output[-1][self._thought.place].append(part)
+            begun += self._thought_event(f"{self._thought.part_event}.added", part=part)
+        self._output[-1][self._thought.place][0]["text"] += text
+        return begun + self._thought_event(f"response.{self._thought.text_event}.delta", delta=text)
+
+    def _thought_event(self, name: str, /, **told: Any) -> bytes:
+        return self._item_event(name, **{f"{self._thought.place}_index": 0}, **told)
+
+    def _call(self, call: CallDelta) -> bytes:
+        """A part of a call, in its own item."""
+        begun = b""
+        if not self._is_open or self._call_index != call.index:
+            is_custom = call.name in self._custom
+            kind, holds = ("custom_tool_call", "input") if is_custom else _FUNCTION_CALL
+            item: Json = {"id": f"fc_{secrets.token_hex(12)}", "type": kind}
+            begun = self._begin(
+                {**item, "call_id": call.call_id, "name": call.name, holds: ""}, call.index
+            )
+            self._arguments = ""
+        self._arguments += call.arguments
+        if not call.arguments or self._output[-1]["type"] == "custom_tool_call":
+            return begun  # its text stands within JSON until that is complete
+        self._output[-1]["arguments"] = self._arguments
+        return begun + self._item_event(
+            "response.function_call_arguments.delta", delta=call.arguments
+        )
+
+    def _begin(self, item: Json, call_index: int | None) -> bytes:
+        ended = self._end_item("completed")
+        self._output.append(item | {"status": "in_progress"})
+        self._is_open, self._call_index = True, call_index
+        return ended + self._event(
+            "response.output_item.added", output_index=self._index, item=self._output[-1]
+        )
+
+    def _end_output(self) -> bytes:
+        """Close the last item; a response without any says nothing, in a message."""
+        begun = b"" if self._output else self._begin_message()
+        is_whole = self._finish_reason is FinishReason.STOP
+        return begun + self._end_item("completed" if is_whole else "incomplete")
+
+    def _end_item(self, status: str) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self._output[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            ended = self._part_event(
+                "response.output_text.done", text=part["text"], logprobs=[]
+            ) + self._part_event("response.content_part.done", part=part)
+        elif item["type"] == "reasoning":
+            (part,) = item[self._thought.place]
+            ended = self._thought_event(
+                f"response.{self._thought.text_event}.done", text=part["text"]
+            ) + self._thought_event(f"{self._thought.part_event}.done", part=part)
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = _input_of(self._arguments)
+            ended = self._item_event(
+                "response.custom_tool_call_input.delta", delta=text
+            ) + self._item_event("response.custom_tool_call_input.done", input=text)
+        else:
+            ended = self._item_event(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        return ended + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
+
+    def _part_event(self, name: str, /, **told: Any) -> bytes:
+        return self._item_event(name, content_index=0, **told)
+
+    def _item_event(self, name: str, /, **told: Any) -> bytes:
+        item_id = self._output[-1]["id"]
+        return self._event(name, item_id=item_id, output_index=self._index, **told)
+
+    def _event(self, name: str, /, **told: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return event({"type": name, "sequence_number": number, **told}, name)
+
+    def _status(self) -> str:
+        return _STATUS.get(self._finish_reason or FinishReason.STOP, "failed")
+
+    def _response(self, status: str) -> Json:
+        is_cut = self._finish_reason is FinishReason.LENGTH
+        return {
+            "id": self._request.request_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self._request.model,
+            "output": self._output,
+            "usage": None if status == "in_progress" else self._usage(),
+            **self._echoed,
+            "background": False,
+        }
+
+    def _usage(self) -> Json:
+        (sequence,) = self._request.sequences
+        return {
+            "input_tokens": sequence.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self._request.cached_tokens or 0},
+            "output_tokens": sequence.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": sequence.num_tokens,
+            **self._request.cut_usage,
+        }

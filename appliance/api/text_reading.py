@@ -1,0 +1,223 @@
+"""Read a model's text while it streams, in steps that wait for more.
+
+Owns: the parts that are found: text, reasoning, calls.
+Invariant: what a step finds depends on the text alone, never on where it was cut: each looks at
+a text that is long enough to decide, or complete.
+Never: knows a notation or tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+Step = Generator[None, None, T]
+Emit = Callable[[str], None]
+
+MAX_NAME_CHARS = 128
+"""Of a function's name with what may stand before it; a longer word is none."""
+_NAME = re.compile(r"[A-Za-z0-9_.\-]*")
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """A part of a call: first its name and id, then its arguments, piece by piece."""
+
+    index: int
+    arguments: str = ""
+    call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A part of the reasoning before an answer."""
+
+    text: str
+
+
+Part = str | ReasoningDelta | CallDelta
+
+
+class TextReading:
+    """One sequence's text, and what has been found in it.
+
+    Args:
+        schemas: of the functions that may be called, by their names; None is any object.
+        new_call_id: makes a call's id.
+        is_reasoning: the text begins as reasoning, whose beginning stands in the prompt.
+    """
+
+    def __init__(
+        self,
+        schemas: Mapping[str, Mapping[str, Any] | None],
+        new_call_id: Callable[[], str],
+        *,
+        is_reasoning: bool = False,
+    ) -> None:
+        self.schemas = schemas
+        self.text = ""
+        """What is not reported yet."""
+        self.is_ended = False
+        """Nothing more comes."""
+        self.is_reasoning = is_reasoning
+        self.has_text = False
+        """Some of the answer itself has been reported."""
+        self.is_after_call = False
+        """Nothing but space has come since the last call."""
+        self.num_calls = 0
+        self.parts: list[Part] = []
+        self._new_call_id = new_call_id
+        self._arguments: list[str] = []
+        """Of the last call."""
+
+    @property
+    def has_whole_arguments(self) -> bool:
+        """Those of the last call are an object, not the beginning of one."""
+        try:
+            return isinstance(msgspec.json.decode("".join(self._arguments)), dict)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            return False
+
+    def more(self) -> Step[bool]:
+        """Wait for more text; False if there is none."""
+        if self.is_ended:
+            return False
+        yield
+        return True
+
+    def take(self, size: int) -> str:
+        """Consume so much of the text."""
+        piece, self.text = self.text[:size], self.text[size:]
+        return piece
+
+    def say(self, text: str) -> None:
+        """Report text: of the answer, or of the reasoning that is under way."""
+        if text and self.is_reasoning:
+            self.parts.append(ReasoningDelta(text))
+        elif text:
+            self.parts.append(text)
+            self.has_text = True
+        self.is_after_call = self.is_after_call and not text
+
+    def begin_call(self, name: str, size: int) -> None:
+        """Report a call; what was read of the text so far is consumed."""
+        self.parts.append(CallDelta(self.num_calls, "", self._new_call_id(), name))
+        self.num_calls += 1
+        self._arguments = []
+        self.take(size)
+
+    def argue(self, text: str) -> None:
+        """Report a piece of the arguments of the call under way."""
+        if text:
+            self.parts.append(CallDelta(self.num_calls - 1, text))
+            self._arguments.append(text)
+
+    def skip_space(self, at: int, also: str = "") -> Step[int]:
+        """Where the first character stands that is no space; the text's length at its end."""
+        while True:
+            rest = self.text[at:].lstrip(" \t\r\n" + also)
+            if rest or not (yield from self.more()):
+                return len(self.text) - len(rest)
+
+    def starts(self, at: int, *literals: str) -> Step[str | None]:
+        """Which of these stands there, the longest if several do; None if none does."""
+        while True:
+            rest = self.text[at:]
+            is_open = any(len(rest) < len(one) and one.startswith(rest) for one in literals)
+            if is_open and (yield from self.more()):
+                continue
+            return max((one for one in literals if rest.startswith(one)), key=len, default=None)
+
+    def name(self, at: int) -> Step[int]:
+        """Where the name that begins there ends; `at` if there is none."""
+        while True:
+            match = _NAME.match(self.text, at)
+            end = match.end() if match else at
+            is_whole = end < len(self.text) or end - at > MAX_NAME_CHARS
+            if is_whole or not (yield from self.more()):
+                return end
+
+    def pass_until(self, marks: tuple[str, ...], emit: Emit) -> Step[str | None]:
+        """Pass text on up to the first of the marks, which stays; None: the text has ended."""
+        while True:
+            hits = [(at, mark) for mark in marks if (at := self.text.find(mark)) >= 0]
+            if hits:
+                at, mark = min(hits)
+                emit(self.take(at))
+                return mark
+            held = max(partial_match_chars(self.text, mark) for mark in marks)
+            emit(self.take(len(self.text) - held))
+            if not (yield from self.more()):
+                emit(self.take(len(self.text)))
+                return None
+
+    def pass_object(self, emit: Emit, depth: int = 0) -> Step[bool]:
+        """Pass a JSON object on as it is; False if the text ends within it.
+
+        Args:
+            emit: gets its pieces.
+            depth: how many brackets are open already.
+        """
+        scanner = ObjectScanner(depth)
+        while True:
+            is_complete = scanner.feed(self.text)
+            emit(self.take(scanner.num_new))
+            if is_complete or not (yield from self.more()):
+                return is_complete
+
+
+def drop(_text: str) -> None:
+    """Takes text that says nothing."""
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object or list that comes in pieces."""
+
+    _INSIDE = re.compile(r'["\\]')
+    _OUTSIDE = re.compile(r'["{}\[\]]')
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._is_in_string = False
+        self._num_skipped = 0
+        """Characters of the next piece that a backslash has used up."""
+        self.num_chars = 0
+        """Characters read in all; num_new: of the last piece."""
+        self.num_new = 0
+
+    def feed(self, text: str) -> bool:
+        """Read on; true if the object is complete. Nothing behind its end is read."""
+        at = self._num_skipped
+        is_complete = False
+        while not is_complete:
+            found = (self._INSIDE if self._is_in_string else self._OUTSIDE).search(text, at)
+            if found is None:
+                break
+            at = found.end()
+            if found[0] == "\\":
+                at += 1
+            elif found[0] == '"':
+                self._is_in_string = not self._is_in_string
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+                is_complete = self._depth == 0
+        self.num_new = at if is_complete else len(text)
+        self.num_chars += self.num_new
+        self._num_skipped = max(at - len(text), 0)
+        return is_complete
+
+
+def partial_match_chars(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `mark`, short of all of it."""
+    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while start >= 0:
+        if mark.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(mark[0], start + 1)
+    return 0

@@ -1,0 +1,110 @@
+"""Describe one measured request.
+
+Owns: what a figure of one request means.
+Invariant: a figure that was not observed is None, or missing from the gaps; never 0.
+Never: opens a connection.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from appliance.bench.reply_events import ReceivedReply
+
+REFUSALS = (429, 503)
+
+
+class Sample(msgspec.Struct):
+    """One request. Times count from the moment at which it was due, so a late client shows."""
+
+    offered_ms: float
+    """When it was due, from the beginning of the measurement."""
+    late_ms: float
+    """How much later it was sent: the load generator's own lag."""
+    status: int | None = None
+    error: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, that were not computed again, as the server counts them."""
+    reusable_tokens: int | None = None
+    """Of the prompt, that earlier requests had in front, too: what an infinite cache would have;
+    None: not known."""
+    turn: int | None = None
+    """Of its conversation, from 1; None: it is of none."""
+    output_tokens: int | None = None
+    """As the server counts them."""
+    ttft_ms: float | None = None
+    itl_ms: list[float] = []
+    """Every gap that was seen: between two events with tokens, however many tokens each has."""
+    e2e_ms: float | None = None
+    merged_tokens: int = 0
+    """Tokens whose own gap was not seen: they came in one event with another, or, where the server
+    does not say which tokens an event has, had no text and so no event, as half a character."""
+    event_tokens: list[int] = []
+    """Tokens of each event; 1 where the server does not say which an event has."""
+
+    @property
+    def is_refused(self) -> bool:
+        """The server said that it has no room."""
+        return self.status in REFUSALS
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the reply came to its end, with all its tokens."""
+        return self.error is None and self.e2e_ms is not None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per token after those of the first event, by the server's count of them all."""
+        if not self.is_completed or self.ttft_ms is None or not self.itl_ms:
+            return None
+        num_first = self.event_tokens[0] if self.event_tokens else 1
+        if self.output_tokens is None or self.output_tokens <= num_first:
+            return None
+        return sum(self.itl_ms) / (self.output_tokens - num_first)
+
+    def token_times_ms(self) -> list[float]:
+        """When each token came, from the beginning of the measurement; together, if they did."""
+        times_ms = self.event_times_ms()
+        tokens = self.event_tokens or [1] * len(times_ms)
+        pairs = zip(times_ms, tokens, strict=True)
+        return [at_ms for at_ms, num_tokens in pairs for _ in range(num_tokens)]
+
+    def event_times_ms(self) -> list[float]:
+        """When each event with tokens came, from the beginning of the measurement."""
+        if self.ttft_ms is None:
+            return []
+        return list(accumulate(self.itl_ms, initial=self.offered_ms + self.ttft_ms))
+
+
+def sample_of(reply: ReceivedReply, *, origin_ns: int, due_ns: int) -> Sample:
+    """A reply as a sample.
+
+    Args:
+        reply: ended, or cut off by its deadline, which is an error unless the caller clears it.
+        origin_ns: the beginning of the measurement.
+        due_ns: when the request was to be sent.
+    """
+    sample = Sample(
+        offered_ms=(due_ns - origin_ns) / 1e6,
+        late_ms=(reply.sent_ns - due_ns) / 1e6,
+        status=reply.status,
+        error=reply.problem,
+        prompt_tokens=reply.prompt_tokens,
+        cached_tokens=reply.cached_tokens,
+        output_tokens=reply.output_tokens,
+    )
+    if reply.events:
+        sample.ttft_ms = (reply.events[0].at_ns - due_ns) / 1e6
+        sample.event_tokens = [event.num_tokens for event in reply.events]
+        sample.itl_ms = [
+            (event.at_ns - before.at_ns) / 1e6 for before, event in pairwise(reply.events)
+        ]
+        counted = sum(sample.event_tokens)
+        # a server that does not say which tokens an event has may still say how many there were
+        sample.merged_tokens = max(counted, reply.output_tokens or 0) - len(reply.events)
+    if reply.ended_ns is not None and reply.problem is None:
+        sample.e2e_ms = (reply.ended_ns - due_ns) / 1e6
+    return sample

@@ -1,0 +1,141 @@
+"""Define the verbs that measure the device and write workloads.
+
+Owns: bench kernels, steps, transports and workload.
+Invariant: each figure is beside the ceiling that was measured in the same run.
+Never: measures: appliance.bench does.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from appliance.bench.planned_conversations import (
+    CONVERSATIONS,
+    PlannedConversation,
+    lines,
+    read_conversations,
+    trace,
+)
+from appliance.cli import terminal
+from appliance.cli.bench_options import Seed
+from appliance.cli.bench_pages import DEVICE, TRANSPORTS
+from appliance.cli.tables import Format, document, within
+from appliance.cli.terminal import Output
+from appliance.configuration.setting_kinds import a_path
+from appliance.frame.figures import (
+    bytes_per_s,
+    flops,
+)
+
+Model = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Folder of a model for its shape. Default: Llama 3.1 8B, with the layers that fit."
+    ),
+]
+Small = Annotated[bool, typer.Option("--small", help="A small size, to check that it works.")]
+
+
+def kernels(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+    """Time the parts of a layer, beside the device's copy bandwidth and matmul rate.
+
+    OF CEILING is a part's rate to one of these, timed first: 100% is all that the device can do.
+    More says that something else disturbed that ceiling, or that a cache held what was read.
+    """
+    _measure("kernels", model, small, output)
+
+
+def steps(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+    """Time whole steps, with random weights.
+
+    OF CEILING is a step's rate to the device's copy bandwidth or matmul rate, timed first: 100% is
+    all that it can do. More says that something else disturbed that ceiling, or that a cache held
+    what was read.
+    """
+    _measure("steps", model, small, output)
+
+
+def transports(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+    """Time the copy of KV blocks through host memory, beside one copy of as many bytes.
+
+    OF ONE COPY is how fast they are beside it; 100% where they are as fast, more where faster.
+    """
+    _measure("transports", model, small, output)
+
+
+_ABOVE = (
+    "more than 100% of a ceiling: something else disturbed it while it was timed, or a cache held"
+    " what was read; on an idle machine, with a model that no cache holds, shares are below"
+)
+
+
+def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
+    from appliance.bench.steps import measure_device
+
+    if model is None and not is_small:
+        terminal.note(
+            "penstock: no folder is named, so the shape is Llama 3.1 8B's with the layers that fit;"
+            " on a CPU this takes minutes, and --small seconds"
+        )
+    found = measure_device(kind, None if model is None else a_path(model), is_small=is_small)
+    if output is Format.JSON:
+        terminal.write(document("bench", found) + "\n")
+        return
+    if model is None and not is_small:
+        layers = f"{found['num_layers']} of its 32 layers, as memory allows"
+        terminal.note(f"penstock: the shape is Llama 3.1 8B's, {layers}")
+    about = f"{found['device']}, torch {found['torch']}, {found['dtype']}"
+    copies = bytes_per_s(found["copy_bytes_per_s"])
+    multiplies = flops(found["matmul_flop_per_s"])
+    ceilings = f"ceilings: reads and writes {copies}, multiplies {multiplies}"
+    # blocks that are copied count once, and their ceiling is a copy of their own
+    is_of_copies = kind == "transports"
+    tail = "" if is_of_copies else f", attention {found['attention']}; {ceilings}"
+    terminal.note(f"{about}{tail}")
+    if output.is_for_people:
+        for row in found["data"]:
+            in_words = flops if row["unit"] == "FLOP/s" else bytes_per_s
+            row["rate_text"] = in_words(row["rate"])
+    if not is_of_copies and any(row["share"] > 1 for row in found["data"]):
+        terminal.note(f"penstock: {_ABOVE}")
+    columns = TRANSPORTS if is_of_copies else DEVICE
+    terminal.write(terminal.listing("bench", columns, output).render(found["data"]))
+
+
+# bench workload: conversations and traces as files; and where `bench turns` gets its own.
+
+
+KINDS = ("trace", *CONVERSATIONS)
+
+Count = Annotated[
+    int,
+    typer.Option(callback=within(1), help="Number of conversations, or of requests of a trace."),
+]
+
+
+def workload(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
+    count: Count = 8,
+    seed: Seed = 0,
+) -> None:
+    """Print a workload as JSON lines, for --trace of run and compare or --workload of turns.
+
+    A trace has the form that Mooncake published: timestamp (ms, in ticks of 3 s), input_length,
+    output_length, hash_ids of 512 tokens each.
+    """
+    if kind not in KINDS:
+        raise typer.BadParameter(f"kinds are {', '.join(KINDS)}")
+    rng = random.Random(f"{seed}/{kind}")
+    drawn = trace(rng, count) if kind == "trace" else CONVERSATIONS[kind](rng, count)
+    terminal.write(lines(drawn))
+
+
+def conversations_of(name: str, count: int, seed: int) -> list[PlannedConversation]:
+    """Those of a kind, drawn, or those of a file."""
+    if name in CONVERSATIONS:
+        return CONVERSATIONS[name](random.Random(f"{seed}/{name}"), count)
+    return read_conversations(Path(name))

@@ -1,0 +1,120 @@
+"""Print the results of benchmarks as pages and tables.
+
+Owns: the columns of results, and the progress bar.
+Never: computes a figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from appliance.bench.statistics import (
+    QUANTILES,
+    TIMES,
+)
+from appliance.cli import terminal
+from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
+from appliance.cli.terminal import ProgressLine
+from appliance.frame.figures import (
+    count,
+    duration,
+    factor,
+    fine_ratio,
+    measured_ms,
+    named,
+    rate,
+    unitless,
+)
+
+BAR_CELLS = 24
+
+
+def right(text: Any) -> str:
+    """What is in words already, as numbers stand in a table: at the right."""
+    return str(text)
+
+
+COMPARISON = (
+    TableColumn("ARM", "arm"),
+    TableColumn("METRIC", "metric", instead="metric_text"),
+    TableColumn("MEDIAN", "median", right, instead="median_text"),
+    TableColumn("LOW", "low", right, instead="low_text"),
+    TableColumn("HIGH", "high", right, instead="high_text"),
+    TableColumn("RATIO", "ratio", factor),
+    TableColumn("R LOW", "ratio_low", factor),
+    TableColumn("R HIGH", "ratio_high", factor),
+    TableColumn("A/A LOW", "band_low", factor, is_wide=True),
+    TableColumn("A/A HIGH", "band_high", factor, is_wide=True),
+    TableColumn("VERDICT", "verdict"),
+)
+
+STEPS = (
+    TableColumn("STEP", "kind"),
+    TableColumn("BATCH", "batch", count),
+    TableColumn("TOKENS", "num_tokens", count),
+    TableColumn("CONTEXT", "context", count),
+    TableColumn("P50", "ms_p50", duration),
+    TableColumn("MIN", "ms_min", duration),
+    TableColumn("MAX", "ms_max", duration),
+    TableColumn("TOK/S", "tokens_per_s", rate),
+    TableColumn("STEPS", "steps", count, is_wide=True),
+)
+
+DEVICE = (
+    TableColumn("WHAT", "what"),
+    TableColumn("SHAPE", "shape"),
+    TableColumn("P50", "ms", duration),
+    TableColumn("RATE", "rate", right, instead="rate_text"),
+    TableColumn("UNIT", "unit", is_wide=True),
+    TableColumn("OF CEILING", "share", fine_ratio),
+)
+TRANSPORTS = (
+    *DEVICE[:-1],
+    TableColumn("OF ONE COPY", "share", fine_ratio),
+)
+
+
+def run_page(content: Row) -> str:
+    """`penstock bench run`: quantiles of each time, then the rest, one a line."""
+    figures = content["figures"]
+    quantiles = (TableColumn(q.upper(), q, measured_ms) for q in QUANTILES)
+    columns = [TableColumn("", "name"), *quantiles]
+    times = [
+        {"name": unitless(name)} | {q: figures[f"{name}_{q}"] for q in QUANTILES} for name in TIMES
+    ]
+    shown = {f"{name}_{q}" for name in TIMES for q in QUANTILES}
+    rest = {unitless(name): named(name, figures[name]) for name in figures if name not in shown}
+    statuses = ", ".join(f"{n} x {status}" for status, n in content["statuses"].items())
+    rest["statuses"] = printable(statuses)
+    width = max(map(len, rest))
+    lines = [f"{name:<{width}}  {text}" for name, text in rest.items()]
+    return Listing("bench", columns, Format.TABLE).render(times) + "\n" + "\n".join(lines)
+
+
+class Bar:
+    """How far the measurement is: on a terminal one line that changes, else one line a turn."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._num_turns = num_turns
+        self._turn = 0
+        self._line = ProgressLine()
+
+    def turn(self, label: str) -> Callable[[float], None]:
+        """Begin the next turn; the result takes the share of it that is done."""
+        self._turn += 1
+        about = f"{self._turn}/{self._num_turns} {printable(label)}"
+        if not sys.stderr.isatty():
+            terminal.note(f"penstock: turn {about}")
+            return lambda _: None
+
+        def draw(share: float) -> None:
+            full = round(share * BAR_CELLS)
+            self._line.say(f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {about}")
+
+        return draw
+
+    def end(self) -> None:
+        """Clear the line for what comes next."""
+        self._line.end()

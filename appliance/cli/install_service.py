@@ -1,0 +1,138 @@
+"""Plan and check the installation of the systemd service.
+
+Owns: which files go where, and the commands that are run.
+Invariant: nothing is written before everything that can be checked has been; what is there
+already as it should be is not touched; drop-ins and settings are the operator's.
+Never: removes a file, or changes one that is not ours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.configuration.paths import GPU_UNIT_NAME, SOCKET_UNIT_NAME, UNIT_NAME
+from engine.errors import ConfigError, FileError, PenstockError
+
+SOURCES = Path(str(files("appliance"))) / "systemd"
+PLACES = {
+    UNIT_NAME: "/etc/systemd/system/penstock.service",
+    SOCKET_UNIT_NAME: "/etc/systemd/system/penstock.socket",
+    GPU_UNIT_NAME: "/etc/systemd/system/penstock-gpu.service",
+    "penstock.sysusers.conf": "/etc/sysusers.d/penstock.conf",
+    "penstock.tmpfiles.conf": "/etc/tmpfiles.d/penstock.conf",
+}
+_PROGRAM = "@PENSTOCK@"
+"""Stands in the unit for the path of our command."""
+_TOOLS = ("systemctl", "systemd-sysusers", "systemd-tmpfiles")
+
+
+class Step(NamedTuple):
+    """One thing to do: a file to write, or a command to run."""
+
+    about: str
+    path: Path | None = None
+    text: str = ""
+    command: tuple[str, ...] = ()
+
+
+def install_steps(program: Path | None = None) -> Iterator[Step]:
+    """What an installation does here, in order; the files that are as they should be are left out.
+
+    Args:
+        program: the `penstock` command that the unit starts; None: that of this Python.
+    """
+    program = program or own_program()
+    is_update = Path(PLACES[UNIT_NAME]).exists()
+    for name, place in PLACES.items():
+        text, path = (SOURCES / name).read_text().replace(_PROGRAM, str(program)), Path(place)
+        if not path.exists() or path.read_text() != text:
+            yield Step(f"write {path}", path, text)
+    commands = (
+        ("systemd-sysusers", PLACES["penstock.sysusers.conf"]),
+        ("systemd-tmpfiles", "--create", PLACES["penstock.tmpfiles.conf"]),
+        ("systemctl", "daemon-reload"),
+        ("systemctl", "enable", "--now", SOCKET_UNIT_NAME, UNIT_NAME),
+    )
+    for command in commands:
+        yield Step(f"run {' '.join(command)}", command=command)
+    if is_update:  # whoever asks meanwhile waits at the socket
+        restart = ("systemctl", "restart", UNIT_NAME)
+        yield Step(f"run {' '.join(restart)}", command=restart)
+
+
+def own_program() -> Path:
+    """The `penstock` command beside this Python."""
+    return Path(sys.executable).parent / "penstock"
+
+
+def check_program(program: Path) -> None:
+    """Refuse what could not run as a service.
+
+    Raises:
+        PenstockError: systemd does not run here, or we may not change the machine.
+        ConfigError: the service's user, who is nobody in particular, could not run the program.
+    """
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing or not Path("/run/systemd/system").exists():
+        raise PenstockError(
+            "systemd does not run this machine",
+            where=", ".join(missing),
+            hint="start `penstock serve` by whatever does",
+        )
+    if os.geteuid() != 0:
+        raise PenstockError("this takes root", hint="sudo penstock install-service")
+    check_reach(program)
+
+
+def check_reach(program: Path) -> None:
+    """Refuse a program, or a Python behind it, that other users cannot run.
+
+    Raises:
+        ConfigError: naming the folder or file that shuts them out.
+    """
+    if not program.exists():
+        raise ConfigError(
+            "there is no such command",
+            where=str(program),
+            hint="install Penstock into an environment of its own: python3 -m venv /opt/penstock",
+        )
+    for path in (program, Path(sys.prefix), Path(sys.executable), Path(sys.base_prefix)):
+        real = path.resolve()
+        for each in reversed((real, *real.parents)):
+            if not each.stat().st_mode & stat.S_IXOTH:
+                raise ConfigError(
+                    f"the service's user cannot enter it, and {path} leads through it",
+                    where=str(each),
+                    hint="make the environment under /opt, with a Python that everybody may run",
+                )
+
+
+def do_step(step: Step) -> None:
+    """Do one step.
+
+    Raises:
+        PenstockError: it failed; those before it stay done, and may be done again.
+    """
+    try:
+        if step.path is not None:
+            step.path.parent.mkdir(parents=True, exist_ok=True)
+            step.path.write_text(step.text)
+            step.path.chmod(0o644)
+        else:
+            subprocess.run(step.command, check=True)
+    except OSError as error:
+        hint = "it takes root; --dry-run says every step"
+        raise FileError(f"cannot {step.about}", error, where="", hint=hint) from error
+    except subprocess.CalledProcessError as error:
+        raise PenstockError(
+            f"`{' '.join(step.command)}` failed with {error.returncode}",
+            hint="journalctl -u penstock says why, if the daemon did not start",
+        ) from error

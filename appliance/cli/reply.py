@@ -1,0 +1,183 @@
+"""Print one reply token by token, and stop it on Ctrl-C.
+
+Owns: the options of generation.
+Invariant: stdout is the completion to the byte, and a newline where it does not end with one,
+before anything else is said; on a terminal it is freed of control characters.
+Never: leaves a request running that is not read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import listings, terminal
+from appliance.cli.connection import ChosenModel, when_loaded
+from appliance.cli.short_ids import model_ids
+from appliance.cli.tables import Range, WordWrap, for_terminal, within
+from appliance.cli.terminal import ProgressLine
+from appliance.client import Client, ClientError, GenerationFailed, Stream
+from appliance.frame.figures import things
+
+System = Annotated[str | None, typer.Option("--system", "-s", help="Instructions to the model.")]
+Stats = Annotated[
+    bool, typer.Option("--stats", "--verbose", help="Print timings on stderr at the end.")
+]
+
+
+RANGES: Mapping[str, Range] = {
+    "max_tokens": Range(1),
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, is_open=True),
+    "top_k": Range(-1),
+    "min_p": Range(0, 1),
+    "seed": Range(-(2**63), 2**63 - 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 2, is_open=True),
+}
+"""What the API takes of each number."""
+
+
+def _number(name: str, about: str) -> Any:
+    return typer.Option(callback=within(*RANGES[name]), help=about)
+
+
+FIELDS: Mapping[str, Any] = {
+    "model": Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Model to ask. Default: the one served.", autocompletion=model_ids
+        ),
+    ],
+    "max_tokens": Annotated[
+        int | None, _number("max_tokens", "Most output tokens. Default: as many as fit.")
+    ],
+    "temperature": Annotated[
+        float | None,
+        _number("temperature", "0 (greedy) to 2. Default: the model's own, else 0.6."),
+    ],
+    "top_p": Annotated[
+        float | None,
+        _number("top_p", "Nucleus sampling, above 0 to 1. Default: the model's own, else 0.9."),
+    ],
+    "seed": Annotated[int | None, _number("seed", "Make sampling repeatable.")],
+    "stop": Annotated[
+        list[str] | None, typer.Option(help="End the reply before this text. May be repeated.")
+    ],
+}
+"""Of a request's body: each is an option of both verbs."""
+
+
+@dataclass
+class PrintedReply:
+    """How far a generation has come; what is known of it when it is interrupted."""
+
+    request_id: str | None = None
+    finish_reason: str | None = None
+    text: str = ""
+
+
+def _with_fields(verb: Callable[..., None]) -> Callable[..., None]:
+    return terminal.with_options(verb, FIELDS)
+
+
+ROOM_LEFT = -1
+"""In place of max_tokens: until the model's context is full."""
+
+
+def given(fields: Mapping[str, object]) -> dict[str, Any]:
+    """What the user gave of FIELDS, but for the model."""
+    return {n: v for n, v in fields.items() if v not in (None, []) and n != "model"}
+
+
+def body(model: ChosenModel, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Make a request's fields, but for the prompt: the user's settings over run's defaults."""
+    named = {} if model.name is None else {"model": model.name}
+    return {**named, "max_tokens": ROOM_LEFT, **model.sampling, **settings}
+
+
+def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedReply) -> None:
+    """Print one completion as it comes, and keep `reply` up to date.
+
+    A reply that filled the model's context is followed by a note. Interrupted, this cancels the
+    request and raises the interruption again.
+
+    Raises:
+        ClientError: no daemon, a refusal, or an incomplete reply.
+    """
+    ask = partial(client.stream, path, {**content, "stream": True})
+    with when_loaded(client, ask) as events:
+        reply.request_id = events.request_id
+        try:
+            _print(events, reply)
+        except (SystemExit, KeyboardInterrupt) as ending:  # a signal, or nobody reads stdout
+            _cancel_after(client, reply, ending)
+            raise
+    if reply.finish_reason not in ("stop", "length", "tool_calls"):
+        raise GenerationFailed(_why_incomplete(client, reply))
+    if reply.finish_reason == "length" and content["max_tokens"] == ROOM_LEFT:
+        terminal.note("penstock: the model's context is full; the reply ends here")
+
+
+def print_stats(client: Client, reply: PrintedReply) -> None:
+    """The request's timings as the daemon measured them, on stderr."""
+    if reply.request_id is not None:
+        terminal.note(listings.stats_line(client.request(reply.request_id)))
+
+
+def _print(events: Stream, reply: PrintedReply) -> None:
+    is_terminal = sys.stdout.isatty()
+    wrap = WordWrap() if terminal.has_screen() else None
+    thinking = ProgressLine()
+    try:
+        for event in events:
+            reply.request_id = reply.request_id or event.get("id")
+            for choice in event.get("choices", ()):
+                reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+                delta = choice.get("delta") or {}
+                if delta.get("reasoning_content"):
+                    thinking.wait("thinking")
+                text = choice.get("text") or delta.get("content") or ""
+                if text:
+                    thinking.end()
+                reply.text += text
+                shown = for_terminal(text) if is_terminal else text
+                terminal.write(shown if wrap is None else wrap.of(shown, terminal.width()))
+    finally:
+        thinking.end()
+        if (is_terminal or reply.text) and not reply.text.endswith("\n"):
+            terminal.write("\n")
+
+
+def _why_incomplete(client: Client, reply: PrintedReply) -> str:
+    """Whose doing it was, as far as the daemon says."""
+    frame: dict[str, Any] = {}
+    if reply.request_id is not None:
+        with suppress(ClientError):
+            frame = client.request(reply.request_id)
+    if frame.get("cancelled_by"):
+        after = things(frame.get("output_tokens"), "token")
+        return f"the reply was cancelled by {frame['cancelled_by']} after {after}"
+    return f"the reply is incomplete (finish reason {reply.finish_reason!r})"
+
+
+def _cancel_after(client: Client, reply: PrintedReply, ending: BaseException) -> None:
+    """Tell the daemon, so that it need not find out, and the person what was generated."""
+    if reply.request_id is None:
+        return  # hanging up, which the caller does next, cancels as well
+    quick = Client(client.address, timeout_s=1.0)
+    try:
+        quick.cancel(reply.request_id)
+        frame = quick.request(reply.request_id)
+    except ClientError:
+        frame = {}
+    if not (isinstance(ending, SystemExit) and ending.code == terminal.BROKEN_PIPE):
+        after = f" after {frame['output_tokens']} tok" if "output_tokens" in frame else ""
+        terminal.note(f"cancelled{after}")

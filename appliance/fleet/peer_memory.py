@@ -1,0 +1,153 @@
+"""Tell workers where other GPU workers' memory is, and when to let go of it.
+
+Owns: what each worker has exported, and who maps it.
+Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
+memory that is gone.
+Invariant: a worker is told once in each of its lives, and never of memory that is gone.
+Never: looks into what it passes on, or ends a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from appliance.fleet.placement import WorkerPlan
+from engine.wire.messages import (
+    Command,
+    MapPool,
+    MapShared,
+    Setup,
+    SharedMemory,
+)
+
+
+class MemorySharing:
+    """Handles of shared GPU memory, passed between workers by way of the daemon.
+
+    Args:
+        plans: of all workers; most share nothing.
+        send: passes a command to a worker.
+    """
+
+    def __init__(self, plans: Iterable[WorkerPlan], send: Callable[[str, Command], None]) -> None:
+        self._roles = {plan.name: plan.shares for plan in plans}
+        self._send = send
+        self._memory: SharedMemory | None = None
+        self._waiting: set[str] = set()
+        """Mappers that have been let on, and have no memory yet."""
+
+    def waits(self, worker: str) -> bool:
+        """Whether it can only go on when the exporter has made its pool."""
+        return worker in self._waiting
+
+    def let_on(self, worker: str) -> None:
+        """A worker has been sent WeightsComplete."""
+        if self._roles[worker] == "maps":
+            self._waiting.add(worker)
+            self._tell()
+
+    def exported(self, memory: SharedMemory | None) -> None:
+        """The exporter has made its pool."""
+        self._memory = memory
+        self._tell()
+
+    def ended(self, worker: str) -> list[str]:
+        """A worker is dead; the workers that have to end with it."""
+        self._waiting.discard(worker)
+        if self._roles[worker] != "exports":
+            return []
+        self._memory = None
+        return [name for name, shares in self._roles.items() if shares == "maps"]
+
+    def _tell(self) -> None:
+        if self._memory is not None:
+            for worker in sorted(self._waiting):
+                self._send(worker, MapShared(self._memory))
+            self._waiting.clear()
+
+
+log = logging.getLogger("penstock")
+
+LET_GO_S = 10.0
+"""A worker that has not let go by then is hung, or makes a long step; others do not wait longer."""
+
+
+class PeerPools:
+    """What passes between workers of different GPUs by way of the daemon.
+
+    Args:
+        setups: of all workers; those on cores map pools by their memfds.
+        send: passes a command to a worker.
+    """
+
+    def __init__(self, setups: Iterable[Setup], send: Callable[[str, Command], None]) -> None:
+        setups = list(setups)
+        self._pool_of = {setup.worker: setup.pool.name for setup in setups}
+        self._writers: dict[str, list[str]] = {}
+        """By pool."""
+        for setup in setups:
+            for spec in setup.other_pools:
+                if spec.fd is None:
+                    self._writers.setdefault(spec.name, []).append(setup.worker)
+        self._send = send
+        self._memory: dict[str, SharedMemory] = {}
+        self._up: set[str] = set()
+        self._told: dict[str, set[str]] = {pool: set() for pool in self._writers}
+        """Who may have mapped a pool, by its name."""
+        self._let_go = asyncio.Event()
+
+    def waits(self, worker: str) -> bool:
+        """Whether one that starts can only go on when others have made their pools."""
+        mine = (pool for pool, writers in self._writers.items() if worker in writers)
+        return worker in self._up and any(worker not in self._told[pool] for pool in mine)
+
+    def let_on(self, worker: str) -> None:
+        """A worker has been sent WeightsComplete."""
+        self._up.add(worker)
+        for pool, memory in self._memory.items():
+            if worker in self._writers[pool]:
+                self._tell(worker, pool, memory)
+
+    def made(self, worker: str, memory: SharedMemory | None) -> None:
+        """A worker has made its pool."""
+        pool = self._pool_of[worker]
+        if memory is None or pool not in self._writers:
+            return
+        self._memory[pool] = memory
+        for writer in self._writers[pool]:
+            if writer in self._up:
+                self._tell(writer, pool, memory)
+
+    def unmapped(self, worker: str, pool: str) -> None:
+        """A worker has let go of a pool."""
+        self._told[pool].discard(worker)
+        self._let_go.set()
+
+    async def ended(self, worker: str) -> list[str]:
+        """A worker is dead: what it had mapped is let go of, and so is what it had made.
+
+        Returns:
+            those who have not let go of its pool in time.
+        """
+        self._up.discard(worker)
+        for pool in self._told:
+            self.unmapped(worker, pool)
+        own = self._pool_of[worker]
+        if self._memory.pop(own, None) is None:
+            return []
+        for writer in self._told[own]:
+            self._send(writer, MapPool(own, None))
+        try:
+            async with asyncio.timeout(LET_GO_S):
+                while self._told[own]:
+                    self._let_go.clear()
+                    await self._let_go.wait()
+        except TimeoutError:
+            log.error("%s still hold memory of worker %s", sorted(self._told[own]), worker)
+        return sorted(self._told[own])
+
+    def _tell(self, worker: str, pool: str, memory: SharedMemory) -> None:
+        self._told[pool].add(worker)
+        self._send(worker, MapPool(pool, memory))

@@ -1,0 +1,535 @@
+"""Open, maintain and close the SSD cache below the KV pools.
+
+Owns: its size, its slabs and its threads.
+Invariant: pure, but for what it is given.
+Invariant: what is asked for is granted only as far as the disk has it to spare.
+Invariant: whatever is wrong with the folder, the daemon serves, and says that it does so without
+this cache; at the end it waits for stores no longer than FLUSH_S.
+Never: decides which block is stored or loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.boot import NO_PREFIX_CACHE, BootPlan, CacheForecast
+from appliance.fleet.cache_identity import PromptHasher
+from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
+from appliance.fleet.supervisor import Supervisor
+from appliance.frame.tier_frames import TierFrame
+from appliance.process import read_in_thread
+from engine.cache.topology import DRAM, SSD
+from engine.errors import PenstockError
+from engine.offload.arena import StagedDisk, WorkerCopies
+from engine.offload.disk import Disk, probe
+from engine.offload.files import BusyError, SlabContents, slab_bytes
+from engine.offload.index import SlabIndex
+from engine.offload.jobs import Context, CopyDeadlines, Job
+from engine.offload.load_costs import Costs
+from engine.offload.slab_files import RESERVE_BYTES, Reclaimed, Slabs, full_text
+from engine.offload.tier import Tier
+from engine.profile.facts import DISK_BYTES_PER_S, FactKey
+from engine.schedule.router import Router
+from engine.units import size_text
+
+_RATIOS = (0.5, 1, 2, 4)
+"""Sizes of a cache, to the one that there is, of which it is said what they would find."""
+
+
+class Prediction:
+    """What a prompt takes, by what is known of the router's workers."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def prompt_ms(self, pool: str, num_tokens: int, num_before: int) -> float | None:
+        """The least of those workers that have their blocks in the pool; None: unknown."""
+        topology, roles = self._router.topology, self._router.roles
+        names = [worker.name for worker in topology.workers if worker.pool == pool]
+        known = [roles.prompt_ms(name, num_tokens, num_before) for name in names]
+        return min((each for each in known if each is not None), default=None)
+
+
+def worker_of(router: Router) -> Callable[[str], str | None]:
+    """Who of a router's workers would copy for a pool; None: nobody is ready."""
+
+    def find(pool: str) -> str | None:
+        # of those who share it the last one, which decodes: its steps are short
+        names = [worker.name for worker in router.topology.workers if worker.pool == pool]
+        return next((n for n in reversed(names) if n in router.roles.ready_workers), None)
+
+    return find
+
+
+def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
+    """How a tier stands.
+
+    Args:
+        tier: that is there.
+        folder: where its files are.
+        num_damaged: blocks that were found damaged before it was there.
+    """
+    costs, counts, index = tier.costs, tier.counts, tier.index
+    return TierFrame(
+        state="on" if tier.reason is None else "down",
+        reason=tier.reason or "",
+        folder=folder,
+        blocks=len(index),
+        num_bytes=tier.num_bytes,
+        max_bytes=tier.max_bytes,
+        waiting=tier.num_waiting,
+        stored_blocks=counts.stored_blocks,
+        loaded_blocks=counts.loaded_blocks,
+        loaded_tokens=counts.loaded_tokens,
+        loads=costs.num_loads,
+        declined_loads=costs.num_declined,
+        load_ms=costs.load_ms,
+        compute_ms=costs.compute_ms,
+        regret_ms=costs.regret_ms,
+        missed_deadlines=counts.missed_deadlines,
+        evicted_blocks=index.num_evicted,
+        expired_blocks=index.num_expired,
+        damaged_blocks=index.num_damaged + num_damaged,
+        failed_stores=counts.failed_stores,
+        would_find=_would_find(tier),
+        reuse_distances=_distances(tier),
+        read_bytes_per_s=costs.bytes_per_s,
+        limit=tier.limit or "",
+    )
+
+
+def _would_find(tier: Tier) -> dict[str, float]:
+    shares = {f"{ratio:g}": tier.would_find(ratio) for ratio in _RATIOS}
+    return {ratio: round(share, 4) for ratio, share in shares.items() if share is not None}
+
+
+def _distances(tier: Tier) -> dict[str, int]:
+    counts, share = tier.reuse.counts, tier.reuse.share
+    return {str(share << bits): counts[bits] for bits in range(max(counts, default=-1) + 1)}
+
+
+FREE_SHARE = 10
+"""Without a size, this part of the free disk..."""
+MAX_DEFAULT_BYTES = 20 << 30
+"""...and at most this."""
+ASKED_RESERVE_SHARE = 6
+"""Where somebody has said a size, this part of the free disk stays free..."""
+MIN_RESERVE_BYTES = 1 << 30
+"""...and at least this, and no more than RESERVE_BYTES."""
+HINT = "name another folder (ssd_dir), or do without (ssd_cache off)"
+
+
+@dataclass(frozen=True, slots=True)
+class SsdAllowance:
+    """How large the cache may grow."""
+
+    cap_bytes: int
+    reserve_bytes: int
+    """Of the disk, that stays free."""
+    asked_bytes: int | None = None
+    """What was asked for, where the disk allows less."""
+    full: str = ""
+    """That the disk is full: there is what lies in the folder, and more when it has room again."""
+
+    @property
+    def words(self) -> str:
+        """Why it is less than was asked for; empty where it is not."""
+        if self.asked_bytes is None:
+            return self.full
+        return (
+            f"asked for {size_text(self.asked_bytes)}, the disk allows {size_text(self.cap_bytes)}"
+        )
+
+
+def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
+    """How large it may grow, or why there is none.
+
+    Args:
+        folder: of the cache, there or not.
+        asked: a size in bytes, `auto` or `off`.
+
+    Raises:
+        OSError: the disk cannot be looked at.
+    """
+    if asked == "off":
+        return "switched off by ssd_cache"
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if (problem := _problem(folder, there)) is not None:
+        return problem
+    disk, held_bytes = shutil.disk_usage(there), slab_bytes(folder)
+    free_bytes = disk.free + held_bytes
+    reserve_bytes, most_bytes = RESERVE_BYTES, min(free_bytes // FREE_SHARE, MAX_DEFAULT_BYTES)
+    if isinstance(asked, int):
+        share = max(free_bytes // ASKED_RESERVE_SHARE, MIN_RESERVE_BYTES)
+        reserve_bytes, most_bytes = min(share, RESERVE_BYTES), asked
+    if held_bytes > max(free_bytes - reserve_bytes, 0):  # it has become full since they were made
+        default_bytes = min(disk.total // FREE_SHARE, MAX_DEFAULT_BYTES)
+        full = full_text(disk.free, reserve_bytes)
+        cap_bytes = asked if isinstance(asked, int) else default_bytes
+        return SsdAllowance(cap_bytes, reserve_bytes, full=full)
+    cap_bytes = min(most_bytes, free_bytes - reserve_bytes)
+    if cap_bytes <= 0:
+        free, reserve = size_text(free_bytes), size_text(reserve_bytes)
+        return f"of the disk of {folder} {free} are free, and {reserve} stay so"
+    is_cut = isinstance(asked, int) and cap_bytes < asked
+    return SsdAllowance(cap_bytes, reserve_bytes, most_bytes if is_cut else None)
+
+
+def is_ssd_asked_for(config: ServeConfig) -> bool:
+    """True if somebody has said where it is, or how large, so that to have none is an alert."""
+    return config.ssd_dir is not None or isinstance(config.ssd_cache, int)
+
+
+def ssd_forecast(config: ServeConfig, placement: Placement) -> CacheForecast | None:
+    """What there would be of an SSD cache; None: nobody wants one."""
+    folder, asked = config.ssd_folder, config.ssd_cache
+    if asked == "off":
+        return None
+    is_missed = is_ssd_asked_for(config)
+    if not config.prefix_cache:
+        return CacheForecast(f"no SSD cache: {NO_PREFIX_CACHE}", is_missed)
+    try:
+        slabs, allowed = _slabs(folder, asked, placement.block_bytes, b"")
+    except OSError as error:
+        why = f"{error.filename or folder} cannot be looked at ({error.strerror})"
+        return CacheForecast(f"no SSD cache: {why}; {HINT}", is_missed)
+    except PenstockError as error:
+        return CacheForecast(f"no SSD cache: {error}; {HINT}", is_missed)
+    most = capacity_text(placement, slabs.max_places, allowed.cap_bytes)
+    text = "; ".join(filter(None, (f"SSD cache in {folder}: up to {most}", allowed.words)))
+    return CacheForecast(text)
+
+
+def _slabs(
+    folder: Path, asked: int | str, block_bytes: int, fingerprint: bytes, model: str = ""
+) -> tuple[Slabs, SsdAllowance]:
+    """The folder's slabs, not yet opened, and how large they may be.
+
+    Raises:
+        PenstockError: why the disk can hold none.
+        OSError: it cannot be looked at.
+    """
+    allowed = allowance(folder, asked)
+    if isinstance(allowed, str):
+        raise PenstockError(allowed)
+    slabs = Slabs(folder, block_bytes, fingerprint, allowed.cap_bytes, allowed.reserve_bytes, model)
+    if not slabs.max_places:
+        files, block = size_text(allowed.cap_bytes), size_text(block_bytes)
+        raise PenstockError(f"{files} of files hold no block of {block}")
+    return slabs, allowed
+
+
+def _problem(folder: Path, there: Path) -> str | None:
+    """Why no file can be made where the folder is, or would be; None: one can."""
+    about = str(folder) if there == folder else f"{there}, where {folder} would be made,"
+    if not there.is_dir():
+        return f"{about} is not a folder"
+    if there == folder and folder.stat().st_uid != os.geteuid():
+        return f"{about} belongs to another user"
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"{about} takes no files ({error.strerror})"
+    return None
+
+
+SWEEP_INTERVAL_S = 60.0
+FLUSH_S = 5.0
+CLOSE_S = 2.0
+_DAY_S = 86_400
+STAGED_PATIENCE = CopyDeadlines(load_ms=1000, store_s=30)
+"""Where workers copy, which may be behind a step; a disk that hangs is found out later."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Size and fingerprint of the served model's blocks, by which those on disk are judged."""
+
+    fingerprint: bytes
+    """Of all that a block's bytes depend on."""
+    num_bytes: int
+    """Of a block."""
+    pool_fds: Mapping[str, int]
+    """Memory of the pools, by name: those in the host's memory, and that of the slots."""
+    slots: range
+    """Blocks in the host's memory, by way of which those go that are on GPUs."""
+    model: str = ""
+    """Whose they are, for people."""
+
+
+def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
+    """What is kept of a plan's pools, rings left out."""
+    setups = [setup for _, setup in plan.workers]
+    pool_fds = {setup.pool.name: setup.pool.fd for setup in setups}
+    slots = range(0)
+    if plan.arena is not None and plan.num_staging:
+        pool_fds[DRAM] = plan.arena.fd
+        slots = range(plan.arena.num_blocks - plan.num_staging, plan.arena.num_blocks)
+    return BlockFormat(
+        hasher.fingerprint,
+        plan.placement.block_bytes,
+        # its own: a thread that is stuck may use them after the pools were closed
+        {name: os.dup(fd) for name, fd in pool_fds.items() if fd is not None},
+        slots,
+        f"{plan.model_id} in {plan.dtype}",
+    )
+
+
+class SsdCache:
+    """The SSD cache of one daemon: start, upkeep, end, and what frames tell of it.
+
+    Args:
+        config: where it is kept, how large it may be, and how long a block is kept: as the log.
+        tell: takes severity, code and message of an event.
+    """
+
+    def __init__(self, config: ServeConfig, tell: Callable[[str, str, str], None]) -> None:
+        self.folder = config.ssd_folder
+        self.tier: Tier | None = None
+        self.slabs: Slabs | None = None
+        self.reason = "it is being opened"
+        """Why there is no tier."""
+        self.is_off = False
+        """For good."""
+        self._is_asked_for = is_ssd_asked_for(config)
+        self._has_failed = False
+        """There is none although somebody has asked for one."""
+        self._asked, self._keep_days = config.ssd_cache, config.log_keep_days
+        self._tell = tell
+        self._disk: Disk | None = None
+        self._staged: StagedDisk | None = None
+        """In front of the disk, where pools are on GPUs."""
+        self._pool_fds: list[int] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._settled: asyncio.Event | None = None
+        """Set when nothing is left to be stored."""
+
+    async def open(
+        self,
+        plan: BootPlan,
+        hasher: PromptHasher | None,
+        router: Router,
+        workers: Supervisor,
+        copies: WorkerCopies,
+    ) -> None:
+        """Read what is there, and attach it to the router; what is wrong is said."""
+        self.is_off = self._has_failed = False
+        if hasher is None:
+            self._off(NO_PREFIX_CACHE, is_wanted=False)
+            return
+        blocks = _kept_blocks(plan, hasher)
+        self._pool_fds = list(blocks.pool_fds.values())
+        if self._asked == "off":
+            self._off("switched off by ssd_cache", is_wanted=False)
+            return
+        copied_per_s = min((w.probes.get(DRAM, 0.0) for w in workers.workers.values()), default=0.0)
+        if blocks.slots and not copied_per_s:
+            self._off("what went from GPUs to the host's memory at start did not come back")
+            return
+        try:
+            opened = await read_in_thread(
+                f"the SSD cache's folder {self.folder}",
+                partial(_open, self.folder, self._asked, blocks),
+                self._waits,
+                late=_OpenedSlabs.close,
+            )
+        except BusyError:
+            self._off(f"{self.folder}: another process has it; {HINT}")
+        except OSError as error:
+            self._off(f"{error.filename or self.folder}: {error.strerror}; {HINT}")
+        except PenstockError as error:
+            self._off(f"{error}; {HINT}")
+        else:
+            slabs = self.slabs = opened.slabs
+            bytes_per_s = opened.bytes_per_s
+            if plan.known is not None:
+                key = FactKey(DISK_BYTES_PER_S, place=str(self.folder))
+                bytes_per_s = plan.known.profile.usual(key, bytes_per_s)
+            if blocks.slots:  # one half after the other
+                bytes_per_s = 1 / (1 / bytes_per_s + 1 / copied_per_s)
+            self._attach(slabs, opened.found, bytes_per_s, blocks, router, copies)
+            self._say_what_is_there(slabs, opened.allowed, plan.placement)
+
+    def frame(self) -> TierFrame:
+        """The state of the cache, as a part of a frame."""
+        tier = self.tier
+        if tier is None or self.slabs is None:
+            off = "failed" if self._has_failed else "off"
+            state = off if self.is_off else "opening"
+            return TierFrame(state, self.reason, str(self.folder))
+        num_damaged = self.slabs.reclaimed.num_damaged_records
+        frame = frame_of(tier, str(self.folder), num_damaged)
+        for share in self.slabs.others.shares:
+            name = share.model or "unknown model"
+            frame.other_models[name] = frame.other_models.get(name, 0) + share.num_bytes
+        return frame
+
+    def _waits(self, about: str) -> None:
+        self.reason = f"it is being opened: {about}"
+        self._tell("warning", "ssd.slow", about)
+
+    def _off(self, reason: str, *, is_wanted: bool = True) -> None:
+        self.reason, self.is_off = reason, True
+        self._has_failed = is_wanted and self._is_asked_for
+        if is_wanted and not self._has_failed:  # else there is an alert, which tells the same
+            self._tell("warning", "ssd.off", f"there is no SSD cache: {reason}")
+
+    def _attach(
+        self,
+        slabs: Slabs,
+        found: list[SlabContents],
+        bytes_per_s: float,
+        blocks: BlockFormat,
+        router: Router,
+        copies: WorkerCopies,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        index = SlabIndex(self._keep_days * _DAY_S)
+        for contents in found:
+            head = contents.head
+            index.add_slab(head.number, head.num_records, contents.records)
+        index.order_by_age()
+
+        def report(job: Job) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._done, disk, job)
+
+        disk = self._disk = Disk(slabs, blocks.pool_fds, report)
+        self._staged = None
+        if blocks.slots:
+            done = partial(self._tell_tier, disk)
+            self._staged = StagedDisk(disk, blocks.slots, worker_of(router), copies, done)
+        context = Context(
+            router.ledger,
+            SSD,
+            index,
+            self._staged or disk,
+            blocks.num_bytes,
+            now_ns=time.monotonic_ns,
+            now_s=lambda: int(time.time()),
+            later=loop.call_later,
+            tell=self._tell,
+            patience=CopyDeadlines() if self._staged is None else STAGED_PATIENCE,
+            numbers=router.prefixes.tiers.numbers,
+        )
+        self.tier = Tier(
+            context,
+            slabs.max_places,
+            Costs(bytes_per_s),
+            Prediction(router).prompt_ms,
+            changed=lambda: router.dispatch(time.monotonic_ns()),
+        )
+        router.prefixes.tiers.each.append(self.tier)
+        self._sweep()
+
+    def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance, placement: Placement) -> None:
+        if dropped := _dropped(slabs.reclaimed):
+            self._tell("warning", "ssd.reclaimed", f"the SSD cache has dropped {dropped}")
+        if allowed.words and not allowed.full:  # of which there is an alert
+            self._tell("warning", "ssd.limited", f"SSD cache in {self.folder}: {allowed.words}")
+        way = (
+            "" if slabs.is_direct else "; by the page cache, for the file system has no direct I/O"
+        )
+        num_blocks = 0 if self.tier is None else len(self.tier.index)
+        if self._staged is not None:
+            way += "; to and from GPUs by way of the host's memory, which no GPU has proved yet"
+        about = f"{_things(num_blocks, 'block')}, {size_text(num_blocks * slabs.block_bytes)}"
+        if others := sum(share.num_bytes for share in slabs.others.shares):
+            way += f"; {size_text(others)} of other models are kept"
+        most = capacity_text(placement, slabs.max_places, allowed.cap_bytes)
+        severity = "warning" if slabs.max_places < MIN_CACHED_BLOCKS else "info"
+        self._tell(severity, "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
+
+    def _done(self, disk: Disk, job: Job) -> None:
+        if disk is self._disk and self._staged is not None:
+            self._staged.told(job)
+        else:
+            self._tell_tier(disk, job)
+
+    def _tell_tier(self, disk: Disk, job: Job) -> None:
+        if self.tier is not None and disk is self._disk:
+            self.tier.done(job)
+            if self._settled is not None and not self.tier.num_pending:
+                self._settled.set()
+
+    def _sweep(self) -> None:
+        if self.tier is not None:
+            self.tier.sweep()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(SWEEP_INTERVAL_S, self._sweep)
+
+    async def flush(self) -> None:
+        """Nobody computes any more: store what is warm, as long as that takes, but for a limit."""
+        if self.tier is None or self.tier.reason is not None:  # a disk that hangs is not waited for
+            return
+        self._settled = asyncio.Event()
+        self.tier.flush()
+        if self.tier.num_pending:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), FLUSH_S)
+
+    async def close(self) -> None:
+        """Let go of the folder; a thread that is stuck in the disk keeps it until we exit."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.reason = "it is being opened"
+        has_ended = self._disk is None or await asyncio.to_thread(self._disk.close, CLOSE_S)
+        await asyncio.sleep(0)  # what the threads have reported comes first
+        self.tier = self._disk = self._staged = None
+        if has_ended:
+            if self.slabs is not None:
+                self.slabs.close()
+            for fd in self._pool_fds:
+                os.close(fd)
+            self._pool_fds = []
+
+
+class _OpenedSlabs(NamedTuple):
+    slabs: Slabs
+    found: list[SlabContents]
+    bytes_per_s: float
+    """At which they are read."""
+    allowed: SsdAllowance
+
+    def close(self) -> None:
+        """Nobody waits for them any more."""
+        self.slabs.close()
+
+
+def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
+    """Raises as _slabs()."""
+    slabs, allowed = _slabs(folder, asked, blocks.num_bytes, blocks.fingerprint, blocks.model)
+    try:
+        found = slabs.open()
+        is_empty = not (found or slabs.others.shares)
+        if allowed.full and is_empty and (about := slabs.limit()) is not None:
+            raise PenstockError(about)  # all that was there has been dropped
+        return _OpenedSlabs(slabs, found, probe(slabs), allowed)
+    except (OSError, PenstockError):
+        slabs.close()
+        raise
+
+
+def _dropped(reclaimed: Reclaimed) -> str:
+    """What was in the folder and is not kept, in words; empty: nothing."""
+    counts = [
+        (reclaimed.num_damaged_slabs, "damaged file", ""),
+        (reclaimed.num_surplus_slabs, "old file", " beyond the cap"),
+        (reclaimed.num_damaged_records, "damaged block", ""),
+    ]
+    return ", ".join(_things(count, what) + rest for count, what, rest in counts if count)
+
+
+def _things(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

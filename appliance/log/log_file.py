@@ -1,0 +1,153 @@
+"""Create, migrate and open the request log's file.
+
+Owns: the file's mode, its pragmas and its migration.
+Invariant: a connection from open_log() is at the newest schema and waits for other writers.
+Never: opens what a newer Penstock wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from sqlite_utils import Database
+
+from appliance.log.query import (
+    BUSY_TIMEOUT_MS,
+    DamagedLog,
+    log_error,
+    look_at,
+)
+from engine.errors import ConfigError
+from migrations.request_log import migration
+
+_APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
+_BACKUP = ".before-"
+_LOG = logging.getLogger("penstock.request_log")
+_DAMAGED = ".damaged-"
+
+_FileId = tuple[int, int]
+"""Device and inode."""
+
+
+def open_log(path: Path) -> sqlite3.Connection:
+    """Open for writing, at the newest schema; a new file is 0640, as SQLite makes its -wal too.
+
+    Raises:
+        ConfigError: the file cannot be opened, is another program's, or is a newer Penstock's.
+        DamagedLog: it is no database, or a damaged one.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            look_at(path, os.R_OK | os.W_OK)
+        else:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
+        connection = sqlite3.connect(path, check_same_thread=False)
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(
+            f"cannot open the request log: {error}",
+            where=str(path),
+            hint="choose a folder you may write to with --state-dir",
+        ) from error
+    try:
+        # auto_vacuum must come first: it cannot change once the file has a page.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        _migrate(Database(connection, execute_plugins=False), path)
+    except sqlite3.Error as error:
+        connection.close()
+        wrong = log_error("cannot use the request log", error, path)
+        if isinstance(wrong, DamagedLog):
+            raise wrong from error
+        hint = "is it another program's? Move it away, or choose another folder with --state-dir"
+        raise ConfigError(wrong.what, where=wrong.where, hint=hint) from error
+    except ConfigError:
+        connection.close()
+        raise
+    return connection
+
+
+def abandon(connection: sqlite3.Connection) -> None:
+    """Close a log whose file is no longer at its path.
+
+    What is in the write-ahead log goes into the old file first: the -wal stays at the path, and
+    SQLite would take its pages for those of the file that comes after.
+    """
+    with contextlib.suppress(sqlite3.Error):
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    connection.close()
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged log, which nobody here has open, another name; returns that.
+
+    Raises:
+        OSError: the folder does not allow it.
+    """
+    number = 1
+    while (kept := path.with_name(f"{path.name}{_DAMAGED}{number}")).exists():
+        number += 1
+    # The write-ahead log first: beside a new file SQLite would take its pages for that one's.
+    for suffix in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(kept.with_name(kept.name + suffix))
+    return kept
+
+
+def damaged_logs(path: Path) -> list[Path]:
+    """Logs that were set aside here, the oldest first."""
+    found = path.parent.glob(f"{glob.escape(path.name)}{_DAMAGED}*")
+    numbers = {each: each.name.rpartition("-")[2] for each in found}
+    kept = (each for each, number in numbers.items() if number.isdecimal())
+    return sorted(kept, key=lambda each: int(numbers[each]))
+
+
+def file_id(path: Path) -> _FileId | None:
+    """Which file is at the path; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def remove_backups(path: Path, older_than_s: float) -> None:
+    """Remove logs of before a migration, and damaged ones, once all in them is to be forgotten."""
+    for kind in (_BACKUP, _DAMAGED):
+        for backup in path.parent.glob(f"{glob.escape(path.name)}{kind}*"):
+            with contextlib.suppress(OSError):
+                if backup.stat().st_mtime < older_than_s:
+                    backup.unlink()
+
+
+def _migrate(db: Database, path: Path) -> None:
+    """Apply what is missing; an older file is copied beside itself first."""
+    pending = [step.name for step in migration.pending(db)]
+    applied = {step.name for step in migration.applied(db)}
+    # Pending on an empty database is every step that this version knows.
+    with closing(sqlite3.connect(":memory:")) as empty:
+        known = {step.name for step in migration.pending(Database(empty, execute_plugins=False))}
+    if applied - known:
+        raise ConfigError(
+            f"written by a newer Penstock (schema {max(applied - known)})",
+            where=str(path),
+            hint="upgrade Penstock, or choose another folder with --state-dir",
+        )
+    if applied and pending:
+        backup = path.with_name(f"{path.name}{_BACKUP}{pending[0]}")
+        _LOG.info("%s is of an older version: it is copied to %s, then changed", path, backup.name)
+        backup.unlink(missing_ok=True)
+        os.close(os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
+        db.conn.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(backup),))
+    migration.apply(db)

@@ -1,0 +1,353 @@
+"""List our own metrics, `penstock_*`.
+
+Owns: their names and the frame fields they come from.
+Never: renames a metric that was ever shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from appliance.frame.latency import (
+    FINE_GAP_S,
+    REQUEST_S,
+    STAGE_S,
+    TTFT_S,
+    Histograms,
+)
+from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
+from appliance.frame.tier_frames import TierFrame
+from appliance.metrics.metric_family import MetricFamily, counter, gauge, histogram
+
+_STATES = ("loading", "ready", "draining", "degraded")
+_BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
+
+
+def families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
+    """Every metric under its `penstock_` name."""
+    yield from _appliance(frame)
+    yield from _requests(frame)
+    yield from _latency(frame, histograms)
+    yield from _workers(frame)
+    yield from _kv(frame)
+    yield from _links(frame.links)
+    yield from _tier("dram", frame.dram)
+    yield from _tier("ssd", frame.ssd)
+    yield from _energy(frame)
+    yield from _devices(frame.devices)
+
+
+def _appliance(frame: Frame) -> Iterator[MetricFamily]:
+    about = {"model": frame.model, "dtype": frame.dtype, "roles": frame.roles}
+    yield gauge(
+        "penstock_model_info",
+        "What is served, and by which roles and transport.",
+        [({**about, "transport": frame.transport or "none"}, 1)],
+    )
+    yield gauge(
+        "penstock_state",
+        "1 for the state it is in.",
+        [({"state": state}, frame.state == state) for state in _STATES],
+    )
+    yield gauge(
+        "penstock_alert",
+        "1 for each alert.",
+        [
+            ({"code": each.code, "severity": each.severity, "subject": each.subject}, 1)
+            for each in frame.alerts
+        ],
+    )
+    yield gauge("penstock_uptime_seconds", "Since the daemon started.", frame.uptime_s)
+    lost = frame.totals.log_rows_lost
+    yield counter("penstock_log_rows_lost_total", "Rows that the request log lost.", lost)
+
+
+def _requests(frame: Frame) -> Iterator[MetricFamily]:
+    totals, queue = frame.totals, frame.queue
+    by_result = ("finished", "refused", "aborted", "failed")
+    yield counter(
+        "penstock_requests_total",
+        "Requests that have ended.",
+        [({"result": result}, getattr(totals, result)) for result in by_result],
+    )
+    yield gauge("penstock_requests_live", "Accepted, and without a last reply.", frame.num_requests)
+    phases = ("queued", "prefilling", "handing_off", "paused", "decoding")
+    yield gauge(
+        "penstock_sequences",
+        "By phase.",
+        [({"phase": phase}, getattr(queue, phase)) for phase in phases],
+    )
+    yield gauge("penstock_queue_limit_sequences", "That may wait.", queue.max_queued)
+    yield gauge("penstock_queue_tokens", "Prompt tokens that wait.", queue.queued_tokens)
+    yield gauge("penstock_queue_owners", "Users and keys that wait.", queue.num_owners)
+    yield gauge(
+        "penstock_queue_oldest_seconds", "The longest wait now.", _s(queue.oldest_queued_ms)
+    )
+    yield counter("penstock_prompt_tokens_total", "Of answered prompts.", totals.prompt_tokens)
+    yield counter("penstock_output_tokens_total", "Generated.", totals.output_tokens)
+    placed = (name.partition(" ") for name in totals.routes)
+    yield counter(
+        "penstock_placements_total",
+        "Sequences placed, by route and reason.",
+        [
+            ({"route": route, "reason": reason}, totals.routes[f"{route} {reason}"])
+            for route, _, reason in placed
+        ],
+    )
+    yield from _predictions(totals.ways)
+    if (swaps := frame.swaps) is not None:
+        yield counter("penstock_model_swaps_total", "Another model served.", swaps.num_swaps)
+        last_s = _s(swaps.last_swap_ms)
+        yield gauge("penstock_model_swap_last_seconds", "From one model to the other.", last_s)
+        waiting = swaps.num_waiting
+        yield gauge("penstock_model_swap_waiting", "Requests for another model.", waiting)
+    queries, hits = totals.prefix_cache_queries, totals.prefix_cache_hits
+    yield counter("penstock_prefix_cache_queries_total", "Prompt tokens looked for.", queries)
+    yield counter("penstock_prefix_cache_hits_total", "Of these, found computed.", hits)
+    fetched, spent_s = totals.prefix_cache_fetches, totals.prefix_cache_s
+    yield counter("penstock_prefix_cache_fetches_total", "Tokens copied between pools.", fetched)
+    yield counter("penstock_prefix_cache_seconds_total", "Hashing, finding, publishing.", spent_s)
+    yield counter(
+        "penstock_prefix_cache_evicted_blocks_total",
+        "Kept, and taken for something else.",
+        [({"pool": pool.name}, pool.evicted) for pool in frame.pools],
+    )
+    recovered = totals.recovered_sequences
+    yield counter("penstock_recoveries_total", "Sequences saved from a dead worker.", recovered)
+    yield counter(
+        "penstock_preemptions_total",
+        "Times that a sequence's KV blocks were taken away for others.",
+        totals.preemptions,
+    )
+
+
+def _predictions(ways: list[WayFrame]) -> Iterator[MetricFamily]:
+    """Of elastic roles, by way; sizes of step are left together."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    closed: Counter[tuple[str, str]] = Counter()
+    for way in ways:
+        labels = way.route, "yes" if way.is_beside else "no"
+        counts[*labels, "as predicted"] += way.num_judged - way.num_missed
+        counts[*labels, "twice as bad"] += way.num_missed
+        counts[*labels, "gave way"] += way.num_gave_way
+        closed[labels] += way.is_closed
+    yield counter(
+        "penstock_route_outcomes_total",
+        "Prompts that elastic roles placed by a prediction, by what came of it.",
+        [
+            ({"route": route, "beside_decodes": beside, "outcome": outcome}, count)
+            for (route, beside, outcome), count in counts.items()
+        ],
+    )
+    yield gauge(
+        "penstock_routes_closed",
+        "Ways that were twice as bad as predicted and have not been measured anew.",
+        [({"route": r, "beside_decodes": beside}, n) for (r, beside), n in closed.items()],
+    )
+
+
+def _latency(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
+    yield histogram(
+        "penstock_time_to_first_token_seconds",
+        "From arrival to token 1.",
+        [({}, histograms.ttft_s, TTFT_S)],
+    )
+    yield histogram(
+        "penstock_inter_token_latency_seconds",
+        "Between two tokens of a sequence.",
+        [({}, histograms.gap_s, FINE_GAP_S)],
+    )
+    yield histogram(
+        "penstock_request_duration_seconds",
+        "From arrival to the end, of sequences that were not cut short.",
+        [({}, histograms.e2e_s, REQUEST_S)],
+    )
+    yield histogram(
+        "penstock_stage_seconds",
+        "Of the same sequences; the stages of one add up to its duration.",
+        [({"stage": stage}, each, STAGE_S) for stage, each in histograms.stage_s.items()],
+    )
+    latency, aims = frame.latency, {"ttft": frame.slo_ttft_ms, "itl": frame.slo_itl_ms}
+    yield gauge(
+        "penstock_slo_target_seconds",
+        "What is aimed at; no sample where it is relative.",
+        [({"target": name}, _s(target_ms)) for name, target_ms in aims.items()],
+    )
+    yield gauge(
+        "penstock_slo_attainment_ratio",
+        f"Share in time, of the last {latency.window_s:.0f} seconds.",
+        [
+            ({"target": "ttft"}, latency.ttft_slo_ratio),
+            ({"target": "itl"}, latency.itl_slo_ratio),
+        ],
+    )
+
+
+def _workers(frame: Frame) -> Iterator[MetricFamily]:
+    named = [({"worker": worker.name}, worker) for worker in frame.workers]
+    yield gauge("penstock_worker_up", "1 if ready.", [(n, w.state == "ready") for n, w in named])
+    yield gauge(
+        "penstock_worker_busy_ratio",
+        "Share of the last second spent in steps.",
+        [(n, w.busy_ratio) for n, w in named],
+    )
+    yield gauge(
+        "penstock_worker_batch_size",
+        "Sequences in a step, mean of the last second.",
+        [(n, w.batch_size_mean) for n, w in named],
+    )
+    yield gauge(
+        "penstock_worker_last_step_age_seconds",
+        "Since its last step, while it has work.",
+        [(n, _s(w.last_step_age_ms)) for n, w in named],
+    )
+    yield gauge(
+        "penstock_worker_resident_memory_bytes",
+        "With what it shares.",
+        [(n, w.rss_bytes) for n, w in named],
+    )
+    yield counter(
+        "penstock_worker_restarts_total",
+        "Times it was started again.",
+        [(n, w.num_restarts) for n, w in named],
+    )
+
+
+def _kv(frame: Frame) -> Iterator[MetricFamily]:
+    yield gauge(
+        "penstock_kv_bytes",
+        "Of a pool's blocks, by state.",
+        [
+            ({"pool": pool.name, "state": state}, getattr(pool, state) * pool.block_bytes)
+            for pool in frame.pools
+            for state in _BLOCK_STATES
+        ],
+    )
+    totals, handoff = frame.totals, frame.handoff
+    yield counter("penstock_handoffs_total", "From prefill to decode.", totals.handoffs)
+    yield counter("penstock_handoff_bytes_total", "Moved in handoffs.", totals.handoff_bytes)
+    if handoff is not None:
+        yield counter("penstock_handoff_failures_total", "That failed.", handoff.num_failed)
+        yield gauge(
+            "penstock_handoff_probe_bytes_per_second",
+            "What the transport carried when it was probed at start.",
+            handoff.probe_bytes_per_s,
+        )
+
+
+def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
+    """Between pools, each by its own name; nothing where all share one pool."""
+    named = [({"from_pool": link.from_pool, "to_pool": link.to_pool}, link) for link in links]
+    yield gauge(
+        "penstock_link_up",
+        "1; 0 where its blocks go by the detour. The transport is that in force.",
+        [({**labels, "transport": link.transport}, link.down is None) for labels, link in named],
+    )
+    about = "Of blocks that have arrived over a link."
+    yield counter("penstock_link_bytes_total", about, [(n, x.num_bytes) for n, x in named])
+    yield gauge(
+        "penstock_link_copy_bytes_per_second",
+        "What a link has carried lately, while it copied.",
+        [(labels, link.copy_bytes_per_s) for labels, link in named],
+    )
+    yield gauge(
+        "penstock_link_probe_bytes_per_second",
+        "Of blocks there and back at start; 0: they came back changed.",
+        [(labels, link.probe_bytes_per_s) for labels, link in named],
+    )
+    yield gauge(
+        "penstock_link_strikes",
+        "Copies in a row that failed, or were slower than half of the try at start.",
+        [(labels, link.num_strikes) for labels, link in named],
+    )
+
+
+def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:
+    """The cache in DRAM or on disk; nothing where nobody wants one."""
+    if tier is None or tier.state not in ("on", "down", "failed"):
+        return
+    about = "0: it cannot be had, or cannot be relied on."
+    yield gauge(f"penstock_{name}_up", about, tier.state == "on")
+    if tier.state == "failed":
+        return
+    yield gauge(f"penstock_{name}_bytes", "Of the blocks in it.", tier.num_bytes)
+    yield gauge(f"penstock_{name}_limit_bytes", "That its cap has room for.", tier.max_bytes)
+    yield gauge(f"penstock_{name}_waiting_sequences", "For blocks from it.", tier.waiting)
+    counts = {
+        "stored": tier.stored_blocks,
+        "loaded": tier.loaded_blocks,
+        "evicted": tier.evicted_blocks,
+        "expired": tier.expired_blocks,
+        "damaged": tier.damaged_blocks,
+        "not_stored": tier.failed_stores,
+    }
+    yield counter(
+        f"penstock_{name}_blocks_total",
+        "By what became of them.",
+        [({"outcome": outcome}, count) for outcome, count in counts.items()],
+    )
+    decided = {"loaded": tier.loads, "declined": tier.declined_loads}
+    yield counter(
+        f"penstock_{name}_decisions_total",
+        "Prompts with blocks in it, by whether loading was predicted to beat computing.",
+        [({"decision": decision}, count) for decision, count in decided.items()],
+    )
+    yield counter(f"penstock_{name}_loaded_tokens_total", "Not computed.", tier.loaded_tokens)
+    yield counter(
+        f"penstock_{name}_late_loads_total", "Given up at a deadline.", tier.missed_deadlines
+    )
+    yield counter(f"penstock_{name}_load_seconds_total", "Waited for loads.", tier.load_ms / 1e3)
+    about = "That loads took longer than computing was predicted to."
+    yield counter(f"penstock_{name}_regret_seconds_total", about, tier.regret_ms / 1e3)
+    about = "Of prompts' blocks, what a cache of so many times the size would have found."
+    found = [({"size": ratio}, share) for ratio, share in tier.would_find.items()]
+    yield gauge(f"penstock_{name}_would_find_ratio", about, found)
+    about = "Blocks that were used again after fewer other blocks than `below`, and no fewer."
+    distances = [({"below": bound}, number) for bound, number in tier.reuse_distances.items()]
+    yield counter(f"penstock_{name}_reuse_distance_uses_total", about, distances)
+    yield gauge(f"penstock_{name}_read_bytes_per_second", "Of loads.", tier.read_bytes_per_s)
+
+
+def _energy(frame: Frame) -> Iterator[MetricFamily]:
+    energy = frame.energy
+    if energy is None:
+        return
+    yield counter(
+        "penstock_energy_joules_total",
+        "By what it was used for; the parts add up to all that was read.",
+        [
+            ({"phase": "prefill"}, energy.prefill_j),
+            ({"phase": "decode"}, energy.decode_j),
+            ({"phase": "unattributed"}, energy.unattributed_j),
+        ],
+    )
+
+
+def _devices(devices: list[DeviceFrame]) -> Iterator[MetricFamily]:
+    named = [({"device": device.name}, device) for device in devices]
+    readings = (
+        ("power_watts", "Drawn.", "power_w", 1.0),
+        ("power_limit_watts", "That it may draw.", "power_limit_w", 1.0),
+        ("temperature_celsius", "Of the chip.", "temperature_c", 1.0),
+        ("clock_hertz", "Of its processors.", "clock_mhz", 1e6),
+        ("utilization_ratio", "Share of time in use.", "utilization_ratio", 1.0),
+        ("memory_used_bytes", "In use.", "memory_used_bytes", 1.0),
+        ("memory_size_bytes", "There is.", "memory_total_bytes", 1.0),
+    )
+    for name, about, attribute, scale in readings:
+        values = [(labels, getattr(device, attribute)) for labels, device in named]
+        yield gauge(
+            f"penstock_device_{name}",
+            about,
+            [(labels, None if value is None else value * scale) for labels, value in values],
+        )
+    yield counter(
+        "penstock_device_energy_joules_total",
+        "Since the daemon started.",
+        [(labels, device.energy_j) for labels, device in named],
+    )
+
+
+def _s(value_ms: float | None) -> float | None:
+    return None if value_ms is None else value_ms / 1e3

@@ -1,0 +1,135 @@
+"""List vLLM's metrics that have a meaning here.
+
+Owns: vLLM's names, labels and bucket edges.
+Invariant: names, labels and bucket edges are vLLM's. To its readers the appliance is one engine,
+`0`, and each sequence is a request.
+Never: makes up a figure for what does not exist here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from appliance.frame.latency import (
+    GAP_S,
+    NUM_SEQUENCES,
+    REQUEST_S,
+    STEP_TOKENS,
+    TTFT_S,
+    Edges,
+    Histogram,
+    Histograms,
+)
+from appliance.frame.protocol import Frame
+from appliance.metrics.metric_family import MetricFamily, counter, gauge, histogram
+from appliance.telemetry.signals import RING, used_ratio
+
+
+def vllm_families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
+    """The metrics that vLLM has, under its names."""
+    labels = {"model_name": frame.model, "engine": "0"}
+    yield from _gauges(frame, labels)
+    yield from _counters(frame, histograms, labels)
+    for name, about, shown, edges in _histograms(histograms):
+        yield histogram(f"vllm:{name}", about, [(labels, shown, edges)])
+
+
+def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[MetricFamily]:
+    queue = frame.queue
+    running = queue.prefilling + queue.handing_off + queue.decoding
+    yield gauge("vllm:num_requests_running", "In steps, or handed over.", [(labels, running)])
+    waiting = queue.queued + queue.paused
+    yield gauge("vllm:num_requests_waiting", "Queued, or preempted.", [(labels, waiting)])
+    yield gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "All of them wait for room.",
+        [
+            ({**labels, "reason": "capacity"}, waiting),
+            ({**labels, "reason": "deferred"}, 0),
+        ],
+    )
+    pools = [pool for pool in frame.pools if pool.name != RING]
+    used = [ratio for pool in pools if (ratio := used_ratio(pool)) is not None]
+    fullest = max(used, default=None)
+    yield gauge("vllm:kv_cache_usage_perc", "Of the fullest pool, 0 to 1.", [(labels, fullest)])
+    about = {
+        # whole numbers: gateways read them; the pools of a daemon have one layout
+        "block_size": str(pools[0].block_size if pools else 0),
+        "cache_dtype": frame.dtype,
+        "enable_prefix_caching": str(frame.totals.has_prefix_cache),
+        "num_gpu_blocks": str(sum(pool.num_blocks for pool in pools)),
+        "engine": labels["engine"],
+    }
+    yield gauge("vllm:cache_config_info", "The KV pools.", [(about, 1)])
+    none = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    yield gauge("vllm:lora_requests_info", "There are no adapters here.", [(none, 1)])
+
+
+def _counters(
+    frame: Frame, histograms: Histograms, labels: dict[str, str]
+) -> Iterator[MetricFamily]:
+    prompt_tokens = frame.totals.prompt_tokens
+    yield counter("vllm:prompt_tokens_total", "Of answered prompts.", [(labels, prompt_tokens)])
+    yield counter(
+        "vllm:prompt_tokens_by_source_total",
+        "Computed here, or found in the prefix cache.",
+        [
+            ({**labels, "source": "local_compute"}, prompt_tokens - frame.totals.cached_tokens),
+            ({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens),
+        ],
+    )
+    yield counter(
+        "vllm:prompt_tokens_cached_by_source_total",
+        "All that is found is found here.",
+        [({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens)],
+    )
+    yield counter(
+        "vllm:prompt_tokens_cached_total",
+        "Of answered prompts, found in the prefix cache.",
+        [(labels, frame.totals.cached_tokens)],
+    )
+    yield counter(
+        "vllm:prefix_cache_queries_total",
+        "Prompt tokens looked for in the prefix cache.",
+        [(labels, frame.totals.prefix_cache_queries)],
+    )
+    yield counter(
+        "vllm:prefix_cache_hits_total",
+        "Prompt tokens found there.",
+        [(labels, frame.totals.prefix_cache_hits)],
+    )
+    yield counter(
+        "vllm:generation_tokens_total", "Generated.", [(labels, frame.totals.output_tokens)]
+    )
+    yield counter(
+        "vllm:num_preemptions_total",
+        "Times that a sequence's KV blocks were taken away for others.",
+        [(labels, frame.totals.preemptions)],
+    )
+    yield counter(
+        "vllm:request_success_total",
+        "Sequences that have ended, by why.",
+        [
+            ({**labels, "finished_reason": reason}, number)
+            for reason, number in histograms.finished.items()
+        ],
+    )
+
+
+def _histograms(histograms: Histograms) -> Iterator[tuple[str, str, Histogram, Edges]]:
+    stages, tokens = histograms.stage_s, histograms.token_edges
+    yield "time_to_first_token_seconds", "Arrival to token 1.", histograms.ttft_s, TTFT_S
+    yield "inter_token_latency_seconds", "Between two tokens.", histograms.gap_s, GAP_S
+    yield "request_time_per_output_token_seconds", "Mean gap.", histograms.tpot_s, GAP_S
+    yield "e2e_request_latency_seconds", "Arrival to end.", histograms.e2e_s, REQUEST_S
+    yield "request_queue_time_seconds", "Waiting.", stages["queue"], REQUEST_S
+    yield "request_inference_time_seconds", "All but waiting.", histograms.running_s, REQUEST_S
+    yield "request_prefill_time_seconds", "Computing the prompt.", stages["prefill"], REQUEST_S
+    yield "request_decode_time_seconds", "Computing the rest.", stages["decode"], REQUEST_S
+    yield "request_prompt_tokens", "In the prompt.", histograms.prompt_tokens, tokens
+    yield "request_prefill_kv_computed_tokens", "Computed.", histograms.prompt_tokens, tokens
+    yield "request_generation_tokens", "In the output.", histograms.output_tokens, tokens
+    yield "request_max_num_generation_tokens", "Asked for.", histograms.max_tokens, tokens
+    yield "request_params_max_tokens", "The limit asked for.", histograms.max_tokens, tokens
+    yield "request_params_n", "Sequences asked for.", histograms.num_sequences, NUM_SEQUENCES
+    yield "iteration_tokens_total", "Tokens in a step.", histograms.step_tokens, STEP_TOKENS

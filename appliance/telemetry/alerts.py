@@ -1,0 +1,214 @@
+"""Decide which alerts are active, from one table of thresholds.
+
+Owns: what each number means, and the words for it; the thresholds, and for how long each must hold
+before an alert is raised or cleared. The console, `penstock status`, events and /metrics show what
+comes of it.
+Invariant: a function of the frames alone, by whose clock it goes. An alert is raised when its
+signal has been above a threshold for `for_s` without a break, and cleared when it has been below
+for twice as long: it neither flaps nor sticks.
+Never: acts; alarms about what is not reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from appliance.frame.protocol import AlertFrame, Frame
+from appliance.telemetry.signals import (
+    LastMinute,
+    Signal,
+    decode_slowdown,
+    device_power_ratio,
+    device_temperature_c,
+    device_throttled,
+    device_xid,
+    dram_down,
+    failed_ratio,
+    kv_used_ratio,
+    late_ratio,
+    link_down,
+    link_slowdown,
+    log_rows_lost,
+    preempted,
+    queue_full_ratio,
+    queue_wait_ratio,
+    ssd_down,
+    ssd_full,
+    ssd_off,
+    state_degraded,
+    ttft_over_usual,
+    worker_down,
+    worker_stuck,
+)
+
+SEVERITIES = ("warning", "error")
+MIN_CLEAR_S = 5.0
+
+
+class Threshold(NamedTuple):
+    """A row of the table."""
+
+    code: str
+    """Of the alert and of its events."""
+    read: Callable[[Frame, LastMinute], Iterator[Signal]]
+    warn: float | None
+    """From this value on it is a warning; None: never."""
+    crit: float | None
+    """From this value on it is an error; None: never."""
+    over: str
+    """What an event says when it is over; `{}` is the subject."""
+    for_s: float = 0.0
+    is_state: bool = False
+    """It is so or not: over as soon as it is over."""
+
+    @property
+    def clear_s(self) -> float:
+        """How long it must have been below."""
+        return 0.0 if self.is_state else max(2 * self.for_s, MIN_CLEAR_S)
+
+
+THRESHOLDS = (
+    Threshold("worker.down", worker_down, None, 1, "worker {} is ready again", is_state=True),
+    Threshold(
+        "worker.stuck",
+        worker_stuck,
+        1,
+        None,
+        "worker {} makes progress again",
+        is_state=True,
+    ),
+    Threshold("state.degraded", state_degraded, None, 1, "not degraded any more", is_state=True),
+    Threshold("kv.occupancy", kv_used_ratio, 0.90, 0.98, "KV pool {} has room again", 10),
+    Threshold("kv.preempted", preempted, 1, None, "no more preemptions"),
+    Threshold(
+        "queue.wait",
+        queue_wait_ratio,
+        0.5,
+        1,
+        "no request waits too long any more",
+        5,
+    ),
+    Threshold("queue.full", queue_full_ratio, 0.5, 0.9, "the queue has room for {}", 5),
+    Threshold("slo.missed", late_ratio, 0.01, 0.10, "the {} target is met again", 60),
+    Threshold("ttft.slow", ttft_over_usual, 5, None, "TTFT is as usual again", 5),
+    Threshold("requests.failing", failed_ratio, 0.001, 0.01, "no more failed requests"),
+    Threshold("decode.stall", decode_slowdown, 0.75, None, "decode is as fast as usual again", 5),
+    Threshold("link.down", link_down, 1, None, "the link from {} is up again", is_state=True),
+    Threshold("link.slow", link_slowdown, 0.5, None, "the link from {} is as it was at start", 5),
+    Threshold("dram.down", dram_down, 1, None, "the DRAM cache is on again", is_state=True),
+    Threshold("ssd.down", ssd_down, 1, None, "the SSD cache is on again", is_state=True),
+    Threshold("ssd.full", ssd_full, 1, None, "the SSD cache has room again", is_state=True),
+    Threshold("ssd.off", ssd_off, 1, None, "there is an SSD cache again", is_state=True),
+    Threshold("log.rows_lost", log_rows_lost, None, 1, "the request log loses no more rows"),
+    Threshold("device.power", device_power_ratio, 0.95, None, "{} draws less power", 10),
+    Threshold("device.temperature", device_temperature_c, 85, 95, "{} is cooler again", 10),
+    Threshold("device.throttled", device_throttled, 1, None, "{} is not throttled now", 10),
+    Threshold("device.xid", device_xid, None, 1, "{} reports no error any more"),
+)
+
+
+class Change(NamedTuple):
+    """An alert was raised, has become worse, or was cleared; an event."""
+
+    severity: str
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class _Level:
+    """Whether one threshold of one signal counts as passed."""
+
+    is_raised: bool = False
+    since_s: float | None = None
+    """When the signal went to where `is_raised` does not follow yet; None: it agrees."""
+    since: str = ""
+    """The same as wall time."""
+
+    def move(self, is_above: bool, frame: Frame, for_s: float, clear_s: float) -> None:
+        """Take in whether the signal is above the threshold."""
+        if is_above == self.is_raised:
+            self.since_s = None
+            return
+        if self.since_s is None:
+            self.since_s = frame.uptime_s
+            if is_above:
+                self.since = frame.at
+        if frame.uptime_s - self.since_s >= (for_s if is_above else clear_s):
+            self.is_raised, self.since_s = is_above, None
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One signal of one subject, against its two thresholds."""
+
+    threshold: Threshold
+    subject: str
+    levels: tuple[_Level, _Level] = field(default_factory=lambda: (_Level(), _Level()))
+    message: str = ""
+
+    @property
+    def rank(self) -> int:
+        """0: nothing is wrong; else one more than the place in SEVERITIES."""
+        return max((i for i, level in enumerate(self.levels, 1) if level.is_raised), default=0)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing is wrong, and nothing about to be."""
+        return not any(level.is_raised or level.since_s is not None for level in self.levels)
+
+    def move(self, signal: Signal | None, frame: Frame) -> Change | None:
+        """Take in a reading, None being none; what is to be told of it."""
+        before = self.rank
+        bounds = (self.threshold.warn, self.threshold.crit)
+        is_above = [
+            signal is not None and bound is not None and signal.value >= bound for bound in bounds
+        ]
+        is_above[0] |= is_above[1]  # whatever is an error is no less than a warning
+        if signal is not None and any(is_above):
+            self.message = signal.message
+        for level, above in zip(self.levels, is_above, strict=True):
+            level.move(above, frame, self.threshold.for_s, self.threshold.clear_s)
+        if self.rank > before:
+            return Change(SEVERITIES[self.rank - 1], self.threshold.code, self.message)
+        if before and not self.rank:
+            return Change("info", self.threshold.code, self.threshold.over.format(self.subject))
+        return None
+
+    def frame(self) -> AlertFrame:
+        """The alert, while there is one."""
+        level = self.levels[0]
+        severity = SEVERITIES[self.rank - 1]
+        code = self.threshold.code
+        return AlertFrame(code, severity, self.message, level.since, self.subject)
+
+
+class Alerts:
+    """The state of all alerts, moved on by frames."""
+
+    def __init__(self, thresholds: tuple[Threshold, ...] = THRESHOLDS) -> None:
+        self._thresholds = thresholds
+        self._past = LastMinute()
+        self._watched: dict[tuple[str, str], _Watch] = {}
+
+    def update(self, frame: Frame) -> list[Change]:
+        """Take in the next frame; what has changed."""
+        self._past.add(frame)
+        read: dict[tuple[str, str], Signal] = {}
+        for threshold in self._thresholds:
+            for signal in threshold.read(frame, self._past):
+                key = (threshold.code, signal.subject)
+                read[key] = signal
+                self._watched.setdefault(key, _Watch(threshold, signal.subject))
+        moved = [watch.move(read.get(key), frame) for key, watch in self._watched.items()]
+        self._watched = {key: each for key, each in self._watched.items() if not each.is_quiet}
+        return [change for change in moved if change is not None]
+
+    def frames(self) -> list[AlertFrame]:
+        """What is wrong now, the worst first, then as in the table."""
+        raised = [watch for watch in self._watched.values() if watch.rank]
+        order = [threshold.code for threshold in self._thresholds]
+        raised.sort(key=lambda watch: (-watch.rank, order.index(watch.threshold.code)))
+        return [watch.frame() for watch in raised]

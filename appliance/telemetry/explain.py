@@ -1,0 +1,249 @@
+"""Explain in one sentence why a request was slow or what limits the appliance.
+
+Owns: when something stands out, and the words for it.
+Invariant: pure; waiting counts from nothing, computing from what it usually takes. An empty answer
+means that nothing stands out.
+Never: compares with a time that nobody has measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from appliance.frame.figures import TTFT_STAGES, duration, short_id, things
+from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
+from appliance.telemetry.windows import UsualTimes
+from engine.schedule.queue import PromptsAhead
+from engine.schedule.router import Router
+from engine.schedule.sequence import Phase, Sequence
+
+MIN_EXCESS_MS = 100.0
+MIN_EXCESS_SHARE = 0.2
+"""Of all the time so far: what is less has not made the request slow."""
+MIN_RATIO = 2.0
+"""Less than twice the usual time of computing is within what varies."""
+ENOUGH_IN_TIME = 0.99
+BUSY_RATIO = 0.95
+
+
+class QueueWaits(NamedTuple):
+    """What the sequences in the queue wait for."""
+
+    for_blocks: int = 0
+    for_prefill: int = 0
+    for_workers: int = 0
+    """No worker is ready."""
+    for_swap: int = 0
+    """Another model is served now."""
+
+
+class _Cause(NamedTuple):
+    excess_ms: float
+    text: str
+    usual_ms: float | None
+
+
+def slow_because(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float = 0.0) -> str | None:
+    """The stage that took most of what was not needed; None if none took much.
+
+    Args:
+        frame: the request.
+        usual: what stages take as a rule.
+        swap_wait_ms: of its time in the queue, that until its model was there.
+    """
+    least_ms = max(MIN_EXCESS_MS, MIN_EXCESS_SHARE * (frame.e2e_ms or frame.age_ms))
+    causes = [*_waits(frame, usual, swap_wait_ms), *_computing(frame, usual)]
+    worst = max(causes, key=lambda cause: cause.excess_ms, default=None)
+    if worst is None or worst.excess_ms < least_ms:
+        return None
+    return worst.text + ("" if worst.usual_ms is None else f", usually {duration(worst.usual_ms)}")
+
+
+def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Iterator[_Cause]:
+    if swap_wait_ms:
+        text = f"swap: {duration(swap_wait_ms)} for its model"
+        yield _Cause(swap_wait_ms, text, None)
+    for stage, phase, usual_ms, text in (
+        ("queue", "queued", usual.queue_ms, "queue: {}"),
+        ("restore", "", None, "restore: {} for cached KV"),
+        ("handoff", "handing_off", usual.handoff_ms, "handoff: {}"),
+        ("paused", "", None, "paused: {} without KV blocks"),
+        ("decode_wait", "", usual.decode_wait_ms, "decode wait: {}"),
+    ):
+        actual_ms = _so_far(frame, stage, phase)
+        if actual_ms is not None and stage == "queue":
+            actual_ms = max(actual_ms - swap_wait_ms, 0.0)
+        if actual_ms is not None:
+            # a wait that is no longer than is usual is not put beside it: that would deny itself
+            told_ms = usual_ms if usual_ms is not None and actual_ms > usual_ms else None
+            yield _Cause(actual_ms, text.format(duration(actual_ms)), told_ms)
+
+
+def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
+    prefill_ms, tpot_ms = _so_far(frame, "prefill", "prefilling"), frame.tpot_ms
+    usual_ms = (usual.prefill_ms_per_token or 0.0) * frame.prompt_tokens
+    if prefill_ms is not None and usual_ms and prefill_ms > MIN_RATIO * usual_ms:
+        yield _Cause(prefill_ms - usual_ms, f"prefill: {duration(prefill_ms)}", usual_ms)
+    if tpot_ms is not None and usual.tpot_ms and tpot_ms > MIN_RATIO * usual.tpot_ms:
+        excess_ms = (tpot_ms - usual.tpot_ms) * (frame.output_tokens or 0) / frame.num_sequences
+        yield _Cause(excess_ms, f"decode: {duration(tpot_ms)}/token", usual.tpot_ms)
+
+
+def _so_far(frame: RequestFrame, stage: str, phase: str) -> float | None:
+    """The stage's time; of the stage that it is in, the time until now."""
+    value_ms: float | None = getattr(frame, f"{stage}_ms")
+    if value_ms is not None or frame.phase != phase:
+        return value_ms
+    before = sum(getattr(frame, f"{each}_ms") or 0.0 for each in TTFT_STAGES)
+    return max(0.0, frame.age_ms - before)
+
+
+def limit(
+    state: str,
+    reason: str,
+    waiting: QueueWaits,
+    workers: Iterable[WorkerFrame],
+    latency: LatencyFrame,
+) -> str:
+    """What keeps the appliance from doing more; empty if it has nothing to do, or does it."""
+    if state == "degraded":
+        return f"degraded: {reason}"
+    if state == "draining":
+        return "draining: no new requests are accepted"
+    if any(waiting):
+        return _queue_limit(waiting)
+    busy = [worker for worker in workers if worker.num_sequences]
+    for stage, what, ratio in (
+        ("prefill", "first tokens", latency.ttft_slo_ratio),
+        ("decode", "gaps between tokens", latency.itl_slo_ratio),
+    ):
+        if busy and ratio is not None and ratio < ENOUGH_IN_TIME:
+            return f"{stage}: {1 - ratio:.0%} of the {what} miss their target"
+    for worker in busy:
+        if worker.busy_ratio >= BUSY_RATIO:
+            is_prefill = worker.prefill_tokens_per_s >= worker.decode_tokens_per_s
+            is_prefill = is_prefill and bool(worker.prefill_tokens_per_s or worker.num_prefilling)
+            load = things(worker.num_sequences, "sequence")
+            stage = "prefill" if is_prefill else "decode"
+            by = "" if worker.name.startswith(stage) else f" by {stage}"
+            return f"{worker.name} worker saturated{by}, {load}"
+    return ""
+
+
+def _queue_limit(waiting: QueueWaits) -> str:
+    """`queue: 12 sequences wait for KV blocks, 3 for prefill`."""
+    (number, what), *others = [
+        (number, what)
+        for number, what in (
+            (waiting.for_workers, "a worker to be ready"),
+            (waiting.for_blocks, "KV blocks"),
+            (waiting.for_prefill, "prefill"),
+            (waiting.for_swap, "a swap of models"),
+        )
+        if number
+    ]
+    verb = "waits" if number == 1 else "wait"
+    rest = "".join(f", {number} for {what}" for number, what in others)
+    return f"queue: {things(number, 'sequence')} {verb} for {what}{rest}"
+
+
+# Why a prompt is not being computed yet, in words: for whom it waits, behind how much, how long.
+#
+# Owns: the words.
+# Invariant: pure; tokens ahead are counted in the order in which the queue will be taken if nothing
+# else comes.
+# Never: predicts a time.
+
+
+MAX_TOLD = 200
+"""Of the queue's sequences; for the others nobody asks, and each costs a look at the blocks."""
+
+
+class Wait(NamedTuple):
+    """What a prompt waits for."""
+
+    text: str
+    behind: str | None = None
+    """The request with most prompt tokens among those computed before it."""
+    behind_tokens: int | None = None
+    """Of all of those."""
+
+
+class _Ahead(NamedTuple):
+    """Prompts that a worker computes first."""
+
+    num_tokens: int = 0
+    most_tokens: int = 0
+    request_id: str = ""
+
+    def plus(self, sequence: Sequence) -> _Ahead:
+        """The same with another prompt."""
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        largest = (self.most_tokens, self.request_id)
+        if num_left > self.most_tokens:
+            largest = (num_left, sequence.request_id)
+        return _Ahead(self.num_tokens + num_left, *largest)
+
+
+def waits(router: Router, now_ns: int) -> dict[int, Wait]:
+    """Find what each sequence waits for whose prompt no step has taken up, by its number."""
+    found: dict[int, Wait] = {}
+    for sequence in router.at.resuming.values():
+        found[sequence.seq_id] = _wait("its worker to come back", sequence, now_ns)
+    for sequence in router.at.paused.values():
+        text = _coming(router, sequence) or "KV blocks, for others needed those that it had"
+        found[sequence.seq_id] = _wait(text, sequence, now_ns)
+    ahead: defaultdict[str, _Ahead] = defaultdict(_Ahead)
+    spare = router.growth.spare()
+    admitted = [s for s in router.at.running.values() if s.phase is Phase.PREFILLING and s.worker]
+    for sequence in sorted(admitted, key=_has_begun, reverse=True):
+        worker = sequence.worker or ""
+        # what fits into one step with those before it may be in the one that is being computed
+        if not _has_begun(sequence) and ahead[worker].num_tokens >= router.max_num_batched_tokens:
+            found[sequence.seq_id] = _turn(sequence, worker, ahead[worker], now_ns)
+        ahead[worker] = ahead[worker].plus(sequence)
+    under_way = PromptsAhead(router.at.running.values(), router.max_num_batched_tokens, now_ns)
+    ready = sorted(router.roles.ready_workers)
+    busiest = max(ready, key=lambda name: ahead[name].num_tokens, default=None)
+    for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
+        if busiest is None:
+            wait = _wait("a worker to be ready", sequence, now_ns)
+        elif (coming := _coming(router, sequence)) is not None:
+            wait = _wait(coming, sequence, now_ns)
+        elif not router.ways.fits(sequence, spare):
+            wait = _wait("KV blocks that others hold", sequence, now_ns)
+        elif (leader := router.prefixes.leader(sequence, under_way)) is not None:
+            # of other users' requests only that there is one
+            who = leader.request_id if leader.owner == sequence.owner else "another request"
+            wait = _wait(f"the beginning of its prompt, which {who} computes", sequence, now_ns)
+        else:
+            wait = _turn(sequence, busiest, ahead[busiest], now_ns)
+        found[sequence.seq_id] = wait
+        ahead[busiest or ""] = ahead[busiest or ""].plus(sequence)
+    return found
+
+
+def _coming(router: Router, sequence: Sequence) -> str | None:
+    """From where blocks of it are brought; None: from nowhere."""
+    if (tier := router.prefixes.tiers.loading(sequence.seq_id)) is not None:
+        return f"blocks of its prompt from {tier.label}"
+    return "blocks of its prompt from another pool" if router.fetches.is_awaited(sequence) else None
+
+
+def _has_begun(sequence: Sequence) -> bool:
+    return sequence.stamps.started_ns is not None
+
+
+def _turn(sequence: Sequence, worker: str, ahead: _Ahead, now_ns: int) -> Wait:
+    if not ahead.num_tokens:
+        return _wait(f"its turn on worker {worker}: it is next", sequence, now_ns)
+    first = f"{short_id(ahead.request_id)} ({ahead.num_tokens:,} prompt tokens)"
+    text = _wait(f"its turn on worker {worker}, behind {first}", sequence, now_ns).text
+    return Wait(text, ahead.request_id, ahead.num_tokens)
+
+
+def _wait(text: str, sequence: Sequence, now_ns: int) -> Wait:
+    return Wait(f"{text}; {(now_ns - sequence.stamps.arrived_ns) / 1e9:.1f} s so far")

@@ -1,0 +1,250 @@
+"""Assemble a frame of everything, once a second and on demand.
+
+Owns: the newest frame, its number, those who wait for the next one, and the energy account.
+Invariant: a frame's numbers only grow; what is read over an interval (rates, devices, the host) is
+read when a frame is made, and never for a single reader.
+Never: changes anything that it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from appliance.devices.machine import Devices
+from appliance.fleet.boot import BootPlan
+from appliance.fleet.kv_caches import KvCaches
+from appliance.fleet.placement import num_machine_cores
+from appliance.fleet.roles_change import roles_frame
+from appliance.fleet.supervisor import Supervisor
+from appliance.fleet.swaps import Swaps
+from appliance.fleet.weights_plan import kv_text, weights_text
+from appliance.frame.protocol import (
+    FRAME_VERSION,
+    MAX_FRAME_REQUESTS,
+    Frame,
+    RequestFrame,
+    TotalsFrame,
+    WorkerFrame,
+    utc_now,
+)
+from appliance.measuring import Measuring
+from appliance.request import ModelInfo, Request
+from appliance.telemetry.alerts import Alerts, Change
+from appliance.telemetry.energy import Energy
+from appliance.telemetry.explain import limit, slow_because, waits
+from appliance.telemetry.frame_parts import (
+    pool_frames,
+    queue_frame,
+    request_frame,
+    waiting,
+    way_frames,
+)
+from appliance.telemetry.telemetry import Telemetry, worker_now
+from appliance.telemetry.windows import UsualTimes
+from engine.schedule.router import Router
+
+_STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """What a frame shows and only the service knows, at one moment."""
+
+    reason: str | None
+    """Why it is not ready; None if it is."""
+    live: list[Request]
+    """Oldest first."""
+    totals: TotalsFrame
+    """As far as the service counts."""
+    log_rows_lost: int
+    swaps: Swaps | None = None
+
+
+class Frames:
+    """Makes frames, records them, and hands them to those who wait."""
+
+    def __init__(
+        self,
+        plan: BootPlan,
+        model: ModelInfo,
+        router: Router,
+        supervisor: Supervisor,
+        telemetry: Telemetry,
+        devices: Devices | None,
+        record: Callable[[Frame], None],
+        caches: KvCaches | None = None,
+    ) -> None:
+        self._plan = plan
+        self.model = model
+        """As it is served; a pool that turns out small shortens its requests."""
+        self.measuring: Measuring | None = None
+        """What is measured while idle; None: the model is loading."""
+        self._router = router
+        self._supervisor = supervisor
+        self._telemetry = telemetry
+        gpus = {w.name: w.gpu.board for w in plan.placement.workers if w.gpu is not None}
+        self.energy = Energy(num_machine_cores(), gpus)
+        self._devices = devices or Devices.of_machine()
+        self._record = record
+        self._caches = caches
+        self._alerts = Alerts()
+        self._usual = UsualTimes()
+        self._started_ns = time.monotonic_ns()
+        self._frame: Frame | None = None
+        self._is_made = asyncio.Event()
+
+    def change_model(
+        self, plan: BootPlan, model: ModelInfo, router: Router, supervisor: Supervisor
+    ) -> None:
+        """Show another model from now on; numbers and counts go on."""
+        self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
+        self.measuring = None
+        self._telemetry.windows.forget_usual_ttft()
+
+    def make(self, standing: ServiceState) -> list[Change]:
+        """Take one reading and wake those who wait for it; which alerts it has changed."""
+        now_ns = time.monotonic_ns()
+        plan, telemetry, router = self._plan, self._telemetry, self._router
+        states = list(self._supervisor.workers.values())
+        elapsed_s = telemetry.interval_s(now_ns)
+        workers = telemetry.workers(states, router, now_ns, elapsed_s)
+        self._usual = telemetry.windows.usual(now_ns)
+        devices = self._devices.read(now_ns)
+        self.energy.settle(devices, self._devices.read_ns)
+        frame = Frame(
+            version=FRAME_VERSION,
+            seq=1 if self._frame is None else self._frame.seq + 1,
+            model=self.model.model_id,
+            model_note=self.model.note,
+            dtype=plan.dtype,
+            max_model_len=self.model.max_model_len,
+            transport=plan.placement.topology.transport,
+            pid=os.getpid(),
+            workers=workers,
+            devices=devices,
+            energy=self.energy.frame(),
+            host=telemetry.host(),
+            handoff=telemetry.handoff(router, elapsed_s),
+            links=telemetry.links(router, elapsed_s),
+            users=telemetry.users(standing.live, elapsed_s),
+            today=msgspec.structs.replace(telemetry.today.at(utc_now())),
+            weights=weights_text(
+                plan.weights_words,
+                next((w.weights_loss for w in states if w.weights_loss is not None), None),
+            ),
+            kv=kv_text(
+                plan.dtype,
+                plan.kv_dtype,
+                next((w.kv_loss for w in states if w.kv_loss is not None), None),
+            ),
+            trials=[*plan.choices, *self._measured()],
+            **self._parts(standing, workers, now_ns),
+        )
+        changes = self._alerts.update(frame)
+        frame.alerts = self._alerts.frames()
+        self._frame = frame
+        self._record(frame)
+        self._is_made.set()
+        self._is_made = asyncio.Event()
+        return changes
+
+    def _measured(self) -> list[str]:
+        words = None if self.measuring is None else self.measuring.words
+        return [] if words is None else [words]
+
+    @property
+    def newest(self) -> Frame:
+        """The frame that was made last."""
+        assert self._frame is not None, "the service makes one before it is asked"
+        return self._frame
+
+    def now(self, standing: ServiceState) -> Frame:
+        """Everything as it is now; rates, readings and alerts are those of the newest frame."""
+        states = self._supervisor.workers
+        workers = [
+            worker_now(worker, states.get(worker.name), self._router)
+            for worker in self.newest.workers
+        ]
+        parts = self._parts(standing, workers, time.monotonic_ns())
+        return msgspec.structs.replace(self.newest, workers=workers, **parts)
+
+    async def next_json(self, after_seq: int) -> tuple[int, bytes]:
+        """Wait for a frame newer than `after_seq`."""
+        while self._frame is None or self._frame.seq <= after_seq:
+            await self._is_made.wait()
+        return self._frame.seq, msgspec.json.encode(self._frame)
+
+    def of_requests(self, requests: Iterable[Request], now_ns: int) -> list[RequestFrame]:
+        """Requests as they stand."""
+        told, frames = waits(self._router, now_ns), []
+        for request in requests:
+            frame = request_frame(request, self._router, self._plan.placement, now_ns)
+            frame.slow_because = slow_because(frame, self._usual, request.swap_wait_ms)
+            found = (told.get(sequence.seq_id) for sequence in request.sequences)
+            if wait := next(filter(None, found), None):
+                frame.waits_for, frame.behind, frame.behind_tokens = wait
+            frames.append(frame)
+        return frames
+
+    def live(
+        self, standing: ServiceState, now_ns: int, most: int | None = None
+    ) -> list[RequestFrame]:
+        """So many of the requests that have no reply yet, those last that wait for their model."""
+        waiting = [] if standing.swaps is None else standing.swaps.requests(now_ns)
+        return [*self.of_requests(standing.live[:most], now_ns), *waiting][:most]
+
+    def _parts(
+        self, standing: ServiceState, workers: list[WorkerFrame], now_ns: int
+    ) -> dict[str, Any]:
+        """The fields of a frame that are true at any time, not over an interval."""
+        router, block_bytes = self._router, self._plan.placement.block_bytes
+        swaps = None if standing.swaps is None else standing.swaps.frame()
+        num_before_swap = 0 if swaps is None else swaps.num_waiting
+        state, reason = _STATES.get(standing.reason, "degraded"), standing.reason or ""
+        latency = self._telemetry.windows.latency(router.roles.slo, now_ns)
+        return {
+            "at": utc_now(),
+            "uptime_s": (now_ns - self._started_ns) / 1e9,
+            "state": state,
+            "state_reason": reason,
+            "queue": queue_frame(router, now_ns),
+            "pools": pool_frames(router, standing.live, block_bytes),
+            "latency": latency,
+            "limit": limit(state, reason, waiting(router, num_before_swap), workers, latency),
+            "totals": self._totals(standing),
+            "requests": self.live(standing, now_ns, MAX_FRAME_REQUESTS),
+            "num_requests": len(standing.live) + num_before_swap,
+            "events": list(self._telemetry.events),
+            "swaps": swaps,
+            **({} if self._caches is None else self._caches.frames()),
+            **roles_frame(router),
+        }
+
+    def _totals(self, standing: ServiceState) -> TotalsFrame:
+        """The service's counts, and those that others keep."""
+        counters = self._router.counters
+        return msgspec.structs.replace(
+            standing.totals,
+            prompt_tokens=self._telemetry.num_prompt_tokens,
+            output_tokens=self._telemetry.num_output_tokens,
+            cached_tokens=self._telemetry.num_cached_tokens,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            prefix_cache_fetches=counters.prefix_cache_fetches,
+            prefix_cache_s=counters.prefix_cache_ns / 1e9,
+            handoffs=counters.handoffs,
+            handoff_bytes=counters.handoff_bytes,
+            stale_messages=counters.stale_messages,
+            recovered_sequences=counters.recovered_sequences,
+            preemptions=counters.preemptions,
+            log_rows_lost=standing.log_rows_lost,
+            routes=dict(self._router.roles.counts),
+            ways=way_frames(self._router.roles),
+        )

@@ -1,0 +1,301 @@
+"""Compute each alert's signal as one number.
+
+Owns: what each signal looks at.
+Invariant: a signal that is not reported is not yielded, nor is one that has no meaning now.
+Never: decides when an alert is raised.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from statistics import median
+from typing import NamedTuple
+
+from appliance.frame.figures import duration
+from appliance.frame.protocol import Frame, PoolFrame, WorkerFrame
+from appliance.frame.tier_frames import TierFrame
+from engine.units import size_text
+
+PAST_S = 60.0
+"""How far back a signal looks that is a rate, or is compared with what it was."""
+DEFAULT_TTFT_MS = 10_000
+"""How long a request may wait where no target says so."""
+RING = "ring"
+"""A pool whose slots are all granted ahead, so that its occupancy says nothing."""
+
+
+class Signal(NamedTuple):
+    """What one frame says of one thing that can go wrong."""
+
+    value: float
+    message: str
+    subject: str = ""
+
+
+class _PastReading(NamedTuple):
+    """What later frames are compared with."""
+
+    uptime_s: float
+    failed: int
+    ended: int
+    rows_lost: int
+    preemptions: int
+    decode_rate: float | None
+
+
+class LastMinute:
+    """Earlier readings that signals compare with: the last minute of frames."""
+
+    def __init__(self) -> None:
+        self._points: deque[_PastReading] = deque()
+        self.down_workers: set[str] = set()
+        """That have died, and none of their names was ready since: a swap starts others."""
+
+    def add(self, frame: Frame) -> None:
+        """Take in a frame, which is the newest, and forget what is too old."""
+        totals = frame.totals
+        point = _PastReading(
+            frame.uptime_s,
+            totals.failed,
+            totals.finished + totals.failed,
+            totals.log_rows_lost,
+            totals.preemptions,
+            _decode_rate(frame),
+        )
+        self._points.append(point)
+        while self._points[0].uptime_s < frame.uptime_s - PAST_S:
+            self._points.popleft()
+        states = {worker.name: worker for worker in frame.workers}
+        self.down_workers &= {name for name, each in states.items() if each.state != "ready"}
+        self.down_workers |= {name for name, each in states.items() if _has_died(each)}
+
+    @property
+    def num_failed(self) -> int:
+        """Requests that have failed."""
+        return self._points[-1].failed - self._points[0].failed
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have failed or finished."""
+        return self._points[-1].ended - self._points[0].ended
+
+    @property
+    def num_rows_lost(self) -> int:
+        """Rows that the log has lost."""
+        return self._points[-1].rows_lost - self._points[0].rows_lost
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sequence's blocks were taken away for others."""
+        return self._points[-1].preemptions - self._points[0].preemptions
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second of each sequence that decoded, as a rule."""
+        rates = [point.decode_rate for point in self._points if point.decode_rate is not None]
+        return median(rates) if rates else None
+
+
+def _has_died(worker: WorkerFrame) -> bool:
+    is_loading_again = worker.state == "loading" and worker.num_restarts > 0
+    return worker.state == "restarting" or is_loading_again
+
+
+def _decode_rate(frame: Frame) -> float | None:
+    if not frame.queue.decoding:
+        return None
+    return sum(each.decode_tokens_per_s for each in frame.workers) / frame.queue.decoding
+
+
+def used_ratio(pool: PoolFrame) -> float | None:
+    """Blocks that new work cannot have; None of the ring, which has none for it."""
+    return None if pool.name == RING else pool.used_ratio
+
+
+def kv_used_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """How full a pool is."""
+    for pool in frame.pools:
+        used = used_ratio(pool)
+        if used is not None:
+            yield Signal(used, f"{used:.0%} of KV pool {pool.name} is in use", pool.name)
+
+
+def preempted(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Times in the last minute that a sequence has lost its blocks to others."""
+    number = past.num_preemptions
+    about = f"KV blocks are short: {number} preemption{'s' * (number != 1)} in {PAST_S:.0f} s"
+    yield Signal(number, f"{about}; lower max_tokens or raise kv_memory")
+
+
+def queue_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """The longest wait, in targets of the time to the first token."""
+    waited_ms = frame.queue.oldest_queued_ms
+    if waited_ms is not None:
+        target_ms = frame.slo_ttft_ms or DEFAULT_TTFT_MS
+        about = f"a request has waited {waited_ms / 1000:.1f} s for its first token"
+        yield Signal(waited_ms / target_ms, f"{about}; the limit is {target_ms / 1000:g} s")
+
+
+def queue_full_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """How much of the room in the queue is taken."""
+    queue = frame.queue
+    for unit, number, most in (
+        ("sequences", queue.queued, queue.max_queued),
+        ("prompt tokens", queue.queued_tokens, queue.max_queued_tokens),
+    ):
+        if most:
+            yield Signal(number / most, f"queue: {number} of at most {most} {unit}", unit)
+
+
+def late_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """The share that misses its target."""
+    latency = frame.latency
+    for subject, what, ratio, target_ms in (
+        ("ttft", "first tokens", latency.ttft_slo_ratio, frame.slo_ttft_ms),
+        ("itl", "gaps between tokens", latency.itl_slo_ratio, frame.slo_itl_ms),
+    ):
+        if ratio is not None:
+            about = f"{1 - ratio:.1%} of the {what} miss the target of {target_ms} ms"
+            yield Signal(1 - ratio, about, subject)
+
+
+def ttft_over_usual(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Compare the last minute's TTFT with what is usual for prompts of the same length."""
+    latency = frame.latency
+    if (times := latency.ttft_over_usual) is not None and latency.ttft_ms_p95 is not None:
+        about = f"TTFT is {times:.0f}x its usual for such prompts"
+        yield Signal(times, f"{about} (p95 {duration(latency.ttft_ms_p95)} in {PAST_S:.0f} s)")
+
+
+def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """The share of requests that fail, of the last minute's."""
+    number = past.num_ended
+    if number:
+        about = f"{past.num_failed} of {number} requests failed in {PAST_S:.0f} s"
+        yield Signal(past.num_failed / number, about)
+
+
+def decode_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """How far decoding has fallen below its usual rate while prompts are computed."""
+    rate, usual = _decode_rate(frame), past.decode_rate
+    if rate is not None and usual and frame.queue.prefilling:
+        about = f"decode stalled: {rate:.1f} tok/s per sequence, usually {usual:.1f}"
+        yield Signal(1 - rate / usual, about)
+
+
+def link_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Links between devices that were taken down."""
+    for link in frame.links:
+        if link.down is not None:
+            name = f"{link.from_pool} to {link.to_pool}"
+            about = f"the link from {name} is down, its blocks go by {link.transport}: {link.down}"
+            yield Signal(1, about, name)
+
+
+def ssd_off(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """An SSD cache that was asked for, and cannot be had."""
+    yield from _tier_in(frame.ssd, "failed", "there is no SSD cache")
+
+
+def ssd_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """The disk cannot be relied on: nothing is stored or loaded until a probe passes."""
+    yield from _tier_in(frame.ssd, "down", "the SSD cache is off until a probe passes")
+
+
+def ssd_full(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """The disk has no room for as much as the cache may hold, or takes nothing."""
+    if (ssd := frame.ssd) is not None and ssd.state == "on" and ssd.limit:
+        held, most = size_text(ssd.num_bytes), size_text(ssd.max_bytes)
+        yield Signal(1, f"the SSD cache holds {held} of the {most} that it may: {ssd.limit}")
+
+
+def dram_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Copies to or from the DRAM cache fail, or did when it was tried at start."""
+    yield from _tier_in(frame.dram, "down", "the DRAM cache is off until a while has passed")
+    yield from _tier_in(frame.dram, "failed", "there is no DRAM cache")
+
+
+def _tier_in(tier: TierFrame | None, state: str, about: str) -> Iterator[Signal]:
+    if tier is not None and tier.state == state:
+        yield Signal(1, f"{about}: {tier.reason}")
+
+
+def link_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """How far a link between devices has fallen below what it did at start."""
+    for link in frame.links:
+        probe, rate = link.probe_bytes_per_s, link.copy_bytes_per_s
+        if link.has_detour and link.down is None and probe and rate is not None:
+            name = f"{link.from_pool} to {link.to_pool}"
+            rates = f"{size_text(rate)}/s, and {size_text(probe)}/s at start"
+            about = f"the link from {name} copies {rates}"
+            yield Signal(1 - rate / probe, about, name)
+
+
+def worker_stuck(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """1 for a worker that is silent for half of what its longest step may take: the watchdog's."""
+    for worker in frame.workers:
+        reason = _reason(frame, f"worker {worker.name}: ")
+        yield Signal(reason is not None, f"{reason}; it gets no new work", worker.name)
+
+
+def worker_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """1 for a worker that has died and is not back."""
+    for worker in frame.workers:
+        subject = f"worker {worker.name} "
+        # one that dies again and again has more to say
+        about = _reason(frame, subject) or f"{subject}is restarting"
+        yield Signal(worker.name in past.down_workers, about, worker.name)
+
+
+def state_degraded(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """1 where it is not a worker that is the reason."""
+    of_workers = chain(worker_down(frame, past), worker_stuck(frame, past))
+    is_told = any(signal.value for signal in of_workers)
+    yield Signal(frame.state == "degraded" and not is_told, frame.state_reason)
+
+
+def _reason(frame: Frame, beginning: str) -> str | None:
+    """Of the reasons why it is degraded, the one that begins so."""
+    reasons = frame.state_reason.split("; ")
+    return next((each for each in reasons if each.startswith(beginning)), None)
+
+
+def log_rows_lost(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Rows that the request log has lost in the last minute."""
+    number = past.num_rows_lost
+    yield Signal(number, f"the request log lost {number} rows in {PAST_S:.0f} s")
+
+
+def device_power_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """A device's power over its limit."""
+    for device in frame.devices:
+        power_w, limit_w = device.power_w, device.power_limit_w
+        if power_w is not None and limit_w:
+            about = f"{device.name} draws {power_w:.0f} of {limit_w:.0f} W"
+            yield Signal(power_w / limit_w, about, device.name)
+
+
+def device_temperature_c(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """A device's temperature in degrees Celsius."""
+    for device in frame.devices:
+        if device.temperature_c is not None:
+            about = f"{device.name} is at {device.temperature_c:.0f} degrees C"
+            yield Signal(device.temperature_c, about, device.name)
+
+
+def device_throttled(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Reasons why a device is slower than it could be."""
+    for device in frame.devices:
+        if device.throttle_reasons is not None:
+            reasons = device.throttle_reasons
+            about = f"{device.name} is throttled: {', '.join(reasons)}"
+            yield Signal(len(reasons), about, device.name)
+
+
+def device_xid(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """1 for a device whose driver has reported a critical error since the daemon started."""
+    for device in frame.devices:
+        has_failed = device.last_xid is not None
+        yield Signal(has_failed, f"{device.name} has had error XID {device.last_xid}", device.name)

@@ -1,0 +1,195 @@
+"""Keep values of the last minutes, for rates and quantiles.
+
+Owns: how long a value is kept.
+Invariant: quantiles are of values that were seen; what was not seen is None.
+Never: reads a clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict, deque
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean, median
+
+from appliance.frame.figures import TTFT_STAGES
+from appliance.frame.latency import Stages, Window, quantile_of, stages
+from appliance.frame.protocol import (
+    LatencyFrame,
+)
+from engine.schedule.elastic import Slo
+from engine.schedule.sequence import FinishReason, Sequence
+
+WINDOW_S = 60.0
+MAX_WINDOW_GAPS = 20_000
+USUAL_WINDOW_S = 900.0
+MIN_USUAL, MAX_USUAL = 3, 200
+"""What is usual is the median of so many sequences, the newest of the last quarter of an hour."""
+MAX_USUAL_MINUTES = 60
+MIN_LATE_MS = 1000.0
+"""A TTFT that exceeds what is usual by less is not late, however many times as long it is."""
+STALL_GAPS = 4.0
+MIN_STALL_MS = 100.0
+"""A gap is a stall if it is longer than so many usual ones, and than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsualTimes:
+    """Median stage times of finished requests; None: none reached that stage."""
+
+    queue_ms: float | None = None
+    prefill_ms_per_token: float | None = None
+    """Of the prompt."""
+    handoff_ms: float | None = None
+    decode_wait_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+class UsualTtft:
+    """Learn what TTFT is usual for prompts of each length, from one minute to the next.
+
+    Each minute adds the median TTFT of every power of two of computed prompt tokens; what is usual
+    is the median of those minutes, so a bad minute hardly moves it.
+    """
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._this_minute: defaultdict[int, list[float]] = defaultdict(list)
+        self._medians_ms: defaultdict[int, deque[float]] = defaultdict(
+            lambda: deque(maxlen=MAX_USUAL_MINUTES)
+        )
+
+    def add(self, num_computed: int, ttft_ms: float, now_ns: int) -> None:
+        """Take in one TTFT; it counts once its minute is over."""
+        minute = int(now_ns / 60e9)
+        if minute != self._minute:
+            for size, seen_ms in self._this_minute.items():
+                self._medians_ms[size].append(median(seen_ms))
+            self._this_minute.clear()
+            self._minute = minute
+        self._this_minute[num_computed.bit_length()].append(ttft_ms)
+
+    def of(self, num_computed: int) -> float | None:
+        """Return the usual TTFT of such a prompt; None until enough minutes had one."""
+        medians_ms = self._medians_ms[num_computed.bit_length()]
+        return median(medians_ms) if len(medians_ms) >= MIN_USUAL else None
+
+
+class Windows:
+    """The newest of everything that has a latency."""
+
+    def __init__(self) -> None:
+        self._usual_ttft = UsualTtft()
+        self._ttft_over_usual = Window(WINDOW_S)
+        self._ttft_ms = Window(WINDOW_S)
+        self._ttft_stages_ms = {stage: Window(WINDOW_S) for stage in TTFT_STAGES}
+        self._itl_ms = Window(WINDOW_S, MAX_WINDOW_GAPS)
+        self._handoff_ms = Window(WINDOW_S)
+        self._e2e_ms = Window(WINDOW_S)
+        self._requests = Window(WINDOW_S)
+        self._usual = {each.name: Window(USUAL_WINDOW_S, MAX_USUAL) for each in fields(UsualTimes)}
+
+    def forget_usual_ttft(self) -> None:
+        """Start over for another model, whose first tokens take another time."""
+        self._usual_ttft = UsualTtft()
+
+    def first_token(self, sequence: Sequence, ttft_ms: float, now_ns: int) -> None:
+        """A sequence has its first token."""
+        cut = stages(sequence.stamps, 1)
+        self._ttft_ms.add(now_ns, ttft_ms)
+        num_computed = max(sequence.num_prompt_tokens - sequence.num_cached_tokens, 1)
+        # the time to compute it stands in for what is usual until that is known
+        due_ms = self._usual_ttft.of(num_computed) or cut.prefill_ms
+        if due_ms:
+            is_late = ttft_ms - due_ms >= MIN_LATE_MS
+            self._ttft_over_usual.add(now_ns, ttft_ms / due_ms if is_late else 1.0)
+        self._usual_ttft.add(num_computed, ttft_ms, now_ns)
+        for stage, window in self._ttft_stages_ms.items():
+            window.add(now_ns, getattr(cut, f"{stage}_ms") or 0.0)
+
+    def gap(self, gap_ms: float, now_ns: int) -> None:
+        """A further token has come."""
+        self._itl_ms.add(now_ns, gap_ms)
+
+    def request_finished(self, now_ns: int) -> None:
+        """A request has had its terminal reply."""
+        self._requests.add(now_ns, 0.0)
+
+    def ended(self, sequence: Sequence, cut: Stages, now_ns: int) -> None:
+        """A sequence has ended; one that was cut short says nothing of the time to the end."""
+        if cut.handoff_ms is not None:
+            self._handoff_ms.add(now_ns, cut.handoff_ms)
+        if sequence.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        if cut.e2e_ms is not None:
+            self._e2e_ms.add(now_ns, cut.e2e_ms)
+        per_token = None if cut.prefill_ms is None else cut.prefill_ms / sequence.num_prompt_tokens
+        seen = {**asdict(cut), "prefill_ms_per_token": per_token}
+        for name, window in self._usual.items():
+            if (value_ms := seen[name]) is not None:
+                window.add(now_ns, value_ms)
+
+    def usual(self, now_ns: int) -> UsualTimes:
+        """What a stage takes as a rule."""
+        seen = {name: window.values(now_ns) for name, window in self._usual.items()}
+        enough = {name: each for name, each in seen.items() if len(each) >= MIN_USUAL}
+        return UsualTimes(**{name: median(values) for name, values in enough.items()})
+
+    def latency(self, slo: Slo, now_ns: int) -> LatencyFrame:
+        """The window in figures, against the targets of this moment."""
+        ttft_ms = sorted(self._ttft_ms.values(now_ns))
+        itl_ms = sorted(self._itl_ms.values(now_ns))
+        e2e_ms = sorted(self._e2e_ms.values(now_ns))
+        handoff_ms = sorted(self._handoff_ms.values(now_ns))
+        means = {
+            stage: _mean(window.values(now_ns)) or None
+            for stage, window in self._ttft_stages_ms.items()
+        }
+        return LatencyFrame(
+            window_s=WINDOW_S,
+            num_requests=len(self._requests.values(now_ns)),
+            ttft_ms_p50=quantile_of(ttft_ms, 0.5),
+            ttft_ms_p95=quantile_of(ttft_ms, 0.95),
+            ttft_ms_p99=quantile_of(ttft_ms, 0.99),
+            ttft_ms_max=quantile_of(ttft_ms, 1.0),
+            itl_ms_p50=quantile_of(itl_ms, 0.5),
+            itl_ms_p95=quantile_of(itl_ms, 0.95),
+            itl_ms_p99=quantile_of(itl_ms, 0.99),
+            itl_ms_max=quantile_of(itl_ms, 1.0),
+            e2e_ms_p50=quantile_of(e2e_ms, 0.5),
+            e2e_ms_p95=quantile_of(e2e_ms, 0.95),
+            e2e_ms_p99=quantile_of(e2e_ms, 0.99),
+            handoff_ms_p50=quantile_of(handoff_ms, 0.5),
+            handoff_ms_p95=quantile_of(handoff_ms, 0.95),
+            queue_ms_mean=means["queue"],
+            prefill_ms_mean=means["prefill"],
+            ttft_slo_ratio=_share_up_to(ttft_ms, slo.ttft_ms),
+            itl_slo_ratio=_share_up_to(itl_ms, slo.itl_ms),
+            num_stalls=_num_stalls(itl_ms),
+            tokenize_ms_mean=means["tokenize"],
+            restore_ms_mean=means["restore"],
+            ttft_over_usual=_exceeded_by_several(self._ttft_over_usual.values(now_ns)),
+        )
+
+
+def _exceeded_by_several(values: list[float]) -> float | None:
+    """The value that a tenth of all values reach, and at least MIN_USUAL of them."""
+    num_least = max(MIN_USUAL, len(values) // 10)
+    return sorted(values)[-num_least] if len(values) >= num_least else None
+
+
+def _mean(values: list[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _share_up_to(ranked: list[float], target_ms: float | None) -> float | None:
+    if target_ms is None or not ranked:
+        return None
+    return bisect_right(ranked, target_ms) / len(ranked)
+
+
+def _num_stalls(ranked_ms: list[float]) -> int:
+    if not ranked_ms:
+        return 0
+    bound_ms = max(STALL_GAPS * ranked_ms[len(ranked_ms) // 2], MIN_STALL_MS)
+    return len(ranked_ms) - bisect_right(ranked_ms, bound_ms)

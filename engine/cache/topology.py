@@ -1,0 +1,260 @@
+"""Describe the topology: workers, KV pools, and the links between pools.
+
+Two workers or five, one pool or one each, are values of these records, not code. `alias`: prefill
+and decode share a pool, and a handoff names the same blocks. `peer`: the source's worker writes
+into the target's pool. `shm`: it writes into a ring in host memory, from where the target's reads.
+Owns: nothing; made once at start, by make_places().
+Invariant: from each worker that prefills to each that decodes there is one link, and one back; each
+has a transport of its own; every hop is made by the worker of one of its pools, and by none that
+reads memory of which it would not know that its owner has died.
+Never: changes while the daemon runs; what does is in roles, and a pool's life in the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from engine.cache.blocks import BlockPool
+
+PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
+RING = "ring"
+SHARED = "kv"
+SSD, DRAM = "ssd", "dram"
+"""Names of tiers below the pools, which copies have in place of a pool's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that steps what it is given."""
+
+    name: str
+    pool: str
+    """Where its sequences have their blocks."""
+    bus: str
+    """Of the memory that its weights are read over: two that decode on one read them twice."""
+    roles: tuple[str, ...]
+    """What static roles admit to it: PREFILL, DECODE or both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory for KV blocks, which one or several workers map."""
+
+    name: str
+    tier: str
+    """`device`: steps read and write it; `dram`: blocks only pass through it."""
+    home: str | None
+    """The worker in whose memory it is, with which its content is lost; None: the daemon."""
+    num_blocks: int
+    """Including padding block 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One copy on the way: a worker makes it."""
+
+    worker: str
+    from_pool: str
+    to_pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How blocks get from one pool to another."""
+
+    from_pool: str
+    to_pool: str
+    transport: str
+    """`alias`, `peer` or `shm`."""
+    hops: tuple[Hop, ...]
+    """None for `alias`, which is one pool."""
+    fallback: Link | None = None
+    """By which blocks go instead when it is down; None: there is no other way."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Every worker of the machine, their pools of KV blocks and the links between these."""
+
+    workers: tuple[Worker, ...]
+    pools: tuple[Pool, ...]
+    links: tuple[Link, ...] = ()
+    backs: tuple[Link, ...] = ()
+    """From where is decoded to where prompts are computed: for what only the former has."""
+
+    @cached_property
+    def by_name(self) -> dict[str, Worker]:
+        """Each worker by its name."""
+        return {worker.name: worker for worker in self.workers}
+
+    @cached_property
+    def pool_by_name(self) -> dict[str, Pool]:
+        """Each pool by its name."""
+        return {pool.name: pool for pool in self.pools}
+
+    @cached_property
+    def _link_by_pools(self) -> dict[tuple[str, str], Link]:
+        return {(link.from_pool, link.to_pool): link for link in self.links}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all workers, those that prefill first."""
+        return [worker.name for worker in self.workers]
+
+    def playing(self, role: str) -> list[str]:
+        """Workers that static roles give this role."""
+        return [worker.name for worker in self.workers if role in worker.roles]
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if one worker plays both roles."""
+        return len(self.workers) == 1
+
+    @property
+    def parked_when_colocated(self) -> list[str]:
+        """Workers that do nothing when those that decode do everything."""
+        return [name for name in self.playing(PREFILL) if name not in self.playing(DECODE)]
+
+    @property
+    def shares_memory_bus(self) -> bool:
+        """True if all workers read their weights over one bus."""
+        return len({worker.bus for worker in self.workers}) == 1
+
+    @property
+    def transport(self) -> str | None:
+        """The transport of all links, several joined with a plus; None: nothing is handed over."""
+        return "+".join(sorted({link.transport for link in self.links})) or None
+
+    def pool_of(self, worker: str) -> str:
+        """Where a worker's sequences have their blocks."""
+        return self.by_name[worker].pool
+
+    def home_of(self, pool: str) -> str | None:
+        """The worker in whose memory a pool is; None: the daemon's."""
+        return self.pool_by_name[pool].home
+
+    def mappers_of(self, worker: str) -> set[str]:
+        """Other workers whose sequences have their blocks in this one's memory."""
+        names = {each.name for each in self.workers if self.home_of(each.pool) == worker}
+        return names - {worker}
+
+    def has_followed(self, worker: str, ready: Collection[str]) -> bool:
+        """True if a dead worker has only followed another, in whose memory its pool was."""
+        home = self.home_of(self.pool_of(worker))
+        return home not in (None, worker) and home not in ready
+
+    def link(self, source: str, target: str) -> Link:
+        """How blocks get from one worker's pool to another worker's."""
+        return self._link_by_pools[self.pool_of(source), self.pool_of(target)]
+
+    def links_to(self, pool: str) -> list[Link]:
+        """Those that bring blocks into a pool from elsewhere."""
+        steady = [link for link in self.links if link.fallback is None]
+        return [link for link in (*self.backs, *steady) if link.to_pool == pool and link.hops]
+
+    def copied_by(self, worker: str) -> list[str]:
+        """Pools other than its own that a worker copies blocks to or from."""
+        ways = [
+            *self.links,
+            *self.backs,
+            *(link.fallback for link in self.links if link.fallback is not None),
+        ]
+        hops = [hop for link in ways for hop in link.hops if hop.worker == worker]
+        names = dict.fromkeys(name for hop in hops for name in (hop.from_pool, hop.to_pool))
+        return [name for name in names if name != self.pool_of(worker)]
+
+    def passing_pools(self) -> set[str]:
+        """Pools that blocks only pass through."""
+        return {pool.name for pool in self.pools if pool.tier == "dram"}
+
+    def books(self, block_size: int) -> list[BlockPool]:
+        """Fresh books for every pool."""
+        return [BlockPool(pool.name, pool.num_blocks, block_size) for pool in self.pools]
+
+    def with_pools(self, num_blocks: dict[str, int]) -> Topology:
+        """The same workers and links, with pools of these sizes."""
+        pools = [replace(pool, num_blocks=num_blocks[pool.name]) for pool in self.pools]
+        return replace(self, pools=tuple(pools))
+
+
+def make_places(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    transport: str | Mapping[tuple[str, str], str],
+    *,
+    home: str | None = None,
+    in_workers: Collection[str] = (),
+    buses: dict[str, str] | None = None,
+) -> Topology:
+    """Workers by role with their pools and links; sizes of pools are with_pools()'.
+
+    Args:
+        prefill: names of the workers that prefill.
+        decode: those that decode; one that is in both is colocated.
+        transport: `alias`, `peer` or `shm`; or `peer` or `shm` for each pair of them.
+        home: with `alias`, the worker in whose memory the pool is; None: the daemon's.
+        in_workers: with `peer` and `shm`, those whose pools are in their own memory.
+        buses: memory bus by worker; None: all share one.
+    """
+    names = list(dict.fromkeys([*prefill, *decode]))
+    is_shared = transport == "alias" or len(names) == 1
+    pool_of = {name: SHARED if is_shared else name for name in names}
+    workers = tuple(
+        Worker(
+            name,
+            pool_of[name],
+            "memory" if buses is None else buses[name],
+            (*([PREFILL] if name in prefill else []), *([DECODE] if name in decode else [])),
+        )
+        for name in names
+    )
+    homes = {SHARED: home} if is_shared else {n: n if n in in_workers else None for n in names}
+    pools = [Pool(name, "device", at, 0) for name, at in homes.items()]
+    pairs = [(p, d) for p in prefill for d in decode if p != d]
+    by_pair = dict.fromkeys(pairs, transport) if isinstance(transport, str) else transport
+    links = dict.fromkeys(_link(p, d, pool_of[p], pool_of[d], by_pair[p, d]) for p, d in pairs)
+    if not is_shared:
+        links = dict.fromkeys(_with_detour(link, in_workers) for link in links)
+    if any("shm" in (link.transport, link.fallback and link.fallback.transport) for link in links):
+        pools.append(Pool(RING, "dram", None, 0))
+    backs = dict.fromkeys(_back(p, d, pool_of, by_pair[p, d], in_workers) for p, d in pairs)
+    other_way = [link for link in backs if link.hops and link not in links]
+    return Topology(workers, tuple(pools), tuple(links), tuple(other_way))
+
+
+def _link(source: str, target: str, from_pool: str, to_pool: str, transport: str) -> Link:
+    hops: tuple[Hop, ...] = ()
+    if transport == "peer":
+        hops = (Hop(source, from_pool, to_pool),)
+    elif transport == "shm":
+        hops = (Hop(source, from_pool, RING), Hop(target, RING, to_pool))
+    return Link(from_pool, to_pool, transport, hops)
+
+
+def _back(
+    prefill: str,
+    decode: str,
+    pool_of: Mapping[str, str],
+    transport: str,
+    in_workers: Collection[str],
+) -> Link:
+    """From the pool of who decodes to that of who prefills, into no memory that is not reached."""
+    from_pool, to_pool = pool_of[decode], pool_of[prefill]
+    if transport == "peer" and prefill in in_workers:
+        if decode in in_workers:  # through the host: the detour's ring is there
+            return _link(decode, prefill, from_pool, to_pool, "shm")
+        # who has written into the host's memory reads there
+        return Link(from_pool, to_pool, transport, (Hop(prefill, from_pool, to_pool),))
+    return _link(decode, prefill, from_pool, to_pool, transport)
+
+
+def _with_detour(link: Link, in_workers: Collection[str]) -> Link:
+    """From one device's memory into another's there is a second way, through the host's."""
+    source = link.hops[0].worker
+    is_between_devices = source in in_workers and link.to_pool in in_workers
+    if link.transport != "peer" or not is_between_devices:
+        return link
+    fallback = _link(source, link.to_pool, link.from_pool, link.to_pool, "shm")
+    return replace(link, fallback=fallback)

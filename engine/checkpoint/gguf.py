@@ -1,0 +1,664 @@
+"""Read and check GGUF headers, and translate them into config.json's and safetensors' terms.
+
+The format's own package reads a header as one array per token: nine seconds and half a gigabyte for
+a vocabulary of 150,000, and it follows counts beyond the end of the file. So the header, which is a
+list of lengths and values, is read here; the package is what the tests compare with.
+
+Owns: the checks that a file is what its header says; which architectures are known, and what their
+keys and tensors are called in the other format.
+Invariant: no length of the file is believed before it is compared with what is left of the file.
+Never: reads tensor data, but for the small ones that are configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from engine.checkpoint.families import reason
+from engine.checkpoint.family import Family
+from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
+from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
+
+_MAGIC = b"GGUF"
+_MAX_HEADER_BYTES = 256 << 20
+_BUFFER_BYTES = 1 << 20
+_MAX_STRINGS = 1 << 22  # of one list: the largest vocabularies have a quarter of a million
+_MAX_DIMENSIONS = 4
+_STRING, _ARRAY = 8, 9
+_CODE_BY_TYPE: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
+    10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_KINDS = {
+    0: "float32", 1: "float16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 9: "q8_1",
+    10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 15: "q8_k", 16: "iq2_xxs",
+    17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs",
+    24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 29: "iq1_m", 30: "bfloat16",
+    34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4",
+}  # fmt: skip
+_SIZES = BLOCKS | {"float32": (1, 4), "float16": (1, 2), "bfloat16": (1, 2)}
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_AGAIN = "download the file again"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """One model's metadata and tensors, from one file or from all its parts."""
+
+    path: Path
+    """The file, or the first part."""
+    metadata: dict[str, Any]
+    """Numbers, strings, booleans, lists of strings, and arrays of numbers."""
+    tensors: dict[str, TensorInfo]
+    """By the file's names; shapes as torch has them, [outputs, inputs]."""
+
+    @classmethod
+    def open(cls, path: Path) -> GgufModel:
+        """Read the headers of a file, and of the other parts that its name tells of.
+
+        Raises:
+            CheckpointError: a part is missing or broken; `where` names it, and the place in it.
+        """
+        first, *others = parts_of(path)
+        metadata, tensors = _read(first)
+        for part in others:
+            more = _read(part)[1]
+            if twice := more.keys() & tensors.keys():
+                what = f"tensor {min(twice)} is in an earlier part, too"
+                raise CheckpointError(what, where=str(part), hint=_AGAIN)
+            tensors |= more
+        expected = metadata.get("split.tensors.count")
+        if others and isinstance(expected, int) and expected != len(tensors):
+            what = f"its parts have {len(tensors)} tensors, and the first says {expected}"
+            raise CheckpointError(what, where=str(first), hint=_AGAIN)
+        return cls(first, metadata, tensors)
+
+    def bad(self, key: str, needed: str) -> CheckpointError:
+        """The error to raise for a value of the metadata: what it is, and what is needed."""
+        value = self.metadata.get(key)
+        what = f"{key} is missing" if value is None else f"{key} is {str(value)[:60]!r}"
+        return CheckpointError(f"{what}: {needed}", where=str(self.path), hint=WHAT_IS_SERVED)
+
+    def text(self, key: str) -> str | None:
+        """A string of the metadata; None where there is none."""
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.bad(key, "a string is needed")
+        return value
+
+    def integer(self, key: str) -> int | None:
+        """A whole number; None where there is none."""
+        value = self.metadata.get(key)
+        if value is not None and type(value) is not int:
+            raise self.bad(key, "a whole number is needed")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """A boolean; None where there is none."""
+        value = self.metadata.get(key)
+        if value is not None and type(value) is not bool:
+            raise self.bad(key, "true or false is needed")
+        return value
+
+    def floats(self, name: str, count: int) -> list[float] | None:
+        """The values of a small float32 tensor; None where there is none."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.dtype != "float32" or tensor.shape != (count,):
+            what, hint = f"tensor {name} is {tensor.dtype} of shape {tensor.shape}", "float32"
+            raise CheckpointError(what, where=str(tensor.file), hint=f"{hint} ({count},) is needed")
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            return list(struct.unpack(f"<{count}f", file.read(4 * count)))
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file at a path: itself, or the only model in a folder; None: the folder is no such.
+
+    Raises:
+        CheckpointError: the folder has several.
+    """
+    if path.suffix == ".gguf":
+        return None if path.is_dir() else path
+    if (path / "config.json").exists():
+        return None
+    found = models_in(path)
+    if len(found) > 1:
+        listed = ", ".join(each.name for each in found[:8])
+        what = f"{len(found)} GGUF models in one folder"
+        raise CheckpointError(what, where=str(path), hint=f"name one of {listed}")
+    return found[0] if found else None
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The GGUF models of a folder, each by its only or first part; what only sees is no model."""
+    paths = sorted(folder.glob("*.gguf"))
+    return [
+        path
+        for path in paths
+        if not path.name.lower().startswith("mmproj")
+        and ((part := _PART.fullmatch(path.name)) is None or int(part["number"]) == 1)
+    ]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All parts of a model, in order, of which one is named; a file alone is its only part."""
+    part = _PART.fullmatch(path.name)
+    if part is None:
+        return [path]
+    count = int(part["count"])
+    return [
+        path.with_name(f"{part['stem']}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    ]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """Metadata and tensors of one file."""
+    try:
+        # read, not mapped: who waits for a page that does not come lets no other thread run
+        with path.open("rb", buffering=_BUFFER_BYTES) as file:
+            if file.read(4) != _MAGIC:
+                raise CheckpointError("not a GGUF file", where=str(path), hint=_AGAIN)
+            reader = _Reader(path, file)
+            metadata = reader.metadata()
+            return metadata, reader.tensors(metadata)
+    except FileNotFoundError:
+        raise CheckpointError("the file is missing", where=str(path), hint=_AGAIN) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+class _Reader:
+    """A place in a header, which every reading moves on."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._file_bytes = os.fstat(file.fileno()).st_size
+        self._end = min(self._file_bytes, _MAX_HEADER_BYTES)
+        self.offset = 4
+        self._about = "the header"
+        version = self._number("I")
+        if version & 0xFFFF == 0 or sys.byteorder != "little":
+            hint = "convert it to little-endian: gguf_convert_endian.py of llama.cpp"
+            raise CheckpointError("its numbers are big-endian", where=str(path), hint=hint)
+        if version not in (2, 3):
+            what, hint = f"version {version} of GGUF", "2 and 3 are served; convert it again"
+            raise CheckpointError(what, where=str(path), hint=hint)
+        self._num_tensors, self._num_values = self._number("Q"), self._number("Q")
+
+    def metadata(self) -> dict[str, Any]:
+        """All keys of the file's metadata and their values."""
+        self._check_count(self._num_values, 13, "keys")
+        found: dict[str, Any] = {}
+        for _ in range(self._num_values):
+            self._about = "a key of the metadata"
+            key = self._string()
+            self._about = f"metadata {key[:80]!r}"
+            if key in found:
+                raise self._broken("is there twice")
+            found[key] = self._value(self._number("I"))
+        return found
+
+    def tensors(self, metadata: dict[str, Any]) -> dict[str, TensorInfo]:
+        """Where the tensors lie, each wholly in the file and in no other."""
+        self._about = "the list of tensors"
+        self._check_count(self._num_tensors, 32, "tensors")
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment % 8:
+            raise self._broken(f"is aligned to {str(alignment)[:20]}, no multiple of 8")
+        listed = [self._tensor() for _ in range(self._num_tensors)]
+        data_start = -(-self.offset // alignment) * alignment
+        found: dict[str, TensorInfo] = {}
+        end = data_start
+        for name, kind, shape, offset in sorted(listed, key=lambda each: each[3]):
+            self._about = f"tensor {name[:120]}"
+            start = data_start + offset
+            if name in found or offset % alignment:
+                what = "is there twice" if name in found else f"is not aligned to {alignment} bytes"
+                raise self._broken(what)
+            num_bytes = self._num_bytes(kind, shape)
+            if start < end:
+                raise self._broken("overlaps another one")
+            end = start + num_bytes
+            if end > self._file_bytes:
+                what = f"ends at byte {end}, the file at {self._file_bytes}: truncated"
+                raise self._broken(what)
+            found[name] = TensorInfo(name, self._path, kind, shape, start, num_bytes)
+        return found
+
+    def _tensor(self) -> tuple[str, str, tuple[int, ...], int]:
+        self._about = "a tensor's name"
+        name = self._string()
+        self._about = f"tensor {name[:120]}"
+        num_dimensions = self._number("I")
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise self._broken(f"has {num_dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
+        number = self._number("I")
+        return name, _KINDS.get(number, f"type {number}"), shape, self._number("Q")
+
+    def _num_bytes(self, kind: str, shape: tuple[int, ...]) -> int:
+        if min(shape) < 1:
+            raise self._broken(f"has shape {shape}")
+        # others are refused when they are used
+        block_values, block_bytes = _SIZES.get(kind, (1, 0))
+        if shape[-1] % block_values:
+            raise self._broken(f"has rows of {shape[-1]}, not whole blocks of {kind}")
+        return prod(shape) // block_values * block_bytes
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._number(self._code(kind))
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            self._check_count(count, 8, "strings")
+            if count > _MAX_STRINGS:
+                raise self._broken(f"has {count} strings, more than {_MAX_STRINGS}")
+            return [self._string() for _ in range(count)]
+        code = self._code(kind)
+        size = struct.calcsize(f"<{code}")
+        self._check_count(count, size, "values")
+        return array("B" if code == "?" else code, self._bytes(count * size))
+
+    def _code(self, kind: int) -> str:
+        code = _CODE_BY_TYPE.get(kind)
+        if code is None:
+            raise self._broken(f"has a value of the unknown type {kind}")
+        return code
+
+    def _number(self, code: str) -> Any:
+        (value,) = struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))
+        return value
+
+    def _string(self) -> str:
+        size = int.from_bytes(self._bytes(8), "little")
+        if size > self._end - self.offset:
+            raise self._broken(f"has a string of {size} bytes, beyond the header's end")
+        return self._bytes(size).decode("utf-8", "replace")
+
+    def _bytes(self, size: int) -> bytes:
+        """The next of them."""
+        data = self._file.read(size) if self.offset + size <= self._end else b""
+        if len(data) < size:
+            raise self._broken("is cut off")
+        self.offset += size
+        return data
+
+    def _check_count(self, count: int, least_bytes: int, things: str) -> None:
+        if count * least_bytes > self._end - self.offset:
+            raise self._broken(f"has {count} {things}, more than the file can hold")
+
+    def _broken(self, why: str) -> CheckpointError:
+        what = f"{self._about} {why} (at byte {self.offset})"
+        return CheckpointError(what, where=str(self._path), hint=_AGAIN)
+
+
+# A GGUF file's metadata as the keys of config.json, and its tensors under the family's names.
+# The format has one vocabulary for all architectures, and leaves out what its own reader knows of
+# each (which layers have windows, how attention is scaled). Here both become what config.json says,
+# so that the rest of the engine knows one way to describe a model.
+# Invariant: an architecture that is not in the table is refused by name.
+# Never: reads a file.
+
+
+_END_MARKS = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
+    | {"<end_of_turn>", "<|end_of_turn|>", "[|endofturn|]", "<seed:eos>", "</s>", "<EOT>", "<eos>"}
+)
+"""Control tokens that end a reply, whatever the file calls its end-of-text token."""
+_CONTROL = 3
+_MAX_LAYERS = 4096
+
+_More = Callable[[GgufModel, dict[str, Any]], dict[str, Any]]
+
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""Of config.json, and what GGUF says after the architecture's name."""
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NORMS = {
+    "before_attention": "attn_norm",
+    "after_attention": "post_attention_norm",
+    "after_mlp": "post_ffw_norm",
+}
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)\.(weight|bias|sinks)")
+_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """How GGUF has a family."""
+
+    model_type: str
+    is_interleaved: bool = False
+    """The halves of each head's queries and keys lie row by row beside each other."""
+    norm_shift: float = 0.0
+    """Stored norms have it added already; it is taken off."""
+    before_mlp: str = "ffn_norm"
+    """What it calls the norm before the feed-forward."""
+    truncates_yarn: bool = True
+    """The borders of YaRN's ramp are whole dimensions."""
+    more: _More = lambda _model, _keys: {}
+    """Keys that follow from others, or that the format takes as known."""
+
+
+def _windows(model: GgufModel, keys: dict[str, Any], period: int) -> dict[str, Any]:
+    """Each layer of that number sees all, where the file does not list them."""
+    layers = keys["num_hidden_layers"]
+    if not keys.get("sliding_window") or type(layers) is not int or layers > _MAX_LAYERS:
+        return {"sliding_window": None}
+    pattern = model.metadata.get(f"{_arch(model)}.attention.sliding_window_pattern", period)
+    if isinstance(pattern, array) and len(pattern) == layers:
+        has_window = [bool(each) for each in pattern]
+    else:
+        every = pattern if type(pattern) is int and pattern > 0 else period
+        has_window = [(layer + 1) % every != 0 for layer in range(layers)]
+    kinds = ["sliding_attention" if each else "full_attention" for each in has_window]
+    return {"sliding_window": keys["sliding_window"], "layer_types": kinds}
+
+
+def _gemma(period: int, large: int) -> _More:
+    """Windows; scores are scaled by the head size, but in the largest by hidden size / heads."""
+
+    def more(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
+        hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
+        own = {"query_pre_attn_scalar": keys.get("head_dim", hidden // heads)}
+        if keys["num_hidden_layers"] == large:
+            own = {"query_pre_attn_scalar": hidden // heads}
+        return _windows(model, keys, period) | own
+
+    return more
+
+
+def _olmo(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
+    """Olmo 3 is Olmo 2 with windows, whose layers rotate as the others do, but are not scaled."""
+    if not keys.get("sliding_window"):
+        return {}
+    local = keys.get("rope_local_base_freq", keys.get("rope_theta"))
+    own = {"model_type": "olmo3", "rope_local_base_freq": local}
+    return _windows(model, keys, 4) | own
+
+
+def _llama(_model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
+    """Mistral and Mixtral are written under the same name."""
+    if keys.get("num_local_experts"):
+        return {"model_type": "mixtral"}
+    return {"model_type": "mistral"} if keys.get("sliding_window") else {}
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture("llama", is_interleaved=True, more=_llama),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3"),
+    "qwen3moe": _Architecture("qwen3_moe", more=lambda _m, _k: {"norm_topk_prob": True}),
+    "gemma": _Architecture("gemma", norm_shift=-1.0),
+    "gemma2": _Architecture(
+        "gemma2",
+        norm_shift=-1.0,
+        more=lambda model, keys: _gemma(2, 46)(model, {"sliding_window": 4096} | keys),
+    ),
+    "gemma3": _Architecture("gemma3_text", norm_shift=-1.0, more=_gemma(6, 62)),
+    "phi3": _Architecture("phi3"),
+    "smollm3": _Architecture("smollm3", is_interleaved=True),
+    "granite": _Architecture("granite", is_interleaved=True),
+    "olmo2": _Architecture("olmo2", more=_olmo),
+    "olmoe": _Architecture("olmoe"),
+    "exaone4": _Architecture("exaone4", more=lambda model, keys: _windows(model, keys, 4)),
+    "seed_oss": _Architecture("seed_oss", before_mlp="post_attention_norm"),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        before_mlp="post_attention_norm",
+        truncates_yarn=False,
+        more=lambda model, keys: (
+            _windows(model, keys, 2)
+            | {"intermediate_size": keys.get("moe_intermediate_size", keys["intermediate_size"])}
+        ),
+    ),
+}
+
+
+def config_keys(model: GgufModel) -> dict[str, Any]:
+    """What config.json would say of the model.
+
+    Raises:
+        CheckpointError: its architecture is not served, or a number is missing.
+    """
+    arch = _arch(model)
+    row = _row(model)
+    keys: dict[str, Any] = {"model_type": row.model_type}
+    for key, suffix in _KEYS.items():
+        value = model.metadata.get(f"{arch}.{suffix}")
+        if isinstance(value, array):
+            if len(set(value)) != 1:
+                raise model.bad(f"{arch}.{suffix}", "one number for all layers is needed")
+            value = value[0]
+        if isinstance(value, float):
+            value = float(f"{value:.7g}")  # written as float32: what was meant is 1e-05
+        if value:  # 0 is none
+            keys[key] = value
+        if key in _REQUIRED and (type(value) is not int or value < 1):
+            raise model.bad(f"{arch}.{suffix}", "a whole number above 0 is needed")
+    value_length = model.metadata.get(f"{arch}.attention.value_length")
+    if value_length not in (None, keys.get("head_dim", value_length)):
+        raise model.bad(f"{arch}.attention.value_length", "as key_length, or absent")
+    keys.setdefault("num_key_value_heads", None)
+    keys.setdefault("rope_theta", 10000.0)
+    keys["vocab_size"] = _rows(model, "token_embd.weight")
+    keys["tie_word_embeddings"] = "output.weight" not in model.tensors
+    keys["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
+    keys["attention_out_bias"] = "blk.0.attn_output.bias" in model.tensors
+    keys["mlp_bias"] = "blk.0.ffn_up.bias" in model.tensors
+    keys["eos_token_id"] = _end_ids(model)
+    keys["bos_token_id"] = model.integer("tokenizer.ggml.bos_token_id")
+    keys |= row.more(model, keys)
+    return keys | _rope(model, arch, keys)
+
+
+def sampling_keys(model: GgufModel) -> dict[str, Any]:
+    """What generation_config.json would say of how to sample."""
+    found = {key: model.metadata.get(f"general.sampling.{name}") for key, name in _SAMPLING.items()}
+    return {
+        key: float(f"{value:.7g}") if isinstance(value, float) else value
+        for key, value in found.items()
+        if value is not None
+    }
+
+
+def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
+    """A tensor by the family's name for it; None where the file has none.
+
+    One expert's is a part of the tensor of all experts.
+    """
+    row = _row(model)
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        stem, _, kind = name.rpartition(".")
+        found = model.tensors.get(f"{_OUTER.get(stem, stem)}.{kind}")
+        shift = row.norm_shift if stem.endswith("norm") else 0.0
+        return None if found is None else replace(found, name=name, shift=shift)
+    number, stem, kind = layer.groups()
+    if kind == "sinks":
+        stem, kind = f"{stem}.sinks", "weight"
+    for place, gguf_norm in (*_NORMS.items(), ("before_mlp", row.before_mlp)):
+        if stem == getattr(family.norms, place):
+            found = model.tensors.get(f"blk.{number}.{gguf_norm}.{kind}")
+            return None if found is None else replace(found, name=name, shift=row.norm_shift)
+    if family.experts is not None and stem.startswith(f"{family.experts.block}."):
+        inner = stem.removeprefix(f"{family.experts.block}.")
+        if inner == family.experts.router:
+            found = model.tensors.get(f"blk.{number}.ffn_gate_inp.{kind}")
+            return None if found is None else replace(found, name=name)
+        if (expert := _EXPERT.fullmatch(inner)) is not None:
+            return _of_expert(model, family, name, number, int(expert[1]), expert[2], kind)
+    found = model.tensors.get(f"blk.{number}.{_PARTS.get(stem, stem)}.{kind}")
+    if found is None:
+        return None
+    shift = row.norm_shift if stem.endswith("norm") else 0.0
+    head_rows = 0
+    if row.is_interleaved and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+        side = "head_count" if stem.endswith("q_proj") else "head_count_kv"
+        heads = model.metadata.get(f"{_arch(model)}.attention.{side}")
+        heads = heads or model.metadata[f"{_arch(model)}.attention.head_count"]
+        heads = heads[0] if isinstance(heads, array) else heads
+        head_rows = found.shape[0] // heads
+    return replace(found, name=name, shift=shift, head_rows=head_rows)
+
+
+def _of_expert(
+    model: GgufModel, family: Family, name: str, number: str, expert: int, part: str, kind: str
+) -> TensorInfo | None:
+    names = family.experts
+    assert names is not None
+    parts = {names.gate: "gate", names.up: "up", names.down: "down"}
+    found = model.tensors.get(f"blk.{number}.ffn_{parts.get(part, part)}_exps.{kind}")
+    if found is None or len(found.shape) < 2 or expert >= found.shape[0]:
+        return None
+    num_bytes = found.num_bytes // found.shape[0]
+    return replace(
+        found,
+        name=name,
+        shape=found.shape[1:],
+        start=found.start + expert * num_bytes,
+        num_bytes=num_bytes,
+    )
+
+
+def _arch(model: GgufModel) -> str:
+    return model.text("general.architecture") or ""
+
+
+def _row(model: GgufModel) -> _Architecture:
+    row = _ARCHITECTURES.get(_arch(model))
+    if row is None:
+        if (why := reason(_arch(model))) is not None:
+            what = f"{_arch(model)} is not served: {why}"
+            raise CheckpointError(what, where=str(model.path), hint=WHAT_IS_SERVED)
+        needed = f"one of {', '.join(_ARCHITECTURES)} is served"
+        raise model.bad("general.architecture", needed)
+    return row
+
+
+def _rows(model: GgufModel, name: str) -> int:
+    tensor = model.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        hint = "it holds no language model" if not model.tensors else ""
+        raise CheckpointError(f"tensor {name} is missing", where=str(model.path), hint=hint)
+    return tensor.shape[0]
+
+
+def _end_ids(model: GgufModel) -> list[int]:
+    """Of the tokens that end a reply."""
+    marks = (model.integer(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    ids = [token_id for token_id in marks if token_id is not None]
+    tokens = model.metadata.get("tokenizer.ggml.tokens")
+    kinds = model.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, array):
+        ids += [
+            token_id
+            for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+            if kind == _CONTROL and token in _END_MARKS
+        ]
+    return list(dict.fromkeys(ids))
+
+
+def _rope(model: GgufModel, arch: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Scaling, as config.json has it; factors of each pair of dimensions are tensors here."""
+
+    def said(suffix: str) -> Any:
+        return model.metadata.get(f"{arch}.rope.{suffix}")
+
+    more: dict[str, Any] = {}
+    head_dim = keys.get("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
+    dim = model.integer(f"{arch}.rope.dimension_count") or head_dim
+    if 0 < dim < head_dim:
+        more["partial_rotary_factor"] = dim / head_dim
+    pairs = dim // 2
+    factors = model.floats("rope_freqs.weight", pairs)
+    if factors is not None:
+        rope = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        more["rope_scaling"] = rope | {"rope_type": "longrope"}
+        return more
+    long = model.floats("rope_factors_long.weight", pairs)
+    short = model.floats("rope_factors_short.weight", pairs)
+    if long is not None and short is not None:
+        original = said("scaling.original_context_length")
+        more["original_max_position_embeddings"] = original
+        rope = {"short_factor": short, "long_factor": long, "rope_type": "longrope"}
+        more["rope_scaling"] = rope | {
+            "original_max_position_embeddings": original,
+            "attention_factor": said("scaling.attn_factor"),
+        }
+        return more
+    kind, factor = said("scaling.type"), said("scaling.factor")
+    if kind in (None, "none"):
+        return more
+    if kind == "linear":
+        more["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        more["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": said("scaling.original_context_length"),
+            "attention_factor": said("scaling.yarn_attn_factor"),
+            "beta_fast": said("scaling.yarn_beta_fast"),
+            "beta_slow": said("scaling.yarn_beta_slow"),
+            "truncate": _row(model).truncates_yarn,
+        }
+    else:
+        raise model.bad(f"{arch}.rope.scaling.type", "none, linear, yarn or factors are served")
+    return more

@@ -1,0 +1,113 @@
+"""Read typed values from a model folder's JSON files.
+
+Owns: the checks and the wording of "this key has a wrong value".
+Invariant: what is returned has the type asked for; anything else is a CheckpointError that names
+the file and the key.
+Never: knows what a key means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
+
+REQUIRED = object()
+_MAX_SIZE = 2**31 - 1
+
+
+class JsonKeys:
+    """Typed reading of one JSON object; a wrong value is a CheckpointError naming file and key."""
+
+    def __init__(self, values: dict[str, Any], path: Path, prefix: str = "") -> None:
+        self.values = values
+        self.path = path
+        self._prefix = prefix
+
+    @classmethod
+    def from_file(cls, path: Path) -> JsonKeys:
+        """Read a JSON file that must hold an object."""
+        try:
+            values = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            hint = "a model folder in Hugging Face format has this file"
+            raise CheckpointError("the file is missing", where=str(path), hint=hint) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"not valid JSON: {error}", where=str(path)) from None
+        if not isinstance(values, dict):
+            raise CheckpointError("not a JSON object", where=str(path))
+        return cls(values, path)
+
+    def bad(self, key: str, needed: str) -> CheckpointError:
+        """The error to raise for a key: its value, and what it would have to be."""
+        shown = repr(self.values.get(key))[:80]
+        what = f"{self._prefix}{key} is {shown}, not {needed}"
+        return CheckpointError(what, where=str(self.path), hint=WHAT_IS_SERVED)
+
+    def get(self, key: str, default: Any) -> Any:
+        """The raw value; an explicit null is None, not the default."""
+        value = self.values.get(key, default)
+        if value is REQUIRED:
+            what = f"{self._prefix}{key} is missing"
+            raise CheckpointError(what, where=str(self.path), hint=WHAT_IS_SERVED)
+        return value
+
+    def integer(self, key: str, default: Any = REQUIRED, maximum: int = _MAX_SIZE) -> int:
+        """A positive integer of at most `maximum`; raises CheckpointError."""
+        value = self.get(key, default)
+        if type(value) is not int or not 1 <= value <= maximum:
+            raise self.bad(key, f"an integer from 1 to {maximum}")
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED) -> float:
+        """A finite number above zero."""
+        value = self.get(key, default)
+        if not _is_above_0(value):
+            raise self.bad(key, "a number above 0")
+        return float(value)
+
+    def number_or_none(self, key: str) -> float | None:
+        """A finite number above zero; absent or null is None."""
+        return None if self.get(key, None) is None else self.number(key)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of so many finite numbers above zero."""
+        values = self.get(key, REQUIRED)
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(map(_is_above_0, values))
+        ):
+            raise self.bad(key, f"a list of {count} numbers above 0")
+        return tuple(map(float, values))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false, and nothing else; raises CheckpointError."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.bad(key, "true or false")
+        return value
+
+    def token_ids(self, key: str, default: Any) -> tuple[int, ...]:
+        """One token id, a list of them, or null for none."""
+        value = self.get(key, default)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+            raise self.bad(key, "a token id or a list of them")
+        return tuple(dict.fromkeys(ids))
+
+    def section(self, key: str) -> JsonKeys:
+        """A nested object; absent or null is empty."""
+        value = self.get(key, None)
+        if value is not None and not isinstance(value, dict):
+            raise self.bad(key, "an object")
+        return JsonKeys(value or {}, self.path, prefix=f"{self._prefix}{key}.")
+
+
+def _is_above_0(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

@@ -1,0 +1,96 @@
+"""Compute how many key heads each layer has, and their size.
+
+Owns: the differences between layers.
+Invariant: each layer's width divides the widest.
+Invariant: what is returned a request may ask for, too.
+Never: reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from engine.checkpoint.json_keys import JsonKeys
+from engine.errors import WHAT_IS_SERVED, CheckpointError
+
+
+class LayerHeads(NamedTuple):
+    """How many key-value heads one layer has, and how wide they are."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Values that one token has in this layer's keys."""
+        return self.num_kv_heads * self.head_dim
+
+
+def layer_heads(
+    keys: JsonKeys, usual: LayerHeads, num_heads: int, windows: Sequence[int | None]
+) -> tuple[LayerHeads, ...]:
+    """Per layer: those without a window may have others (Gemma 4).
+
+    Args:
+        keys: of the family.
+        usual: what `num_key_value_heads` and `head_dim` say.
+        num_heads: of queries, in every layer.
+        windows: per layer.
+
+    Raises:
+        CheckpointError: queries cannot share the heads, or no one pool holds all layers.
+    """
+    if "global_head_dim" not in keys.values:
+        return (usual,) * len(windows)
+    stated = keys.section("per_layer_config")
+    own = [_global(keys, usual) if window is None else usual for window in windows]
+    if stated.values:
+        sections = [stated.section(str(layer)) for layer in range(len(windows))]
+        own = [
+            LayerHeads(
+                section.integer("num_key_value_heads", usual.num_kv_heads),
+                section.integer("head_dim", usual.head_dim),
+            )
+            for section in sections
+        ]
+    widest = max(heads.width for heads in own)
+    for heads in own:
+        if num_heads % heads.num_kv_heads or heads.head_dim % 2 or widest % heads.width:
+            what = f"layers of {heads.num_kv_heads} key heads of {heads.head_dim}"
+            what += f" beside {num_heads} query heads and others {widest} wide: not served"
+            raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
+    return tuple(own)
+
+
+def _global(keys: JsonKeys, usual: LayerHeads) -> LayerHeads:
+    num_kv_heads = usual.num_kv_heads
+    if keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads", None) is not None:
+        num_kv_heads = keys.integer("num_global_key_value_heads")
+    return LayerHeads(num_kv_heads, keys.integer("global_head_dim"))
+
+
+_SAMPLING_LIMITS = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 2),
+}
+"""As the API's for requests; -1 and 0 mean no top_k."""
+
+
+def sampling_defaults(generation: JsonKeys) -> Mapping[str, float]:
+    """Defaults as transformers would take them: who says not to sample gets greedy output."""
+    found: dict[str, float] = {}
+    for name, (low, high) in _SAMPLING_LIMITS.items():
+        value = generation.get(name, None)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "top_k" and value != int(value)):
+            raise generation.bad(name, f"a number from {low:g} to {high:g}")
+        found[name] = value
+    if generation.get("do_sample", None) is False:
+        return {"temperature": 0.0, "repetition_penalty": found.get("repetition_penalty", 1.0)}
+    return found

@@ -1,0 +1,398 @@
+"""Read a model's configuration, with transformers' defaults for missing keys.
+
+Owns: which keys are read and what each may be; RoPE scaling; key heads that differ between layers;
+the sampling that generation_config.json asks for; the numbers by which a family departs from Llama.
+Invariant: a ModelConfig is complete and consistent; what cannot be served is a CheckpointError
+that names the file and the key.
+Never: reads weights, imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
+from engine.checkpoint.family import ExpertNames, Family
+from engine.checkpoint.gguf import GgufModel, config_keys, find_gguf, sampling_keys
+from engine.checkpoint.json_keys import JsonKeys
+from engine.checkpoint.layer_heads import LayerHeads, layer_heads, sampling_defaults
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.rope import RopeConfig
+from engine.errors import WHAT_IS_SERVED, CheckpointError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INT8_KV = "int8"
+"""A pool's dtype: codes of a byte, with a scale for each token and head."""
+SCALE_BYTES = 4
+
+_MAX_LAYERS = 4096
+_MAX_EXPERTS = 65536
+_UNSERVED_PARTS = {
+    "hidden_size_per_layer_input": "embeddings of a layer's own",
+    "num_kv_shared_layers": "layers that use another's keys and values",
+    "enable_moe_block": "experts beside a dense feed-forward",
+}
+_OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # beside a family's section
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
+"""Numbered by the kernels in this order. The last is gpt-oss's, whatever its file calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the feed-forward."""
+
+    names: ExpertNames
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    is_normalized: bool
+    """The weights of a token's experts are scaled to add up to 1."""
+    layers: frozenset[int]
+    """Those that have it; the others are dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of one decoder-only model, complete."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Of dense layers."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of the widest layer, as num_kv_heads, which is what the KV pool has for each."""
+    heads: tuple[LayerHeads, ...]
+    """Per layer."""
+    has_keys_as_values: tuple[bool, ...]
+    """Per layer: values are made by the projection of the keys."""
+    max_position_embeddings: int
+    rms_norm_eps: float
+    ropes: tuple[RopeConfig | None, ...]
+    """Per layer; None: queries and keys are not rotated."""
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: a query sees that many newest positions, its own included; None sees all."""
+    experts: ExpertsConfig | None
+    is_tied: bool
+    """The output projection is the embedding matrix."""
+    has_qkv_bias: bool
+    has_output_bias: bool
+    """Bias of the attention's output projection."""
+    has_mlp_bias: bool
+    hidden_act: str
+    """One of ACTIVATIONS."""
+    attention_scale: float
+    """Of the product of query and key."""
+    attention_softcap: float | None
+    """Scores are bent by tanh so as to stay within this; None: as they are."""
+    logit_softcap: float | None
+    embedding_scale: float
+    residual_scale: float
+    """Of what attention and feed-forward add."""
+    logit_divisor: float
+    stored_dtype: str | None
+    """What config.json claims; the tensors' own dtype is Checkpoint.stored_dtype."""
+    eos_token_ids: tuple[int, ...]
+    """End-of-text ids of generation_config.json, else of config.json."""
+    bos_token_id: int | None
+    sampling: Mapping[str, float]
+    """What generation_config.json asks for where a request says nothing, by the API's names."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelConfig:
+        """Read config.json and, where there is one, generation_config.json.
+
+        Of a GGUF file, or a folder that has only such a one, the same out of its metadata.
+        """
+        gguf = find_gguf(folder)
+        if gguf is not None:
+            return cls.from_gguf(GgufModel.open(gguf))
+        return cls._from_keys(JsonKeys.from_file(folder / "config.json"), _generation(folder))
+
+    @classmethod
+    def from_gguf(cls, model: GgufModel) -> ModelConfig:
+        """Read a GGUF file's metadata."""
+        keys = JsonKeys(config_keys(model), model.path)
+        return cls._from_keys(keys, JsonKeys(sampling_keys(model), model.path))
+
+    @classmethod
+    def _from_keys(cls, file_keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+        family = _family(file_keys)
+        keys = _keys_of_family(file_keys, family)
+        hidden_size = keys.integer("hidden_size")
+        num_layers = keys.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+        num_heads = keys.integer("num_attention_heads")
+        has_bias = keys.flag("use_bias")  # of some families, for all matrices
+        has_attention_bias = keys.flag("attention_bias", has_bias)
+        rotated = _rotated_layers(keys, num_layers)
+        windows = _sliding_windows(keys, family, rotated)
+        if family.is_rotated_in_windows_only and keys.get("sliding_window", None) is not None:
+            rotated = [window is not None for window in windows]
+        usual = _attention_shape(keys, hidden_size, num_heads)
+        heads = layer_heads(keys, usual, num_heads, windows)
+        num_kv_heads, head_dim = max(heads, key=lambda each: each.width)
+        return cls(
+            family=family,
+            vocab_size=keys.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=keys.integer("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            heads=heads,
+            has_keys_as_values=tuple(
+                keys.flag("attention_k_eq_v") and window is None for window in windows
+            ),
+            max_position_embeddings=keys.integer("max_position_embeddings"),
+            rms_norm_eps=keys.number("rms_norm_eps"),
+            ropes=_ropes(keys, family, heads, rotated, windows),
+            sliding_windows=windows,
+            experts=_experts(keys, family.experts, num_layers),
+            is_tied=keys.flag("tie_word_embeddings"),
+            has_qkv_bias=family.has_qkv_bias or has_attention_bias,
+            has_output_bias=keys.flag("attention_out_bias", has_attention_bias),
+            has_mlp_bias=keys.flag("mlp_bias", has_bias),
+            hidden_act=family.activation or _activation(keys),
+            attention_scale=_attention_scale(keys, head_dim),
+            attention_softcap=keys.number_or_none("attn_logit_softcapping"),
+            logit_softcap=keys.number_or_none("final_logit_softcapping"),
+            embedding_scale=(
+                math.sqrt(hidden_size)
+                if family.has_root_scaled_embedding
+                else keys.number("embedding_multiplier", 1.0)
+            ),
+            residual_scale=keys.number("residual_multiplier", 1.0),
+            logit_divisor=keys.number("logits_scaling", 1.0),
+            stored_dtype=_stated_dtype(file_keys, family),
+            eos_token_ids=_eos_token_ids(keys, generation),
+            sampling=sampling_defaults(generation),
+            bos_token_id=next(iter(keys.token_ids("bos_token_id", None)), None),
+        )
+
+    def kv_block_bytes(self, block_size: int, dtype: str) -> int:
+        """Bytes of one block of all layers, each with a plane of keys and one of values."""
+        return self.num_layers * 2 * self.kv_plane_bytes(block_size, dtype)
+
+    def kv_plane_bytes(self, block_size: int, dtype: str) -> int:
+        """Bytes of a layer's keys in one block, and of its values: as many as the widest layer has.
+
+        Args:
+            block_size: tokens of a block.
+            dtype: of the pool: [block_size, num_kv_heads, head_dim] of it; behind those of INT8_KV
+                their scales, float32 [num_kv_heads, block_size].
+        """
+        if dtype == INT8_KV:
+            widths = [each.num_kv_heads * (each.head_dim + SCALE_BYTES) for each in self.heads]
+            return block_size * max(widths)
+        return block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The mixture in a layer; None if its feed-forward is dense."""
+        return self.experts if self.experts and layer in self.experts.layers else None
+
+
+def _family(keys: JsonKeys) -> Family:
+    architectures = keys.get("architectures", None)
+    model_type = keys.get("model_type", None)
+    if architectures:
+        name = architectures[0] if isinstance(architectures, list) else None
+        if not isinstance(name, str) or name not in FAMILY_BY_ARCHITECTURE:
+            _refuse(name, keys)
+            raise keys.bad("architectures", f"one of {', '.join(FAMILY_BY_ARCHITECTURE)}")
+        family = FAMILY_BY_ARCHITECTURE[name]
+        if model_type not in (None, family.name):
+            raise keys.bad("model_type", f"{family.name!r} as `architectures` says")
+        return family
+    if not isinstance(model_type, str) or model_type not in FAMILY_BY_NAME:
+        _refuse(model_type, keys)
+        raise keys.bad("model_type", f"one of {', '.join(FAMILY_BY_NAME)}")
+    return FAMILY_BY_NAME[model_type]
+
+
+def _refuse(name: object, keys: JsonKeys) -> None:
+    """Say why, where a name is known and not served."""
+    why = reason(name) if isinstance(name, str) else None
+    if why is not None:
+        what = f"{name} is not served: {why}"
+        raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
+
+
+def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
+    """The keys that mean something to the family, each with a value."""
+    sections = [file_keys]
+    if family.section is not None:
+        sections.append(file_keys.section(family.section))
+    quantisation = Quantisation.from_keys(file_keys)
+    is_stacked = family.experts is not None and family.experts.is_stacked
+    if quantisation is not None and (quantisation.method == "mxfp4") != is_stacked:
+        raise file_keys.bad("quantization_config", f"supported of {family.name}")
+    stated = sections[-1].values
+    if family.section is not None and stated.get("model_type", None) not in (None, family.language):
+        raise sections[-1].bad("model_type", repr(family.language))
+    if family.section is not None:
+        outer = {key: file_keys.values[key] for key in _OUTER_KEYS if key in file_keys.values}
+        stated = outer | stated
+    own = {key: value for key, value in stated.items() if key in family.defaults}
+    keys = JsonKeys(dict(family.defaults) | own, file_keys.path)
+    if keys.get("use_bidirectional_attention", None):
+        raise keys.bad("use_bidirectional_attention", "false: replies are written left to right")
+    if keys.get("clip_qkv", None) is not None:
+        raise keys.bad("clip_qkv", "null: values as they are")
+    for key, what in _UNSERVED_PARTS.items():
+        if keys.get(key, 0):
+            raise keys.bad(key, f"0 or false: {what} are not served")
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        if key in keys.values and keys.get(key, None) != family.defaults[key]:
+            raise keys.bad(key, f"{family.defaults[key]}, which the kernels have")
+    return keys
+
+
+def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> LayerHeads:
+    """Key/value heads and head size; null stands for the derived value in either."""
+    num_kv_heads = num_heads
+    if keys.get("num_key_value_heads", None) is not None:
+        num_kv_heads = keys.integer("num_key_value_heads")
+    if num_heads % num_kv_heads:
+        what = f"num_attention_heads {num_heads} is no multiple of the {num_kv_heads} kv heads"
+        raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
+    head_dim = hidden_size // num_heads
+    if keys.get("head_dim", None) is not None:
+        head_dim = keys.integer("head_dim")
+    if head_dim < 2 or head_dim % 2:
+        what = f"head_dim is {head_dim}, not an even number: RoPE turns pairs"
+        raise CheckpointError(what, where=str(keys.path), hint=WHAT_IS_SERVED)
+    return LayerHeads(num_kv_heads, head_dim)
+
+
+def _activation(keys: JsonKeys) -> str:
+    key = "hidden_act" if "hidden_act" in keys.values else "hidden_activation"
+    name = keys.get(key, None)
+    if not isinstance(name, str) or name not in ACTIVATIONS[:2]:
+        raise keys.bad(key, f"one of {', '.join(ACTIVATIONS[:2])}")
+    return name
+
+
+def _attention_scale(keys: JsonKeys, head_dim: int) -> float:
+    root = keys.number("query_pre_attn_scalar", head_dim) ** -0.5
+    return keys.number("attention_multiplier", root)
+
+
+def _rotated_layers(keys: JsonKeys, num_layers: int) -> list[bool]:
+    """Which layers turn queries and keys; those of most families all do."""
+    listed = keys.get("no_rope_layers", None)  # 1 where there is rotation, whatever its name says
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) < num_layers:
+            raise keys.bad("no_rope_layers", f"a list of {num_layers}")
+        if any(is_rotated not in (0, 1) for is_rotated in listed):
+            raise keys.bad("no_rope_layers", "made of 0 and 1")
+        return [bool(is_rotated) for is_rotated in listed[:num_layers]]
+    if "no_rope_layer_interval" not in keys.values:
+        return [True] * num_layers
+    interval = keys.integer("no_rope_layer_interval")
+    return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+
+
+def _sliding_windows(keys: JsonKeys, family: Family, rotated: list[bool]) -> tuple[int | None, ...]:
+    window = None
+    if keys.flag("use_sliding_window", True) and keys.get("sliding_window", None) is not None:
+        window = keys.integer("sliding_window")
+    num_layers = len(rotated)
+    if "layer_types" not in keys.values:
+        return (window,) * num_layers
+    layer_types = keys.get("layer_types", None)
+    if layer_types is None:
+        return _usual_windows(keys, family, rotated, window)
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise keys.bad("layer_types", f"a list of {num_layers}")
+    if any(kind not in ("full_attention", "sliding_attention") for kind in layer_types):
+        raise keys.bad("layer_types", "made of full_attention and sliding_attention")
+    if window is None and "sliding_attention" in layer_types:
+        raise keys.bad("layer_types", "possible without use_sliding_window and sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _usual_windows(
+    keys: JsonKeys, family: Family, rotated: list[bool], window: int | None
+) -> tuple[int | None, ...]:
+    """Where layer_types is absent: the later layers, those not rotated, or all but each nth."""
+    num_layers = len(rotated)
+    if "max_window_layers" in keys.values:
+        first = keys.get("max_window_layers", None)
+        if type(first) is not int or first < 0:
+            raise keys.bad("max_window_layers", "an integer of at least 0")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if "no_rope_layers" in keys.values:
+        return tuple(None if is_rotated else window for is_rotated in rotated)
+    if family.window_period is None:
+        return (window,) * num_layers
+    period = keys.integer("sliding_window_pattern", family.window_period)
+    return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
+
+
+def _ropes(
+    keys: JsonKeys,
+    family: Family,
+    heads: tuple[LayerHeads, ...],
+    rotated: list[bool],
+    windows: tuple[int | None, ...],
+) -> tuple[RopeConfig | None, ...]:
+    def of(window: int | None, head_dim: int) -> RopeConfig:
+        is_local = family.has_local_rope and window is not None
+        read = RopeConfig.local_from_keys if is_local else RopeConfig.from_keys
+        return read(keys, family, head_dim)
+
+    return tuple(
+        of(window, own.head_dim) if is_rotated else None
+        for is_rotated, window, own in zip(rotated, windows, heads, strict=True)
+    )
+
+
+def _experts(keys: JsonKeys, names: ExpertNames | None, num_layers: int) -> ExpertsConfig | None:
+    if names is None:
+        return None
+    is_newer = keys.get("num_local_experts", None) is not None
+    num_experts = keys.integer("num_local_experts" if is_newer else "num_experts", 1, _MAX_EXPERTS)
+    step = keys.integer("decoder_sparse_step", 1)
+    dense = keys.get("mlp_only_layers", None) or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise keys.bad("mlp_only_layers", "a list of layer numbers")
+    size_key = "moe_intermediate_size"
+    return ExpertsConfig(
+        names=names,
+        num_experts=num_experts,
+        num_per_token=keys.integer("num_experts_per_tok", maximum=num_experts),
+        intermediate_size=keys.integer(
+            size_key if size_key in keys.values else "intermediate_size"
+        ),
+        is_normalized=keys.flag("norm_topk_prob", True),
+        layers=frozenset(
+            layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense
+        ),
+    )
+
+
+def _stated_dtype(keys: JsonKeys, family: Family) -> str | None:
+    owners = [keys] if family.section is None else [keys, keys.section(family.section)]
+    for owner in owners:
+        dtype = owner.get("dtype", owner.get("torch_dtype", None))
+        if isinstance(dtype, str) and dtype in DTYPE_BYTES:
+            return dtype
+    return None
+
+
+def _generation(folder: Path) -> JsonKeys:
+    path = folder / "generation_config.json"
+    return JsonKeys.from_file(path) if path.exists() else JsonKeys({}, path)
+
+
+def _eos_token_ids(keys: JsonKeys, generation: JsonKeys) -> tuple[int, ...]:
+    ids = generation.token_ids("eos_token_id", None)
+    return ids or keys.token_ids("eos_token_id", None)

@@ -1,0 +1,381 @@
+"""Describe quantised matrices: which tensors form each, and the layout that kernels want.
+
+In safetensors files a matrix is stored as codes, scales, and perhaps zeros, each a tensor of its
+own, in the way that config.json names. Which of a model's matrices are quantised, and how finely,
+is what the tensors themselves say, beside the shape that the model asks for: config.json says it in
+too many ways. The C kernels read codes in panels, and bfloat16 matrices in pairs.
+
+Owns: those ways, and their refusals; the sizes of panels and pairs.
+Invariant: every part of a matrix has the shape and dtype that the matrix asks for; panels and pairs
+are as the C files have them.
+Never: reads tensor data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.checkpoint.json_keys import JsonKeys
+from engine.checkpoint.tensor_info import BLOCKS, SeparateTensors, TensorInfo
+from engine.errors import CheckpointError
+
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
+_FLOATS = ("float32", "bfloat16", "float16")
+_WORD_BITS = 32
+
+_Found = Mapping[str, TensorInfo]
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What config.json says of a checkpoint's quantised matrices."""
+
+    method: str
+    """One of METHODS."""
+    block: tuple[int, int] | None = None
+    """Rows and columns with one scale; None: of codes of 8 bits whole rows have one, or groups."""
+    zero_shift: int = 0
+    """What is added to stored zeros."""
+    has_order: bool = False
+    """A column may be of any group, as a tensor of numbers says."""
+    inputs: str | None = None
+    """What inputs are rounded to, with a scale for each token, found when it comes: `int8` or
+    `fp8`; None: they are not."""
+
+    @classmethod
+    def from_keys(cls, keys: JsonKeys) -> Quantisation | None:
+        """Read `quantization_config` of config.json; None: the model is not quantised.
+
+        Raises:
+            CheckpointError: the method is not served, or a key of it is wrong.
+        """
+        for owner in (keys, keys.section("text_config")):
+            for key in ("quantization_config", "compression_config"):
+                if owner.get(key, None) is not None:
+                    return _of_section(owner.section(key))
+        return None
+
+    def find(self, found: _Found, name: str, shape: _Shape) -> TensorInfo | None:
+        """A tensor as it is stored, or of its parts; None: there is none.
+
+        Args:
+            found: the files' tensors by name.
+            name: that the model's family has for it.
+            shape: that the model asks for.
+
+        Raises:
+            CheckpointError: a part is missing, or has not the shape or dtype that it has to have.
+        """
+        plain, stem = found.get(name), name.removesuffix("weight")
+        if stem == name or len(shape) != 2:
+            return plain
+        if plain is not None and plain.dtype in ("F8_E4M3", "I8"):
+            return self._of_bytes(_Parts(found, stem, plain), shape)
+        if f"{stem}weight_packed" in found:
+            return _of_packed(_Parts(found, stem, found[f"{stem}weight_packed"]), shape)
+        if f"{stem}qweight" in found:
+            return self._of_words(_Parts(found, stem, found[f"{stem}qweight"]), shape)
+        return plain
+
+    def _of_bytes(self, parts: _Parts, shape: _Shape) -> TensorInfo:
+        """A code is a byte of its own, an integer or a small float."""
+        (rows, depth), kind = shape, "int8" if parts.codes.dtype == "I8" else "fp8"
+        parts.codes_are(parts.codes.dtype, shape)
+        inverse = "weight_scale_inv" if kind == "fp8" and parts.has("weight_scale_inv") else None
+        scales = parts.add("scales", inverse or "weight_scale", _FLOATS)
+        group, scale_rows = depth, 1
+        if scales.shape in ((), (1,), (1, 1)):
+            scale_rows = rows
+        elif scales.shape not in ((rows,), (rows, 1)):
+            if self.block is not None:
+                scale_rows, group = self.block
+                _check_shape(scales, (-(-rows // scale_rows), -(-depth // group)))
+            else:
+                group = _group(scales, rows, depth)
+        if parts.has("weight_zero_point"):
+            _check_shape(parts.add("zeros", "weight_zero_point", ("I8",)), scales.shape)
+        is_known = "zeros" not in parts.parts and (group == depth or group % 128 == 0)
+        form = f"{kind}_128" if is_known else None
+        is_rounded = is_known and group == depth and self.inputs == kind
+        if is_rounded and kind == "int8":
+            form = "int8_row"
+        apart = SeparateTensors(
+            kind, 8, group, scale_rows, parts.parts, form, rounds_inputs=is_rounded
+        )
+        return parts.matrix(kind, shape, apart)
+
+    def _of_words(self, parts: _Parts, shape: _Shape) -> TensorInfo:
+        """A matrix on its side: GPTQ packs a row's codes into words, AWQ those of eight rows."""
+        rows, depth = shape
+        if self.method not in ("gptq", "awq"):
+            what = f"tensor {parts.codes.name} is of no matrix that {self.method} stores"
+            raise CheckpointError(what, where=str(parts.codes.file))
+        is_awq = self.method == "awq"
+        bits = 4 if is_awq else _bits(parts.codes, depth, 0)
+        per_word = _WORD_BITS // bits
+        words = (depth, -(-rows // per_word)) if is_awq else (depth // per_word, rows)
+        parts.codes_are("I32", words)
+        scales = parts.add("scales", "scales", _FLOATS)
+        group = _group(scales, rows, depth, is_on_side=True)
+        zeros = parts.add("zeros", "qzeros", ("I32",))
+        _check_shape(zeros, (scales.shape[0], -(-rows // per_word)))
+        if parts.has("g_idx"):
+            _check_shape(parts.add("order", "g_idx", ("I32", "I64")), (depth,))
+        form = None if self.has_order or bits != 4 else _int4(group, depth)
+        apart = SeparateTensors(self.method, bits, group, 1, parts.parts, form, self.zero_shift)
+        return parts.matrix(f"{self.method}_int{bits}", shape, apart)
+
+
+class _Parts:
+    """The tensors of one matrix, as they are found."""
+
+    def __init__(self, found: _Found, stem: str, codes: TensorInfo) -> None:
+        self._found, self._stem, self.codes = found, stem, codes
+        self.parts = {"codes": codes}
+
+    def has(self, suffix: str) -> bool:
+        """True if the files have such a part."""
+        return f"{self._stem}{suffix}" in self._found
+
+    def codes_are(self, dtype: str, shape: _Shape) -> None:
+        """Refuse codes that are not."""
+        _check_dtype(self.codes, (dtype,))
+        _check_shape(self.codes, shape)
+
+    def add(self, part: str, suffix: str, dtypes: Sequence[str]) -> TensorInfo:
+        """A part by the end of its name, of one of some dtypes."""
+        tensor = self._found.get(f"{self._stem}{suffix}")
+        if tensor is None:
+            what = f"tensor {self._stem}{suffix} is missing: {self.codes.name} is quantised"
+            raise CheckpointError(what, where=str(self.codes.file))
+        _check_dtype(tensor, dtypes)
+        self.parts[part] = tensor
+        return tensor
+
+    def matrix(self, dtype: str, shape: _Shape, apart: SeparateTensors) -> TensorInfo:
+        """The tensors of one matrix (codes, scales, zeros) as one tensor of the model."""
+        codes = self.codes
+        name = f"{self._stem}weight"
+        return TensorInfo(name, codes.file, dtype, shape, codes.start, codes.num_bytes, apart=apart)
+
+
+def _of_packed(parts: _Parts, shape: _Shape) -> TensorInfo:
+    """Codes of a row one after the other in words, each too large by half of its range."""
+    rows, depth = shape
+    bits = _bits(parts.codes, depth, 1)
+    parts.codes_are("I32", (rows, depth * bits // _WORD_BITS))
+    scales = parts.add("scales", "weight_scale", _FLOATS)
+    group = _group(scales, rows, depth)
+    if parts.has("weight_zero_point"):
+        zeros = parts.add("zeros", "weight_zero_point", ("I32",))
+        _check_shape(zeros, (-(-rows * bits // _WORD_BITS), scales.shape[1]))
+    if parts.has("weight_g_idx"):
+        _check_shape(parts.add("order", "weight_g_idx", ("I32", "I64")), (depth,))
+    form = _int4(group, depth) if bits == 4 else None
+    if bits == 8 and "zeros" not in parts.parts and (group == depth or group % 128 == 0):
+        form = "int8_128"
+    if "order" in parts.parts:
+        form = None
+    apart = SeparateTensors("packed", bits, group, 1, parts.parts, form, 1 << (bits - 1))
+    return parts.matrix(f"packed_int{bits}", shape, apart)
+
+
+def _of_section(keys: JsonKeys) -> Quantisation:
+    method = keys.get("quant_method", "compressed-tensors" if "format" in keys.values else None)
+    if method not in METHODS:
+        error = keys.bad("quant_method", f"one of {', '.join(METHODS)}")
+        hint = "serve another quantisation of the model, or an unquantized checkpoint"
+        raise CheckpointError(error.what, where=error.where, hint=hint)
+    if method == "fp8":
+        is_dynamic = keys.get("activation_scheme", None) == "dynamic"
+        inputs = "fp8" if is_dynamic else None
+        return Quantisation(method, block=_block(keys, "weight_block_size"), inputs=inputs)
+    if method == "compressed-tensors":
+        return _of_compressed(keys)
+    if method == "awq":
+        if str(keys.get("version", "gemm")).lower() != "gemm":
+            raise keys.bad("version", "gemm: codes in another order are not served")
+        if keys.get("bits", 4) != 4:
+            raise keys.bad("bits", "4")
+        return Quantisation(method)
+    if method == "mxfp4":  # of stacked experts, which engine.checkpoint.checkpoint finds
+        return Quantisation(method)
+    form = keys.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise keys.bad("checkpoint_format", "gptq or gptq_v2")
+    if keys.get("bits", 4) not in (4, 8):
+        raise keys.bad("bits", "4 or 8")
+    shift = 1 if form == "gptq" else 0  # the first format has zeros less one
+    return Quantisation(method, zero_shift=shift, has_order=keys.flag("desc_act"))
+
+
+def _of_compressed(keys: JsonKeys) -> Quantisation:
+    if keys.section("transform_config").values:
+        raise keys.bad("transform_config", "empty: inputs would have to be rotated")
+    sparsity = keys.section("sparsity_config")
+    if sparsity.get("format", None) not in ("dense", None):
+        raise sparsity.bad("format", "dense")
+    block, groups = None, keys.section("config_groups")
+    for name in groups.values:
+        block = _block(groups.section(name).section("weights"), "block_structure") or block
+    found = {_inputs_of(groups.section(name)) for name in groups.values}
+    inputs = found.pop() if len(found) == 1 else None
+    return Quantisation("compressed-tensors", block=block, inputs=inputs)
+
+
+def _inputs_of(group: JsonKeys) -> str | None:
+    """What inputs of a group of matrices are rounded to, token by token; None: nothing."""
+    inputs = {"symmetric": True} | group.section("input_activations").values
+    asked = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+    if any(inputs.get(key) != value for key, value in asked.items()):
+        return None
+    return {"int": "int8", "float": "fp8"}.get(str(inputs.get("type")))
+
+
+def _block(keys: JsonKeys, key: str) -> tuple[int, int] | None:
+    sizes = keys.get(key, None)
+    if sizes is None:
+        return None
+    is_pair = isinstance(sizes, list) and len(sizes) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in sizes):
+        raise keys.bad(key, "two sizes: rows and columns with one scale")
+    return sizes[0], sizes[1]
+
+
+def _bits(codes: TensorInfo, depth: int, dimension: int) -> int:
+    """Of a code in words, of which rows of the matrix have so many."""
+    words = codes.shape[dimension] if len(codes.shape) == 2 else 0
+    for bits in (4, 8):
+        if words * _WORD_BITS == depth * bits:
+            return bits
+    what = f"tensor {codes.name} of shape {codes.shape} has neither 4 nor 8 bits"
+    raise CheckpointError(f"{what} for each of {depth} values", where=str(codes.file))
+
+
+def _group(scales: TensorInfo, rows: int, depth: int, *, is_on_side: bool = False) -> int:
+    """Values of a row that share a scale: [rows, groups], or on its side [groups, rows]."""
+    shape = scales.shape[::-1] if is_on_side else scales.shape
+    is_right = len(shape) == 2 and shape[0] == rows and shape[1] > 0 and depth % shape[1] == 0
+    if not is_right:
+        asked = f"scales of {rows} rows in equal groups of {depth} values"
+        what = f"tensor {scales.name} has shape {scales.shape}, which are no {asked}"
+        raise CheckpointError(what, where=str(scales.file))
+    return depth // shape[1]
+
+
+def _int4(group: int, depth: int) -> str | None:
+    """The form of codes of four bits, which has scales as often as these, or more often."""
+    if group == depth or group % 128 == 0:
+        return "int4_128"
+    return "int4_32" if group % 32 == 0 else None
+
+
+def _check_dtype(tensor: TensorInfo, dtypes: Sequence[str]) -> None:
+    if tensor.dtype not in dtypes:
+        what = f"tensor {tensor.name} is stored as {tensor.dtype}"
+        hint = f"supported: {', '.join(dtypes)}"
+        raise CheckpointError(what, where=str(tensor.file), hint=hint)
+
+
+def _check_shape(tensor: TensorInfo, shape: _Shape) -> None:
+    if tensor.shape != shape:
+        what = f"tensor {tensor.name} has shape {tensor.shape}, but its matrix asks for {shape}"
+        raise CheckpointError(what, where=str(tensor.file))
+
+
+# How matrices lie for the C kernels: quantised ones in panels, bfloat16 ones in pairs.
+# Invariant: the C file has the same numbers; a test packs and multiplies.
+# Never: touches data.
+
+
+PANEL_ROWS = 16
+"""Rows of a matrix that lie together, one in each lane of a vector."""
+BLOCK_VALUES = 256
+"""Of a row, that share a head, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a panel lies in memory: groups of values of all its rows, each codes and then scales."""
+
+    code_bits: int
+    group: int
+    """Values of a row with one scale."""
+    scale_bytes: int
+    """Of a row and a group: a scale, and perhaps a minimum or a zero."""
+    head_bytes: int = 0
+    """Of a row and a block: what the groups' scales are multiplied by, and those that have six
+    bits."""
+    row_scale_bytes: int = 0
+    """Of a row that has one scale for all its values, and inputs of one byte each."""
+
+    @property
+    def has_sixes(self) -> bool:
+        """True if scales and minimums are six bits each, in the block's head."""
+        return self.head_bytes > 2
+
+    def row_bytes(self, depth: int) -> int:
+        """Bytes of one row of so many values within its panel; the last group counts as whole."""
+        groups = -(-depth // self.group)
+        group_bytes = self.group * self.code_bits // 8 + self.scale_bytes
+        heads = depth // BLOCK_VALUES * self.head_bytes + self.row_scale_bytes
+        return groups * group_bytes + heads
+
+
+FORMS = {
+    "q4_0": Form(4, 32, 2),
+    "q4_1": Form(4, 32, 4),
+    "q4_k": Form(4, 32, 0, 16),
+    "q5_0": Form(5, 32, 2),
+    "q5_1": Form(5, 32, 4),
+    "q5_k": Form(5, 32, 0, 16),
+    "q6_k": Form(6, 16, 1, 2),
+    "q8_0": Form(8, 32, 2),
+    "mxfp4": Form(4, 32, 1),
+    "int4_32": Form(4, 32, 5),
+    "int4_128": Form(4, 128, 5),
+    "int8_128": Form(8, 128, 4),
+    "int8_row": Form(8, 32, 0, row_scale_bytes=4),
+    "fp8_128": Form(8, 128, 4),
+}
+"""By block format, or by kind of codes and values of a group. The last five have scales of float32,
+which every format's scale is without being rounded. Products with int8_row are those of inputs that
+are rounded to integers of one byte, with one scale each."""
+FORM_BY_KIND = {kind: kind for kind in BLOCKS} | {"mxfp4_pairs": "mxfp4"}
+"""Of block formats, the form's name."""
+
+
+def form_of(tensor: TensorInfo) -> str | None:
+    """The form of a matrix that is quantised in its file; None: the kernels know none for it."""
+    if tensor.apart is not None:
+        return tensor.apart.form
+    return FORM_BY_KIND.get(tensor.dtype)
+
+
+FP8_ROWS, FP8_ROW_END_BYTES = "fp8_rows", 16
+"""Where a GPU multiplies FP8 by FP8: rows of codes, one behind the other, each with its scale of
+float32 behind it, and as many bytes more as keep rows where such products want them."""
+
+
+def panels_shape(form: str, num_rows: int, depth: int) -> tuple[int, int]:
+    """[panels, bytes of a panel] of a matrix [num_rows, depth]."""
+    if form == FP8_ROWS:
+        return -(-num_rows // PANEL_ROWS), PANEL_ROWS * (depth + FP8_ROW_END_BYTES)
+    return -(-num_rows // PANEL_ROWS), PANEL_ROWS * FORMS[form].row_bytes(depth)
+
+
+# The layout of matrices that are packed in pairs, as engine/kernels/pairs.h has it.
+# Invariant: the C files have the same numbers; a test packs and looks.
+# Never: touches data.
+
+
+TILE_DEPTH = 32
+"""Values of a row in a tile of a matrix unit; packed rows are whole tiles."""
+
+
+def packed_shape(num_rows: int, depth: int) -> tuple[int, int, int, int]:
+    """[panels, pairs of a row, rows of a panel, 2] of a matrix [num_rows, depth]."""
+    pairs = -(-depth // TILE_DEPTH) * TILE_DEPTH // 2
+    return -(-num_rows // PANEL_ROWS), pairs, PANEL_ROWS, 2

@@ -1,0 +1,353 @@
+"""Keep KV blocks in host memory: the DRAM tier, and the path of GPU blocks to disk.
+
+What a GPU has only its worker reaches, so the copies are commands to workers, as those of a ring
+are: by a stream of their own there, between two steps where a pool is in the host's memory. They
+have negative numbers, by which their reports are told from those of moving sequences.
+
+Owns: copies that workers have not answered; the slots, and which job has which.
+Invariants: each job is reported once; what a worker that has died was at counts as not done, and is
+reported after its commands were reaped.
+Never: chooses a block or a place; touches the memory itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine.cache.topology import DRAM, SSD
+from engine.offload.disk import Disk
+from engine.offload.jobs import CopyJob, GrowJob, Job, Later, SweepJob
+from engine.offload.records import SlabHead
+from engine.wire.messages import Command, Copied, Copy
+
+Pairs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a worker is to do."""
+
+    worker: str
+    job: CopyJob
+    done: Callable[[CopyJob], None]
+
+
+class WorkerCopies:
+    """Copies that workers make for the tiers of one router.
+
+    Args:
+        send: passes a command to a worker.
+        later: calls back on the loop.
+    """
+
+    def __init__(self, send: Callable[[str, Command], None], later: Later) -> None:
+        self.later = later
+        self._send = send
+        self._open: dict[int, _Part] = {}
+        """By the number that the worker is told."""
+
+    def begin(self, worker: str, job: CopyJob, done: Callable[[CopyJob], None]) -> None:
+        """A worker has a part in a job from now on: should it die, the job is void.
+
+        Args:
+            worker: that is ready.
+            job: filled in with what the worker reports.
+            done: called with the job once, when the worker will not touch its blocks any more.
+        """
+        self._open[-job.copy.copy_id] = _Part(worker, job, done)
+
+    def send(self, job: CopyJob, pairs: Pairs) -> None:
+        """Have the worker copy these blocks; it is void already if that one has died."""
+        copy_id = -job.copy.copy_id
+        if copy_id in self._open:
+            copy = Copy(copy_id, job.copy.from_pool, job.copy.to_pool, pairs, None)
+            self._send(self._open[copy_id].worker, copy)
+
+    def end(self, job: CopyJob) -> None:
+        """The worker is not needed, and was told nothing."""
+        self._open.pop(-job.copy.copy_id, None)
+
+    def copied(self, report: Copied) -> None:
+        """A worker has copied some more, or will not."""
+        job = self._open[report.copy_id].job
+        took_ns = job.ended_ns - job.started_ns + report.ended_ns - report.started_ns
+        job.ended_ns, job.started_ns = report.ended_ns, report.ended_ns - took_ns
+        job.num_done += report.num_pairs
+        if report.is_last:
+            job.error = report.error
+            self._open.pop(report.copy_id).done(job)
+
+    def worker_died(self, worker: str) -> None:
+        """Its commands have been reaped."""
+        for copy_id, part in list(self._open.items()):
+            if part.worker == worker:
+                del self._open[copy_id]
+                self.lose(part.job, part.done, f"worker {worker} has died")
+
+    def lose(self, job: CopyJob, done: Callable[[CopyJob], None], error: str) -> None:
+        """Nothing of it counts as done; whoever waits for it is told on the loop's next turn."""
+        job.num_done, job.is_void, job.error = 0, True, error
+        self.later(0, partial(done, job))
+
+
+class CacheArena:
+    """The store of the DRAM cache: host memory that one router's workers copy to and from.
+
+    Args:
+        head: of all its blocks, as if they were a slab; the pool has a block of padding before.
+        worker_of: who copies for a pool; None: nobody now.
+        copies: those of the router's workers.
+        report: called with each job that is over.
+    """
+
+    def __init__(
+        self,
+        head: SlabHead,
+        worker_of: Callable[[str], str | None],
+        copies: WorkerCopies,
+        report: Callable[[Job], None],
+    ) -> None:
+        self.write_share = 1.0
+        self.reach = worker_of
+        self._head: SlabHead | None = head
+        self._copies = copies
+        self._report = report
+
+    def begin(self, job: Job) -> None:
+        """Start a job: copies are made by the workers, all else is done at once."""
+        match job:
+            case CopyJob():
+                self._copy(job)
+                return
+            case GrowJob():
+                job.made, self._head = self._head, None
+            case SweepJob():  # it is nobody's but the daemon's, and ends with it
+                job.num_done = len(job.places)
+        self._copies.later(0, partial(self._report, job))
+
+    def cancel(self, job: Job) -> bool:
+        """Make it void; the worker was told already."""
+        job.is_void = True
+        return False
+
+    def _copy(self, job: CopyJob) -> None:
+        copy, slots = job.copy, [entry.place.record + 1 for entry in job.entries]
+        is_load = copy.from_pool == DRAM
+        both = zip(copy.pairs, slots, strict=True)
+        pairs = [(slot, to_id) if is_load else (from_id, slot) for (from_id, to_id), slot in both]
+        worker = self.reach(copy.to_pool if is_load else copy.from_pool)
+        if worker is None:
+            self._copies.lose(job, self._report, "no worker is there to copy")
+            return
+        self._copies.begin(worker, job, self._report)
+        self._copies.send(job, pairs)
+
+
+# Blocks of pools that the disk's threads do not reach, by way of slots in the host's memory.
+# What a GPU has only its worker reaches. So a block goes to the disk in two halves: its worker
+# copies it to a slot, as it would to an arena, and a thread of the disk writes it from there; and
+# back the other way. A block of the pool is named by its command until both are done, as with one
+# half.
+# Invariants: a slot is one job's until nobody touches it any more; loads and stores have slots of
+# their own, so that neither waits for the other; each job is reported once; only blocks whose
+# checksums were right are copied to a pool, and by no other worker than the one that was ready when
+# the job began.
+# Never: decides what is stored or loaded; touches the memory itself.
+
+
+STAGING_BYTES = 64 << 20
+"""Of the host's memory, for slots; half of it for loads, half for stores."""
+MIN_SLOTS = 4
+
+
+def num_slots_for(block_bytes: int) -> int:
+    """How many slots a staging area has.
+
+    Args:
+        block_bytes: of a block.
+    """
+    return max(STAGING_BYTES // block_bytes, MIN_SLOTS)
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """A job and its halves."""
+
+    job: CopyJob
+    is_load: bool
+    by_worker: CopyJob
+    by_disk: CopyJob
+    slots: list[int] = field(default_factory=list)
+    is_at_disk: bool = False
+
+
+class StagedDisk:
+    """A disk whose threads reach slots, and pools some of which only workers reach.
+
+    Args:
+        disk: reaches the slots as a pool of the name DRAM; its jobs' reports come to told().
+        slots: blocks of that pool.
+        worker_of: who copies for a pool; None: nobody now.
+        copies: those of the router's workers.
+        report: called with each job that is over.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        slots: Sequence[int],
+        worker_of: Callable[[str], str | None],
+        copies: WorkerCopies,
+        report: Callable[[Job], None],
+    ) -> None:
+        half = len(slots) // 2
+        self._disk = disk
+        self._worker_of = worker_of
+        self._copies = copies
+        self._report = report
+        self._free = {True: list(slots[:half]), False: list(slots[half:])}
+        """By whether they are for loads."""
+        self._waiting: dict[bool, deque[_Staged]] = {True: deque(), False: deque()}
+        """For slots; likewise."""
+        self._staged: dict[Job, _Staged] = {}
+        """By the job, and by its half at the disk."""
+
+    @property
+    def write_share(self) -> float:
+        """Of a core, for writing."""
+        return self._disk.write_share
+
+    @write_share.setter
+    def write_share(self, share: float) -> None:
+        self._disk.write_share = share
+
+    def reach(self, pool: str) -> str | None:
+        """Threads where they can, else a worker."""
+        return self._disk.reach(pool) or self._worker_of(pool)
+
+    def begin(self, job: Job) -> None:
+        """Start a job, or have it wait for slots."""
+        if not isinstance(job, CopyJob):
+            self._disk.begin(job)
+            return
+        is_load = job.copy.from_pool == SSD
+        pool = job.copy.to_pool if is_load else job.copy.from_pool
+        if self._disk.reach(pool) is not None:
+            self._disk.begin(job)
+            return
+        worker = self._worker_of(pool)
+        if worker is None:
+            self._copies.lose(job, self._report, "no worker is there to copy")
+            return
+        ways = [(DRAM, pool), (SSD, DRAM)] if is_load else [(pool, DRAM), (DRAM, SSD)]
+        by_worker, by_disk = (
+            CopyJob(
+                copy=Copy(job.copy.copy_id, from_pool, to_pool, [], None),
+                life=job.life,
+                entries=job.entries,
+                is_urgent=job.is_urgent,
+            )
+            for from_pool, to_pool in ways
+        )
+        staged = self._staged[job] = _Staged(job, is_load, by_worker, by_disk)
+        self._staged[staged.by_disk] = staged
+        self._copies.begin(worker, staged.by_worker, lambda _: self._worker_done(staged))
+        self._waiting[is_load].append(staged)
+        self._pump(is_load=is_load)
+
+    def cancel(self, job: Job) -> bool:
+        """Make it void; True if nobody touches its blocks, nor will."""
+        staged = self._staged.get(job)
+        if staged is None:
+            return self._disk.cancel(job)
+        job.is_void = True
+        if not staged.slots:
+            self._copies.end(staged.by_worker)
+            self._waiting[staged.is_load].remove(staged)
+        elif not staged.is_at_disk or not self._disk.cancel(staged.by_disk):
+            return False
+        else:
+            self._copies.end(staged.by_worker)
+        self._let_go(staged)
+        return True
+
+    def told(self, job: Job) -> None:
+        """The disk is done with a job, or with its half of one."""
+        staged = self._staged.get(job)
+        if staged is not None and staged.by_disk is job:
+            staged.is_at_disk = False
+            self._disk_done(staged)
+        elif not isinstance(job, CopyJob) or DRAM not in (job.copy.from_pool, job.copy.to_pool):
+            self._report(job)  # else it was cancelled before a thread came to it
+
+    def _pump(self, *, is_load: bool) -> None:
+        waiting, free = self._waiting[is_load], self._free[is_load]
+        while waiting and len(waiting[0].job.copy.pairs) <= len(free):
+            staged = waiting.popleft()
+            count = len(staged.job.copy.pairs)
+            staged.slots, free[:] = free[:count], free[count:]
+            if is_load:
+                self._to_disk(staged, count)
+            else:
+                pairs = [(block, s) for (block, _), s in self._pairs(staged)]
+                self._copies.send(staged.by_worker, pairs)
+
+    def _pairs(self, staged: _Staged) -> list[tuple[tuple[int, int], int]]:
+        return list(zip(staged.job.copy.pairs, staged.slots, strict=True))
+
+    def _to_disk(self, staged: _Staged, count: int) -> None:
+        slots, half = staged.slots[:count], staged.by_disk
+        half.entries = staged.job.entries[:count]
+        half.copy.pairs.extend(
+            (n, slot) if staged.is_load else (slot, n) for n, slot in enumerate(slots)
+        )
+        staged.is_at_disk = True
+        self._disk.begin(half)
+
+    def _worker_done(self, staged: _Staged) -> None:
+        half, job = staged.by_worker, staged.job
+        if job not in self._staged:  # it was cancelled meanwhile
+            return
+        if half.is_void:
+            job.is_void = staged.by_disk.is_void = True
+            job.error = half.error
+            if staged.is_at_disk:  # a thread may be at the slots
+                return
+            if not staged.slots:
+                self._waiting[staged.is_load].remove(staged)
+        elif not staged.is_load and half.num_done and not job.is_void:
+            self._to_disk(staged, half.num_done)
+            return
+        self._end(staged)
+
+    def _disk_done(self, staged: _Staged) -> None:
+        half, job = staged.by_disk, staged.job
+        if staged.is_load and half.num_done and not job.is_void:
+            pairs = [(slot, block) for (_, block), slot in self._pairs(staged)]
+            self._copies.send(staged.by_worker, pairs[: half.num_done])
+            return
+        self._copies.end(staged.by_worker)
+        self._end(staged)
+
+    def _end(self, staged: _Staged) -> None:
+        first, last = staged.by_worker, staged.by_disk
+        job = staged.job
+        if staged.is_load:
+            first, last = last, first
+        took_ns = sum(half.ended_ns - half.started_ns for half in (first, last))
+        job.ended_ns = last.ended_ns or first.ended_ns
+        job.started_ns = job.ended_ns - took_ns
+        job.num_done = last.num_done
+        job.error = job.error or last.error or first.error
+        # the block that is damaged is the one after those that are done
+        job.is_damaged = first.is_damaged and last.num_done == first.num_done
+        self._let_go(staged)
+        self._report(job)
+
+    def _let_go(self, staged: _Staged) -> None:
+        del self._staged[staged.job], self._staged[staged.by_disk]
+        self._free[staged.is_load] += staged.slots
+        self._pump(is_load=staged.is_load)

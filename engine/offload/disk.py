@@ -1,0 +1,222 @@
+"""Read and write KV blocks on disk, in slab files, with threads.
+
+Bytes go from the pool's memory to a buffer of the thread's own and from there to the disk, or back:
+a block reaches a pool only when its checksums are right. Two threads write, two read, so that the
+disk has something to do while a checksum is made; a write holds up no read for longer than it does.
+They have the idle I/O priority and the usual one for cores: a thread that waits for a core while it
+has Python's lock would hold up the daemon's loop. Writing is held to a share of a core instead.
+
+Owns: the folder's lock, its slab files, those of other models among them, and what was reclaimed at
+start; the threads and their buffers. Reports come back by a callback, from the thread.
+Invariant: each job is reported once, after its last touch of pool and slab; a job's pairs are done
+in order, and the first that fails ends it.
+Never: decides what is stored or loaded, or where; raises on what a disk does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+from engine.offload.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
+from engine.offload.slab_files import DamagedError, RecordBuffer, Slabs
+
+NUM_READERS = NUM_WRITERS = 2
+WRITE_SHARE = 0.25
+"""Of a core, that writing may take while requests are served."""
+PROBE_NAME = ".penstock-probe"
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
+
+
+class Disk:
+    """The store of the SSD cache: one folder of slab files, with threads that read and write.
+
+    Args:
+        slabs: open.
+        pool_fds: by name, memory of the pools that blocks are copied from and to.
+        report: called with each job that is over, in the thread that has done it.
+        write_share: of a core, for writing; 1 is no limit.
+    """
+
+    tier = "ssd"
+
+    def __init__(
+        self,
+        slabs: Slabs,
+        pool_fds: Mapping[str, int],
+        report: Callable[[Job], None],
+        *,
+        write_share: float = WRITE_SHARE,
+    ) -> None:
+        self._slabs = slabs
+        self._pool_fds = pool_fds
+        self._report = report
+        self.write_share = write_share
+        """May change at any time: what is stored at the end is waited for."""
+        self._reads: SimpleQueue[Job | None] = SimpleQueue()
+        self._writes: SimpleQueue[Job | None] = SimpleQueue()
+        queues = [self._reads] * NUM_READERS + [self._writes] * NUM_WRITERS
+        self._beginning = Lock()
+        self._threads = [
+            Thread(target=self._run, args=(queue,), name="ssd", daemon=True) for queue in queues
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def reach(self, pool: str) -> str | None:
+        """Threads of the disk copy what is in the host's memory; they are no worker."""
+        return self.tier if pool in self._pool_fds else None
+
+    def begin(self, job: Job) -> None:
+        """Have a thread do this job; reads and writes have threads of their own."""
+        is_read = isinstance(job, ProbeJob) or (
+            isinstance(job, CopyJob) and job.copy.from_pool == self.tier
+        )
+        (self._reads if is_read else self._writes).put(job)
+
+    def cancel(self, job: Job) -> bool:
+        """Make it void; True if no thread has begun with it, nor will."""
+        with self._beginning:
+            job.is_void = True
+            return not job.is_begun
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads when they have done what they were given; False: one is stuck."""
+        for _ in range(NUM_READERS):
+            self._reads.put(None)
+        for _ in range(NUM_WRITERS):
+            self._writes.put(None)
+        end_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(end_s - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, queue: SimpleQueue[Job | None]) -> None:
+        _be_idle()
+        buffer = RecordBuffer(self._slabs.block_bytes)
+        while (job := queue.get()) is not None:
+            with self._beginning:
+                job.is_begun = True
+            job.started_ns, began_s = time.monotonic_ns(), time.thread_time()
+            try:
+                self._do(job, buffer)
+            except OSError as error:
+                job.error = f"{error.strerror or type(error).__name__}"
+            job.ended_ns = time.monotonic_ns()
+            used_s = time.thread_time() - began_s
+            self._report(job)
+            is_urgent = isinstance(job, CopyJob) and job.is_urgent
+            if queue is self._writes and self.write_share < 1 and not is_urgent:
+                time.sleep(used_s * (NUM_WRITERS / self.write_share - 1))
+
+    def _do(self, job: Job, buffer: RecordBuffer) -> None:
+        match job:
+            case _ if job.is_void:
+                job.error = "not needed any more"
+            case CopyJob(copy=copy) if copy.from_pool == self.tier:
+                self._load(job, buffer)
+            case CopyJob():
+                self._store(job, buffer)
+            case GrowJob():
+                job.made = self._slabs.grow(job.unused_since_s)
+                job.limit = None if job.made is not None else self._slabs.limit()
+            case SweepJob(places=places):
+                job.lost = self._slabs.forget_lost()
+                for place in places:
+                    if place.slab not in job.lost:
+                        self._slabs.erase(place)
+                    job.num_done += 1
+                if job.oldest_s is not None:
+                    self._slabs.expire_others(job.oldest_s)
+                job.limit = self._slabs.limit()
+            case ProbeJob():
+                job.bytes_per_s = probe(self._slabs)
+
+    def _store(self, job: CopyJob, buffer: RecordBuffer) -> None:
+        fd, size = self._pool_fds[job.copy.from_pool], self._slabs.block_bytes
+        for (block_id, _), entry in zip(job.copy.pairs, job.entries, strict=True):
+            if os.preadv(fd, [buffer.block], block_id * size) != size:
+                raise OSError(0, "the pool's memory is cut off")
+            self._slabs.write(
+                entry.place, entry.block_hash, entry.number, entry.stored_at_s, buffer
+            )
+            job.num_done += 1
+
+    def _load(self, job: CopyJob, buffer: RecordBuffer) -> None:
+        fd, size = self._pool_fds[job.copy.to_pool], self._slabs.block_bytes
+        for (_, block_id), entry in zip(job.copy.pairs, job.entries, strict=True):
+            if job.is_void:
+                job.error = "not needed any more"
+                return
+            try:
+                self._slabs.read(entry.place, entry.block_hash, buffer)
+            except DamagedError as error:
+                job.error, job.is_damaged = str(error), True
+                return
+            if os.pwritev(fd, [buffer.block], block_id * size) != size:
+                raise OSError(0, "the pool's memory is cut off")
+            job.num_done += 1
+
+
+def probe(slabs: Slabs) -> float:
+    """Write and read a file of its own in the folder; bytes per second of reading.
+
+    Where the disk has no room for that file, a slab is read, if there is one.
+
+    Raises:
+        OSError: it cannot be done, or what was read is not what was written.
+    """
+    slabs.remake_folder()
+    try:
+        return _probe_file(slabs)
+    except OSError as error:
+        slab = slabs.any_slab()
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or slab is None:
+            raise
+        memory = mmap.mmap(-1, slabs.probe_bytes)
+        return _read_timed(slab, memory)
+
+
+def _probe_file(slabs: Slabs) -> float:
+    path = slabs.folder / PROBE_NAME
+    path.unlink(missing_ok=True)  # of a process that was killed
+    size = slabs.probe_bytes
+    memory = mmap.mmap(-1, size)
+    pattern = bytes(range(256)) * (size // 256)
+    memory[:] = pattern
+    fd = slabs.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        if os.pwritev(fd, [memory], 0) != size:
+            raise OSError(errno.ENOSPC, "a file could not be written to its end")
+        memory[:] = bytes(size)
+        bytes_per_s = _read_timed(fd, memory)
+    finally:
+        os.close(fd)
+        with suppress(OSError):
+            path.unlink()
+    if memory[:] != pattern:
+        raise OSError(0, "what was read is not what was written")
+    return bytes_per_s
+
+
+def _read_timed(fd: int, memory: mmap.mmap) -> float:
+    """Read a file's beginning; bytes per second."""
+    started_ns = time.monotonic_ns()
+    num_bytes = os.preadv(fd, [memory], 0)
+    return num_bytes / max(time.monotonic_ns() - started_ns, 1) * 1e9
+
+
+def _be_idle() -> None:
+    """This thread's I/O comes after everybody else's, where the disk's scheduler knows that."""
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None, use_errno=True).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)

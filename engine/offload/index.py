@@ -1,0 +1,407 @@
+"""Map blocks to places on disk, and estimate what a larger cache would find.
+
+Owns: the index of all records, the free places, and who reads or writes which; when each of the
+blocks watched was used last, and the counts of distances. Of files it knows nothing: it names
+places, and whoever has the store is told what to do with them.
+Invariants: a place has at most one record; nobody is given a place that somebody reads or writes;
+a record can be found from when it is written to when it is dropped, and no longer. Deleting has
+two phases: out of the index at once, given to another when its last reader is done.
+Never: reads a clock or a file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.errors import InvariantViolated
+from engine.offload.records import RecordHead
+
+HIGH_WATERMARK = 0.95
+"""When more of all places than this are taken, and no more can be made..."""
+LOW_WATERMARK = 0.90
+"""...the least recently used go, until no more than this are."""
+
+
+class RecordPlace(NamedTuple):
+    """A record's: its slab, and its number in it."""
+
+    slab: int
+    record: int
+
+
+@dataclass(slots=True, eq=False)
+class IndexEntry:
+    """A record that is there, or being written."""
+
+    block_hash: bytes
+    place: RecordPlace
+    number: int
+    stored_at_s: int
+    num_readers: int = 0
+    is_written: bool = False
+    is_used: bool = False
+    """Stored, loaded or touched since the start."""
+    is_dropped: bool = False
+    """Out of the index: its place is free when nobody reads it any more."""
+
+
+class SlabIndex:
+    """Which hash is in which place of which slab, which places are free, who is evicted next.
+
+    Args:
+        max_age_s: records older than this expire; None: none does.
+    """
+
+    def __init__(self, max_age_s: int | None = None) -> None:
+        self.max_age_s = max_age_s
+        self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
+        """By hash, the least recently used first."""
+        self._busy: dict[RecordPlace, IndexEntry] = {}
+        """Being read or written, also those that are dropped."""
+        self._free: deque[RecordPlace] = deque()
+        self._residue: dict[RecordPlace, int] = {}
+        """Free places with old bytes in them, and when those were stored."""
+        self._slabs: dict[int, int] = {}
+        """Places by slab."""
+        self._damaged: set[RecordPlace] = set()
+        """Where what was read was wrong, until it is erased or written over."""
+        self._last_number = 0
+        self.num_evicted = self.num_expired = self.num_damaged = 0
+
+    def __len__(self) -> int:
+        return sum(entry.is_written for entry in self._entries.values())
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Hashes of blocks that could be loaded, the least recently used first."""
+        return [each.block_hash for each in self._entries.values() if each.is_written]
+
+    @property
+    def num_places(self) -> int:
+        """Places for blocks in all slabs, free or taken."""
+        return sum(self._slabs.values())
+
+    @property
+    def num_free(self) -> int:
+        """Places that the next records get."""
+        return len(self._free)
+
+    @property
+    def unused_since_s(self) -> int | None:
+        """When the block that is evicted next was stored; None: it was used since the start."""
+        first = next(iter(self._entries.values()), None)
+        return None if first is None or first.is_used else first.stored_at_s
+
+    # Slabs
+
+    def add_slab(
+        self, slab: int, num_records: int, found: Iterable[tuple[int, RecordHead]] = ()
+    ) -> None:
+        """Take a slab's places into the index: it has been made.
+
+        Args:
+            slab: its number.
+            num_records: places in it.
+            found: records that it has, by their number in it.
+        """
+        self._slabs[slab] = num_records
+        heads = dict(found)
+        for index in range(num_records):
+            place, head = RecordPlace(slab, index), heads.get(index)
+            if head is None:
+                self._free.append(place)
+            else:
+                self._adopt(place, head)
+
+    def _adopt(self, place: RecordPlace, head: RecordHead) -> None:
+        """A record from before the start; of two of one block, the newer."""
+        self._last_number = max(self._last_number, head.number)
+        other = self._entries.get(head.block_hash)
+        if other is not None and other.number > head.number:
+            self._free.append(place)
+            self._residue[place] = head.stored_at_s
+            return
+        if other is not None:
+            self.drop(other.block_hash)
+        entry = IndexEntry(head.block_hash, place, head.number, head.stored_at_s, is_written=True)
+        self._entries[head.block_hash] = entry
+
+    def order_by_age(self) -> None:
+        """After all slabs have been added: what was stored last is taken for used last."""
+        ordered = sorted(self._entries.values(), key=lambda entry: entry.number)
+        self._entries = OrderedDict((entry.block_hash, entry) for entry in ordered)
+
+    def remove_slab(self, slab: int) -> None:
+        """A slab is gone, with all that was in it."""
+        self._slabs.pop(slab, None)
+        for entry in [e for e in self._entries.values() if e.place.slab == slab]:
+            self.drop(entry.block_hash)
+        self._free = deque(place for place in self._free if place.slab != slab)
+        self._residue = {p: at for p, at in self._residue.items() if p.slab != slab}
+
+    # What is there
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """True if it could be loaded."""
+        entry = self._entries.get(block_hash)
+        return entry is not None and entry.is_written
+
+    def is_known(self, block_hash: bytes) -> bool:
+        """True if it is there, or on its way there."""
+        return block_hash in self._entries
+
+    def num_leading(self, hashes: Iterable[bytes]) -> int:
+        """How many of a chain's blocks are there, from the first on without a gap."""
+        count = 0
+        for block_hash in hashes:
+            if block_hash not in self:
+                break
+            count += 1
+        return count
+
+    def touch(self, hashes: list[bytes]) -> None:
+        """A chain is of use: its tail is forgotten before its head."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._entries:
+                self._entries.move_to_end(block_hash)
+                self._entries[block_hash].is_used = True
+
+    # Reading and writing
+
+    def begin_store(self, block_hash: bytes, now_s: int) -> IndexEntry | None:
+        """A place to write a block to; None: it is known, or no place is free."""
+        if block_hash in self._entries or not self._free:
+            return None
+        place = self._free.popleft()
+        self._last_number += 1
+        entry = IndexEntry(block_hash, place, self._last_number, now_s, is_used=True)
+        self._residue.pop(place, None)
+        self._damaged.discard(place)
+        self._entries[block_hash] = self._busy[place] = entry
+        return entry
+
+    def end_store(self, entry: IndexEntry, *, is_written: bool) -> None:
+        """It has been written, or has not."""
+        del self._busy[entry.place]
+        if entry.is_dropped:
+            self._release(entry)
+        elif is_written:
+            entry.is_written = True
+        else:
+            self.drop(entry.block_hash)
+
+    def begin_load(self, block_hash: bytes) -> IndexEntry | None:
+        """Where to read a block; None: it is not there. The place stays until end_load()."""
+        entry = self._entries.get(block_hash)
+        if entry is None or not entry.is_written:
+            return None
+        entry.num_readers += 1
+        entry.is_used = True
+        self._busy[entry.place] = entry
+        return entry
+
+    def end_load(self, entry: IndexEntry, *, is_sound: bool = True) -> None:
+        """Nobody reads it for this load any more; what is damaged is dropped, and counted."""
+        if not is_sound and not entry.is_dropped:
+            self.num_damaged += 1
+            self._damaged.add(entry.place)
+            self.drop(entry.block_hash)
+        entry.num_readers -= 1
+        if not entry.num_readers:
+            del self._busy[entry.place]
+            if entry.is_dropped:
+                self._release(entry)
+
+    # Deleting
+
+    def drop(self, block_hash: bytes) -> None:
+        """Out of the index now; its place is free when nobody reads or writes it any more."""
+        entry = self._entries.pop(block_hash)
+        entry.is_dropped = True
+        if entry.place not in self._busy:
+            self._release(entry)
+
+    def _release(self, entry: IndexEntry) -> None:
+        if entry.place.slab in self._slabs:
+            self._free.append(entry.place)
+            self._residue[entry.place] = entry.stored_at_s
+
+    def evict(self, num_places: int) -> int:
+        """Drop the least recently used if more of so many places are taken than may be; how many.
+
+        Args:
+            num_places: that there are, or could be made.
+        """
+        taken = len(self._entries)
+        if taken <= HIGH_WATERMARK * num_places:
+            return 0
+        excess = taken - int(LOW_WATERMARK * num_places)
+        idle = (e.block_hash for e in self._entries.values() if e.place not in self._busy)
+        victims = [block_hash for block_hash, _ in zip(idle, range(excess), strict=False)]
+        for block_hash in victims:
+            self.drop(block_hash)
+        self.num_evicted += len(victims)
+        return len(victims)
+
+    def oldest_s(self, now_s: int) -> int | None:
+        """Blocks that were stored before are too old; None: none is."""
+        return None if self.max_age_s is None else now_s - self.max_age_s
+
+    def expire(self, now_s: int) -> list[RecordPlace]:
+        """Drop records that are too old; free places whose bytes are, which are to be erased.
+
+        Each is returned once, and given to nobody before erased() says that it is done.
+        """
+        if self.max_age_s is None:
+            return []
+        oldest_s = self.oldest_s(now_s) or 0
+        old = [e.block_hash for e in self._entries.values() if e.stored_at_s < oldest_s]
+        for block_hash in old:
+            self.drop(block_hash)
+        self.num_expired += len(old)
+        return self._take({p for p, at in self._residue.items() if at < oldest_s})
+
+    def damaged(self) -> list[RecordPlace]:
+        """Free places where damage was met, to be erased as those that expire() returns."""
+        return self._take({place for place in self._damaged if place in self._residue})
+
+    def clear(self) -> list[RecordPlace]:
+        """Drop everything; the free places with bytes in them, as expire() returns them."""
+        for block_hash in list(self._entries):
+            self.drop(block_hash)
+        return self._take(set(self._residue))
+
+    def _take(self, places: set[RecordPlace]) -> list[RecordPlace]:
+        """Free places with old bytes in them: given to nobody from now on."""
+        self._damaged -= places
+        for place in places:
+            del self._residue[place]
+        self._free = deque(place for place in self._free if place not in places)
+        return sorted(places)
+
+    def erased(self, places: Iterable[RecordPlace]) -> None:
+        """Nothing of what was in these is left: they are free."""
+        self._free.extend(place for place in places if place.slab in self._slabs)
+
+    def not_erased(self, places: Iterable[RecordPlace]) -> None:
+        """They could not be erased: they are free, and to be erased as long as nobody has them."""
+        there = [place for place in places if place.slab in self._slabs]
+        self._free.extend(there)
+        self._residue.update(dict.fromkeys(there, 0))
+
+    def check_invariants(self, being_erased: Iterable[RecordPlace] = ()) -> None:
+        """Raise InvariantViolated unless every place is once in use, free, or being erased."""
+        seen: list[RecordPlace] = [entry.place for entry in self._entries.values()]
+        seen += [place for place, e in self._busy.items() if e.is_dropped]
+        seen += [*self._free, *being_erased]
+        seen = [place for place in seen if place.slab in self._slabs]
+        if len(set(seen)) != len(seen) or len(seen) != self.num_places:
+            raise InvariantViolated(
+                f"{self.num_places} places, {len(set(seen))} of {len(seen)} accounted for",
+                where="ssd",
+            )
+
+
+# How far apart uses of the same block are: what a larger cache would have earned.
+# A block that is used again after d other blocks is found by a cache of d blocks that forgets the
+# least recently used, and by no smaller one. So the distances of all uses say what a cache of any
+# size would have found, that of twice ours too, which has forgotten the blocks in question. Of all
+# blocks one in eight is watched, chosen by its hash; distances among those are an eighth.
+# Invariant: a distance is exact among the blocks watched; a first use has none, and is found by no
+# cache.
+# Never: knows what is in a pool or on disk; keeps more than MAX_WATCHED blocks.
+
+
+WATCHED_SHARE = 8
+"""One in so many blocks is watched."""
+MAX_WATCHED = 1 << 14
+"""A use after more blocks than so many watched ones counts as a first one."""
+
+
+class ReuseDistances:
+    """How far apart uses of prompts' blocks are, from a sample: what a larger cache would find."""
+
+    def __init__(self, max_watched: int = MAX_WATCHED, share: int = WATCHED_SHARE) -> None:
+        self.share = share
+        self.num_uses = 0
+        """Of the blocks that are watched."""
+        self.counts: Counter[int] = Counter()
+        """Uses by the number of bits of their distance, in blocks watched: the distances from
+        2**(n-1) to 2**n - 1 are at n, and 0 is at 0."""
+        self._max_watched = max_watched
+        self._used_at: OrderedDict[bytes, int] = OrderedDict()
+        """By hash, the place of its last use among all; the least recently used first."""
+        self._size = 4 * max_watched
+        self._tree = [0] * (self._size + 1)
+        """Of sums (Fenwick's): 1 at the places in use."""
+        self._next = 0
+
+    def use(self, hashes: Iterable[bytes]) -> None:
+        """A prompt needs these blocks."""
+        for block_hash in hashes:
+            if block_hash[0] % self.share:
+                continue
+            self.num_uses += 1
+            before = self._used_at.get(block_hash)
+            if before is not None:
+                distance = len(self._used_at) - self._num_up_to(before)
+                self.counts[distance.bit_length()] += 1
+            self._put(block_hash, before)
+
+    def add(self, hashes: Iterable[bytes]) -> None:
+        """Blocks are there that nobody has asked for yet, as those of an answer."""
+        for block_hash in hashes:
+            if not block_hash[0] % self.share and block_hash not in self._used_at:
+                self._put(block_hash, None)
+
+    def found_by(self, num_blocks: int) -> float | None:
+        """The share of uses that a cache of so many blocks would have found; None: no use yet.
+
+        Within a step of twice the size the distances are taken to be evenly spread.
+        """
+        if not self.num_uses:
+            return None
+        size, found = num_blocks / self.share, 0.0
+        for bits, count in self.counts.items():
+            low, high = (1 << bits >> 1, 1 << bits) if bits else (0, 1)
+            found += count * min(max((size - low) / (high - low), 0.0), 1.0)
+        return found / self.num_uses
+
+    def _put(self, block_hash: bytes, before: int | None) -> None:
+        if before is not None:
+            self._count(before, -1)
+        elif len(self._used_at) >= self._max_watched:
+            _, oldest = self._used_at.popitem(last=False)
+            self._count(oldest, -1)
+        if self._next == self._size:
+            self._compact(block_hash)
+        self._used_at[block_hash] = self._next
+        self._used_at.move_to_end(block_hash)
+        self._count(self._next, 1)
+        self._next += 1
+
+    def _compact(self, leaving: bytes) -> None:
+        """Give the places in use the numbers from 0 on."""
+        self._used_at.pop(leaving, None)
+        self._next = len(self._used_at)
+        self._used_at = OrderedDict(zip(self._used_at, range(self._next), strict=True))
+        # of ones at the first places: at each place those that its sum is of, up to the last one
+        self._tree = [0, *(min(at & -at, max(self._next - at + (at & -at), 0))
+                           for at in range(1, self._size + 1))]  # fmt: skip
+
+    def _count(self, place: int, step: int) -> None:
+        at = place + 1
+        while at <= self._size:
+            self._tree[at] += step
+            at += at & -at
+
+    def _num_up_to(self, place: int) -> int:
+        """Places in use, from the first up to this one."""
+        at, total = place + 1, 0
+        while at:
+            total += self._tree[at]
+            at &= at - 1
+        return total

@@ -1,0 +1,550 @@
+"""Decide which blocks to store in a tier, and which to load from it.
+
+A prompt whose next blocks are in a tier waits until they are in a pool, where loading them is
+predicted to take less than computing them. There they are cached like any others, and admission
+finds them. It waits no longer than a deadline.
+
+Owns: loads and stores under way; the rate at which blocks come from the tier, learnt from every
+load, and the sums of what was predicted and of what it took; which blocks are to be stored.
+Invariants: what is loaded or stored, and what is before it in its chain, is named by an open
+command until who copies is done with it; at most an eighth of a pool, or a block, is being loaded;
+each block is loaded once, however many wait for it; what is published was read with the right
+checksums.
+Never: waits; ends or admits a sequence; evicts a block of a pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.cache.hashes import Hash, PrefixChain
+from engine.offload.index import IndexEntry
+from engine.offload.jobs import Context, CopyJob, GrowJob, SweepJob
+from engine.offload.load_costs import Costs
+from engine.wire.messages import Copy
+
+POOL_SHARE = 8
+"""A pool has at most this part of its blocks, but one, waiting for loads."""
+JOB_BYTES = 8 << 20
+"""A load is cut into jobs of about so much, so that several threads work at it."""
+
+PredictMs = Callable[[str, int, int], float | None]
+"""For computing so many tokens of a prompt after so many, with blocks in a pool; None: unknown."""
+
+
+class WantedBlocks(NamedTuple):
+    """The blocks that one queued prompt would have loaded from a tier."""
+
+    seq_id: int
+    pool: str
+    """Where it would be computed."""
+    chain: PrefixChain
+    num_useful: int
+    """Blocks that a hit may have: not the one of the prompt's last token."""
+    user: str
+    """Whose they will count as."""
+    fetch_ms: Callable[[int, int], float | None] | None = None
+    """To have those from one place up to another without the tier, as far as can be from another
+    pool; None, and what it returns: there is no such way, or it is not known."""
+
+
+class Restored(NamedTuple):
+    """What was decided about a prompt whose blocks were on disk, and what came of it."""
+
+    num_tokens: int
+    """That were loaded."""
+    elapsed_ns: int
+    """That it has waited."""
+    words: str
+    """Decision, predictions, outcome, regret."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """What one prompt waits for."""
+
+    wanted: WantedBlocks
+    num_blocks: int
+    predicted: str
+    """In words."""
+    load_ms: float
+    compute_ms: float | None
+    began_ns: int
+    is_cut: bool
+    """There is more than may be loaded at once."""
+    jobs: set[CopyJob] = field(default_factory=set)
+    num_loaded: int = 0
+    copy_ms: float = 0.0
+    """Of those jobs that are done, without any waiting."""
+    tells_rate: bool = True
+    """False: a block was not as it had been stored, or who copied it has died."""
+
+
+class _Target(NamedTuple):
+    """A block that is being filled."""
+
+    block_id: int
+    block_hash: Hash
+    parent: Hash
+    user: str
+
+
+class Loads:
+    """Loads of one tier that are under way, and the prompts that wait for them.
+
+    Args:
+        context: of the tier.
+        costs: what loading takes.
+        predict_ms: what computing takes.
+        ended: called when a prompt waits no longer: its seq_id, whether all has come in time, and
+            whether there is more.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        costs: Costs,
+        predict_ms: PredictMs,
+        ended: Callable[[int, bool, bool], None],
+    ) -> None:
+        self._context = context
+        self._costs = costs
+        self._predict_ms = predict_ms
+        self._ended = ended
+        self._loads: dict[int, _Load] = {}
+        """By seq_id."""
+        self._restored: dict[int, Restored] = {}
+        """By seq_id, of those that wait no longer and have not been told."""
+        self._jobs: dict[tuple[str, Hash], CopyJob] = {}
+        """By pool and block."""
+        self._targets: dict[CopyJob, list[_Target]] = {}
+
+    def __contains__(self, seq_id: int) -> bool:
+        """True while a sequence waits for blocks."""
+        return seq_id in self._loads
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begin(self, wanted: WantedBlocks) -> None:
+        """Load what is worth it of a prompt's blocks."""
+        context, (seq_id, pool, chain, num_useful, _, fetch) = self._context, wanted
+        hashes, books = chain.hashes[:num_useful], context.ledger.pools[pool]
+        here = books.index.blocks(hashes)
+        first = len(here)
+        end = first + self._num_coming(pool, hashes[first:])
+        fresh = [i for i in range(first, end) if (pool, hashes[i]) not in self._jobs]
+        num_under_way = sum(name == pool for name, _ in self._jobs)
+        # what is here already is not to be evicted for what is loaded
+        share = max(books.capacity // POOL_SHARE, 1)
+        room = max(min(share - num_under_way, books.num_free - first), 0)
+        is_cut = len(fresh) > room
+        if is_cut:
+            end, fresh = fresh[room], fresh[:room]
+        if end == first:
+            return
+        num_bytes = (end - first) * context.block_bytes
+        load_ms = self._costs.predict_ms(num_bytes + num_under_way * context.block_bytes)
+        size = books.block_size
+        compute_ms = self._predict_ms(pool, (end - first) * size, first * size)
+        predicted = f"predicted {load_ms:.1f} ms, computing them {_ms(compute_ms)}"
+        fetch_ms = None if fetch is None else fetch(first, end)
+        if fetch_ms is not None:
+            predicted += f", by way of another pool {fetch_ms:.1f} ms"
+        is_fetched = fetch_ms is not None and fetch_ms < load_ms
+        if is_fetched or not self._costs.is_worth_it(load_ms, compute_ms):
+            words = f"{end - first} blocks not taken from {context.label}: {predicted}"
+            self._note(seq_id, Restored(0, 0, words))
+            return
+        load = _Load(wanted, end - first, predicted, load_ms, compute_ms, context.now_ns(), is_cut)
+        keys = [(pool, block_hash) for block_hash in hashes[first:end]]
+        load.jobs.update(self._jobs[key] for key in keys if key in self._jobs)
+        load.jobs.update(self._begin_jobs(wanted, here, fresh))
+        context.index.touch(hashes[:end])
+        self._loads[seq_id] = load
+        deadline_ms = self._costs.deadline_ms(load_ms, context.patience.load_ms)
+        context.later(deadline_ms / 1e3, lambda: self._is_due(load))
+
+    def _num_coming(self, pool: str, hashes: list[Hash]) -> int:
+        """Of a chain's blocks, those in the tier or on their way from it, without a gap."""
+        for number, block_hash in enumerate(hashes):
+            if block_hash not in self._context.index and (pool, block_hash) not in self._jobs:
+                return number
+        return len(hashes)
+
+    def _begin_jobs(
+        self, wanted: WantedBlocks, here: list[int], places: list[int]
+    ) -> list[CopyJob]:
+        """Take blocks for these places of a chain, and have them filled."""
+        context, chain, jobs = self._context, wanted.chain, []
+        ledger, pool = context.ledger, wanted.pool
+        size = max(JOB_BYTES // context.block_bytes, 1)
+        parts = [places[i : i + size] for i in range(0, len(places), size)]
+        copy_ids = [next(context.numbers) for _ in parts]
+        who = context.store.reach(pool) or context.name
+        for copy_id in copy_ids:  # before any block is taken: what is here must not be
+            ledger.open_command(("load", copy_id, 0), who, {pool: here})
+        for copy_id, part in zip(copy_ids, parts, strict=True):
+            block_ids = ledger.pools[pool].take(len(part))
+            ledger.extend_command(("load", copy_id, 0), {pool: block_ids})
+            found = [context.index.begin_load(chain.hashes[i]) for i in part]
+            entries = [entry for entry in found if entry is not None]
+            copy = Copy(copy_id, context.name, pool, list(enumerate(block_ids)), None)
+            job = CopyJob(copy=copy, life=ledger.pools[pool].life, entries=entries)
+            self._targets[job] = [
+                _Target(block_id, chain.hashes[i], chain.parent(i), wanted.user)
+                for i, block_id in zip(part, block_ids, strict=True)
+            ]
+            self._jobs.update({(pool, chain.hashes[i]): job for i in part})
+            jobs.append(job)
+            context.store.begin(job)
+        return jobs
+
+    def done(self, job: CopyJob) -> None:
+        """Somebody is done with a load's blocks: what is there can be found from now on."""
+        if job not in self._targets:  # it was cancelled, and a thread has come to it since
+            return
+        context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
+        books = context.ledger.pools[pool]
+        context.answered(job)
+        for target in targets[: job.num_done]:
+            books.index.publish(target.block_id, target.block_hash, target.parent, target.user)
+        context.ledger.close_command(("load", job.copy.copy_id, 0))
+        for number, (target, entry) in enumerate(zip(targets, job.entries, strict=True)):
+            del self._jobs[pool, target.block_hash]
+            context.index.end_load(entry, is_sound=not (job.is_damaged and number == job.num_done))
+        context.counts.loaded_blocks += job.num_done
+        context.counts.loaded_tokens += job.num_done * books.block_size
+        for load in [load for load in self._loads.values() if job in load.jobs]:
+            load.jobs.discard(job)
+            load.num_loaded += job.num_done
+            load.copy_ms += job.elapsed_ms
+            load.tells_rate &= not (job.is_damaged or job.is_void)
+            if not load.jobs:
+                self._end(load, is_in_time=True)
+
+    def forget(self, seq_id: int) -> Restored | None:
+        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
+        load = self._loads.pop(seq_id, None)
+        if load is not None:
+            self._void_unneeded(load.jobs)
+        last = None if load is None else self._outcome(load)
+        return joined(self._restored.pop(seq_id, None), last)
+
+    def _note(self, seq_id: int, restored: Restored) -> None:
+        before = self._restored.get(seq_id)
+        self._restored[seq_id] = joined(before, restored) or restored
+
+    def _outcome(self, load: _Load) -> Restored:
+        pool = self._context.ledger.pools[load.wanted.pool]
+        num_blocks = min(load.num_loaded, load.num_blocks)
+        elapsed_ns = self._context.now_ns() - load.began_ns
+        took_ms = self._took_ms(load, elapsed_ns)
+        regret_ms = self._costs.regret_of(bool(num_blocks), took_ms, load.compute_ms)
+        words = (
+            f"{num_blocks} of {load.num_blocks} blocks from {self._context.label}"
+            f" in {elapsed_ns / 1e6:.1f} ms: {load.predicted}; regret {regret_ms:.1f} ms"
+        )
+        return Restored(num_blocks * pool.block_size, elapsed_ns, words)
+
+    def _took_ms(self, load: _Load, elapsed_ns: int) -> float:
+        """What a load counts as having taken."""
+        return elapsed_ns / 1e6 if self._context.patience.counts_waiting else load.copy_ms
+
+    def _is_due(self, load: _Load) -> None:
+        """Its deadline has come."""
+        if self._loads.get(load.wanted.seq_id) is load:
+            self._context.counts.missed_deadlines += 1
+            begun = load.jobs
+            self._end(load, is_in_time=False)
+            for job in begun & self._targets.keys():
+                if job.is_void:
+                    self._context.is_late(job)
+
+    def _end(self, load: _Load, *, is_in_time: bool) -> None:
+        del self._loads[load.wanted.seq_id]
+        seq_id, outcome = load.wanted.seq_id, self._outcome(load)
+        self._note(seq_id, outcome)
+        num_bytes = min(load.num_loaded, load.num_blocks) * self._context.block_bytes
+        if load.tells_rate:
+            took_ms = self._took_ms(load, outcome.elapsed_ns)
+            self._costs.loaded(num_bytes, took_ms, load.compute_ms)
+        self._void_unneeded(load.jobs)
+        has_more = load.is_cut and load.num_loaded >= load.num_blocks
+        self._ended(seq_id, is_in_time, has_more)
+
+    def _void_unneeded(self, jobs: Iterable[CopyJob]) -> None:
+        needed = {job for load in self._loads.values() for job in load.jobs}
+        for job in set(jobs) - needed:
+            if self._context.store.cancel(job):
+                self.done(job)
+
+
+def joined(before: Restored | None, after: Restored | None) -> Restored | None:
+    """Several decisions about one prompt as one, their reasons in one sentence."""
+    if before is None or after is None:
+        return after or before
+    elapsed_ns = before.elapsed_ns + after.elapsed_ns
+    words = f"{before.words}; {after.words}"
+    return Restored(before.num_tokens + after.num_tokens, elapsed_ns, words)
+
+
+def _ms(value_ms: float | None) -> str:
+    return "not known" if value_ms is None else f"{value_ms:.1f} ms"
+
+
+STORED_AT_ONCE = 4
+"""Blocks under way to the disk: those cannot be evicted meanwhile."""
+URGENT_BYTES = 4 << 20
+"""What others wait for is stored by jobs of about so much, and free after each."""
+PAUSE_S = 10.0
+"""After the disk has refused to take something."""
+LOOK_S = 5.0
+"""Between looks at a disk without room for as much as the cache may hold."""
+MAX_REMEMBERED = 1 << 16
+"""Blocks that are to be stored, and as many that may be."""
+
+
+class Stores:
+    """Stores to one tier that are under way, and what is to be stored at the end.
+
+    Args:
+        context: of the tier.
+        max_places: blocks that the cap has room for.
+        hangs: called with the reason when the disk takes too long.
+    """
+
+    def __init__(self, context: Context, max_places: int, hangs: Callable[[str], None]) -> None:
+        self.max_places = max_places
+        self.is_off = False
+        """What it is stored to cannot be relied on."""
+        self._context = context
+        self._hangs = hangs
+        self._under_way: set[CopyJob] = set()
+        self._last_done_ns = 0
+        self._wanted: OrderedDict[Hash, None] = OrderedDict()
+        """To be stored, the oldest first."""
+        self._warm: OrderedDict[Hash, None] = OrderedDict()
+        """Used once; the newest last."""
+        self._again: OrderedDict[Hash, None] = OrderedDict()
+        """Used again when no pool had them any more: to be stored when they are computed."""
+        self._grows = False
+        self._is_full = False
+        """No slab can be made."""
+        self._shortage: str | None = None
+        self._refusal: str | None = None
+        self._paused_until_ns = 0
+        self._will_look = False
+
+    @property
+    def limit(self) -> str | None:
+        """Why it takes less than its cap has room for, as it was last seen; None: it does not."""
+        return self._refusal or self._shortage
+
+    def used_again(self, hashes: Iterable[Hash]) -> None:
+        """Blocks that were found in a pool."""
+        for block_hash in hashes:
+            self._warm.pop(block_hash, None)
+            if not self._context.index.is_known(block_hash):
+                self._wanted[block_hash] = None
+        _shorten(self._wanted)
+        self.pump()
+
+    def asked(self, hashes: Iterable[Hash]) -> None:
+        """A prompt needs blocks that are in no pool of its way."""
+        for block_hash in hashes:
+            if block_hash in self._warm and not self._context.index.is_known(block_hash):
+                del self._warm[block_hash]
+                self._again[block_hash] = None
+        _shorten(self._again)
+
+    def store_now(self, pool: str, hashes: Iterable[Hash]) -> None:
+        """Blocks that others are waiting for: each is theirs when it has been stored.
+
+        Those that there is no place for now are stored if they are still there when there is.
+        """
+        context, left = self._context, deque(hashes)
+        if not self._can_store:
+            return
+        per_job = max(URGENT_BYTES // context.block_bytes, 1)
+        while left:
+            context.index.evict(self.max_places)
+            entries: list[IndexEntry] = []
+            block_ids: list[int] = []
+            while left and len(entries) < per_job:
+                blocks = context.ledger.pools[pool].index.blocks([left[0]])
+                entry = context.index.begin_store(left[0], context.now_s()) if blocks else None
+                if entry is None:
+                    break
+                left.popleft()
+                entries.append(entry)
+                block_ids.append(blocks[0])
+            if not entries:
+                break
+            self._begin(pool, block_ids, entries, is_urgent=True)
+        for block_hash in reversed(left):
+            self._wanted[block_hash] = None
+            self._wanted.move_to_end(block_hash, last=False)
+        self.pump()
+
+    def used(self, hashes: Iterable[Hash]) -> None:
+        """Blocks that were computed, which might be of use again."""
+        for block_hash in hashes:
+            if block_hash in self._again:
+                del self._again[block_hash]
+                self._wanted[block_hash] = None
+            else:
+                self._warm[block_hash] = None
+                self._warm.move_to_end(block_hash)
+        _shorten(self._warm)
+        _shorten(self._wanted)
+        self.pump()
+
+    def pump(self) -> None:
+        """Store what is to be, as much at once as may be."""
+        context = self._context
+        while self._can_store and self._wanted and len(self._under_way) < STORED_AT_ONCE:
+            block_hash = next(iter(self._wanted))
+            found = self._find(block_hash)
+            if found is None or context.index.is_known(block_hash):
+                del self._wanted[block_hash]
+                continue
+            context.index.evict(self.max_places)
+            entry = context.index.begin_store(block_hash, context.now_s())
+            if entry is None:
+                self._grow()
+                return
+            del self._wanted[block_hash]
+            pool, block_id = found
+            self._begin(pool, [block_id], [entry])
+
+    def _begin(
+        self, pool: str, block_ids: list[int], entries: list[IndexEntry], *, is_urgent: bool = False
+    ) -> None:
+        context, copy_id = self._context, next(self._context.numbers)
+        pairs = [(block_id, place) for place, block_id in enumerate(block_ids)]
+        copy = Copy(copy_id, pool, context.name, pairs, None)
+        life = context.ledger.pools[pool].life
+        job = CopyJob(copy=copy, life=life, entries=entries, is_urgent=is_urgent)
+        who = context.store.reach(pool) or context.name
+        context.ledger.open_command(("store", copy_id, 0), who, {pool: block_ids})
+        self._under_way.add(job)
+        context.store.begin(job)
+        context.later(context.patience.store_s, lambda: self._is_due(job))
+
+    def _is_due(self, job: CopyJob) -> None:
+        """It has had its time; unless others were before it, and the disk goes on."""
+        if job not in self._under_way:
+            return
+        context = self._context
+        left_s = context.patience.store_s - (context.now_ns() - self._last_done_ns) / 1e9
+        if left_s > 0:
+            context.later(left_s, lambda: self._is_due(job))
+            return
+        for waiting in list(self._under_way - context.overdue):
+            if context.store.cancel(waiting):
+                self.done(waiting)
+            else:
+                context.is_late(waiting)
+        self._hangs(f"no block was written in {context.patience.store_s:.0f} s")
+
+    @property
+    def _can_store(self) -> bool:
+        return not self.is_off and self._context.now_ns() >= self._paused_until_ns
+
+    def _find(self, block_hash: Hash) -> tuple[str, int] | None:
+        for name, books in self._context.ledger.pools.items():
+            blocks = books.index.blocks([block_hash])
+            if blocks and self._context.store.reach(name) is not None:
+                return name, blocks[0]
+        return None
+
+    def _grow(self) -> None:
+        if self._is_full:
+            self._wanted.clear()  # every place is being written or read, or there is none
+        elif not self._grows:
+            self._grows = True
+            self._context.store.begin(GrowJob(unused_since_s=self._context.index.unused_since_s))
+
+    def grown(self, job: GrowJob) -> None:
+        """There is another slab, or none can be made."""
+        self._grows = False
+        if job.made is not None:
+            self._context.index.add_slab(job.made.number, job.made.num_records)
+            self._refusal = self._shortage = None
+        elif job.error is not None:
+            self.refused(job.error)
+        else:
+            self._is_full = True
+            self.max_places = self._context.index.num_places
+            self._is_short(job.limit)
+
+    def looked(self, max_places: int, limit: str | None) -> None:
+        """Somebody may have given the disk more room since it was full, or taken it away."""
+        self._is_short(limit)
+        if limit is None:
+            self._is_full, self.max_places = False, max_places
+
+    def _is_short(self, limit: str | None) -> None:
+        self._shortage = limit
+        if limit is not None and not self._will_look:
+            self._will_look = True
+            self._context.later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._will_look = False
+        self._context.store.begin(SweepJob(places=[]))
+
+    def done(self, job: CopyJob) -> None:
+        """Somebody has stored a block, or could not."""
+        if job not in self._under_way:  # it was cancelled, and a thread has come to it since
+            return
+        context = self._context
+        self._last_done_ns = context.now_ns()
+        self._under_way.discard(job)
+        context.answered(job)
+        context.ledger.close_command(("store", job.copy.copy_id, 0))
+        for number, entry in enumerate(job.entries):
+            context.index.end_store(entry, is_written=number < job.num_done)
+        context.counts.stored_blocks += job.num_done
+        if job.num_done:
+            self._refusal = None
+        if job.error is not None and not job.is_void:
+            context.counts.failed_stores += 1
+            self.refused(job.error)
+
+    def refused(self, error: str) -> None:
+        """What it is given is not taken: not so fast again."""
+        context = self._context
+        if self._can_store and self._refusal is None:
+            about = f"{context.label} takes no blocks: {error}; tried again every {PAUSE_S:.0f} s"
+            context.tell("warning", f"{context.name}.refused", about)
+        self._refusal = f"it takes no blocks: {error}"
+        self._paused_until_ns = context.now_ns() + int(PAUSE_S * 1e9)
+        context.later(PAUSE_S, self.pump)
+
+    def flush(self) -> None:
+        """Store what is warm, the newest first: the daemon is about to end."""
+        self._context.store.write_share = 1.0
+        self._wanted.update(dict.fromkeys(reversed(self._warm)))
+        self._warm.clear()
+        self.pump()
+
+    def forget(self) -> None:
+        """Nothing of what was said so far is to be stored."""
+        self._wanted.clear()
+        self._warm.clear()
+        self._again.clear()
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that are being stored, or are to be and can be."""
+        return len(self._under_way) + (len(self._wanted) if self._can_store else 0)
+
+
+def _shorten(hashes: OrderedDict[Hash, None]) -> None:
+    while len(hashes) > MAX_REMEMBERED:
+        hashes.popitem(last=False)

@@ -1,0 +1,138 @@
+"""Define how a KV block lies on disk: header, bytes, checksums.
+
+Owns: the bytes of records and slab heads.
+Invariant: what was not sealed for this place, fingerprint and content is read as None or as
+wrong.
+Never: opens a file.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple
+
+PAGE = 4096
+"""Offsets and lengths of every read and write are multiples of it."""
+HEADER_BYTES = 128
+"""Of a record, before its bytes."""
+DIGEST_BYTES = 32
+"""Of a fingerprint; a hash has at most as many."""
+
+_SLAB = struct.Struct("<8sQQQ32s")
+_RECORD = struct.Struct("<8sQQQQ32s32sI")
+_CRC = struct.Struct("<I")
+_MODEL = struct.Struct("<256s")
+_MODEL_AT = 256
+"""Where a slab's first page has its model's name, with a checksum of its own."""
+_PLACE = struct.Struct("<QQ")
+_SLAB_MAGIC = b"PnstKVs\x01"
+_RECORD_MAGIC = b"PnstKVr\x01"
+
+
+class SlabHead(NamedTuple):
+    """What a slab's first page says."""
+
+    number: int
+    """Of the slab, which is in the file's name, too."""
+    record_bytes: int
+    num_records: int
+    fingerprint: bytes
+    """Of model, dtype and layout: [DIGEST_BYTES]. All records of a slab have the same."""
+    model: str = ""
+    """Its model's name, for people; empty: unknown."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole slab file."""
+        return PAGE + self.num_records * self.record_bytes
+
+    def offset(self, index: int) -> int:
+        """Where a record begins in its slab file, in bytes."""
+        return PAGE + index * self.record_bytes
+
+
+class RecordHead(NamedTuple):
+    """What a record's header says."""
+
+    number: int
+    """Grows with every store; of two records of one block the newer counts."""
+    stored_at_s: int
+    """Unix time."""
+    num_bytes: int
+    """Of the block."""
+    block_hash: bytes
+    fingerprint: bytes
+    payload_crc: int
+
+
+def record_bytes(block_bytes: int) -> int:
+    """Length of a record: header and block, up to the next border."""
+    return -(-(HEADER_BYTES + block_bytes) // PAGE) * PAGE
+
+
+def payload_crc(payload: bytes | memoryview) -> int:
+    """The checksum of a block's bytes; Python's lock is free meanwhile."""
+    return zlib.crc32(payload)
+
+
+def seal_slab(head: SlabHead) -> bytes:
+    """The first page of a slab."""
+    packed = _SLAB.pack(
+        _SLAB_MAGIC, head.number, head.record_bytes, head.num_records, head.fingerprint
+    )
+    model = _MODEL.pack(head.model.encode())
+    sealed = (packed + _CRC.pack(zlib.crc32(packed))).ljust(_MODEL_AT, b"\0")
+    return (sealed + model + _CRC.pack(zlib.crc32(model))).ljust(PAGE, b"\0")
+
+
+def read_slab(page: bytes) -> SlabHead | None:
+    """What a first page says; None if it is none."""
+    packed = page[: _SLAB.size]
+    crc = page[_SLAB.size : _SLAB.size + _CRC.size]
+    if len(crc) < _CRC.size or _CRC.pack(zlib.crc32(packed)) != crc:
+        return None
+    magic, *values = _SLAB.unpack(packed)
+    head = SlabHead(*values)._replace(model=_read_model(page))
+    is_sound = head.record_bytes > 0 and head.record_bytes % PAGE == 0 and head.num_records > 0
+    return head if magic == _SLAB_MAGIC and is_sound else None
+
+
+def _read_model(page: bytes) -> str:
+    """A slab's model; empty where the page has no such name, or a damaged one."""
+    end = _MODEL_AT + _MODEL.size
+    model = page[_MODEL_AT:end]
+    if page[end : end + _CRC.size] != _CRC.pack(zlib.crc32(model)):
+        return ""
+    return model.rstrip(b"\0").decode(errors="replace")
+
+
+def seal_record(head: RecordHead, slab: int, index: int) -> bytes:
+    """The header of a record that is to lie there, HEADER_BYTES long."""
+    packed = _RECORD.pack(
+        _RECORD_MAGIC,
+        head.number,
+        head.stored_at_s,
+        head.num_bytes,
+        len(head.block_hash),
+        head.block_hash,
+        head.fingerprint,
+        head.payload_crc,
+    )
+    return (packed + _CRC.pack(_header_crc(packed, slab, index))).ljust(HEADER_BYTES, b"\0")
+
+
+def read_record(header: bytes, slab: int, index: int) -> RecordHead | None:
+    """What a record's header says; None if it was not sealed for this place, or is damaged."""
+    packed = header[: _RECORD.size]
+    crc = header[_RECORD.size : _RECORD.size + _CRC.size]
+    if len(crc) < _CRC.size or _CRC.pack(_header_crc(packed, slab, index)) != crc:
+        return None
+    magic, number, stored_at_s, num_bytes, hash_bytes, padded, *rest = _RECORD.unpack(packed)
+    if magic != _RECORD_MAGIC or hash_bytes > len(padded):
+        return None
+    return RecordHead(number, stored_at_s, num_bytes, padded[:hash_bytes], *rest)
+
+
+def _header_crc(packed: bytes, slab: int, index: int) -> int:
+    return zlib.crc32(_PLACE.pack(slab, index), zlib.crc32(packed))

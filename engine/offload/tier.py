@@ -1,0 +1,353 @@
+"""Present stores of blocks below the pools as tiers, the fastest first.
+
+A block that is used a second time is stored; a queued prompt waits for stored blocks where loading
+them beats computing them. SSD and DRAM are values: what differs is the store. After three misses in
+a row, deadlines or errors, nothing is stored or loaded until a probe has passed.
+
+Owns: which sequences it has decided about, misses, probes.
+Invariant: nothing waits for a tier but a queued prompt, and that one no longer than a deadline.
+Never: stores what was salted; serves a block whose checksum is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from engine.cache.hashes import Hash
+from engine.offload.index import ReuseDistances, SlabIndex
+from engine.offload.jobs import Context, CopyJob, Counts, GrowJob, Job, ProbeJob, SweepJob
+from engine.offload.load_costs import Costs
+from engine.offload.loads import Loads, PredictMs, Restored, Stores, WantedBlocks, joined
+
+MAX_MISSES = 3
+MAX_DECLINED = 8
+"""Loads in a row, because the disk seems too slow, after which its rate is measured again."""
+MAX_PARTS = 16
+"""That a prompt is loaded in at most, each as large as may be loaded at once."""
+PROBE_DEADLINE_S = 1.0
+PROBE_INTERVAL_S = 10.0
+
+
+class Tier:
+    """One tier below the pools, run on the daemon's loop: index, loads, stores, its health.
+
+    Args:
+        context: the pools, the disk and the clocks.
+        max_places: blocks that the cap has room for.
+        costs: what loading takes.
+        predict_ms: what computing takes.
+        changed: called when a prompt waits no longer, or blocks of a pool can be taken again.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        max_places: int,
+        costs: Costs,
+        predict_ms: PredictMs,
+        changed: Callable[[], None],
+    ) -> None:
+        self.reason: str | None = None
+        """Why nothing is stored or loaded now; None: it is."""
+        self.costs = costs
+        self._context = context
+        self._max_places = max_places
+        self._changed = changed
+        self._predict_ms = predict_ms
+        self._num_misses = 0
+        self.reuse = ReuseDistances()
+        self.reuse.add(context.index.hashes)  # of an earlier life: it may be found, too
+        self._decisions: Counter[int] = Counter()
+        """By seq_id of those queued, how often it has been decided about them..."""
+        self._undecided: set[int] = set()
+        """...and those who have got a part, and may get more."""
+        self._loads = Loads(context, costs, predict_ms, self._ended)
+        self._stores = Stores(context, max_places, self._hangs)
+
+    @property
+    def index(self) -> SlabIndex:
+        """Which blocks it holds, and where."""
+        return self._context.index
+
+    @property
+    def counts(self) -> Counts:
+        """What this tier has done since the daemon's start."""
+        return self._context.counts
+
+    @property
+    def label(self) -> str:
+        """Its name in a sentence: `DRAM`, `the SSD`."""
+        return self._context.label
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of all blocks that its cap has room for."""
+        return self._max_places * self._context.block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks that it holds."""
+        return len(self.index) * self._context.block_bytes
+
+    def would_find(self, ratio: float) -> float | None:
+        """Share of prompts' blocks that a cache of so many times its size would have found."""
+        return self.reuse.found_by(int(ratio * self._max_places))
+
+    @property
+    def limit(self) -> str | None:
+        """Why it takes less than its cap has room for; None: it does not."""
+        return self._stores.limit
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for blocks."""
+        return len(self._loads)
+
+    # What the router asks
+
+    def has_decided(self, seq_id: int) -> bool:
+        """True if it was asked about a queued sequence before."""
+        return seq_id in self._decisions and seq_id not in self._undecided
+
+    def decide(self, wanted: WantedBlocks) -> None:
+        """Load blocks of a queued prompt, if that is worth it."""
+        self._decisions[wanted.seq_id] += 1
+        self._undecided.discard(wanted.seq_id)
+        if self.reason is None and self._context.store.reach(wanted.pool) is not None:
+            self._loads.begin(wanted)
+            if self.costs.num_declined_in_a_row >= MAX_DECLINED:
+                self.costs.num_declined_in_a_row = 0
+                self._context.store.begin(ProbeJob())
+
+    def is_loading(self, seq_id: int) -> bool:
+        """True while a sequence waits for its blocks."""
+        return seq_id in self._loads
+
+    def forget(self, seq_id: int) -> Restored | None:
+        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
+        self._decisions.pop(seq_id, None)
+        self._undecided.discard(seq_id)
+        return self._loads.forget(seq_id)
+
+    def placed(self, hashes: list[Hash], num_found: int) -> None:
+        """A prompt is about to be computed, for the first time: its blocks are used once more.
+
+        Args:
+            hashes: of its full blocks; none of them salted.
+            num_found: of those, the first ones, that are in the pool.
+        """
+        self.reuse.use(hashes)
+        self.index.touch(hashes[:num_found])
+        self._stores.used_again(hashes[:num_found])
+        self._stores.asked(hashes[num_found:])
+
+    def preempted(self, pool: str, hashes: list[Hash]) -> bool:
+        """Blocks are about to be taken from a sequence that will need them again.
+
+        They are stored at once if that and loading them takes less than computing them.
+
+        Args:
+            pool: where they are.
+            hashes: of the blocks that its chain begins with, all of them in the pool; none salted.
+
+        Returns:
+            True: they are here, or will be.
+        """
+        context, index = self._context, self.index
+        missing = [block_hash for block_hash in hashes if not index.is_known(block_hash)]
+        if self.reason is not None or context.store.reach(pool) is None:
+            return False
+        if not missing:
+            return True
+        num_tokens, size = len(hashes) * context.ledger.pools[pool].block_size, context.block_bytes
+        compute_ms = self._predict_ms(pool, num_tokens, 0)
+        if compute_ms is None:
+            return False
+        if not self.costs.is_worth_storing(len(missing) * size, len(hashes) * size, compute_ms):
+            return False
+        self._stores.store_now(pool, missing)
+        return True
+
+    def computed(self, hashes: list[Hash]) -> None:
+        """Blocks are full, and can be found from now on; none of them is salted."""
+        self._stores.used(hashes)
+        self.reuse.add(hashes)
+
+    # What the daemon says
+
+    def done(self, job: Job) -> None:
+        """Somebody has done something; on the loop."""
+        if isinstance(job, CopyJob) and job.life != self._context.books_of(job).life:
+            job.num_done, job.is_void = 0, True  # the pool's memory was lost meanwhile
+        match job:
+            case CopyJob(copy=copy) if copy.from_pool == self._context.name:
+                self._loaded(job)
+            case CopyJob():
+                self._stores.done(job)
+                if job.num_done:
+                    self.costs.stored(job.num_done * self._context.block_bytes, job.elapsed_ms)
+                self._changed()  # its blocks may be what somebody waits for
+            case GrowJob():
+                self._stores.grown(job)
+            case SweepJob():
+                self._swept(job)
+            case ProbeJob():
+                self._probed(job)
+        self._stores.pump()
+
+    def sweep(self) -> None:
+        """Once in a while: let go of what is too old, notice slabs that are gone."""
+        now_s = self._context.now_s()
+        places = self.index.expire(now_s)
+        self._context.store.begin(SweepJob(places=places, oldest_s=self.index.oldest_s(now_s)))
+
+    def clear(self) -> int:
+        """Forget all that is on disk, and have it erased; how many blocks that is."""
+        count = len(self.index)
+        self._stores.forget()
+        self._context.store.begin(SweepJob(places=self.index.clear()))
+        return count
+
+    def flush(self) -> None:
+        """Store what is warm: the daemon is about to end."""
+        self._stores.flush()
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that are being stored, or are to be."""
+        return self._stores.num_pending
+
+    # The disk
+
+    def _loaded(self, job: CopyJob) -> None:
+        if job.is_damaged:
+            about = f"a block on disk is damaged: {job.error}; it is erased, and computed again"
+            self._tell("warning", "damaged", about)
+        elif job.error is not None and not job.is_void:
+            self._missed(f"reading fails: {job.error}")
+        elif not job.is_void:
+            self._num_misses = 0
+        self._loads.done(job)
+        if damaged := self.index.damaged():
+            self._context.store.begin(SweepJob(places=damaged))
+
+    def _ended(self, seq_id: int, is_in_time: bool, has_more: bool) -> None:
+        if has_more and self._decisions[seq_id] < MAX_PARTS:
+            self._undecided.add(seq_id)
+        if not is_in_time:
+            self._missed("a block did not come in time")
+        self._changed()
+
+    @property
+    def _kind(self) -> str:
+        return self._context.name.upper()
+
+    def _tell(self, severity: str, what: str, message: str) -> None:
+        self._context.tell(severity, f"{self._context.name}.{what}", message)
+
+    def _missed(self, about: str) -> None:
+        self._num_misses += 1
+        if self._num_misses >= MAX_MISSES:
+            self._down(about, f", {MAX_MISSES} times in a row")
+
+    def _hangs(self, about: str) -> None:
+        self._down(about)
+        self._changed()  # what was to be written, and has not been begun, is free
+
+    def _down(self, about: str, how_often: str = "") -> None:
+        if self.reason is not None:
+            return
+        self.reason, self._stores.is_off = about, True
+        said = f"the {self._kind} cache is off until a probe passes: {about}{how_often}"
+        self._tell("warning", "down", said)
+        self._probe_later()
+
+    def _probe_later(self) -> None:
+        self._context.later(PROBE_INTERVAL_S, partial(self._context.store.begin, ProbeJob()))
+
+    def _probed(self, job: ProbeJob) -> None:
+        if self.reason is None:  # it was asked for the rate alone
+            self.costs.bytes_per_s = job.bytes_per_s or self.costs.bytes_per_s
+            return
+        if job.error is not None or job.elapsed_ms > PROBE_DEADLINE_S * 1e3:
+            self._probe_later()
+            return
+        self.reason, self._num_misses, self._stores.is_off = None, 0, False
+        self.costs.bytes_per_s = job.bytes_per_s or self.costs.bytes_per_s
+        self._tell("info", "up", f"the {self._kind} cache is on again: a probe has passed")
+
+    def _swept(self, job: SweepJob) -> None:
+        for slab in job.lost:
+            self.index.remove_slab(slab)
+        self.index.erased(job.places[: job.num_done])
+        self.index.not_erased(job.places[job.num_done :])
+        if job.lost:
+            self.counts.lost_slabs += len(job.lost)
+            about = f"{len(job.lost)} of its files were deleted by somebody; their blocks are gone"
+            self._tell("warning", "lost", about)
+        if job.error is not None:
+            self._stores.refused(job.error)
+        else:
+            self._stores.looked(self._max_places, job.limit)
+
+
+# All tiers below the pools of one router, the fastest first.
+# Invariant: a prompt waits for one tier at a time; a victim's blocks go to the first that takes
+# them.
+# Never: knows what a tier is made of.
+
+
+class Tiers:
+    """None, one or several; they come and go while prompts are served."""
+
+    def __init__(self) -> None:
+        self.each: list[Tier] = []
+        self.numbers = count(1)
+        """Of their copies."""
+
+    def __bool__(self) -> bool:
+        return bool(self.each)
+
+    def loading(self, seq_id: int) -> Tier | None:
+        """The tier that a sequence waits for blocks of."""
+        return next((tier for tier in self.each if tier.is_loading(seq_id)), None)
+
+    def has_decided(self, seq_id: int) -> bool:
+        """True if all were asked about a queued sequence, or it waits for one of them."""
+        if self.loading(seq_id) is not None:
+            return True
+        return all(tier.has_decided(seq_id) for tier in self.each)
+
+    def decide(self, wanted: WantedBlocks) -> None:
+        """Load blocks of a queued prompt from the first tier where that is worth it."""
+        for tier in self.each:
+            if not tier.has_decided(wanted.seq_id):
+                tier.decide(wanted)
+                if tier.is_loading(wanted.seq_id):
+                    return
+
+    def forget(self, seq_id: int) -> Restored | None:
+        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
+        found: Restored | None = None
+        for tier in self.each:
+            found = joined(found, tier.forget(seq_id))
+        return found
+
+    def placed(self, hashes: list[Hash], num_found: int) -> None:
+        """Tell every tier of it; see Tier.placed()."""
+        for tier in self.each:
+            tier.placed(hashes, num_found)
+
+    def preempted(self, pool: str, hashes: list[Hash]) -> None:
+        """As Tier.preempted(), of the first that takes them."""
+        for tier in self.each:
+            if tier.preempted(pool, hashes):
+                return
+
+    def computed(self, hashes: list[Hash]) -> None:
+        """Tell every tier of it; see Tier.computed()."""
+        for tier in self.each:
+            tier.computed(hashes)

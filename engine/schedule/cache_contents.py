@@ -1,0 +1,111 @@
+"""List what the prefix cache holds by tokens, and its last changes.
+
+Owns: the list of changes.
+Invariant: a block is told as stored once, and as removed when no pool has it any more.
+Never: tells of prompts that have a secret.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from engine.cache.blocks import BlockPool
+from engine.cache.hashes import Hash
+from engine.schedule.sequence import Sequence
+
+MAX_CHANGES = 1 << 14
+"""That are kept for who listens; who is further behind begins anew."""
+
+
+class Block(NamedTuple):
+    """A full block that can be found."""
+
+    block_id: int
+    """Of its content, 64 bits with a sign: the same for the same tokens after the same tokens."""
+    parent_id: int | None
+    """Of the block before it; None: it begins a prompt."""
+    place: int
+    """How many blocks are before it."""
+    root: Hash
+    """What its chain begins with: who may share it."""
+    token_ids: array[int]
+
+
+class ContentsChange(NamedTuple):
+    """A block has come or gone."""
+
+    is_stored: bool
+    block: Block
+
+
+class CacheContents:
+    """What all pools of a router hold by token ids, and how that changes.
+
+    Args:
+        pools: by name.
+    """
+
+    def __init__(self, pools: Mapping[str, BlockPool]) -> None:
+        self._pools = pools
+        self._blocks: dict[Hash, Block] = {}
+        self._changes: deque[ContentsChange] = deque(maxlen=MAX_CHANGES)
+        self.num_changes = 0
+        """Since the start: a place in the row of changes."""
+        for books in pools.values():
+            books.on_forget = self.forgotten
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return next(iter(self._pools.values())).block_size
+
+    def stored(self, sequence: Sequence, topology: range) -> None:
+        """Blocks of a sequence can be found from now on, or could be before."""
+        chain = sequence.prefix
+        if chain is None or chain.is_secret:
+            return
+        for place in topology:
+            block_hash = chain.hashes[place]
+            if block_hash in self._blocks or not self._is_found(block_hash):
+                continue
+            start = place * self.block_size
+            block = self._blocks[block_hash] = Block(
+                block_id=_id_of(block_hash),
+                parent_id=_id_of(chain.hashes[place - 1]) if place else None,
+                place=place,
+                root=chain.root,
+                token_ids=array("I", sequence.tokens_between(start, start + self.block_size)),
+            )
+            self._tell(ContentsChange(True, block))
+
+    def forgotten(self, block_hash: Hash) -> None:
+        """A pool has it no more."""
+        if block_hash in self._blocks and not self._is_found(block_hash):
+            self._tell(ContentsChange(False, self._blocks.pop(block_hash)))
+
+    def blocks(self, root: Hash) -> list[Block]:
+        """All that whoever has this root can find now, each after those before it."""
+        mine = (block for block in self._blocks.values() if block.root == root)
+        return sorted(mine, key=lambda block: block.place)
+
+    def changes(self, since: int, root: Hash) -> list[ContentsChange] | None:
+        """What has changed of that after so many changes; None: that is too long ago."""
+        num_new = self.num_changes - since
+        if num_new > len(self._changes):
+            return None
+        newest = [self._changes[-back] for back in range(num_new, 0, -1)]
+        return [change for change in newest if change.block.root == root]
+
+    def _is_found(self, block_hash: Hash) -> bool:
+        return any(books.index.has_hash(block_hash) for books in self._pools.values())
+
+    def _tell(self, change: ContentsChange) -> None:
+        self._changes.append(change)
+        self.num_changes += 1
+
+
+def _id_of(block_hash: Hash) -> int:
+    return int.from_bytes(block_hash[:8], "little", signed=True)

@@ -1,0 +1,174 @@
+"""Bring blocks from another pool to where a queued prompt needs them.
+
+Owns: the fetches under way, each with its block tables.
+Invariant: a block is published when its copy is answered, in the life of both pools in which the
+fetch began; each block is fetched once, however many wait for it; a prompt asks for one fetch
+each time that it is placed, and waits only while all that make it take work.
+Never: chooses a route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from engine.cache.blocks import Ledger, Owner
+from engine.cache.hashes import PrefixChain
+from engine.cache.topology import Link
+from engine.schedule.copies import Copies
+from engine.schedule.sequence import Counters, Sequence
+
+OVERHEAD_MS = 1.0
+"""Of a fetch, however small: messages, and the wait for the threads that copy."""
+
+PredictMs = Callable[[str, int, int], float | None]
+"""For a worker's computing so many tokens of a prompt after so many; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """How much of a prompt is cached, in which pools."""
+
+    worker: str
+    """That would compute what is not there."""
+    here: list[int]
+    """Blocks in its pool, from the first on."""
+    there: list[int]
+    """Blocks where the link begins; more of them."""
+    link: Link
+
+
+@dataclass(slots=True)
+class _Fetch:
+    link: Link
+    chain: PrefixChain
+    user: str
+    lives: tuple[int, int]
+    """Of the pools, when it began."""
+    num_published: int
+    """Blocks that can be found where it goes, from the first on."""
+
+
+class Fetches:
+    """Copies of prefix blocks from other pools that prompts wait for.
+
+    Args:
+        ledger: the blocks.
+        copies: makes the copies, and knows what they take.
+        counters: what is counted.
+        predict_ms: what computing takes.
+    """
+
+    def __init__(
+        self, ledger: Ledger, copies: Copies, counters: Counters, predict_ms: PredictMs
+    ) -> None:
+        self._ledger = ledger
+        self._copies = copies
+        self._counters = counters
+        self.predict_ms = predict_ms
+        self._fetches: dict[Owner, _Fetch] = {}
+        self._awaited: dict[int, Owner] = {}
+        """By seq_id, what it waits for."""
+        self._asked: set[int] = set()
+        """Sequences that have had their fetch, or need none, and are not placed yet."""
+        self._last_owner = 0
+
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """True while blocks are on their way that a sequence waits for."""
+        return self._awaited.get(sequence.seq_id) in self._fetches
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has been placed, or has ended."""
+        self._awaited.pop(sequence.seq_id, None)
+        self._asked.discard(sequence.seq_id)
+
+    def begin(self, sequence: Sequence, chain: PrefixChain, lookup: PrefixLookup) -> bool:
+        """Have the blocks copied that are only there, if that is cheaper than computing them.
+
+        Returns:
+            True: the sequence is to wait for them, or for another's fetch of them.
+        """
+        link, first = lookup.link, len(lookup.here)
+        following = chain.hashes[first]
+        for owner, fetch in self._fetches.items():
+            is_coming = fetch.chain.hashes[first : first + 1] == [following]
+            if is_coming and fetch.link.to_pool == link.to_pool and first >= fetch.num_published:
+                self._awaited[sequence.seq_id] = owner
+                return True
+        if sequence.seq_id in self._asked or not self._is_worth_it(lookup):
+            return False
+        self._last_owner -= 1  # sequences' ids are positive
+        owner, pools = self._last_owner, self._ledger.pools
+        wants = dict.fromkeys((link.from_pool, link.to_pool), len(lookup.there))
+        found = {link.from_pool: lookup.there, link.to_pool: lookup.here}
+        if not self._ledger.reserve(owner, wants, found):
+            return False
+        lives = pools[link.from_pool].life, pools[link.to_pool].life
+        self._fetches[owner] = _Fetch(link, chain, sequence.owner, lives, first)
+        self._copies.fetch(owner, link, first)
+        self._awaited[sequence.seq_id] = owner
+        self._asked.add(sequence.seq_id)
+        return True
+
+    def _is_worth_it(self, lookup: PrefixLookup) -> bool:
+        size = self._ledger.pools[lookup.link.to_pool].block_size
+        first, end = len(lookup.here), len(lookup.there)
+        fetch_ms = self.expected_ms(lookup, first, end)
+        compute_ms = self.predict_ms(lookup.worker, (end - first) * size, first * size)
+        return fetch_ms is not None and (compute_ms is None or fetch_ms < compute_ms)
+
+    def expected_ms(self, lookup: PrefixLookup, first: int, end: int) -> float | None:
+        """What blocks at these places of a prompt take, fetched as far as they are there.
+
+        Those behind them are computed. None: it is not known, or none of them is there.
+        """
+        size = self._ledger.pools[lookup.link.to_pool].block_size
+        middle = min(len(lookup.there), end)
+        if middle <= first:
+            return None
+        copy_ms = self._copies.expected_ms(lookup.link, (middle - first) * size)
+        compute_ms: float | None = 0.0
+        if end > middle:
+            compute_ms = self.predict_ms(lookup.worker, (end - middle) * size, middle * size)
+        return None if copy_ms is None or compute_ms is None else OVERHEAD_MS + copy_ms + compute_ms
+
+    def settle(self, open_workers: Collection[str]) -> None:
+        """Publish what has come; end what is complete, or will not be."""
+        for owner, fetch in list(self._fetches.items()):
+            link, pools = fetch.link, self._ledger.pools
+            is_there = fetch.lives == (pools[link.from_pool].life, pools[link.to_pool].life)
+            num_there, has_more = self._copies.fetched(owner)
+            if is_there and num_there > fetch.num_published:
+                topology = range(fetch.num_published, num_there)
+                self._ledger.publish(owner, link.to_pool, fetch.chain, topology, fetch.user)
+                size = pools[link.to_pool].block_size
+                self._counters.prefix_cache_fetches += len(topology) * size
+                fetch.num_published = num_there
+            makers = {hop.worker for hop in link.hops}
+            if not (is_there and has_more and makers <= set(open_workers)):
+                del self._fetches[owner]
+                self._copies.forget(owner)
+                self._ledger.release_all(owner)
+
+    @property
+    def owners(self) -> set[Owner]:
+        """Who holds the tables that fetches have taken blocks into."""
+        return set(self._fetches)
+
+
+def longest(
+    found: Mapping[str, list[int]], links: Collection[Link], worker: str, pool: str
+) -> PrefixLookup | None:
+    """The link whose beginning has most of a prompt, if that is more than its end has.
+
+    Args:
+        found: the prompt's blocks by pool.
+        links: to the pool, from others.
+        worker: that would compute what is missing.
+        pool: where it would.
+    """
+    here = found.get(pool, [])
+    best = max(links, key=lambda link: len(found.get(link.from_pool, ())), default=None)
+    if best is None or len(there := found.get(best.from_pool, [])) <= len(here):
+        return None
+    return PrefixLookup(worker, here, there, best)

@@ -1,0 +1,196 @@
+"""Give running sequences more blocks, and preempt the cheapest if none are free.
+
+Owns: which sequences are short of blocks.
+Invariant: of those that are short in a pool nobody gets a block before an older one; a block is
+taken from nobody while as many are about to come back.
+Never: admits or ends a sequence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from engine.cache.blocks import BlockPool, BlockState, Ledger
+from engine.cache.topology import Topology
+from engine.schedule.sequence import On, Sequence
+from engine.schedule.sequence_table import SequenceTable, age
+from engine.schedule.worker_routes import MAX_PREEMPTIONS, positions_needed, whole_length
+from engine.wire.messages import Command, Extend, Extension, Release
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCandidate:
+    """What choosing whom to preempt takes into account of one sequence."""
+
+    sequence: Sequence
+    num_freed: int
+    """Blocks of the pool that would become free."""
+    num_lost: int
+    """Positions that would have to be computed again: what others keep is not lost."""
+    is_short: bool = False
+    """It waits for blocks itself."""
+
+
+def victim(holders: Collection[PreemptionCandidate]) -> PreemptionCandidate | None:
+    """Choose whom to preempt: least to compute again for each block freed, the youngest of equals.
+
+    Those who have lost theirs often enough come last, and only while they are short themselves:
+    were all of them to keep what they have, none could go on.
+
+    Args:
+        holders: of blocks in one pool, with the oldest.
+
+    Returns:
+        None if there is nobody but the oldest, and those who have lost theirs often enough.
+    """
+    oldest = min((age(holder.sequence) for holder in holders), default=None)
+    others = [one for one in holders if one.num_freed and age(one.sequence) != oldest]
+    fresh = [one for one in others if one.sequence.num_preemptions < MAX_PREEMPTIONS]
+    return max(fresh or [one for one in others if one.is_short], key=_gain, default=None)
+
+
+def _gain(holder: PreemptionCandidate) -> tuple[float, tuple[int, int]]:
+    return -holder.num_lost / holder.num_freed, age(holder.sequence)
+
+
+class BlockAllocator:
+    """Gives running sequences blocks before they need them, and preempts when there are none."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        ledger: Ledger,
+        sequences: SequenceTable,
+        send: Callable[[str, Command], None],
+    ) -> None:
+        self._places = topology
+        self._ledger = ledger
+        self._sequences = sequences
+        self._send = send
+        self._short: dict[int, Sequence] = {}
+        self._leaving: dict[int, int] = {}
+        """By seq_id, the generation that was told to let go of its blocks."""
+
+    def note(self, sequence: Sequence) -> None:
+        """It has been admitted, or has got further: is it short of blocks?"""
+        if self._num_lacking(sequence) > 0:
+            self._short[sequence.seq_id] = sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, or its worker has let go of it."""
+        self._short.pop(sequence.seq_id, None)
+        self._leaving.pop(sequence.seq_id, None)
+
+    def grow(self) -> list[Sequence]:
+        """Give those that are short the blocks that are free, and preempt others for the rest.
+
+        Returns:
+            those preempted that are on no worker; of the others the workers are told.
+        """
+        if not self._short:
+            return []
+        missing: Counter[str] = Counter()
+        extensions: dict[str, list[Extension]] = {}
+        for sequence in sorted(self._short.values(), key=age):
+            count = self._num_lacking(sequence)
+            if count <= 0:
+                del self._short[sequence.seq_id]
+                continue
+            worker = sequence.legs[-1].worker
+            pool = self._places.pool_of(worker)
+            if missing[pool] or not self._ledger.reserve(sequence.seq_id, {pool: count}):
+                missing[pool] += count
+                continue
+            del self._short[sequence.seq_id]
+            seq_id, generation = sequence.seq_id, sequence.generation
+            block_ids = self._ledger.table(seq_id, pool)[-count:]
+            self._ledger.extend_command(("admit", seq_id, generation), {pool: block_ids})
+            extensions.setdefault(worker, []).append(Extension(seq_id, generation, block_ids))
+        for worker, batch in extensions.items():
+            self._send(worker, Extend(batch))
+        victims = self._victims(missing) if missing else []
+        for sequence in victims:
+            if isinstance(sequence.where, On):
+                self._short.pop(sequence.seq_id, None)
+                self._leaving[sequence.seq_id] = sequence.generation
+                release = Release(sequence.seq_id, sequence.generation, "preempted")
+                self._send(sequence.where.leg.worker, release)
+        return [sequence for sequence in victims if not isinstance(sequence.where, On)]
+
+    def spare(self) -> dict[str, int]:
+        """Free blocks by pool that admission may take.
+
+        What is left to the others is one block for each sequence that may need more where it
+        decodes, and all that is missing: else somebody new would be preempted at once, or others.
+        """
+        spare = {name: pool.num_free for name, pool in self._ledger.pools.items()}
+        for sequence in self._sequences.holders():
+            pool = self._places.pool_of(sequence.legs[-1].worker)
+            books = self._ledger.pools[pool]
+            num_held = len(self._ledger.table(sequence.seq_id, pool))
+            if num_held < books.num_blocks_for(whole_length(sequence)):
+                lacking = self._num_lacking(sequence) if sequence.seq_id in self._short else 0
+                spare[pool] -= 1 + lacking
+        return spare
+
+    def _num_lacking(self, sequence: Sequence) -> int:
+        """Blocks that it should have beyond its own; 0 where it does not decode, or is to leave."""
+        where = sequence.where
+        if (
+            not isinstance(where, On)
+            or where.leg is not sequence.legs[-1]
+            or self._leaves(sequence)
+        ):
+            return 0
+        pool = self._places.pool_of(where.leg.worker)
+        wanted = self._ledger.pools[pool].num_blocks_for(positions_needed(sequence))
+        return wanted - len(self._ledger.table(sequence.seq_id, pool))
+
+    def _leaves(self, sequence: Sequence) -> bool:
+        is_told = self._leaving.get(sequence.seq_id) == sequence.generation
+        return is_told and isinstance(sequence.where, On)
+
+    def _victims(self, missing: Counter[str]) -> list[Sequence]:
+        """As few as free what is missing, with what is about to be free without them."""
+        chosen: dict[int, Sequence] = {}
+        for pool in sorted(missing):
+            books = self._ledger.pools[pool]
+            coming = books.num_free + books.counts[BlockState.DRAINING] - books.num_stuck
+            holders = []
+            for sequence in self._sequences.holders():
+                table = self._ledger.table(sequence.seq_id, pool)
+                num_freed = self._num_freed(books.name, table)
+                if self._leaves(sequence) or sequence.seq_id in chosen:
+                    coming += num_freed
+                elif table:
+                    num_lost = self._num_lost(sequence, books)
+                    is_short = sequence.seq_id in self._short
+                    holders.append(PreemptionCandidate(sequence, num_freed, num_lost, is_short))
+            while coming < missing[pool] and (found := victim(holders)) is not None:
+                holders.remove(found)
+                chosen[found.sequence.seq_id] = found.sequence
+                coming += found.num_freed
+                if found.sequence.seq_id in self._short:
+                    missing[pool] -= self._num_lacking(found.sequence)
+        return list(chosen.values())
+
+    def _num_lost(self, sequence: Sequence, books: BlockPool) -> int:
+        """Positions that it would compute again, were its blocks given to others.
+
+        What others refer to stays, and what another pool has. Its own that have a hash are found as
+        long as they last, but in a full pool they are what goes next.
+        """
+        table = self._ledger.table(sequence.seq_id, books.name)
+        num_left = sum(books.num_references[block_id] > 1 for block_id in table)
+        if sequence.prefix is not None:
+            hashes = sequence.prefix.hashes
+            others = (pool for pool in self._ledger.pools.values() if pool is not books)
+            num_left = max(num_left, *(pool.index.num_hit(hashes) for pool in others), 0)
+        return max(sequence.num_computed_tokens - num_left * books.block_size, 0)
+
+    def _num_freed(self, pool: str, table: Iterable[int]) -> int:
+        """Of its blocks, those that nobody else refers to."""
+        references = self._ledger.pools[pool].num_references
+        return sum(references[block_id] == 1 for block_id in table)

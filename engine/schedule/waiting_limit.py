@@ -1,0 +1,229 @@
+"""Limit how much may wait, and tell the refused when to come back.
+
+Owns: the limits of each owner, and the pace of the queue.
+Invariant: an owner has at most OWNER_SHARE times as much waiting as there is room left, but for
+a single sequence of one that had none.
+Never: knows sequences, or reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.errors import InvariantViolated, QueueFull, RequestError
+
+OWNER_SHARE = 3
+PACE_WINDOW_S = 30.0
+"""How far back the pace looks, in time that somebody waited."""
+FIRST_WINDOWS_S = (2.0, 10.0)
+"""The same of first tokens: how fast they come changes as soon as more is decoded beside them."""
+KEPT_SHARE = 0.3
+"""Of the target for the first token: what was admitted slows down what comes after it."""
+UNKNOWN_RETRY_MS = 5_000
+"""When to come back while nothing has left yet."""
+MIN_RETRY_MS = 1_000
+MAX_RETRY_MS = 120_000
+"""A longer time OpenAI's client does not keep to."""
+
+
+class WaitingLimit:
+    """How much of one kind (sequences, tokens, bytes) may wait: in all, and of each owner."""
+
+    def __init__(self, unit: str, limit: int) -> None:
+        self.unit = unit
+        """Plural, as messages name it."""
+        self.limit = limit
+        self.total = 0
+        self.pace = QueueRate()
+        self.first_tokens = tuple(map(QueueRate, FIRST_WINDOWS_S))
+        """How fast prompts get theirs, in time that one was waited for."""
+        self.assumed_ms = 0.0
+        """For one of it, where no pace is known yet; 0: nothing is."""
+        self._held: dict[str, int] = {}
+
+    @property
+    def num_owners(self) -> int:
+        """Owners that have something here."""
+        return len(self._held)
+
+    @property
+    def max_per_request(self) -> int:
+        """The most that one request of several sequences may bring: an owner's alone."""
+        return OWNER_SHARE * self.limit // (1 + OWNER_SHARE)
+
+    def held(self, owner: str) -> int:
+        """How much of it is this owner's."""
+        return self._held.get(owner, 0)
+
+    def enter(self, owner: str, amount: int) -> None:
+        """Count what an owner has put into the queue."""
+        self.total += amount
+        self._held[owner] = self.held(owner) + amount
+
+    def leave(self, owner: str, amount: int) -> None:
+        """Count what an owner no longer has in the queue."""
+        self.total -= amount
+        self._held[owner] -= amount
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def check(self, owner: str, wanted: int, *, is_single: bool) -> None:
+        """Refuse what there is no room for.
+
+        Args:
+            owner: whose it is.
+            wanted: how much a request brings.
+            is_single: it is one sequence. An owner's first may take all that is left, and where
+                nothing waits it may be of any size: whatever can be served can also wait.
+
+        Raises:
+            QueueFull: there is no room now, for anybody or for this owner.
+            RequestError: there never will be.
+        """
+        free, held = self.limit - self.total, self.held(owner)
+        if is_single and not held and (wanted <= free or not self.total):
+            return
+        most = self.max_per_request
+        if wanted > most and not is_single:
+            raise RequestError(
+                f"the prompts of one request may be {most} {self.unit}, these are {wanted}",
+                code="invalid_value",
+                param="prompt",
+                hint="send them in several requests",
+            )
+        if wanted > free:
+            raise QueueFull(
+                f"{self.total} {self.unit} are waiting, at most {self.limit} may; "
+                f"this request has {wanted}",
+                retry_after_ms=self.pace.retry_ms(min(wanted - free, self.total)),
+            )
+        # What the owner may add so that it has at most OWNER_SHARE times what is left after that.
+        share = max((OWNER_SHARE * free - held) // (1 + OWNER_SHARE), 0)
+        if wanted > share:
+            raise QueueFull(
+                f"{held} of your {self.unit} are waiting and {share} more may, "
+                f"so that others find room; this request has {wanted}",
+                code="user_quota",
+                # Owners take turns: its own leave at its share of the pace.
+                retry_after_ms=self.pace.retry_ms((wanted - share) * max(self.num_owners, 1)),
+            )
+
+    def ahead_of(self, owner: str, wanted: int, share: float) -> float:
+        """What leaves before the last of so much more of an owner's, if nothing else comes.
+
+        Owners take turns, so others' queues count only as far as its own is long, by its share.
+        """
+        own = self.held(owner) + wanted
+        return min(own / share, self.total + wanted) - wanted
+
+    def check_wait(self, owner: str, wanted: int, max_wait_ms: float, share: float) -> None:
+        """Refuse what would wait too long at the pace at which the queue has been going down.
+
+        Args:
+            owner: whose it is.
+            wanted: how much a request brings.
+            max_wait_ms: for a turn.
+            share: the owner's, of the turns.
+
+        Raises:
+            QueueFull: with the time after which it would wait no longer than that.
+        """
+        leaving = self.ahead_of(owner, wanted, share) + wanted  # it has its turn when it leaves
+        wait_ms = self.pace.wait_ms(leaving)
+        if wait_ms is None:
+            wait_ms = leaving * self.assumed_ms
+        if wait_ms <= max_wait_ms or not self.total:
+            return
+        excess = math.ceil(leaving * (1 - max_wait_ms / wait_ms))
+        raise QueueFull(
+            f"it would wait about {wait_ms / 1e3:.0f} s for its turn, longer than the "
+            f"{max_wait_ms / 1e3:g} s that a request may; {self.total} {self.unit} are waiting",
+            retry_after_ms=self.pace.retry_ms(excess),
+        )
+
+    def check_first(
+        self, owner: str, wanted: int, target_ms: float, share: float, ahead: int
+    ) -> None:
+        """Refuse whose first token would come too late at the pace of first tokens.
+
+        That pace falls while those who have theirs are served, which is why it is looked at over a
+        short time and a longer one, the slower of which counts, and why a part of the target is
+        kept back. Who needs most of the target alone is let in while little is ahead.
+
+        Args:
+            owner: whose it is.
+            wanted: how much a request brings.
+            target_ms: for the first token.
+            share: the owner's, of the turns.
+            ahead: how much has had its turn, and no token yet.
+
+        Raises:
+            QueueFull: with the time after which it would come in time.
+        """
+        ahead_ms = self.first_ms(self.ahead_of(owner, wanted, share) + ahead)
+        own_ms = self.first_ms(wanted)
+        left_ms = target_ms * (1 - KEPT_SHARE) - min(own_ms, target_ms / 2)
+        if ahead_ms <= left_ms:
+            return
+        raise QueueFull(
+            f"its first token would come after about {(ahead_ms + own_ms) / 1e3:.1f} s, which is "
+            f"not safely within the {target_ms / 1e3:g} s of the target; {self.total + ahead} "
+            f"{self.unit} are before it",
+            retry_after_ms=retry_after_ms(ahead_ms - left_ms),
+        )
+
+    def first_ms(self, amount: float) -> float:
+        """Until so much has had its first token."""
+        known = [pace.wait_ms(amount) for pace in self.first_tokens]
+        return max((n for n in known if n is not None), default=amount * self.assumed_ms)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless the owners' parts add up."""
+        if self.total != sum(self._held.values()) or any(n <= 0 for n in self._held.values()):
+            raise InvariantViolated(
+                f"{self.total} {self.unit} wait, by owner {self._held}", where="queue"
+            )
+
+
+class QueueRate:
+    """How fast a queue goes down: what left it, over the time that somebody waited, lately.
+
+    Args:
+        window_s: how far back it looks.
+    """
+
+    def __init__(self, window_s: float = PACE_WINDOW_S) -> None:
+        self._window_s = window_s
+        self._amount = 0.0
+        self._waited_s = 0.0
+        self._at_ns = 0
+
+    def advance(self, now_ns: int, *, is_waited: bool) -> None:
+        """Time has passed since the last call, and there was a queue or there was none."""
+        if is_waited:
+            kept = math.exp(-(now_ns - self._at_ns) / 1e9 / self._window_s)
+            self._amount *= kept
+            self._waited_s = self._waited_s * kept + self._window_s * (1 - kept)
+        self._at_ns = now_ns
+
+    def count(self, amount: int) -> None:
+        """So much has left after it has waited."""
+        self._amount += amount
+
+    def wait_ms(self, amount: float) -> float | None:
+        """How long it takes until so much has left; None while nothing has left yet."""
+        if not self._amount or not self._waited_s:
+            return None
+        return 1e3 * amount * self._waited_s / self._amount
+
+    def retry_ms(self, amount: int) -> int:
+        """When to come back, within what clients keep to."""
+        estimate_ms = self.wait_ms(amount)
+        if estimate_ms is None:
+            return UNKNOWN_RETRY_MS
+        return retry_after_ms(estimate_ms)
+
+
+def retry_after_ms(wait_ms: float) -> int:
+    """A time to come back that clients keep to."""
+    return math.ceil(min(max(wait_ms, MIN_RETRY_MS), MAX_RETRY_MS))

@@ -1,0 +1,273 @@
+"""List the routes that a sequence can take through the workers, and the blocks each needs.
+
+Owns: nothing; pure.
+Invariant: what fits a pool's capacity can be run to its end there, alone; what admission takes is
+enough for all that is known of the sequence and for the steps until more can have come.
+Never: reserves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.topology import DECODE, PREFILL, Topology
+from engine.errors import RequestError
+from engine.schedule.sequence import Leg, Sequence, route_of
+from engine.wire.messages import Admit
+
+MIN_CHUNK_TOKENS = 64
+"""Of a prompt in a step: those who decode beside it hardly notice them; fewer are not worth it."""
+AHEAD_TOKENS = 8
+"""A sequence is to have blocks for so many positions after its newest token: a worker makes two
+steps before it can have what the first of them led to, and should not wait for a busy daemon."""
+MAX_PREEMPTIONS = 2
+"""A sequence that was preempted so often returns only with blocks for many tokens more, and keeps
+them while others have any to give."""
+PORTION_TOKENS = 2048
+"""Such a sequence gets its blocks in portions of so many positions: its limit may be the whole
+context, of which it will hardly use much."""
+
+
+class Pair(NamedTuple):
+    """The worker that computes a prompt, and the one that goes on; both may be the same."""
+
+    prefill: str
+    decode: str
+
+    @property
+    def moves(self) -> bool:
+        """True if the one hands over to the other."""
+        return self.prefill != self.decode
+
+    @property
+    def route(self) -> str:
+        """In a word, as route_of() has it."""
+        return route_of(self)
+
+
+def legs_of(sequence: Sequence, pair: Pair) -> tuple[Leg, ...]:
+    """A way from worker to worker; one that ends with its next token does not move."""
+    max_tokens, until_output = sequence.sampling.max_tokens, sequence.num_output_tokens + 1
+    if not pair.moves:
+        return (Leg(pair.decode, max_tokens),)
+    first = Leg(pair.prefill, until_output)
+    return (first,) if until_output == max_tokens else (first, Leg(pair.decode, max_tokens))
+
+
+def whole_length(sequence: Sequence) -> int:
+    """Positions that it may ever use, with one more."""
+    return sequence.num_prompt_tokens + sequence.sampling.max_tokens
+
+
+def positions_needed(sequence: Sequence) -> int:
+    """Positions that it should have blocks for now, where it decodes."""
+    wanted = sequence.num_tokens + AHEAD_TOKENS
+    if sequence.num_preemptions >= MAX_PREEMPTIONS:
+        wanted = (wanted // PORTION_TOKENS + 1) * PORTION_TOKENS
+    return min(wanted, whole_length(sequence))
+
+
+def blocks_needed(
+    sequence: Sequence,
+    legs: tuple[Leg, ...],
+    num_tokens: int,
+    topology: Topology,
+    pools: Mapping[str, BlockPool],
+) -> dict[str, int]:
+    """Blocks by pool: for so many positions on the last leg, before it for what is known.
+
+    Legs in one pool share the blocks.
+    """
+    needed: dict[str, int] = {}
+    for leg in legs:
+        pool = pools[topology.pool_of(leg.worker)]
+        count = pool.num_blocks_for(num_tokens if leg is legs[-1] else sequence.num_tokens)
+        needed[pool.name] = max(needed.get(pool.name, 0), count)
+    return needed
+
+
+def admit(sequence: Sequence, leg: Leg, table: list[int]) -> Admit:
+    """The command by which a sequence runs on a leg, as it stands now.
+
+    Args:
+        sequence: which.
+        leg: of its way.
+        table: its blocks in the pool of the leg's worker.
+    """
+    return Admit(
+        seq_id=sequence.seq_id,
+        generation=sequence.generation,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_table=table,
+        sampling=sequence.sampling,
+        until_output=leg.until_output,
+        max_chunk_tokens=sequence.max_chunk_tokens,
+    )
+
+
+class Journeys:
+    """Which sequences of workers a request can go through, with the blocks that each takes.
+
+    Args:
+        places: the workers and their pools.
+        ledger: what is free in the pools.
+    """
+
+    def __init__(self, topology: Topology, ledger: Ledger) -> None:
+        self._places = topology
+        self._ledger = ledger
+        firsts, ends = topology.playing(PREFILL), topology.playing(DECODE)
+        self._moving = [Pair(first, end) for first in firsts for end in ends]
+        self._staying = [Pair(name, name) for name in topology.names]
+
+    def needs(self, sequence: Sequence, legs: tuple[Leg, ...]) -> dict[str, int]:
+        """Blocks by pool that a way takes to begin with."""
+        return blocks_needed(
+            sequence, legs, positions_needed(sequence), self._places, self._ledger.pools
+        )
+
+    def has_capacity(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
+        """True if the pools of a way could hold it to its end."""
+        pools, length = self._ledger.pools, whole_length(sequence)
+        needed = blocks_needed(sequence, legs, length, self._places, pools)
+        return all(count <= pools[name].capacity for name, count in needed.items())
+
+    def fits(self, sequence: Sequence, room: Mapping[str, int]) -> bool:
+        """True if some way needs no more blocks than there is room for, by pool."""
+        return any(self._has_room(sequence, p, room) for p in (*self._moving, *self._staying))
+
+    def _has_room(self, sequence: Sequence, pair: Pair, room: Mapping[str, int]) -> bool:
+        needed = self.needs(sequence, legs_of(sequence, pair))
+        return all(count <= room[name] for name, count in needed.items())
+
+    def elsewhere(
+        self, sequence: Sequence, worker: str, ready_workers: Collection[str]
+    ) -> tuple[Leg, ...]:
+        """A way by which a prompt goes on at another worker with the blocks that it has; or none.
+
+        Args:
+            sequence: is on the worker, where it will decode.
+            worker: that is to be spared its prompt.
+            ready_workers: those that could take it.
+        """
+        pool_of = self._places.pool_of
+        near = [
+            pair
+            for pair in self._moving
+            if pair.decode == worker != pair.prefill
+            and pair.prefill in ready_workers
+            and pool_of(pair.prefill) == pool_of(worker)
+        ]
+        is_open = sequence.num_computed_tokens < sequence.num_prompt_tokens
+        return legs_of(sequence, near[0]) if near and is_open else ()
+
+    def _can_stay(self, sequence: Sequence, worker: str) -> bool:
+        """True if a worker's pool could hold its whole length."""
+        return self.has_capacity(sequence, legs_of(sequence, Pair(worker, worker)))
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse what could not be run by moving it, which is open to every sequence.
+
+        Raises:
+            RequestError: `context_length_exceeded`.
+        """
+        legs, pools = legs_of(sequence, self._moving[0]), self._ledger.pools
+        needed = blocks_needed(sequence, legs, whole_length(sequence), self._places, pools)
+        for name, count in needed.items():
+            capacity = pools[name].capacity
+            if count > capacity:
+                raise RequestError(
+                    f"prompt ({sequence.num_prompt_tokens} tokens) and max_tokens "
+                    f"({sequence.sampling.max_tokens}) need {count} KV blocks, "
+                    f"the {name} pool has {capacity}",
+                    code="context_length_exceeded",
+                    param="max_tokens",
+                )
+
+    def candidates(
+        self,
+        sequence: Sequence,
+        open_workers: Collection[str],
+        held: Iterable[Sequence],
+        tokens_until: Callable[[str], int],
+        hits: Mapping[str, int],
+        room: Mapping[str, int],
+    ) -> list[Pair]:
+        """Pairs of workers that could run a sequence now.
+
+        The first is that of static roles, with least to do: one until this prompt is computed, one
+        by its batch, and before that by whether their pools have room; of equals those that hold
+        most of it. The others have room, too. Where all workers of a role are down, those of the
+        other do both, each in a pool that could hold the whole. On one memory bus those that
+        prefill do not decode otherwise: the weights would be read twice.
+
+        Args:
+            sequence: is about to be placed.
+            open_workers: those that it could go to.
+            held: all that is on workers or between two.
+            tokens_until: prompt tokens that a worker would have to compute until it is done.
+            hits: positions by pool that are computed there.
+            room: blocks by pool that there are for it, with those that others have already.
+        """
+        topology, batches = self._places, Counter(other.legs[-1].worker for other in held)
+        length, most = sequence.num_tokens, positions_needed(sequence)
+
+        def there(role: str, num_tokens: int, load: Callable[[str], int]) -> list[str]:
+            def key(name: str) -> tuple[bool, int, int, int]:
+                books = self._ledger.pools[topology.pool_of(name)]
+                num_there = hits.get(books.name, 0)
+                has_room = books.num_blocks_for(num_tokens - num_there) <= room[books.name]
+                return not has_room, load(name), -num_there, -books.num_free
+
+            return sorted((n for n in topology.playing(role) if n in open_workers), key=key)
+
+        firsts = there(PREFILL, length, tokens_until)
+        ends = there(DECODE, most, batches.__getitem__)
+        stays = [*ends]
+        if not (ends and topology.shares_memory_bus):
+            can = [name for name in firsts if self._can_stay(sequence, name)]
+            stays += [name for name in can if name not in ends]
+        if not (ends or stays):  # then it decodes where nobody is yet
+            ends = topology.playing(DECODE)
+        pairs = [Pair(first, end) for first in firsts for end in ends if first != end]
+        pairs += [Pair(name, name) for name in stays]
+        return pairs[:1] + [pair for pair in pairs[1:] if self._has_room(sequence, pair, room)]
+
+    def fallbacks(
+        self,
+        sequence: Sequence,
+        open_workers: Collection[str],
+        held: Iterable[Sequence],
+        num_there: Callable[[str], int],
+    ) -> list[tuple[Leg, ...]]:
+        """Ways by which a sequence goes on whose worker is down, the best first.
+
+        It decodes where it was to decode, if that worker is there; else where most of it is
+        computed, or at the worker with fewest sequences. What is left of its prompt is computed by
+        a worker that prefills, if it is more than those who decode would hardly notice.
+
+        Args:
+            sequence: has lost its worker.
+            open_workers: those that can be given something.
+            held: all that is on workers or between two.
+            num_there: of its positions, those that are computed in a worker's pool.
+        """
+        playing = self._places.playing
+        batches = Counter(other.legs[-1].worker for other in held)
+        ends = [n for n in playing(DECODE) if n in open_workers] or sorted(open_workers)
+        ends.sort(key=lambda n: (n != sequence.legs[-1].worker, -num_there(n), batches[n]))
+        firsts = [n for n in playing(PREFILL) if n in open_workers]
+        firsts.sort(key=lambda n: (-num_there(n), batches[n]))
+        ways = []
+        for end in ends:
+            num_left = sequence.num_tokens - num_there(end)
+            if end in playing(DECODE) and num_left > MIN_CHUNK_TOKENS:
+                pairs = [Pair(first, end) for first in firsts if first != end]
+                ways += [legs_of(sequence, pair) for pair in pairs]
+            ways.append((Leg(end, sequence.sampling.max_tokens),))
+        return ways

@@ -1,0 +1,67 @@
+"""Describe how a sequence's tokens are drawn and what is reported of each draw.
+
+Owns: the limits of each field.
+Invariant: a record that exists is within the limits that its fields name.
+Never: draws.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How to choose the next token. Crosses to workers inside Admit."""
+
+    max_tokens: int
+    """Output tokens at most; at least 1."""
+    seed: int
+    """0 <= seed < 2**63. The draw for output i is a function of (seed, i) alone; output_offset is
+    the first i."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token in the output so far; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time the token is in the output so far; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by it, or multiplied if negative."""
+    logit_bias: dict[int, float] = {}
+    """Added to these tokens' logits; -100 to 100."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """No end-of-text or stop id is sampled before so many output tokens, those that output_offset
+    counts among them."""
+    output_offset: int = 0
+    """The last so many tokens of the prompt are output of an earlier request, which this one goes
+    on with: draws, penalties, min_tokens, bad words and the grammar count them as output,
+    max_tokens does not."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these are sampled; None: all are."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids that may not follow each other in the output."""
+    grammar: str | None = None
+    """What the output must match, as engine.text.grammar compiles it; None is free text."""
+    logprobs: int | None = None
+    """How many alternatives to report beside the sampled token; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first, which nothing precedes."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one output position, of the model's own distribution.
+
+    They are taken before penalties, temperature and filters, natural logarithm.
+    """
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+    rank: int | None = None
+    """How many tokens were at least as likely, the token itself included, ties aside: 1 is the
+    likeliest. None: not counted."""

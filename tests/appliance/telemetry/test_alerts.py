@@ -1,0 +1,333 @@
+"""Alerts neither flap nor stick, and each row of the table reads what it says."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.frame.protocol import DeviceFrame, Frame, LatencyFrame, QueueFrame, TotalsFrame
+from appliance.frame.tier_frames import TierFrame
+from appliance.telemetry.alerts import MIN_CLEAR_S, THRESHOLDS, Alerts, Threshold
+from appliance.telemetry.signals import PAST_S, Signal
+from tests.tui.frames import busy, idle, pool, worker
+
+WARN, CRIT, FOR_S = 10.0, 20.0, 4.0
+readings = st.lists(
+    st.tuples(st.floats(0.1, 5), st.sampled_from([None, 0.0, 9.9, 10.0, 19.9, 20.0])), max_size=60
+)
+
+
+def signal_alerts(for_s: float = FOR_S) -> tuple[list[float | None], Alerts]:
+    """Alerts on one signal, whose value is the list's only item."""
+    value: list[float | None] = [None]
+
+    def read(frame, past):
+        if value[0] is not None:
+            yield Signal(value[0], f"it is {value[0]}")
+
+    return value, Alerts((Threshold("a.b", read, WARN, CRIT, "it is less", for_s),))
+
+
+def at(seconds: float, **changes) -> Frame:
+    return idle(1, **{"uptime_s": seconds, "at": f"T{seconds:g}", **changes})
+
+
+def run(*values: float | None, for_s: float = FOR_S) -> list[tuple[list[str], list[str]]]:
+    """Severities of what is raised and of what has changed, second by second."""
+    value, alerts = signal_alerts(for_s)
+    told = []
+    for second, value[0] in enumerate(values):
+        changes = [change.severity for change in alerts.update(at(second))]
+        told.append(([alert.severity for alert in alerts.frames()], changes))
+    return told
+
+
+def test_a_signal_must_stay_above_before_it_is_told():
+    told = run(*[15.0] * 6)
+    assert told[:4] == [([], [])] * 4
+    assert told[4] == (["warning"], ["warning"])
+    assert told[5] == (["warning"], [])
+
+
+def test_a_break_begins_the_wait_again():
+    assert run(*[15.0] * 4, 0.0, *[15.0] * 4)[-1] == ([], [])
+
+
+def test_it_is_cleared_after_twice_as_long_below():
+    told = run(*[15.0] * 5, *[0.0] * 9)
+    assert told[-2] == (["warning"], [])
+    assert told[-1] == ([], ["info"])
+
+
+def test_what_is_not_reported_any_more_is_cleared_as_what_is_below():
+    assert run(*[15.0] * 5, *[None] * 9)[-1] == ([], ["info"])
+
+
+def test_it_gets_worse_and_better():
+    told = run(*[15.0] * 5, *[25.0] * 5, *[15.0] * 9, *[0.0] * 9)
+    assert [changes for _, changes in told if changes] == [["warning"], ["error"], ["info"]]
+    assert [raised for raised, _ in told][9] == ["error"]
+    assert [raised for raised, _ in told][18] == ["warning"]
+
+
+def test_what_is_an_error_at_once_is_told_once():
+    told = run(*[25.0] * 6, for_s=0)
+    assert [changes for _, changes in told if changes] == [["error"]]
+
+
+def test_an_alert_says_since_when_and_what_was_last_wrong():
+    value, alerts = signal_alerts()
+    for second, value[0] in enumerate((15.0, 16.0, 17.0, 18.0, 19.0, 0.0)):
+        alerts.update(at(second))
+    (alert,) = alerts.frames()
+    assert (alert.code, alert.since, alert.message) == ("a.b", "T0", "it is 19.0")
+
+
+@given(readings)
+def test_raised_and_clear_hold_for_their_times(steps):
+    """However the signal jumps, each change is after an unbroken time on its side."""
+    value, alerts = signal_alerts()
+    now, is_raised, above_s, below_s = 100.0, False, None, None
+    for step, value[0] in steps:
+        now += step
+        is_above = value[0] is not None and value[0] >= WARN
+        above_s = (now if above_s is None else above_s) if is_above else None
+        below_s = (now if below_s is None else below_s) if not is_above else None
+        alerts.update(at(now))
+        before, is_raised = is_raised, bool(alerts.frames())
+        if is_raised and not before:
+            assert above_s is not None
+            assert now - above_s >= FOR_S
+        if before and not is_raised:
+            assert below_s is not None
+            assert now - below_s >= 2 * FOR_S
+        if above_s is not None and now - above_s >= FOR_S:
+            assert is_raised, "it sticks to clear"
+        if below_s is not None and now - below_s >= 2 * FOR_S:
+            assert not is_raised, "it sticks to raised"
+
+
+@given(readings)
+def test_events_alternate_and_end_as_the_alerts_do(steps):
+    value, alerts = signal_alerts()
+    now, told = 100.0, []
+    for step, value[0] in steps:
+        now += step
+        told += [change.severity for change in alerts.update(at(now))]
+    rank = {"info": 0, "warning": 1, "error": 2}
+    for before, after in zip(["info", *told], told, strict=False):
+        assert rank[before] < rank[after] or (after == "info" and before != "info")
+    assert bool(alerts.frames()) == (bool(told) and told[-1] != "info")
+
+
+def raised_by(*frames: Frame) -> dict[str, str]:
+    """The worst severity by code, after the last of these has stood for an hour."""
+    alerts = Alerts()
+    for second, frame in enumerate(frames):
+        alerts.update(msgspec.structs.replace(frame, uptime_s=float(second)))
+    for later in (*range(60), 3600):
+        uptime_s = float(len(frames) + later)
+        alerts.update(msgspec.structs.replace(frames[-1], uptime_s=uptime_s))
+    return {alert.code: alert.severity for alert in reversed(alerts.frames())}
+
+
+LATE = LatencyFrame(60.0, 1, *[None] * 8, ttft_slo_ratio=0.97, itl_slo_ratio=0.5)
+SEEN = LatencyFrame(60.0, 9, 4000.0, 8700.0, *[None] * 6)
+GPU = {"name": "gpu0", "kind": "gpu"}
+SILENT = "worker prefill: no progress for 5 s of at most 10 s"
+WRONG = {
+    "kv warning": (idle(pools=[pool(active=950)]), {"kv.occupancy": "warning"}),
+    "kv error": (idle(pools=[pool(active=1020)]), {"kv.occupancy": "error"}),
+    "a ring": (idle(pools=[pool("ring", reserved=1024)]), {}),
+    "queue half full": (idle(queue=QueueFrame(32, 0, 0, 0, 64, 9.0)), {"queue.full": "warning"}),
+    "tokens wait": (
+        idle(queue=QueueFrame(1, 0, 0, 0, 64, 9.0, 1, 95, 100)),
+        {"queue.full": "error"},
+    ),
+    "a wait": (
+        idle(queue=QueueFrame(1, 0, 0, 0, 64, 600.0), slo_ttft_ms=1000),
+        {"queue.wait": "warning"},
+    ),
+    "no target": (idle(queue=QueueFrame(1, 0, 0, 0, 64, 4000.0)), {}),
+    "targets": (idle(latency=LATE, slo_ttft_ms=9, slo_itl_ms=9), {"slo.missed": "error"}),
+    "slow first tokens": (
+        idle(latency=msgspec.structs.replace(SEEN, ttft_over_usual=31.0)),
+        {"ttft.slow": "warning"},
+    ),
+    "usual first tokens": (idle(latency=msgspec.structs.replace(SEEN, ttft_over_usual=4.9)), {}),
+    "a dead worker": (
+        idle(workers=[worker("decode", state="restarting")], state="degraded"),
+        {"worker.down": "error"},
+    ),
+    "one on its way back": (
+        idle(workers=[worker("decode", state="loading", num_restarts=1)], state="degraded"),
+        {"worker.down": "error"},
+    ),
+    "no SSD cache that was asked for": (
+        idle(ssd=TierFrame("failed", "it is not a folder", "/a")),
+        {"ssd.off": "warning"},
+    ),
+    "a disk that hangs": (
+        idle(ssd=TierFrame("down", "no block was written in 5 s", "/a")),
+        {"ssd.down": "warning"},
+    ),
+    "a disk that others fill": (
+        idle(ssd=TierFrame("on", "", "/a", limit="its disk is full")),
+        {"ssd.full": "warning"},
+    ),
+    "copies to DRAM that fail": (
+        idle(dram=TierFrame("down", "reading fails", "")),
+        {"dram.down": "warning"},
+    ),
+    "no DRAM cache": (idle(dram=TierFrame("failed", "x", "")), {"dram.down": "warning"}),
+    "no SSD cache": (idle(ssd=TierFrame("off", "switched off", "/a")), {}),
+    "a start": (idle(workers=[worker("decode", state="loading")], state="loading"), {}),
+    "books": (idle(state="degraded", state_reason="x"), {"state.degraded": "error"}),
+    "a worker without progress": (
+        idle(state="degraded", state_reason=f"{SILENT}; what comes is served by decode"),
+        {"worker.stuck": "warning"},
+    ),
+    "the same and more": (
+        idle(state="degraded", state_reason=f"block 7 is lost; {SILENT}"),
+        {"worker.stuck": "warning"},
+    ),
+    "a long step": (idle(workers=[worker("decode", last_step_age_ms=99_000.0)]), {}),
+    "power": (
+        idle(devices=[DeviceFrame(**GPU, power_w=680.0, power_limit_w=700.0)]),
+        {"device.power": "warning"},
+    ),
+    "heat": (
+        idle(devices=[DeviceFrame(**GPU, temperature_c=96.0)]),
+        {"device.temperature": "error"},
+    ),
+    "throttled": (
+        idle(devices=[DeviceFrame(**GPU, throttle_reasons=["thermal"])]),
+        {"device.throttled": "warning"},
+    ),
+    "xid": (idle(devices=[DeviceFrame(**GPU, last_xid=79)]), {"device.xid": "error"}),
+    "silent devices": (idle(devices=[DeviceFrame(**GPU)]), {}),
+    "busy": (busy(), {"queue.wait": "error", "slo.missed": "warning"}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_each_threshold_reads_what_it_says(case):
+    frame, expected = WRONG[case]
+    assert raised_by(frame) == expected
+
+
+def test_the_end_of_an_alert_is_told_in_words_of_its_own():
+    alerts, told = Alerts(), []
+    reasons = ("worker prefill is restarting", "", SILENT, "")
+    for second, reason in enumerate(reasons):
+        state = "restarting" if "restarting" in reason else "ready"
+        frame = at(second, workers=[worker("prefill", state=state)], state_reason=reason)
+        told += [(change.code, change.message) for change in alerts.update(frame)]
+    assert told == [
+        ("worker.down", "worker prefill is restarting"),
+        ("worker.down", "worker prefill is ready again"),
+        ("worker.stuck", f"{SILENT}; it gets no new work"),
+        ("worker.stuck", "worker prefill makes progress again"),
+    ]
+    assert "{" not in "".join(each.over.format("x") for each in THRESHOLDS)
+
+
+def with_totals(seconds: float, finished: int, failed: int, rows_lost: int) -> Frame:
+    totals = TotalsFrame(9999, finished, 0, 0, failed, 0, 0, 0, 0, 0, 0, rows_lost)
+    return at(seconds, totals=totals)
+
+
+def test_failures_and_lost_rows_count_within_the_last_minute():
+    alerts = Alerts()
+    told = []
+    for second in range(200):
+        frame = with_totals(second, 10 * second, second > 20, 7 * (second > 20))
+        told += [(second, change.severity, change.code) for change in alerts.update(frame)]
+    raised = [each for each in told if each[0] == 21]
+    assert raised == [(21, "warning", "requests.failing"), (21, "error", "log.rows_lost")]
+    cleared = [(second, code) for second, severity, code in told if severity == "info"]
+    assert [code for _, code in cleared] == ["requests.failing", "log.rows_lost"]
+    assert all(21 + PAST_S <= second <= 22 + PAST_S + MIN_CLEAR_S for second, _ in cleared)
+
+
+def test_preemptions_are_told_when_they_begin_and_when_there_are_none_any_more():
+    alerts, told = Alerts(), []
+    for second in range(200):
+        preemptions = min(max(second - 20, 0), 30)
+        totals = TotalsFrame(*[0] * 12, preemptions=preemptions)
+        told += [(second, change) for change in alerts.update(at(second, totals=totals))]
+    (begun, change), (over, last) = told
+    assert (begun, change.severity, change.code) == (21, "warning", "kv.preempted")
+    assert "1 preemption in 60 s" in change.message
+    assert (last.severity, last.code) == ("info", "kv.preempted")
+    assert 50 + PAST_S <= over <= 51 + PAST_S + MIN_CLEAR_S
+
+
+def test_failures_of_an_idle_hour_ago_do_not_count_for_ever():
+    assert raised_by(with_totals(0, 0, 5, 5)) == {}
+
+
+def test_decoding_that_all_but_stands_still_beside_prompts_is_a_stall():
+    def frame(tokens_per_s: float, prefilling: int) -> Frame:
+        return idle(
+            queue=QueueFrame(0, prefilling, 0, 4, 64, None),
+            workers=[worker("decode", decode_tokens_per_s=tokens_per_s)],
+        )
+
+    usual = [frame(100.0, 1)] * 30
+    alerts = Alerts()
+
+    def codes(*frames: Frame, start: int = 0) -> list[str]:
+        for second, each in enumerate(frames, start):
+            alerts.update(msgspec.structs.replace(each, uptime_s=float(second)))
+        return [alert.code for alert in alerts.frames()]
+
+    assert codes(*usual) == []
+    assert codes(*[frame(20.0, 0)] * 10, start=30) == []
+    assert codes(*[frame(20.0, 1)] * 6, start=40) == ["decode.stall"]
+
+
+def test_the_worst_comes_first_and_a_subject_has_its_own_alert():
+    frame = idle(pools=[pool("prefill", active=950), pool("decode", active=1024)], slo_ttft_ms=9)
+    frame.devices = [DeviceFrame(**GPU, last_xid=1)]
+    alerts = Alerts()
+    for second in range(20):
+        alerts.update(msgspec.structs.replace(frame, uptime_s=float(second)))
+    shown = [(alert.severity, alert.code, alert.subject) for alert in alerts.frames()]
+    assert shown == [
+        ("error", "kv.occupancy", "decode"),
+        ("error", "device.xid", "gpu0"),
+        ("warning", "kv.occupancy", "prefill"),
+    ]
+
+
+def test_the_table_is_in_order_and_its_codes_are_stable_words():
+    codes = [threshold.code for threshold in THRESHOLDS]
+    assert len(set(codes)) == len(codes)
+    for threshold in THRESHOLDS:
+        assert threshold.code.replace(".", "_").isidentifier()
+        bounds = [bound for bound in (threshold.warn, threshold.crit) if bound is not None]
+        assert bounds
+        assert bounds == sorted(bounds)
+
+
+def test_a_worker_that_died_in_a_swap_is_back_when_the_one_of_its_name_is_ready():
+    alerts, told = Alerts(), []
+    for state in ("loading", "restarting", "loading", "loading", "ready"):
+        frame = idle(workers=[worker("decode", state=state)])
+        told += [(state, change.message) for change in alerts.update(frame)]
+    assert told == [
+        ("restarting", "worker decode is restarting"),
+        ("ready", "worker decode is ready again"),
+    ]
+
+
+def test_a_worker_that_is_back_is_not_told_to_be_down():
+    alerts = Alerts()
+    down = idle(workers=[worker("decode", state="restarting")])
+    assert [change.severity for change in alerts.update(down)] == ["error"]
+    back = idle(workers=[worker("decode")])
+    assert [change.severity for change in alerts.update(back)] == ["info"]
+    assert alerts.frames() == []

@@ -1,0 +1,326 @@
+"""A GGUF file is the model that it was made from: shape, values, words; a broken one is refused."""
+
+import dataclasses
+import json
+import struct
+import tracemalloc
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.checkpoint.checkpoint import Checkpoint, arena_layout
+from engine.checkpoint.gguf import GgufModel, models_in
+from engine.checkpoint.tensor_info import BLOCKS
+from engine.errors import CheckpointError, PenstockError
+from engine.model.dequantise import dequantised
+from engine.model.weights import convert_weights
+from engine.text.tokenizer import Tokenizer
+from engine.workers.weight_streaming import arena_views
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import ARCHITECTURES, split_gguf, write_gguf
+
+UNSAID = ("family", "stored_dtype", "eos_token_ids", "bos_token_id", "sampling")
+"""Not by the format, or otherwise."""
+TELLABLE = {  # what the format takes as known of these families
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 16,
+        "sliding_window_pattern": 6,
+        "num_hidden_layers": 7,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 20000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "rope_scaling": ...,
+        "rope_theta": ...,
+    },
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
+    "exaone4": {"sliding_window_pattern": 4, "num_hidden_layers": 4},
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "mistral": {"sliding_window": 24},
+    "olmo3": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "rope_theta": 20000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+    },
+    "phi3": {"sliding_window": 24},
+    "llama": {"attention_bias": True},
+}
+
+
+def values_of(checkpoint, dtype="float32"):
+    layout = arena_layout(checkpoint, dtype)
+    views = arena_views(layout, dtype, torch.zeros(layout.num_bytes, dtype=torch.uint8))
+    convert_weights(checkpoint, views, lambda done, total: None)
+    return views
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def file(folder):
+    return write_gguf(folder, folder.parent / "tiny.gguf")
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_file_says_what_its_checkpoint_says(tmp_path, family):
+    folder = make_checkpoint(tmp_path / "hf", family, **TELLABLE.get(family, {}))
+    written, read = (
+        Checkpoint.open(path) for path in (folder, write_gguf(folder, tmp_path / "tiny.gguf"))
+    )
+    assert read.config.family.name == written.config.family.name
+    for field in dataclasses.fields(written.config):
+        if field.name not in UNSAID:
+            expected, found = (getattr(each.config, field.name) for each in (written, read))
+            assert found == expected, field.name
+    expected, found = values_of(written), values_of(read)
+    assert found.keys() == expected.keys()
+    shifted = 1e-6 if family.startswith("gemma") else 0.0  # 1 is added, and taken off again
+    for name, values in expected.items():
+        assert torch.allclose(found[name], values, rtol=0, atol=shifted), name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "mxfp4_pairs"])
+def test_blocks_have_the_values_that_the_formats_package_gives(kind):
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (9, 3 * BLOCKS[kind][1]), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])
+    found = dequantised(torch.from_numpy(raw), kind).numpy()
+    assert np.array_equal(found, expected.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_share_of_a_file_has_its_own_rows(tmp_path, folder, kind):
+    checkpoint = Checkpoint.open(write_gguf(folder, tmp_path / "tiny.gguf", kind))
+    whole, layout = values_of(checkpoint), arena_layout(checkpoint, "float32")
+    views = arena_views(layout, "float32", torch.zeros(layout.num_bytes, dtype=torch.uint8))
+    for index in range(3):
+        convert_weights(checkpoint, views, lambda done, total: None, (index, 3))
+    assert all(torch.equal(views[name], values) for name, values in whole.items())
+    exact = values_of(Checkpoint.open(folder))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.allclose(whole[name], exact[name], atol=0.06)  # rows in order, nearly the values
+
+
+def test_llama_3s_scaled_rope_comes_from_its_factors(tmp_path, folder):
+    path = write_gguf(folder, tmp_path / "tiny.gguf")
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(tmp_path / "scaled.gguf", "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("llama."):
+            value = field.contents()
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    factors = np.arange(1, 9, dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    rope = Checkpoint.open(tmp_path / "scaled.gguf").config.ropes[0]
+    assert rope.short_factors == rope.long_factors == tuple(factors.tolist())
+    assert rope.attention_factor == 1
+
+
+def test_parts_are_one_model(tmp_path, folder):
+    path = write_gguf(folder, tmp_path / "tiny.gguf", "Q8_0")
+    parts = split_gguf(path, 3)
+    whole, split = Checkpoint.open(path), Checkpoint.open(parts[0])
+    assert {tensor.file for tensor in split.tensors.values()} == set(parts)
+    expected, found = values_of(whole), values_of(split)
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+    assert models_in(tmp_path) == sorted([path, parts[0]])
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match="00002-of-00003"):
+        Checkpoint.open(parts[0])
+
+
+def test_a_folder_with_one_file_is_that_file_and_with_two_must_be_told(tmp_path, folder):
+    path = write_gguf(folder, tmp_path / "a.gguf")
+    assert Checkpoint.open(tmp_path).folder == path
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"eyes")
+    assert Checkpoint.open(tmp_path).folder == path
+    (tmp_path / "b.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match="2 GGUF models") as caught:
+        Checkpoint.open(tmp_path)
+    assert caught.value.hint == "name one of a.gguf, b.gguf"
+
+
+def test_the_tokenizer_of_a_file_is_that_of_the_checkpoint(folder, file):
+    ours, theirs = Tokenizer.from_folder(file), Tokenizer.from_folder(folder)
+    for text in ("the cat and the hat", "  two  spaces\n\nlines\t!", "naïve 東京 🙂", ""):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.render_chat(messages) == theirs.render_chat(messages)
+    assert ours.special_ids(["<|im_end|>"]) == theirs.special_ids(["<|im_end|>"])
+
+
+SENTENCE = {"▁": -3.0, "h": -9.0, "e": -9.5, "l": -9.7, "o": -9.9, "he": -1.0, "ll": -2.0}
+SENTENCE |= {"hell": -4.0, "hello": -5.0, "▁hello": -6.0, "▁he": -5.5}
+
+
+def sentence_piece(tmp_path, folder, **metadata):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *SENTENCE]
+    tokens += [f"<filler {i}>" for i in range(300 - len(tokens))]
+    scores = [0.0] * 259 + list(SENTENCE.values())
+    scores += [-100.0] * (300 - len(scores))
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(SENTENCE) + [5] * (41 - len(SENTENCE))
+    said = {
+        "tokenizer__ggml__model": "llama",
+        "tokenizer__ggml__pre": "default",
+        "tokenizer__ggml__merges": None,
+        "tokenizer__ggml__tokens": tokens,
+        "tokenizer__ggml__scores": scores,
+        "tokenizer__ggml__token_type": kinds,
+        "tokenizer__ggml__bos_token_id": 1,
+        "tokenizer__ggml__eos_token_id": 2,
+    }
+    return write_gguf(folder, tmp_path / "spm.gguf", **(said | metadata)), tokens
+
+
+def test_sentence_piece_merges_the_likeliest_first(tmp_path, folder):
+    path, tokens = sentence_piece(tmp_path, folder)
+    tokenizer = Tokenizer.from_folder(path)
+    assert [tokens[i] for i in tokenizer.encode("hello")] == ["<s>", "▁hello"]
+    # bytes where there is no token
+    assert [tokens[i] for i in tokenizer.encode("helé")][1:] == ["▁he", "l", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("hello hello")) == "hello hello"
+    path, tokens = sentence_piece(tmp_path, folder, tokenizer__ggml__add_space_prefix=False)
+    assert [tokens[i] for i in Tokenizer.from_folder(path).encode("hello")] == ["<s>", "hello"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"tokenizer__ggml__pre": "poro-chat"}, "'poro-chat': known ways to cut text are"),
+        ({"tokenizer__ggml__model": "t5"}, "'t5': gpt2 .* and llama"),
+        ({"tokenizer__ggml__merges": None}, "merges is missing"),
+        ({"tokenizer__ggml__token_type": [1, 2]}, "one for each token"),
+    ],
+)
+def test_a_tokenizer_of_an_unknown_kind_is_refused_by_name(tmp_path, folder, metadata, words):
+    path = write_gguf(folder, tmp_path / "tiny.gguf", **metadata)
+    with pytest.raises(CheckpointError, match=words):
+        Tokenizer.from_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"general__architecture": "mamba"}, "'mamba': one of llama, .* is served"),
+        ({"llama__block_count": None}, "llama.block_count is missing"),
+        ({"llama__embedding_length": "many"}, "embedding_length is 'many'"),
+        ({"llama__block_count": 4}, r"tensor model\.layers\.3\.\S+ is missing"),
+        ({"llama__feed_forward_length": 97}, "but its metadata asks for"),
+        ({"llama__attention__value_length": 8}, "value_length is '8'"),
+        ({"llama__rope__scaling__type": "magic"}, "scaling.type is 'magic'"),
+    ],
+)
+def test_what_metadata_says_wrongly_is_named(tmp_path, folder, metadata, words):
+    path = write_gguf(folder, tmp_path / "tiny.gguf", **metadata)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint.open(path)
+
+
+def test_a_quantisation_that_is_not_served_is_named_with_its_tensor(tmp_path, folder):
+    path = write_gguf(folder, tmp_path / "tiny.gguf", "F32")
+    content = path.read_bytes()
+    name = b"blk.1.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 16
+    path.write_bytes(content[:at] + struct.pack("<I", 16) + content[at + 4 :])
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* iq2_xxs"):
+        Checkpoint.open(path)
+
+
+def test_an_end_of_turn_ends_a_reply_whatever_the_file_calls_the_end_of_text(folder, file):
+    marks = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    id_by_text = {each["content"]: each["id"] for each in marks}
+    ends = Checkpoint.open(file).config.eos_token_ids
+    assert set(ends) == {id_by_text["<|end_of_text|>"], id_by_text["<|im_end|>"]}
+
+
+def header_of(file):
+    """All bytes before the first tensor's."""
+    start = min(tensor.start for tensor in GgufModel.open(file).tensors.values())
+    return file.read_bytes()[:start]
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_a_broken_file_is_an_error_and_takes_no_memory(file, tmp_path_factory, data):
+    content = bytearray(file.read_bytes())
+    num_header = len(header_of(file))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, num_header - 9))
+        size = data.draw(st.sampled_from([1, 4, 8]))
+        value = data.draw(st.sampled_from([0, 1, 255, 2**31 - 1, 2**63 - 1, 2**64 - 1, 7]))
+        content[at : at + size] = (value % 256**size).to_bytes(size, "little")
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content))) :]
+    path = tmp_path_factory.getbasetemp() / "broken.gguf"
+    path.write_bytes(content)
+    said = None
+    tracemalloc.start()
+    try:
+        Checkpoint.open(path)
+        Tokenizer.from_folder(path)
+    except PenstockError as error:
+        said = error
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 64 << 20
+    assert said is None or str(path) in str(said)
+
+
+@pytest.mark.parametrize("count_at", [8, 16])
+def test_an_absurd_count_is_refused_before_anything_is_read(tmp_path, file, count_at):
+    content = bytearray(file.read_bytes())
+    content[count_at : count_at + 8] = (2**63 - 1).to_bytes(8, "little")
+    path = tmp_path / "absurd.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="more than the file can hold"):
+        Checkpoint.open(path)
+
+
+def test_a_file_that_is_cut_names_the_tensor_that_is_not_whole(tmp_path, file):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(CheckpointError, match=r"tensor \S+ ends at byte \d+.*truncated"):
+        Checkpoint.open(path)
+
+
+def test_a_file_that_shrinks_while_its_header_is_read_is_cut_off(tmp_path, file, monkeypatch):
+    path, size = tmp_path / "shrinking.gguf", file.stat().st_size
+    path.write_bytes(header_of(file)[:100])
+    monkeypatch.setattr("os.fstat", lambda fd: SimpleNamespace(st_size=size))
+    with pytest.raises(CheckpointError, match=r"is cut off \(at byte \d+\)"):
+        Checkpoint.open(path)
+
+
+def test_an_older_version_and_big_endian_numbers_are_refused_by_name(tmp_path, file):
+    content = bytearray(file.read_bytes())
+    for version, words in ((1, "version 1"), (0x03000000, "big-endian")):
+        content[4:8] = version.to_bytes(4, "little")
+        path = tmp_path / "old.gguf"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=words):
+            Checkpoint.open(path)

@@ -1,0 +1,128 @@
+"""Keep the samples before the frame on screen: rates, sparklines, stalls.
+
+Owns: which readings are kept, and for how long.
+Invariant: every run of samples has one entry for each frame, oldest first; None is not reported.
+Never: reads a clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from appliance.frame.protocol import Frame
+
+HISTORY_FRAMES = 300
+DROPPED_FRAMES = 10
+"""Frames that never came are told for so many frames."""
+STALL_RATIO = 0.25
+"""Decode below this share of its running median, while a prompt is computed, is a stall."""
+Samples = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Samples of the last HISTORY_FRAMES frames, and rates since the last but one."""
+
+    prefill_tokens_per_s: Samples = ()
+    decode_tokens_per_s: Samples = ()
+    stalls: Samples = ()
+    """1 where decode stalled, else 0."""
+    queued: Samples = ()
+    handoffs_per_s: Samples = ()
+    handoff_bytes_per_s: Samples = ()
+    ttft_ms_p95: Samples = ()
+    itl_ms_p95: Samples = ()
+    power_w: Samples = ()
+    kv_used_ratio: Mapping[str, Samples] = field(default_factory=lambda: MappingProxyType({}))
+    """By pool."""
+    dropped_frames: Samples = ()
+    last: Frame | None = None
+
+    def after(self, frame: Frame) -> History:
+        """The history with one more frame; it starts anew when the daemon did."""
+        last = self.last
+        if last is not None and (last.pid != frame.pid or last.seq >= frame.seq):
+            return History().after(frame)
+        handoffs, handoff_bytes = _handoff_rates(last, frame)
+        decode_tokens_per_s = sum(worker.decode_tokens_per_s for worker in frame.workers)
+        kv_used_ratio = {
+            pool.name: _push(self.kv_used_ratio.get(pool.name, ()), pool.used_ratio)
+            for pool in frame.pools
+        }
+        return History(
+            _push(self.prefill_tokens_per_s, sum(w.prefill_tokens_per_s for w in frame.workers)),
+            _push(self.decode_tokens_per_s, decode_tokens_per_s),
+            _push(self.stalls, float(self._is_stall(frame, decode_tokens_per_s))),
+            _push(self.queued, frame.queue.queued),
+            _push(self.handoffs_per_s, handoffs),
+            _push(self.handoff_bytes_per_s, handoff_bytes),
+            _push(self.ttft_ms_p95, frame.latency.ttft_ms_p95),
+            _push(self.itl_ms_p95, frame.latency.itl_ms_p95),
+            _push(self.power_w, total_power_w(frame)),
+            MappingProxyType(kv_used_ratio),
+            _push(self.dropped_frames, frame.seq - last.seq - 1 if last else 0),
+            frame,
+        )
+
+    @property
+    def num_dropped_frames(self) -> int:
+        """Frames that never reached this console, among the last DROPPED_FRAMES."""
+        return round(sum(num or 0 for num in self.dropped_frames[-DROPPED_FRAMES:]))
+
+    def _is_stall(self, frame: Frame, decode_tokens_per_s: float) -> bool:
+        """Outputs wait while a prompt is computed."""
+        seen = [value for value in self.decode_tokens_per_s if value]
+        if not seen or not frame.queue.decoding or not frame.queue.prefilling:
+            return False
+        return decode_tokens_per_s < STALL_RATIO * statistics.median(seen)
+
+
+def has_meter(frame: Frame | None) -> bool:
+    """Whether any device reports power, energy or utilisation."""
+    if frame is None:
+        return False
+    return bool(frame.devices) or (frame.energy is not None and frame.energy.total_j is not None)
+
+
+def total_power_w(frame: Frame) -> float | None:
+    """All devices together; a MIG slice has no power of its own. None if no device reports any."""
+    readings = [device.power_w for device in frame.devices if device.parent is None]
+    known = [power_w for power_w in readings if power_w is not None]
+    return sum(known) if known else None
+
+
+def spread(samples: Sequence[float | None], num_samples: int, num_cells: int) -> Samples:
+    """The newest `num_samples` over `num_cells` of equal time; a cell has the mean of its samples.
+
+    What is older than the first sample is None, so that a cell means the same time from the
+    first frame on.
+    """
+    recent = list(samples[-num_samples:])
+    padded = [None] * (num_samples - len(recent)) + recent
+    cells: list[float | None] = []
+    for cell in range(num_cells):
+        start = cell * num_samples // num_cells
+        end = max(start + 1, (cell + 1) * num_samples // num_cells)
+        known = [value for value in padded[start:end] if value is not None]
+        cells.append(sum(known) / len(known) if known else None)
+    return tuple(cells)
+
+
+def _handoff_rates(last: Frame | None, frame: Frame) -> tuple[float | None, float | None]:
+    """Handoffs and their bytes per second: as told, else from the difference of two frames."""
+    if frame.handoff is not None:
+        return frame.handoff.handoffs_per_s, frame.handoff.bytes_per_s
+    elapsed_s = frame.uptime_s - last.uptime_s if last else 0.0
+    if last is None or elapsed_s <= 0:
+        return None, None
+    return (
+        (frame.totals.handoffs - last.totals.handoffs) / elapsed_s,
+        (frame.totals.handoff_bytes - last.totals.handoff_bytes) / elapsed_s,
+    )
+
+
+def _push(samples: Samples, value: float | None) -> Samples:
+    return (*samples, value)[-HISTORY_FRAMES:]

@@ -1,0 +1,213 @@
+"""Rebuild the requests of a past second from their rows in the log.
+
+Owns: estimates of what the stamps do not say.
+Invariant: stages and phases are those of the stamps; what the stamps do not say (tokens between
+the first and the last, blocks) is an estimate, and `is_estimated` says so.
+Never: reads a clock or a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from appliance.frame.protocol import (
+    Frame,
+    RequestFrame,
+    computed_at_end,
+)
+
+_STAGES = (
+    ("tokenize_ms", "t_tokenized_us"),
+    ("queue_ms", "t_started_us"),
+    ("prefill_ms", "t_first_token_us"),
+    ("handoff_ms", "t_attached_us"),
+    ("decode_wait_ms", "t_decode_started_us"),
+)
+_FOLLOWS = (
+    ("t_tokenized_us", "queue_ms"),
+    ("t_started_us", "prefill_ms"),
+    ("t_first_token_us", "decode_wait_ms"),
+    ("t_attached_us", "decode_wait_ms"),
+    ("t_decode_started_us", "decode_ms"),
+)
+"""Stamps in order, each with the stage that begins there where nothing else is known."""
+_KEPT = (
+    "endpoint", "model", "user", "num_sequences", "prompt_tokens", "cached_tokens", "received_at",
+    "restored_tokens",
+)  # fmt: skip
+_KEPT_OF_ENDED = (
+    "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
+    "restore_reason", "workers", "links", "changes",
+    "prefill_j", "decode_j", "cancelled_by",
+)  # fmt: skip
+
+_ADDED = {
+    "preemptions": 0, "paused_us": None, "cached_tokens": None,
+    "restored_us": None, "restored_tokens": 0, "restore_reason": None,
+    "workers": None, "links": None, "changes": None,
+}  # fmt: skip
+"""Columns that a recording of an earlier release has not got, and what they say then."""
+
+
+class PastRequest(RequestFrame):
+    """A request as it was."""
+
+    is_estimated: bool = True
+    """Its tokens and blocks between two stamps are."""
+
+
+def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastRequest:
+    """The request of a row when it was so old, which must be less than it became.
+
+    Args:
+        row: of the requests table.
+        age_ms: the time since its arrival.
+        frame: of that moment, for its workers and pools.
+    """
+    row = {**_ADDED, **row}
+    now_us = age_ms * 1000
+    phase = _phase(row, now_us)
+    transport = row["transport"] if _is_past(row, "t_attached_us", now_us) else None
+    output_tokens = _output_tokens(row, now_us)
+    route = row["route"] if phase != "queued" else None
+    return PastRequest(
+        id=row["rid"],
+        phase=phase,
+        stream=bool(row["stream"]),
+        computed_tokens=_computed_tokens(row, now_us, output_tokens),
+        output_tokens=output_tokens,
+        max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
+        num_blocks=0 if phase == "queued" else _num_blocks(row, output_tokens, frame),
+        worker=None if phase == "queued" else _worker(row, phase, frame),
+        transport=transport,
+        age_ms=age_ms,
+        handoff_bytes=row["handoff_bytes"] if transport else None,
+        route=route,
+        route_reason=row["route_reason"] if route else None,
+        is_estimated=phase != "queued",
+        **{name: row[name] for name in _KEPT},
+        **_with_restore(_stages(row, now_us), row),
+    )
+
+
+def ended(row: Mapping[str, Any]) -> RequestFrame:
+    """The request of a row when it was over, as the log's own view of the row has it."""
+    row = {**_ADDED, **row}
+    cut = _stages(row, math.inf)
+    finished_us = row["t_finished_us"]
+    if finished_us is not None:
+        stage, begun_us = "tokenize_ms", 0
+        for stamp, follows in _FOLLOWS:
+            if row[stamp] is not None:
+                stage, begun_us = follows, row[stamp]
+        cut[stage] = (finished_us - begun_us) / 1000  # the stage that it was in took until then
+        cut["e2e_ms"] = finished_us / 1000
+        if (paused_us := row["paused_us"]) is not None and "decode_ms" in cut:
+            cut["paused_ms"] = min(paused_us / 1000, cut["decode_ms"])
+            cut["decode_ms"] -= cut["paused_ms"]
+    num_output, num_timed = row["completion_tokens"], row["num_timed_tokens"] or 0
+    if num_timed >= 2 and row["t_last_token_us"] is not None:
+        spread_us = row["t_last_token_us"] - row["t_first_token_us"]
+        cut["tpot_ms"] = spread_us / 1000 / (num_timed - 1)
+    return RequestFrame(
+        id=row["rid"],
+        phase="finished",
+        stream=bool(row["stream"]),
+        computed_tokens=computed_at_end(row["prompt_tokens"], num_output),
+        output_tokens=num_output,
+        max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
+        num_blocks=0,
+        worker=None if row["route"] == "move" else row["route"],  # by two, whom no row names
+        age_ms=(finished_us or 0) / 1000,
+        preemptions=row["preemptions"],
+        **{name: row[name] for name in (*_KEPT, *_KEPT_OF_ENDED)},
+        **_with_restore(cut, row),
+    )
+
+
+def _is_past(row: Mapping[str, Any], stamp: str, now_us: float) -> bool:
+    at_us = row[stamp]
+    return at_us is not None and at_us <= now_us
+
+
+def _phase(row: Mapping[str, Any], now_us: float) -> str:
+    """The phase, as far as stamps tell: what waits in a worker still counts as queued."""
+    if not _is_past(row, "t_started_us", now_us):
+        return "queued"
+    if not _is_past(row, "t_first_token_us", now_us):
+        return "prefilling"
+    is_attaching = row["t_attached_us"] is not None
+    if is_attaching and not _is_past(row, "t_attached_us", now_us):
+        return "handing_off"
+    return "decoding"
+
+
+def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
+    """The stages that are over, and the gaps that have been seen."""
+    cut: dict[str, Any] = {}
+    cursor_us = 0
+    for stage, stamp in _STAGES:
+        if _is_past(row, stamp, now_us):
+            cut[stage] = (row[stamp] - cursor_us) / 1000
+            cursor_us = row[stamp]
+    if _is_past(row, "t_first_token_us", now_us):
+        cut["ttft_ms"] = row["t_first_token_us"] / 1000
+        if _is_past(row, "t_second_token_us", now_us):
+            cut["first_itl_ms"] = (row["t_second_token_us"] - row["t_first_token_us"]) / 1000
+    return cut
+
+
+def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The stages with the wait for the disk taken out of the queue's, which is over."""
+    if (restored_us := row["restored_us"]) is not None and "queue_ms" in cut:
+        cut["restore_ms"] = min(restored_us / 1000, cut["queue_ms"])
+        cut["queue_ms"] -= cut["restore_ms"]
+    return cut
+
+
+def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
+    """Each sequence's first and second with their stamps, all with the last's, evenly between."""
+    num_all, num_sequences = int(row["completion_tokens"] or 0), int(row["num_sequences"])
+    if not _is_past(row, "t_first_token_us", now_us):
+        return 0
+    if _is_past(row, "t_last_token_us", now_us) or row["t_last_token_us"] is None:
+        return num_all
+    if not _is_past(row, "t_second_token_us", now_us):
+        return min(num_sequences, num_all)
+    second_us, last_us = row["t_second_token_us"], row["t_last_token_us"]
+    num_first = min(2 * num_sequences, num_all)
+    return num_first + int((now_us - second_us) / (last_us - second_us) * (num_all - num_first))
+
+
+def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) -> int:
+    """The prompt evenly from its first step to token 1; then all but the newest token."""
+    started_us, first_us = row["t_started_us"], row["t_first_token_us"]
+    prompt_tokens = int(row["prompt_tokens"])
+    if not _is_past(row, "t_started_us", now_us):
+        return 0
+    if output_tokens:
+        return prompt_tokens + max(0, output_tokens - int(row["num_sequences"]))
+    end_us = first_us if first_us is not None else row["t_finished_us"]
+    if end_us is None or end_us <= started_us:
+        return 0
+    return int(prompt_tokens * min(1.0, (now_us - started_us) / (end_us - started_us)))
+
+
+def _num_blocks(row: Mapping[str, Any], output_tokens: int, frame: Frame) -> int:
+    """For its tokens at that moment, in a pool of the frame's."""
+    if not frame.pools or frame.pools[0].block_size <= 0:
+        return 0
+    each: float = (row["prompt_tokens"] + output_tokens) / row["num_sequences"]
+    return math.ceil(each / frame.pools[0].block_size) * int(row["num_sequences"])
+
+
+def _worker(row: Mapping[str, Any], phase: str, frame: Frame) -> str | None:
+    """Its route is who ran all of it; if it moved, by its phase; else the only one there is."""
+    if len(frame.workers) == 1:
+        return frame.workers[0].name
+    if row["route"] == "move":
+        return "decode" if phase == "decoding" else "prefill"
+    names = (worker.name for worker in frame.workers)
+    return next((name for name in names if name == row["route"]), None)

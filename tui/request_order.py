@@ -1,0 +1,63 @@
+"""Order the requests that the tables list.
+
+Owns: the orders to sort by.
+Never: lists a request twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from appliance.frame.protocol import RequestFrame
+from tui.filters import NUMBERS, Filter
+
+SORTS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType(
+    {name: NUMBERS[name] for name in ("time", "in", "out", "ttft", "tpot", "blocks", "j")}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestListing:
+    """Order and filter of both tables."""
+
+    sort: str = "time"
+    is_reversed: bool = False
+    """The least first."""
+    filter: Filter = field(default_factory=Filter)
+
+    def sorted_by_next(self, is_metered: bool = True) -> RequestListing:
+        """The same by the next of SORTS, of which energy needs a meter."""
+        names = [name for name in SORTS if is_metered or name != "j"]
+        return replace(self, sort=names[(names.index(self.sort) + 1) % len(names)])
+
+    def of(self, requests: Iterable[RequestFrame]) -> list[RequestFrame]:
+        """The requests that the filter admits, in order."""
+        read = SORTS[self.sort]
+        admitted = [request for request in requests if self.filter.admits(request)]
+        known = [request for request in admitted if read(request) is not None]
+        unknown = [request for request in admitted if read(request) is None]
+        return [
+            *sorted(known, key=lambda r: read(r) or 0.0, reverse=not self.is_reversed),
+            *unknown,
+        ]
+
+    def num_admitted(self, requests: Iterable[RequestFrame]) -> int:
+        """How many of them the filter admits."""
+        return sum(map(self.filter.admits, requests))
+
+    def arranged(
+        self, live: Sequence[RequestFrame], finished: Iterable[RequestFrame]
+    ) -> list[RequestFrame]:
+        """Live requests in order, then finished ones, by age the newest first.
+
+        One that is in both is still live: the two are not asked for at the same time.
+        """
+        ordered = self.of(live)
+        ids = {request.id for request in live}
+        ended = [request for request in finished if request.id not in ids]
+        if self.sort != "time":
+            return ordered + self.of(ended)
+        admitted = [request for request in ended if self.filter.admits(request)]
+        return ordered + (admitted[::-1] if self.is_reversed else admitted)

@@ -1,0 +1,63 @@
+"""Define what happens in the console as Textual messages.
+
+Owns: the words of the messages.
+Invariant: a newer frame replaces one that has not been shown; nothing else is ever dropped.
+Never: carries anything but what happened.
+"""
+
+from __future__ import annotations
+
+from textual.message import Message
+
+from appliance.frame.protocol import Frame, RequestFrame
+from tui.feed import FeedLost
+from tui.view import Caller
+
+
+class FrameArrived(Message, bubble=False):
+    """The daemon sent a frame."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self.frame = frame
+
+    def can_replace(self, message: Message) -> bool:
+        """A newer frame makes one that is still waiting superfluous."""
+        return isinstance(message, FrameArrived)
+
+
+class LinkLost(Message, bubble=False):
+    """The daemon is out of reach; the next attempt comes in `retry_in_s`."""
+
+    def __init__(self, loss: FeedLost, retry_in_s: float) -> None:
+        super().__init__()
+        self.loss = loss
+        self.retry_in_s = retry_in_s
+
+
+class CallerKnown(Message, bubble=False):
+    """The daemon has said whom it takes the console for."""
+
+    def __init__(self, caller: Caller) -> None:
+        super().__init__()
+        self.caller = caller
+
+
+class FinishedArrived(Message, bubble=False):
+    """The daemon has told the newest finished requests."""
+
+    def __init__(self, requests: tuple[RequestFrame, ...]) -> None:
+        super().__init__()
+        self.requests = requests
+
+
+class WindowMoved(Message):
+    """The request table shows other rows than before."""
+
+
+class KeyUnderDialog(Message):
+    """A key that means nothing to the dialog on top."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key

@@ -1,0 +1,95 @@
+"""Lay out the overview page's panels.
+
+Owns: the layout of the first page, with console.tcss.
+Invariant: `show` draws only rows that changed.
+Invariant: a page of lines is a pure function of a view and a size; the other two are widgets.
+Never: talks to the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from textual.app import ComposeResult
+from textual.containers import Container
+
+from appliance.frame.protocol import Frame
+from tui.history import has_meter
+from tui.lines import Line
+from tui.panels import gauges, header, kv, lanes
+from tui.view import View, workers_for
+from tui.widgets.panel import Panel, RequestBox, entitle
+
+_Title = Callable[[View, int, int], str]
+"""A title for a view, a width and a height."""
+_Paint = Callable[[View, int, int], list[Line]]
+FRAMED: dict[str, tuple[_Title, _Paint]] = {
+    "prefill": (lambda view, width, height: lanes.prefill_title(view), lanes.prefill),
+    "handoff": (lambda view, width, height: lanes.handoff_title(view), lanes.handoff),
+    "decode": (lambda view, width, height: lanes.decode_title(view), lanes.decode),
+    "kv": (gauges.kv_title, gauges.kv),
+    "latency": (lambda view, width, height: gauges.title(view), gauges.latency),
+    "machine": (lambda view, width, height: "MACHINE", gauges.machine),
+    "events": (lambda view, width, height: "EVENTS", header.events),
+}
+_MAX_POOLS = 4
+_MAX_WORKERS = 4
+"""Of one phase, that make its lane higher."""
+
+
+class Overview(Container):
+    """Lanes, gauges, requests, events."""
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self._view = View()
+
+    def compose(self) -> ComposeResult:
+        """From top to bottom."""
+        with Container(id="lanes"):
+            yield from map(self._framed, ("prefill", "handoff", "decode"))
+        with Container(id="gauges"):
+            yield self._framed("kv")
+            with Container(id="pair"):
+                yield from map(self._framed, ("latency", "machine"))
+        yield RequestBox(id="live")
+        yield self._framed("events")
+
+    def _framed(self, name: str) -> Panel:
+        paint = FRAMED[name][1]
+        return Panel(
+            lambda width, height: paint(self._view, width, height), id=name, classes="framed"
+        )
+
+    def show(self, view: View) -> None:
+        """Repaint for what is known now."""
+        self._view = view
+        frame = view.frame
+        num_pools = min(_MAX_POOLS, len(frame.pools)) if frame else 1
+        for num in range(2, _MAX_POOLS + 1):
+            self.set_class(num_pools == num, f"-pools-{num}")
+        num_workers = max(len(workers_for(frame, role)) for role in ("prefill", "decode"))
+        for num in range(2, _MAX_WORKERS + 1):
+            self.set_class(min(num_workers, _MAX_WORKERS) == num, f"-workers-{num}")
+        for name, (title, _) in FRAMED.items():
+            panel = self.query_one(f"#{name}", Panel)
+            entitle(panel, title(view, *panel.size))
+            panel.repaint()
+        self.set_class(not header.events(view, 1, 1), "-no-events")
+        self.query_one(RequestBox).show(view)
+
+
+NAMES = ("overview", "requests", "kv", "handoff", "events", "power")
+"""By their digits, from 1."""
+Paint = Callable[[View, int, int], list[Line]]
+"""Lines for a view, a width and a height; there may be more of them, a page scrolls."""
+LINED: Mapping[str, Paint] = MappingProxyType(
+    {"kv": kv.page, "handoff": lanes.page, "events": header.page, "power": gauges.page}
+)
+"""Pages that are lines and nothing else."""
+
+
+def pages(frame: Frame | None) -> tuple[str, ...]:
+    """The pages that have something to show: power needs a meter."""
+    return tuple(name for name in NAMES if name != "power" or has_meter(frame))
