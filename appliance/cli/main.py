@@ -26,7 +26,7 @@ from engine.errors import PenstockError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "Talk and serve": {
-        "run": "chat",
+        "run": "run",
         "chat": "chat",
         "serve": "control",
         "stop": "control",

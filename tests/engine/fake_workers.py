@@ -22,7 +22,7 @@ from engine.wire.messages import (
     Stepped,
     UseCores,
 )
-from engine.workers.running import Running
+from engine.workers.running import WorkerRequest
 
 BLOCK_SIZE = 4
 
@@ -77,7 +77,7 @@ class FakeWorker:
         command = self.inbox.popleft()
         match command:
             case Admit():
-                self.running[command.seq_id] = Running.of(command, (), now_ns)
+                self.running[command.seq_id] = WorkerRequest.of(command, (), now_ns)
             case Release(seq_id, generation, reason):
                 running = self.running.get(seq_id)
                 if running is not None and running.generation == generation:

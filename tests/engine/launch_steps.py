@@ -19,7 +19,7 @@ from engine.model.weights import load_weights
 from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, Running
+from engine.workers.running import Grammars, WorkerRequest
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS, NUM_STEPS = 16, 1024, 64, 60
@@ -53,7 +53,7 @@ def sequence(rng, number, *, is_decoding):
     length = rng.choice([rng.randrange(1, 40), rng.randrange(1, MAX_MODEL_LEN)])
     new = 1 if is_decoding else rng.randrange(1, min(length, STEP_TOKENS // 4) + 1)
     temperature = rng.choice([0.0, 0.0, 1.0])
-    running = Running(
+    running = WorkerRequest(
         seq_id=number,
         generation=0,
         token_ids=[0] * length,
