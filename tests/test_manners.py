@@ -36,10 +36,6 @@ def standing(tiny_llama, tmp_path_factory):
         while b"READY=1" not in manager.recv(4096):
             pass
         daemon.status_when_announced = daemon.get_status("/ready")
-    daemon.pinned = {
-        worker["name"]: (os.sched_getaffinity(worker["pid"]), set(worker["cpus"]))
-        for worker in daemon.state()["workers"]
-    }
     yield daemon
     daemon.assert_all_free()
     assert daemon.stop() == 0
@@ -57,11 +53,16 @@ def test_503_while_loading(standing):
 
 
 def test_workers_are_pinned_to_different_cores(standing):
-    assert set(standing.pinned) == {"prefill", "decode"}
-    for is_allowed, is_said in standing.pinned.values():
-        assert is_allowed == is_said
-    if len(os.sched_getaffinity(0)) > 1:
-        assert not standing.pinned["prefill"][0] & standing.pinned["decode"][0]
+    """Said and true agree as soon as no core is on its way from one worker to the other."""
+
+    def is_pinned():
+        said = {each["name"]: each for each in standing.fresh_state()["workers"]}
+        allowed = {name: os.sched_getaffinity(each["pid"]) for name, each in said.items()}
+        is_as_said = all(allowed[name] == set(each["cpus"]) for name, each in said.items())
+        is_apart = not allowed["prefill"] & allowed["decode"] or len(os.sched_getaffinity(0)) == 1
+        return set(said) == {"prefill", "decode"} and is_as_said and is_apart
+
+    standing.wait_for(is_pinned, 10)
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_refused(standing, start_daemon, tiny_llama):

@@ -19,10 +19,10 @@ def test_what_a_daemon_has_measured_its_next_start_knows(start_daemon, tmp_path)
         reply = daemon.http.post("/v1/completions", json=asked)
         assert reply.status_code == 200
     daemon.wait_for(is_over, 90)
-    num_unknown = daemon.http.get("/v1/penstock/measure").json()["num_unknown"]
     daemon.stop()
     rows = ProfileStore(tmp_path / "d" / "state").rows()
     assert {"prompt_ms", "decode_ms"} <= {row.key.what for row in rows}
     again = start_daemon(*ARMS["elastic"], folder=tmp_path / "d", env=ON).wait_ready()
     assert "First start of this model here" not in again.stderr
-    assert again.http.get("/v1/penstock/measure").json()["num_unknown"] == num_unknown
+    left = again.http.get("/v1/penstock/measure").json()["num_unknown"]
+    assert left < len(rows) / 4  # steps that took too long for a request to wait are tried again

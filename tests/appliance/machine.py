@@ -34,7 +34,7 @@ class Machine:
         self.send = lambda worker, command: None
         """What becomes of a command to a worker."""
         self.router = Router(
-            plan.placement.places,
+            plan.placement.topology,
             Ledger(plan.placement.pools()),
             FairQueue(8, 100),
             send=lambda worker, command: self.send(worker, command),
@@ -59,7 +59,7 @@ class Machine:
     def run(self):
         """Let workers that compute nothing follow the router until nothing is left to do."""
         memory, now_ns = {}, time.monotonic_ns()
-        pool_of = self.router.places.pool_of
+        pool_of = self.router.topology.pool_of
         names = [plan.name for plan, _ in self.plan.workers]
         workers = {name: FakeWorker(name, pool_of(name), memory) for name in names}
         self.send = lambda name, command: workers[name].inbox.append(command)

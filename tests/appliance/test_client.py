@@ -176,7 +176,7 @@ def test_a_socket_left_behind_means_not_running(tmp_path: Path) -> None:
     path = tmp_path / "p.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    with pytest.raises(DaemonUnreachable, match="nobody listens"):
+    with pytest.raises(DaemonUnreachable, match="nothing listens"):
         Client(UnixAddress(path)).get("/a")
 
 

@@ -55,8 +55,8 @@ def test_an_install_that_is_refused_does_nothing(monkeypatch, capsys):
     def refuse(program):
         raise ConfigError("the service's user cannot enter it")
 
-    monkeypatch.setattr(install_service, "check_program", refuse)
-    monkeypatch.setattr(install_service, "do_step", lambda step: pytest.fail(f"did {step}"))
+    monkeypatch.setattr(control, "check_program", refuse)
+    monkeypatch.setattr(control, "do_step", lambda step: pytest.fail(f"did {step}"))
     with pytest.raises(ConfigError):
         control.install_service(dry_run=False)
     assert capsys.readouterr().out == ""

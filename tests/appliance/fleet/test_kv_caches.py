@@ -7,13 +7,14 @@ import re
 import threading
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from appliance import process
 from appliance.configuration.config import ServeConfig
-from appliance.fleet import kv_caches, ssd_cache
+from appliance.fleet import ssd_cache
 from appliance.fleet.placement import Placement
 from appliance.fleet.ssd_cache import SsdAllowance, allowance, ssd_forecast
 from engine.cache.topology import Topology
@@ -37,7 +38,7 @@ def said(folder, asked, block_bytes=PLACEMENT.block_bytes):
 def disk(monkeypatch):
     def has_free(num_bytes):
         usage = Usage(1000 * GIB, 0, num_bytes)
-        monkeypatch.setattr(kv_caches.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(ssd_cache.shutil, "disk_usage", lambda _: usage)
 
     return has_free
 
@@ -133,11 +134,11 @@ def test_a_folder_that_can_hold_nothing_is_named_with_the_reason_and_a_hint(aske
         (tmp_path / "file", "file is not a folder"),
         (tmp_path / "file" / "kv", "kv would be made, is not a folder"),
     ]:
-        told = said(kv_caches.Path(folder), asked)
+        told = said(Path(folder), asked)
         assert str(folder) in told
         assert why in told
         assert "(ssd_dir)" in told
-        assert said(kv_caches.Path(folder), "off") is None
+        assert said(Path(folder), "off") is None
 
 
 def test_looking_leaves_nothing(tmp_path):
@@ -149,8 +150,8 @@ async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, mo
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
         monkeypatch.setattr(process, name, value)
     hangs, seen = threading.Event(), {}
-    open_slabs = kv_caches.Slabs.open
-    monkeypatch.setattr(kv_caches.Slabs, "open", lambda slabs: [open_slabs(slabs), hangs.wait()][0])
+    open_slabs = ssd_cache.Slabs.open
+    monkeypatch.setattr(ssd_cache.Slabs, "open", lambda slabs: [open_slabs(slabs), hangs.wait()][0])
     folder = tmp_path / "kv"
     config = SimpleNamespace(ssd_folder=folder, ssd_dir=None, ssd_cache=64 << 20, log_keep_days=1)
     cache = ssd_cache.SsdCache(config, lambda _, code, about: seen.update({code: cache.frame()}))

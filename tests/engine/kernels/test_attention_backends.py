@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels import attention_backends
+from engine.kernels import attention_needs
 from engine.kernels.attention_backends import (
     ATTENTION_BACKENDS,
     AttentionNeeds,
@@ -159,7 +159,7 @@ def test_flash_attn_counts_if_its_function_imports(
 def test_an_import_that_kills_its_python_or_never_ends_is_a_fault(monkeypatch, caplog):
     assert import_fault("import os; os.kill(os.getpid(), 11)") == "not imported: exit code -11"
     for name, value in (("LIMIT", 0.15), ("TOLD", 0.05), ("LOOK", 0.05)):
-        monkeypatch.setattr(attention_backends, f"_IMPORT_{name}_S", value)
+        monkeypatch.setattr(attention_needs, f"_IMPORT_{name}_S", value)
     caplog.set_level("INFO", "penstock")
     assert "timed out" in import_fault("import time; time.sleep(9)")
     assert caplog.messages == ["waiting for `import time; time.sleep(9)`, at most 0.15 s"]

@@ -48,7 +48,7 @@ def test_a_node_that_is_not_there_is_said_and_the_memory_is_good():
 
 SCRIPT = """
 import os, threading, torch
-from engine.workers.device import use_cores
+from engine.workers.affinity import use_cores
 cpus = sorted(os.sched_getaffinity(0))[:2]
 stop = threading.Event()
 other = threading.Thread(target=stop.wait, daemon=True)
