@@ -15,7 +15,14 @@ import triton.language as tl
 
 from engine.checkpoint.model_config import ACTIVATIONS
 from engine.model.attention import next_power_of_2
-from engine.model.sampler import NO_TOKEN, NUM_DRAW_FIELDS
+from engine.model.sampler import (
+    FIRST_FACTOR,
+    LARGEST_UNIFORM,
+    NO_TOKEN,
+    NUM_DRAW_FIELDS,
+    SECOND_FACTOR,
+    UNIFORM_STEP,
+)
 
 _OVERFLOWN = tl.constexpr(6e4)
 """The largest key or value that is stored, as in engine.model.attention."""
@@ -254,11 +261,9 @@ def _place_kernel(
 
 
 # The next token on the device: the distribution and the draws of engine.model.sampler, by Triton.
-# Sorting a vocabulary costs more than looking for the one place in it that is wanted. Every filter
-# keeps a prefix of the tokens in order of their logits, and a draw is a place in that prefix: each
-# is the border above which tokens are so many, or weigh so much, and is found by bisection. A row
-# takes one pass over its logits if it is greedy, and some tens if it draws. Of tokens with equal
-# logits the smaller id comes first.
+# Sorting a vocabulary costs more than looking for the one border that each filter has: above it
+# tokens are so many, or weigh so much; bisection finds it. A greedy row takes one pass over its
+# logits, a draw without filters two, a filter some tens.
 # Invariant: a row's token depends on its own logits and parameters alone; no value is read back.
 # Never: looks at grammars, penalties or log-probabilities, keeps random state.
 
@@ -266,7 +271,11 @@ def _place_kernel(
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _BELOW_ALL = tl.constexpr(-(2**31))
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_DRAW_TILE = 8192
+_FIRST_FACTOR = tl.constexpr(FIRST_FACTOR)
+_SECOND_FACTOR = tl.constexpr(SECOND_FACTOR & 0xFFFFFFFF)
+_UNIFORM_STEP = tl.constexpr(UNIFORM_STEP)
+_LARGEST_UNIFORM = tl.constexpr(LARGEST_UNIFORM)
+_DRAW_TILE = 4096
 
 
 def sample_rows(logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
@@ -334,12 +343,11 @@ def _mass(row, vocab_size, best, sharpness, least, TILE: tl.constexpr):
 def _border(
     row, vocab_size, best, sharpness, least, target, COUNTS: tl.constexpr, TILE: tl.constexpr
 ):
-    """The least key above which tokens weigh, or count, no more than the target; and how much.
+    """Find the least key above which tokens weigh, or count, less than the target.
 
     Both ends are moved on to keys that tokens have, so that the search ends when it has found one.
     """
     low, high = tl.full([], _BELOW_ALL, tl.int32), _key(best)
-    above = tl.full([], 0.0, tl.float64)
     while low + 1 < high:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         sums = tl.zeros([TILE], tl.float32)
@@ -351,43 +359,53 @@ def _border(
             sums += tl.where(keys > middle, measure, 0.0)
             floors = tl.maximum(floors, tl.where(keys > middle, low, keys))
             ceilings = tl.minimum(ceilings, tl.where(keys > middle, keys, high))
-        total = tl.sum(sums.to(tl.float64), 0)
-        if total <= target:
-            high, above = tl.maximum(tl.max(floors, 0), low + 1), total
+        if tl.sum(sums.to(tl.float64), 0) < target:
+            high = tl.maximum(tl.max(floors, 0), low + 1)
         else:
             low = tl.min(ceilings, 0) - 1
-    return high, above
+    return high
+
+
+@triton.jit
+def _noise(ids, first, second):
+    """Make the numbers of engine.model.sampler.noise: the same bits up to the logarithm."""
+    bits = ids.to(tl.uint32) ^ first
+    bits = (bits ^ (bits >> 16)) * _FIRST_FACTOR
+    bits = (bits ^ (bits >> 15)) + second
+    bits = bits * _SECOND_FACTOR
+    bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * _UNIFORM_STEP, _LARGEST_UNIFORM)
+    # log1p, which Triton lacks: what 1 - uniform is rounded by, its logarithm is scaled by
+    rest = 1.0 - uniform
+    taken = 1.0 - rest
+    scale = uniform / tl.where(taken > 0, taken, 1.0)
+    return tl.where(taken > 0, -tl.log(rest) * scale, uniform)
 
 
 @triton.jit
 def _drawn(row, vocab_size, best, draw, TILE: tl.constexpr):
-    """The token where the distribution that is left reaches the draw's uniform number."""
+    """Find the token with the largest ratio of weight to noise among those the filters keep."""
     sharpness = 1.0 / tl.load(draw).to(tl.float32)
-    least, top_k = tl.load(draw + 3).to(tl.float32), tl.load(draw + 4).to(tl.int32)
+    first = tl.load(draw + 1).to(tl.int32).to(tl.uint32, bitcast=True)
+    second = tl.load(draw + 2).to(tl.int32).to(tl.uint32, bitcast=True)
+    top_p, least = tl.load(draw + 3), tl.load(draw + 4).to(tl.float32)
+    top_k = tl.load(draw + 5).to(tl.int32)
     if (top_k > 0) & (top_k < vocab_size):
-        target = (top_k - 1).to(tl.float64)
-        last, _ = _border(row, vocab_size, best, sharpness, 0.0, target, True, TILE)
+        target = top_k.to(tl.float64)
+        last = _border(row, vocab_size, best, sharpness, 0.0, target, True, TILE)
         least = tl.maximum(least, _weight(_value(last), best, sharpness, 0.0))
-    kept = _mass(row, vocab_size, best, sharpness, least, TILE)
-    top_p = tl.load(draw + 2)
     if top_p < 1.0:
-        target = top_p * kept
-        last, above = _border(row, vocab_size, best, sharpness, least, target, False, TILE)
-        weight = _weight(_value(last), best, sharpness, 0.0).to(tl.float64)
-        kept = tl.minimum(kept, above + tl.ceil((target - above) / weight) * weight)
-    # never rounded up to the very end
-    target = tl.minimum(tl.load(draw + 1), 1.0 - 2.0**-50) * kept
-    last, above = _border(row, vocab_size, best, sharpness, least, target, False, TILE)
-    weight = _weight(_value(last), best, sharpness, 0.0).to(tl.float64)
-    rank = tl.floor((target - above) / weight).to(tl.int32) + 1
-    count, token_id = 0, 0
+        target = top_p * _mass(row, vocab_size, best, sharpness, least, TILE)
+        last = _border(row, vocab_size, best, sharpness, least, target, False, TILE)
+        least = tl.maximum(least, _weight(_value(last), best, sharpness, 0.0))
+    largest, places = tl.full([TILE], -1.0, tl.float32), tl.arange(0, TILE)
     for start in range(0, vocab_size, TILE):
         ids, x = _load(row, start, vocab_size, TILE)
-        is_last = (_key(x) == last).to(tl.int32)
-        ranks = count + tl.cumsum(is_last, 0)
-        token_id = tl.maximum(token_id, tl.max(tl.where(ranks <= rank, ids * is_last, 0), 0))
-        count += tl.sum(is_last, 0)
-    return token_id
+        ratio = _weight(x, best, sharpness, least) / _noise(ids, first, second)
+        ratio = tl.where(ids < vocab_size, ratio, -1.0)
+        places = tl.where(ratio > largest, ids, places)
+        largest = tl.maximum(ratio, largest)
+    return tl.min(tl.where(largest == tl.max(largest, 0), places, vocab_size), 0)
 
 
 # views of a step's tensors begin anywhere, and no step may wait for a compiler

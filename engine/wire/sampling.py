@@ -16,8 +16,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     max_tokens: int
     """Output tokens at most; at least 1."""
     seed: int
-    """0 <= seed < 2**63. The draw for output i is a function of (seed, i) alone; output_offset is
-    the first i."""
+    """0 <= seed < 2**63. The noise of a draw is a hash of seed, output index and token id;
+    output_offset is the first index."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0

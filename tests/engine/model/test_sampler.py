@@ -1,4 +1,4 @@
-"""Draws follow the stated distribution and depend on seed and position alone."""
+"""Draws follow the stated distribution and depend on seed, position and token alone."""
 
 import math
 
@@ -7,17 +7,18 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.model.sampler import logprobs, sample, uniform
+from engine.model.sampler import draw_of, key_of, logprobs, noise, sample, sample_rows
 from engine.wire.sampling import SamplingParams
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+GOLDEN_NOISE = (0.7987861633300781, 1.8395558595657349, 1.0318806171417236)
 
 
 def params(**changes):
     return SamplingParams(**({"max_tokens": 8, "seed": 0} | changes))
 
 
-def noise(num_rows, vocab_size, seed=0):
+def random_logits(num_rows, vocab_size, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, vocab_size, generator=generator) * 2
 
@@ -39,40 +40,82 @@ def reference(logits, p):
     return [token for token, _ in nucleus], [weight / mass for _, weight in nucleus]
 
 
-@given(
-    vocab_size=st.sampled_from([1, 2, 50, 700]),
-    logits_seed=st.integers(0, 10_000),
-    temperature=st.sampled_from([0.01, 0.5, 1.0, 3.0]),
-    top_k=st.sampled_from([0, 1, 2, 40, 300, 1000]),
-    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.001, 0.1, 1.0]),
-    seed=st.integers(0, 2**63 - 1),
-    index=st.integers(0, 100_000),
-)
-def test_a_draw_is_the_references_draw(
-    vocab_size, logits_seed, temperature, top_k, top_p, min_p, seed, index
-):
-    p = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    logits = noise(1, vocab_size, logits_seed)
-    ids, probabilities = reference(logits[0].tolist(), p)
-    u, borders = uniform(seed, index), torch.tensor(probabilities).cumsum(0)
-    assume(len(ids) == 1 or (borders[:-1] - u).abs().min() > 1e-4)
-    expected = min(int((borders <= u).sum()), len(ids) - 1)
-    ((token, logprob),) = sample(logits, [p], [index])
-    assert logprob is None
-    # float32 may see one token more or less at the edge of a filter
-    assert token in ids[max(expected - 1, 0) : expected + 2]
+def reference_noise(seed, index, token):
+    """An exponential number in float64, by integers without end."""
+    first, second = (half % 2**32 for half in key_of(seed, index))
+    bits = token ^ first
+    bits = (bits ^ bits >> 16) * 0x7FEB352D % 2**32
+    bits = ((bits ^ bits >> 15) + second) % 2**32 * 0x846CA68B % 2**32
+    bits = (bits ^ bits >> 16) % 2**31
+    return -math.log1p(-min((bits + 0.5) / 2**31, 1 - 2**-24))
 
 
-def test_a_nucleus_wider_than_the_sorted_prefix_is_drawn_from_whole():
-    p, logits = params(temperature=5.0, top_p=0.7, seed=9), noise(1, 1000)
-    ids, probabilities = reference(logits[0].tolist(), p)
-    assert len(ids) > 500
-    borders = torch.tensor(probabilities, dtype=torch.float64).cumsum(0)
+def reference_draw(logits, p, index):
+    """Tokens by their chance to win this draw, of those in the reference's distribution."""
+    ids, probabilities = reference(logits, p)
+    races = [
+        (q / reference_noise(p.seed, index, i), i) for i, q in zip(ids, probabilities, strict=True)
+    ]
+    return sorted(races, reverse=True)
+
+
+def is_clear(logits, p, races):
+    """True if float32 cannot choose another token: at the end, or at the edge of a filter."""
+    if len(races) > 1 and races[0][0] < races[1][0] * 1.0001:
+        return False
+    kept = [i for _, i in races]
+    for factor in (0.9999, 1.0001):
+        moved = [p.top_p * factor if p.top_p < 1 else 1.0, p.min_p * factor]
+        changed = params(
+            temperature=p.temperature, top_k=p.top_k, top_p=min(moved[0], 1.0), min_p=moved[1]
+        )
+        if set(reference(logits, changed)[0]) != set(kept):
+            return False
+    return True
+
+
+SETTINGS = {
+    "vocab_size": st.sampled_from([1, 2, 50, 700]),
+    "logits_seed": st.integers(0, 10_000),
+    "temperature": st.sampled_from([0.01, 0.5, 1.0, 3.0]),
+    "top_k": st.sampled_from([0, 1, 2, 40, 300, 1000]),
+    "top_p": st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    "min_p": st.sampled_from([0.0, 0.001, 0.1, 1.0]),
+    "seed": st.integers(0, 2**63 - 1),
+    "index": st.integers(0, 100_000),
+}
+
+
+@given(**SETTINGS)
+def test_a_draw_is_the_references_draw(vocab_size, logits_seed, seed, index, **filters):
+    p, logits = params(seed=seed, **filters), random_logits(1, vocab_size, logits_seed)
+    races = reference_draw(logits[0].tolist(), p, index)
+    assume(is_clear(logits[0].tolist(), p, races))
+    expected = races[0][1]
+    assert sample(logits, [p], [index]) == [(expected, None)]
+    draws = torch.tensor([draw_of(p, index)], dtype=torch.float64)
+    assert sample_rows(logits, draws).tolist() == [expected]
+
+
+def test_a_wide_nucleus_is_drawn_from_whole():
+    p, logits = params(temperature=5.0, top_p=0.7, seed=9), random_logits(1, 1000)
+    assert len(reference(logits[0].tolist(), p)[0]) > 500
     for index in range(100):
-        expected = int((borders <= uniform(9, index)).sum())
-        ((token, _),) = sample(logits, [p], [index])
-        assert token in ids[max(expected - 1, 0) : expected + 2]
+        races = reference_draw(logits[0].tolist(), p, index)
+        assert sample(logits, [p], [index])[0][0] == races[0][1]
+
+
+def test_swapping_near_equal_tokens_changes_hardly_any_draw():
+    """Noise of 3e-5, as between two orders of float32 sums, reorders a third of these pairs."""
+    num_draws, vocab_size = 20_000, 64
+    logits = torch.arange(vocab_size) * 2e-5
+    noisy = logits + torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 3e-5
+    assert (noisy.argsort() != logits.argsort()).float().mean() > 0.5
+    draws = torch.tensor(
+        [draw_of(params(seed=4), index) for index in range(num_draws)], dtype=torch.float64
+    )
+    first, second = (sample_rows(one.expand(num_draws, -1), draws) for one in (logits, noisy))
+    assert (first != second).sum() <= 8  # two or three are expected
 
 
 @pytest.mark.parametrize(
@@ -89,7 +132,7 @@ def test_a_nucleus_wider_than_the_sorted_prefix_is_drawn_from_whole():
 )
 def test_many_draws_pass_a_chi_square_test(p):
     num_draws, vocab_size = 4000, 20
-    logits = noise(1, vocab_size, seed=5)
+    logits = random_logits(1, vocab_size, seed=5)
     rows = logits.expand(num_draws, -1)
     tokens = [token for token, _ in sample(rows, [p] * num_draws, range(num_draws))]
     ids, probabilities = reference(logits[0].tolist(), p)
@@ -103,28 +146,45 @@ def test_many_draws_pass_a_chi_square_test(p):
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_uniform_numbers_are_uniform_along_seeds_and_positions():
+def test_noise_is_exponential_along_seeds_positions_and_tokens():
+    tokens = torch.arange(10_000, dtype=torch.int32)
+    first, second = (
+        torch.tensor(halves, dtype=torch.int32)
+        for halves in zip(*(key_of(7 + i // 100, i % 100) for i in range(10_000)), strict=True)
+    )
     for numbers in (
-        [uniform(7, i) for i in range(10_000)],
-        [uniform(s, 0) for s in range(10_000)],
-        [uniform(2**62 + s, s) for s in range(10_000)],
+        noise(tokens, *key_of(7, 0)),
+        noise(tokens * 64, *key_of(2**62, 5)),
+        noise(torch.full_like(tokens, 11), first, second),
+        noise(tokens, first, second),
     ):
-        counts = torch.histc(torch.tensor(numbers), bins=20, min=0, max=1)
+        counts = torch.histc((-numbers).exp(), bins=20, min=0, max=1)
         assert ((counts - 500) ** 2 / 500).sum() < 45  # 19 degrees of freedom, p = 0.0007
-        assert all(0 <= u < 1 for u in numbers)
-        assert len(set(numbers)) == 10_000
+        assert numbers.min() > 0
+        assert numbers.isfinite().all()
 
 
-def test_the_counter_hash_never_changes():
+def test_noise_of_one_draw_tells_nothing_of_the_next():
+    tokens = torch.arange(20_000, dtype=torch.int32)
+    draws = torch.stack([noise(tokens, *key_of(3, index)) for index in range(8)])
+    correlations = torch.corrcoef(torch.cat([draws, draws[:1].roll(1, -1)])) - torch.eye(9)
+    assert correlations.abs().max() < 0.03  # four deviations
+
+
+def test_the_hash_never_changes():
     """Sequences resumed by a newer version must go on as they began."""
     published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)  # splitmix64 of 0
-    assert [uniform(0, i) for i in range(3)] == [(z >> 11) / 2**53 for z in published]
-    assert uniform(2**63 - 1, 4095) == 0.15300673037090073
+    for index, key in enumerate(published):
+        assert [half % 2**32 for half in key_of(0, index)] == [key % 2**32, key >> 32]
+    numbers = noise(torch.tensor([0, 1, 151_935], dtype=torch.int32), *key_of(2**63 - 1, 4095))
+    assert numbers.tolist() == pytest.approx(GOLDEN_NOISE, rel=1e-6)
+    for token, number in zip((0, 1, 151_935), GOLDEN_NOISE, strict=True):
+        assert reference_noise(2**63 - 1, 4095, token) == pytest.approx(number, rel=1e-6)
 
 
 @given(st.permutations(range(6)))
 def test_a_row_draws_the_same_in_any_batch(order):
-    logits = noise(6, 400)
+    logits = random_logits(6, 400)
     rows = [params(seed=i, temperature=0.5 + i / 4, top_p=0.95) for i in range(6)]
     alone = [sample(logits[i : i + 1], [rows[i]], [3 * i])[0] for i in range(6)]
     batch = sample(logits[list(order)], [rows[i] for i in order], [3 * i for i in order])
@@ -138,14 +198,22 @@ def test_seeds_and_positions_differ():
 
 
 def test_zero_and_tiny_temperatures_are_greedy():
-    logits = noise(3, 50)
+    logits = random_logits(3, 50)
     rows = [params(temperature=t) for t in (0.0, 1e-9, 0.0)]
     assert [token for token, _ in sample(logits, rows, [0, 0, 0])] == logits.argmax(-1).tolist()
 
 
 def test_low_temperatures_stay_finite():
-    logits = noise(1, 50) * 1e6
+    logits = random_logits(1, 50) * 1e6
     assert sample(logits, [params(temperature=1e-5)], [0])[0][0] == int(logits.argmax())
+
+
+def test_a_nucleus_keeps_ties_with_its_last_token():
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, -5.0]])
+    tokens = {
+        sample(logits, [params(seed=s, top_p=0.85, temperature=2.0)], [0])[0][0] for s in range(200)
+    }
+    assert tokens == {0, 1, 2, 3}
 
 
 def test_top_k_keeps_ties_with_the_last_kept():
@@ -156,7 +224,7 @@ def test_top_k_keeps_ties_with_the_last_kept():
 
 @given(st.integers(0, 5000), st.integers(0, 12), st.sampled_from([0.0, 0.3, 1.0]))
 def test_logprobs_are_of_the_raw_logits(seed, num_alternatives, temperature):
-    logits = noise(1, 10, seed)
+    logits = random_logits(1, 10, seed)
     p = params(logprobs=num_alternatives, temperature=temperature, top_k=3, seed=seed)
     ((token, logprob),) = sample(logits, [p], [0])
     expected = logits[0].double().log_softmax(-1)
@@ -175,7 +243,7 @@ def test_ranks_count_the_likelier():
 
 def test_a_mixed_batch_reports_logprobs_only_where_asked():
     rows = [params(temperature=0.0), params(logprobs=0), params(temperature=0.0, logprobs=2)]
-    results = sample(noise(3, 30), rows, [0, 0, 0])
+    results = sample(random_logits(3, 30), rows, [0, 0, 0])
     assert [None if r is None else len(r.top_ids) for _, r in results] == [None, 0, 2]
 
 
