@@ -1,29 +1,188 @@
-"""Take typed values out of a client's JSON object, with errors that name the field.
+"""Decode a client's JSON object and check it against a declared type; errors name the field.
 
-Owns: the wording of what is wrong with a field, and which fields nobody asked for.
-Invariant: any bytes at all give values of the type asked for or a RequestError naming the field.
+Owns: the wording of what is wrong with a field, and the codes of these errors.
+Invariant: any bytes at all give a value of the declared type or a RequestError; null counts as
+absent, and an integer may be written as 3.0.
 Never: knows which fields there are.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Container, Mapping
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import inspect
 
 from engine.errors import RequestError
+
+Json = dict[str, Any]
+T = TypeVar("T")
 
 INT64_MAX = 2**63 - 1
 """The greatest integer that is asked for anywhere; engine and log keep 64 bits."""
 
 
 MAX_MARKS = 1 << 18
-"""Brackets, braces and colons in a body. Each may stand for something that takes time to decode,
-a quarter of a second in all, in which nothing else happens; no context holds a text with as many.
-"""
+"""Maximum of brackets, braces and colons per body: each may cost time to decode, a quarter of a
+second in all, in which nothing else happens. No context holds a text with as many."""
 _FIRST_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+_WRONG = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
+"""An error of msgspec: what is wrong, and where."""
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list",
+    "list": "a list",
+    "object": "an object",
+    "dict": "an object",
+}
+_BOUNDS = {"<=": "at most", ">=": "at least", ">": "more than", "<": "less than"}
+
+
+def decode_object(body: bytes) -> Json:
+    """Decode a body; it must be a JSON object."""
+    if len(body) > MAX_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > MAX_MARKS:
+        raise RequestError(
+            f"the body has more than {MAX_MARKS} brackets, braces and colons",
+            code="invalid_value",
+        )
+    try:
+        values = msgspec.json.decode(body)
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(_not_json(error, body), code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise RequestError("the body is not a JSON object", code="invalid_type")
+    return values
+
+
+def check(values: Any, kind: type[T], where: str = "") -> T:
+    """Check a decoded value against its declared type.
+
+    Args:
+        values: as `decode_object` gives it, or a part of that.
+        kind: a msgspec Struct, whose annotations declare types and ranges.
+        where: the value's path in the body, for errors; empty for the body itself.
+    """
+    try:
+        try:
+            return msgspec.convert(values, kind)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            return msgspec.convert(_integral(values), kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), values, kind, where) from error
+
+
+def undeclared(values: Json, kind: type[msgspec.Struct], *known: Container[str]) -> tuple[str, ...]:
+    """List the fields of a body that are not declared, nor otherwise known."""
+    declared = kind.__struct_fields__
+    return tuple(
+        name
+        for name, value in values.items()
+        if value is not None and name not in declared and not any(name in one for one in known)
+    )
+
+
+def _integral(value: Any, depth: int = 0) -> Any:
+    """Replace numbers like 3.0 by integers, in the body and in its lists and objects."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict) and depth < 2:
+        return {name: _integral(one, depth + 1) for name, one in value.items()}
+    if isinstance(value, list) and depth < 2:
+        return [_integral(one, depth + 1) for one in value]
+    return value
+
+
+def _refusal(said: str, values: Any, kind: Any, where: str) -> RequestError:
+    """Translate msgspec's error into ours, which names the field and has a code."""
+    found = _WRONG.fullmatch(said)
+    assert found is not None
+    what, path = found["what"], (found["path"] or "").removeprefix(".")
+    if path.endswith("[...]"):
+        path = _entry(path.removesuffix("[...]"), values, kind)
+    keys = re.findall(r"[^.[\]]+", path)
+    param = ".".join(filter(None, (where, path)))
+    if missing := re.fullmatch("Object missing required field `(.*)`", what):
+        return _missing(f"{param}.{missing[1]}" if param else missing[1])
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", what, re.DOTALL):
+        return unsupported(f"{param}.{unknown[1][:40]}" if param else unknown[1][:40])
+    if what.endswith("got `null`") and not param.endswith("]"):
+        return _missing(param)
+    if param.endswith("]") and "." not in param and "`object`" not in what:
+        param = param[: param.rindex("[")]  # clients know `stop`, not `stop[1]`
+    if what.startswith("Invalid"):
+        words = [*dict.fromkeys(_choices(_info(kind), keys))]
+        code = "unsupported_parameter" if path.endswith("type") else "invalid_value"
+        return RequestError(f"`{param}` must be {_either(words)}", code=code, param=param)
+    if wrong := re.fullmatch("Expected `(.*)`, got `(.*)`", what, re.DOTALL):
+        wanted = [_WORDS.get(one, one) for one in wrong[1].split(" | ") if one != "null"]
+        got = _WORDS.get(wrong[2], wrong[2])
+        why = f"must be {_either(wanted)}, not {got}"
+        return RequestError(f"`{param}` {why}", code="invalid_type", param=param)
+    return invalid_value(param, _bound(what))
+
+
+def _bound(what: str) -> str:
+    """Say in words which bound msgspec found exceeded."""
+    if length := re.fullmatch("Expected `(.*)` of length ([<>]=) (.*)", what):
+        things = "characters" if length[1] == "str" else "entries"
+        return f"must have {_BOUNDS[length[2]]} {length[3]} {things}"
+    if bound := re.fullmatch("Expected `(.*)` ([<>]=?) (.*)", what):
+        return f"must be {_BOUNDS[bound[2]]} {bound[3].removesuffix('.0')}"
+    return what.replace("Expected `str` matching regex", "must match")
+
+
+def _missing(param: str) -> RequestError:
+    return RequestError(f"`{param}` is required", code="missing_required_parameter", param=param)
+
+
+def _entry(name: str, values: Any, kind: Any) -> str:
+    """Find which entry of an object with free keys has the wrong value."""
+    hint = get_type_hints(kind, include_extras=True)[name]
+    for key, value in values[name].items():
+        try:
+            msgspec.convert({key: value}, hint)
+        except msgspec.ValidationError:
+            return f"{name}.{key[:40]}"
+    return name
+
+
+@functools.cache
+def _info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _choices(kind: inspect.Type, path: list[str]) -> list[str]:
+    """List the words that a field may be, by its path in a type."""
+    match kind:
+        case inspect.Metadata():
+            return _choices(kind.type, path)
+        case inspect.UnionType():
+            return [word for one in kind.types for word in _choices(one, path)]
+        case inspect.ListType() if path:
+            return _choices(kind.item_type, path[1:])
+        case inspect.StructType() if path == [kind.tag_field]:
+            return [str(kind.tag)]
+        case inspect.StructType() if path:
+            fields = [one.type for one in kind.fields if one.encode_name == path[0]]
+            return [word for one in fields for word in _choices(one, path[1:])]
+        case inspect.LiteralType() if not path:
+            return [str(one) for one in kind.values]
+    return []
+
+
+def _either(words: list[str]) -> str:
+    """Join words as `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else "another"
 
 
 class Fields:
@@ -35,7 +194,7 @@ class Fields:
     """
 
     def __init__(self, values: dict[str, Any], where: str = "") -> None:
-        self._values = values
+        self.values = values
         self._where = where
         self._taken: set[str] = set()
 
@@ -67,7 +226,7 @@ class Fields:
     @property
     def ignored(self) -> tuple[str, ...]:
         """Names of the values that nothing has taken so far."""
-        return tuple(n for n, v in self._values.items() if v is not None and n not in self._taken)
+        return tuple(n for n, v in self.values.items() if v is not None and n not in self._taken)
 
     def path(self, name: str) -> str:
         """A field's place in the body, as errors name it."""
@@ -76,7 +235,7 @@ class Fields:
     def get(self, name: str) -> Any:
         """The raw value, None if absent."""
         self._taken.add(name)
-        return self._values.get(name)
+        return self.values.get(name)
 
     def required(self, name: str) -> Any:
         """The raw value; refused if absent."""

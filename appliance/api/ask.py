@@ -27,8 +27,6 @@ from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling import SamplingParams
 
-MAX_SALT_CHARS = 1024
-
 
 class PromptTooLong(RequestError):
     """The prompt leaves no room for an output token.
@@ -239,10 +237,3 @@ class Ask:
     @property
     def _prompt_param(self) -> str:
         return "messages" if self.is_chat else "prompt"
-
-
-def checked_salt(salt: str | None) -> str | None:
-    """A client's secret, which sets its prompts apart in the cache; an empty one would not."""
-    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARS:
-        raise invalid_value("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters")
-    return salt

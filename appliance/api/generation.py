@@ -347,13 +347,13 @@ ENDPOINTS = {
     "/v1/completions": Endpoint(
         id_prefix="cmpl-",
         read=lambda fields, http: completion_ask(
-            fields, appliance_of(http).model, appliance_of(http).max_per_request
+            fields.values, appliance_of(http).model, appliance_of(http).max_per_request
         ),
         shape=_reply_shape,
     ),
     "/v1/chat/completions": Endpoint(
         id_prefix="chatcmpl-",
-        read=lambda fields, http: chat_ask(fields, appliance_of(http).model),
+        read=lambda fields, http: chat_ask(fields.values, appliance_of(http).model),
         shape=_reply_shape,
     ),
     "/v1/responses": Endpoint(

@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 from appliance.api.ask import Ask, PromptTooLong
-from appliance.api.chat_messages import MAX_MESSAGES, MAX_PARTS, left_out
+from appliance.api.chat_messages import left_out
 from appliance.api.dialects import Dialect, error_body
 from appliance.api.openai import chat_ask
+from appliance.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
 from appliance.api.text_reading import CallDelta
-from appliance.api.tools import MAX_TOOLS
 from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
@@ -110,7 +110,7 @@ def _chat_ask(fields: Fields, model: ModelInfo, max_tokens: object) -> Ask:
     for name in ("container", "mcp_servers"):
         if fields.get(name):
             raise unsupported(name)
-    ask = chat_ask(Fields(chat), model)
+    ask = chat_ask(chat, model)
     return dataclasses.replace(ask, ignored=(*ignored, *fields.ignored))
 
 

@@ -25,10 +25,11 @@ from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask, PromptTooLong
-from appliance.api.chat_messages import MAX_MESSAGES, left_out
+from appliance.api.chat_messages import left_out
 from appliance.api.dialects import Dialect, error_body
 from appliance.api.model_choice import check_model
 from appliance.api.openai import chat_ask, completion_ask
+from appliance.api.openai_bodies import MAX_MESSAGES
 from appliance.api.prompts import infill_of
 from appliance.api.stream import Delta
 from appliance.api.tool_format import output_format_of
@@ -99,7 +100,7 @@ def chat_ask_of(fields: Fields, model: ModelInfo) -> Ask:
     ]
     chat = {**common, "messages": said or _NOTHING, "tools": _tools(fields.get("tools"))}
     drops_oldest = fields.boolean("truncate", default=True)
-    ask = dataclasses.replace(chat_ask(Fields(chat), model), drops_oldest=drops_oldest)
+    ask = dataclasses.replace(chat_ask(chat, model), drops_oldest=drops_oldest)
     if not messages:
         raise _loaded(fields, model, {"message": {"role": "assistant", "content": ""}})
     return _finished(ask, fields, chat)
@@ -119,14 +120,14 @@ def generate_ask(fields: Fields, model: ModelInfo) -> Ask:
         plain = {**common, "prompt": prompt, "suffix": suffix}
         plain.pop("chat_template_kwargs", None)
         ask = dataclasses.replace(
-            completion_ask(Fields(plain), model, 1), default_max_tokens=model.default_max_tokens
+            completion_ask(plain, model, 1), default_max_tokens=model.default_max_tokens
         )
         return _finished(ask, fields, plain)
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     chat = {**common, "messages": messages}
-    ask = _finished(chat_ask(Fields(chat), model), fields, chat)
+    ask = _finished(chat_ask(chat, model), fields, chat)
     if not prompt:
         raise _loaded(fields, model, {"response": ""})
     return ask

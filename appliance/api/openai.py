@@ -1,9 +1,9 @@
-"""Read the fields of OpenAI's completions and chats.
+"""Turn the fields of OpenAI's completions and chats into what is asked of the model.
 
-Owns: which fields there are, their types, ranges, defaults, and what is refused by name.
+Owns: defaults, how fields go together, and which known fields are refused by name.
 Invariant: any object at all gives an Ask or a RequestError that names the field.
-Never: tokenizes, or keeps state. Fields that nobody knows are ignored, and told; fields that are
-known and not supported are refused unless they ask for nothing.
+Never: tokenizes, or keeps state. Unknown fields are ignored, and reported; fields that are known
+and not supported are refused, except for values that ask for nothing.
 """
 
 from __future__ import annotations
@@ -13,37 +13,25 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.ask import Ask, Chat, checked_salt
+from appliance.api.ask import Ask, Chat
 from appliance.api.chat_messages import read_messages
 from appliance.api.model_choice import check_model
+from appliance.api.openai_bodies import (
+    OWN_VARIABLES,
+    ChatRequest,
+    CompletionRequest,
+    Generated,
+)
 from appliance.api.prompts import checked_ids, read_output_offset, read_prompts
 from appliance.api.tools import read_constraint, read_tools
-from appliance.json_fields import (
-    INT64_MAX,
-    Fields,
-    integer,
-    invalid_type,
-    invalid_value,
-    number,
-    unsupported,
-)
+from appliance.json_fields import Json, check, invalid_value, undeclared, unsupported
 from appliance.request import ModelInfo
 from engine.wire.sampling import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
-"""Of a completion that names no limit, as OpenAI's and vLLM's; a chat has the room left."""
+"""The default of completions, as OpenAI's and vLLM's; a chat has the room left."""
 MIN_TOP_P = 1e-6
 """What `top_p` 0 means: the likeliest token alone."""
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_IDS = 128
-MAX_BIASES = 300
-MAX_LOGPROBS = 20
-MAX_DOCUMENTS = 256
-MAX_BAD_WORDS = 128
-MAX_ALLOWED_IDS = 4096
-"""They are kept for each request that waits, and cross to the worker."""
 
 Neutral = dict[str, tuple[object, ...]]
 
@@ -61,7 +49,7 @@ NEUTRAL: Neutral = {
     "top_n_sigma": (-1,),
     "truncation_side": ("left",),
 }
-"""Known, not supported: the values that ask for nothing. null asks for nothing everywhere."""
+"""Fields that are known and not supported, with the values that ask for nothing."""
 
 COMPLETION_NEUTRAL: Neutral = NEUTRAL | {
     "tools": ([],),
@@ -78,103 +66,98 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "output_offset": (0,),
 }
 
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
-
-def completion_ask(fields: Fields, model: ModelInfo, max_prompts: int) -> Ask:
+def completion_ask(values: Json, model: ModelInfo, max_prompts: int) -> Ask:
     """Validate a body of /v1/completions.
 
     Args:
-        fields: the body.
+        values: the body.
         model: for the id, and the range of token ids.
-        max_prompts: the queue would never take more from one request.
+        max_prompts: the most that the queue takes from one request.
     """
-    refuse_unsupported(fields, COMPLETION_NEUTRAL)
-    is_echo = fields.boolean("echo")
-    num_logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    prompts = read_prompts(fields.required("prompt"), model, max_prompts)
+    refuse_unsupported(values, COMPLETION_NEUTRAL)
+    body = check(values, CompletionRequest)
+    prompts = read_prompts(body.prompt, model, max_prompts)
+    is_echo = bool(body.echo)
     return _ask(
-        fields,
+        body,
         model,
-        num_logprobs,
-        num_echo_logprobs=num_logprobs if is_echo else None,
-        output_offset=read_output_offset(fields, prompts),
-        returns_tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
+        body.logprobs,
+        num_echo_logprobs=body.logprobs if is_echo else None,
+        output_offset=read_output_offset(body, prompts),
+        returns_tokens_as_ids=bool(body.return_tokens_as_token_ids),
         chat=None,
         prompts=prompts,
-        suffix=fields.text("suffix") or None,
-        **_max_tokens(fields, ("max_tokens", "n_predict"), COMPLETION_MAX_TOKENS, is_echo=is_echo),
+        suffix=body.suffix or None,
+        **_max_tokens(body, COMPLETION_MAX_TOKENS, is_echo=is_echo),
         is_echo=is_echo,
+        ignored=undeclared(values, CompletionRequest, COMPLETION_NEUTRAL),
     )
 
 
-def chat_ask(fields: Fields, model: ModelInfo) -> Ask:
-    """Validate a body of /v1/chat/completions, or one that was brought into its form."""
-    refuse_unsupported(fields, CHAT_NEUTRAL)
-    wants_logprobs = fields.boolean("logprobs")
-    top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if top_logprobs and not wants_logprobs:
+def chat_ask(values: Json, model: ModelInfo) -> Ask:
+    """Validate a body of /v1/chat/completions."""
+    refuse_unsupported(values, CHAT_NEUTRAL)
+    body = check(values, ChatRequest)
+    return ask_of_chat(body, model, undeclared(values, ChatRequest, CHAT_NEUTRAL))
+
+
+def ask_of_chat(body: ChatRequest, model: ModelInfo, ignored: tuple[str, ...] = ()) -> Ask:
+    """Check how a chat's fields go together; other APIs bring their bodies into this form."""
+    if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "needs `logprobs` to be true")
     return _ask(
-        fields,
+        body,
         model,
-        (top_logprobs or 0) if wants_logprobs else None,
-        chat=read_chat(fields),
+        (body.top_logprobs or 0) if body.logprobs else None,
+        chat=read_chat(body),
         prompts=[],
-        **_max_tokens(
-            fields, ("max_completion_tokens", "max_tokens", "n_predict"), model.default_max_tokens
-        ),
-        is_echo=fields.boolean("echo"),
+        **_max_tokens(body, model.default_max_tokens),
+        is_echo=bool(body.echo),
+        ignored=ignored,
     )
 
 
-def read_chat(fields: Fields) -> Chat:
-    """The conversation, and how its template is to be rendered."""
-    messages = read_messages(fields.required("messages"))
-    continues = fields.boolean("continue_final_message")
-    begins = fields.boolean("add_generation_prompt", default=not continues)
+def read_chat(body: ChatRequest) -> Chat:
+    """Read the conversation, and how its template is to be rendered."""
+    messages = read_messages(body.messages)
+    continues = bool(body.continue_final_message)
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and begins:
         raise invalid_value(
             "continue_final_message", "cannot be together with `add_generation_prompt`"
         )
-    variables = fields.get("chat_template_kwargs")
-    if not isinstance(variables, dict | None):
-        raise invalid_type("chat_template_kwargs", "an object", variables)
-    for name in _OWN_VARIABLES:
-        if name in (variables or {}):
+    variables = body.chat_template_kwargs or {}
+    for name in OWN_VARIABLES:
+        if name in variables:
             raise invalid_value(f"chat_template_kwargs.{name}", "has a field of its own")
+    documents = {"documents": body.documents} if body.documents else {}
     return Chat(
         messages=messages,
-        tools=read_tools(fields),
-        variables={**_documents(fields), **_effort(fields), **(variables or {})},
+        tools=read_tools(body),
+        variables={**documents, **_effort(body.reasoning_effort), **variables},
         add_generation_prompt=begins,
         continue_final_message=continues,
     )
 
 
-def _effort(fields: Fields) -> dict[str, Any]:
-    """What a template is told of `reasoning_effort`; `none` is not to think at all."""
-    effort = fields.text("reasoning_effort")
+def _effort(effort: str | None) -> dict[str, Any]:
+    """Tell a template of `reasoning_effort`; `none` turns reasoning off."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def _documents(fields: Fields) -> dict[str, Any]:
-    """What a template that knows documents gets of them."""
-    documents = fields.items("documents", MAX_DOCUMENTS)
-    return {"documents": documents} if documents else {}
-
-
-def _max_tokens(
-    fields: Fields, names: tuple[str, ...], default: int | None, *, is_echo: bool = False
-) -> dict[str, Any]:
+def _max_tokens(body: Generated, default: int | None, *, is_echo: bool = False) -> dict[str, Any]:
     """Read the limit by the first of its names that is there; -1 is the room left."""
-    low, found = 0 if is_echo else 1, [fields.integer(name, -1) for name in names]
-    for name, limit in zip(names, found, strict=True):
-        if limit == 0 < low and name != "n_predict":
-            raise invalid_value(fields.path(name), "must be 1 or more, or -1: the room left")
-    limit = next((limit for limit in found if limit is not None), None)
+    low, limits = 0 if is_echo else 1, {"max_tokens": body.max_tokens}
+    if isinstance(body, ChatRequest):
+        limits = {"max_completion_tokens": body.max_completion_tokens, **limits}
+    for name, limit in limits.items():
+        if limit == 0 < low:
+            raise invalid_value(name, "must be 1 or more, or -1: the room left")
+    limits["n_predict"] = body.n_predict
+    limit = next((limit for limit in limits.values() if limit is not None), None)
     if limit == -1:
         return {"max_tokens": None, "default_max_tokens": None}
     return {
@@ -184,7 +167,7 @@ def _max_tokens(
 
 
 def _ask(
-    fields: Fields,
+    body: Generated,
     model: ModelInfo,
     num_logprobs: int | None,
     *,
@@ -192,79 +175,79 @@ def _ask(
     output_offset: int = 0,
     **own: Any,
 ) -> Ask:
-    """The fields that both endpoints have, checked, together with an endpoint's `own`."""
-    check_model(fields.get("model"), model)
-    is_stream = fields.boolean("stream")
-    include_usage, has_running_usage = _stream_options(fields, is_stream)
-    num_choices, num_best = _num_choices(fields, is_stream)
-    prompt_logprobs = _prompt_logprobs(fields, is_stream)
+    """Put the fields that both endpoints have together with an endpoint's `own`."""
+    check_model(body.model, model)
+    is_stream = bool(body.stream)
+    include_usage, has_running_usage = _stream_options(body, is_stream)
+    num_choices, num_best = _num_choices(body, is_stream)
+    if body.prompt_logprobs and is_stream:
+        raise invalid_value("prompt_logprobs", "cannot be streamed")
+    prompt_logprobs = None if is_stream else body.prompt_logprobs
     # the likeliest are found by their tokens' probabilities
     sampled = 0 if num_logprobs is None and num_best is not None else num_logprobs
     of_prompt = [n for n in (prompt_logprobs, num_echo_logprobs) if n is not None]
+    base = _base(body, model, sampled, max(of_prompt, default=None))
     common: dict[str, Any] = {
         "num_choices": num_choices,
         "num_best": num_best,
-        "seed": fields.integer("seed", -INT64_MAX - 1),
+        "seed": body.seed,
         "base": msgspec.structs.replace(
-            _base(fields, model, sampled, max(of_prompt, default=None)),
+            base,
             output_offset=output_offset,
+            allowed_token_ids=_allowed_token_ids(body.allowed_token_ids, model.vocab_size),
         ),
         "logprobs": num_logprobs,
         "prompt_logprobs": prompt_logprobs,
-        "bad_words": _bad_words(fields),
-        "stop": _stops(fields.get("stop")),
-        "constraint": read_constraint(fields),
+        "bad_words": _bad_words(body.bad_words or []),
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "constraint": read_constraint(body),
         "is_stream": is_stream,
         "include_usage": include_usage,
         "has_running_usage": has_running_usage,
-        "return_token_ids": fields.boolean("return_token_ids"),
-        "shows_special": not fields.boolean("skip_special_tokens", default=True),
-        "shows_stop": fields.boolean("include_stop_str_in_output"),
-        "truncate": fields.integer("truncate_prompt_tokens", -1),
-        "cache_salt": checked_salt(fields.text("cache_salt")),
+        "return_token_ids": bool(body.return_token_ids),
+        "shows_special": body.skip_special_tokens is False,
+        "shows_stop": bool(body.include_stop_str_in_output),
+        "truncate": body.truncate_prompt_tokens,
+        "cache_salt": body.cache_salt,
     }
-    return Ask(**common, **own, ignored=fields.ignored)
+    return Ask(**common, **own)
 
 
 def _base(
-    fields: Fields, model: ModelInfo, num_logprobs: int | None, num_prompt_logprobs: int | None
+    body: Generated, model: ModelInfo, num_logprobs: int | None, num_prompt_logprobs: int | None
 ) -> SamplingParams:
-    """The sampling parameters that are known before the prompt's length is."""
-    own = model.sampling_in_force
-    top_k = fields.integer("top_k", -1)
-    is_older = fields.get("repetition_penalty") is None  # llama.cpp and Ollama call it so
-    repeat_penalty = fields.number("repeat_penalty", 0, 2, default=own["repetition_penalty"])
-    repetition_penalty = (
-        repeat_penalty
-        if is_older
-        else fields.number("repetition_penalty", 0, 2, default=own["repetition_penalty"])
-    )
-    if repetition_penalty == 0:
-        raise invalid_value("repetition_penalty", "must be greater than 0")
+    """Make the sampling parameters that are known before the prompt's length is."""
+
+    def value(name: str) -> float:
+        asked = getattr(body, name)
+        return model.sampling_in_force[name] if asked is None else asked
+
+    penalty = body.repetition_penalty
+    if penalty is None:
+        penalty = body.repeat_penalty  # as llama.cpp and Ollama call it
     return SamplingParams(
         max_tokens=1,
         seed=0,
-        temperature=fields.number("temperature", 0, 2, default=own["temperature"]),
-        top_p=max(fields.number("top_p", 0, 1, default=own["top_p"]), MIN_TOP_P),
-        top_k=max(int(own["top_k"] if top_k is None else top_k), 0),
-        min_p=fields.number("min_p", 0, 1, default=own["min_p"]),
-        presence_penalty=fields.number("presence_penalty", -2, 2, default=0.0),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0.0),
-        repetition_penalty=repetition_penalty,
-        logit_bias=_logit_bias(fields.nested("logit_bias"), model.vocab_size),
-        stop_token_ids=_stop_token_ids(fields, model.vocab_size),
-        ignore_eos=fields.boolean("ignore_eos"),
-        min_tokens=fields.integer("min_tokens", 0) or 0,
-        allowed_token_ids=_allowed_token_ids(fields.get("allowed_token_ids"), model.vocab_size),
+        temperature=value("temperature"),
+        top_p=max(value("top_p"), MIN_TOP_P),
+        top_k=max(int(value("top_k")), 0),
+        min_p=value("min_p"),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=value("repetition_penalty") if penalty is None else penalty,
+        logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
+        stop_token_ids=_token_ids(body.stop_token_ids, "stop_token_ids", model.vocab_size),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
     )
 
 
-def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
+def refuse_unsupported(values: Json, neutral: Neutral) -> None:
     """Refuse fields that ask for something, unless it is one of their neutral values."""
-    for name, accepted in neutral.items():
-        value = fields.get(name)
+    for name in values.keys() & neutral.keys():
+        value, accepted = values[name], neutral[name]
         if value is None or any(_is_same(value, one) for one in accepted):
             continue
         but = " or ".join(json.dumps(one) for one in accepted)
@@ -272,14 +255,13 @@ def refuse_unsupported(fields: Fields, neutral: Neutral) -> None:
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """Equal, but true is not 1."""
+    """Compare values; true is not 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _num_choices(fields: Fields, is_stream: bool) -> tuple[int, int | None]:
-    """How many answers are written to each prompt, and how many of them are told if not all are."""
-    num_told = fields.integer("n", 1, MAX_CHOICES) or 1
-    best_of = fields.integer("best_of", 1, MAX_CHOICES)
+def _num_choices(body: Generated, is_stream: bool) -> tuple[int, int | None]:
+    """Count the answers to write per prompt, and how many of them to return if not all."""
+    num_told, best_of = body.n or 1, body.best_of
     if best_of is None or best_of == num_told:
         return num_told, None
     if best_of < num_told:
@@ -289,82 +271,40 @@ def _num_choices(fields: Fields, is_stream: bool) -> tuple[int, int | None]:
     return best_of, num_told
 
 
-def _prompt_logprobs(fields: Fields, is_stream: bool) -> int | None:
-    wanted = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
-    if wanted and is_stream:
-        raise invalid_value("prompt_logprobs", "cannot be streamed")
-    return None if is_stream else wanted
-
-
-def _bad_words(fields: Fields) -> tuple[str, ...]:
-    words = fields.items("bad_words", MAX_BAD_WORDS)
-    for word in words:
-        if not isinstance(word, str):
-            raise invalid_type("bad_words", "a list of strings", word)
-        if not word.strip():
-            what = "has a word of nothing but space; `logit_bias` can keep a token out"
-            raise invalid_value("bad_words", what)
-        if len(word) > MAX_STOP_CHARS:
-            raise invalid_value("bad_words", f"has a word of more than {MAX_STOP_CHARS} characters")
+def _bad_words(words: list[str]) -> tuple[str, ...]:
+    if any(not word.strip() for word in words):
+        what = "has a word of nothing but space; `logit_bias` can keep a token out"
+        raise invalid_value("bad_words", what)
     return tuple(dict.fromkeys(words))
 
 
-def _allowed_token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None:
-    if value is None:
+def _allowed_token_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if ids is None:
         return None
-    if not isinstance(value, list):
-        raise invalid_type("allowed_token_ids", "a list of token ids", value)
-    if not value:
-        raise invalid_value("allowed_token_ids", "is empty: no token could be sampled")
-    if len(value) > MAX_ALLOWED_IDS:
-        what = f"has {len(value)} entries, at most {MAX_ALLOWED_IDS} may be"
-        raise invalid_value("allowed_token_ids", f"{what}; `structured_outputs.regex` says more")
-    return tuple(sorted(set(checked_ids(value, "allowed_token_ids", vocab_size))))
+    return tuple(sorted(set(_token_ids(ids, "allowed_token_ids", vocab_size))))
 
 
-def _stream_options(fields: Fields, is_stream: bool) -> tuple[bool, bool]:
-    """Whether a stream ends with its usage, and whether each chunk has it."""
-    options = fields.nested("stream_options")
+def _token_ids(ids: list[int] | None, param: str, vocab_size: int) -> tuple[int, ...]:
+    return tuple(checked_ids(ids, param, vocab_size)) if ids else ()
+
+
+def _stream_options(body: Generated, is_stream: bool) -> tuple[bool, bool]:
+    """Decide whether a stream ends with its usage, and whether each chunk has it."""
+    options = body.stream_options
     if options is None:
         return False, False
     if not is_stream:
         raise invalid_value("stream_options", "is only allowed when `stream` is true")
-    include_usage = options.boolean("include_usage")
-    return include_usage, options.boolean("continuous_usage_stats") and include_usage
+    include_usage = bool(options.include_usage)
+    return include_usage, bool(options.continuous_usage_stats) and include_usage
 
 
-def _logit_bias(biases: Fields | None, vocab_size: int) -> dict[int, float]:
-    """Token ids, which are strings in JSON, and what is added to their logits."""
-    if biases is None:
-        return {}
-    keys = biases.ignored
-    if len(keys) > MAX_BIASES:
-        raise invalid_value("logit_bias", f"has more than {MAX_BIASES} tokens")
-    for key in keys:
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
+    """Read token ids, which are strings in JSON, and what is added to their logits."""
+    for key in biases:
         # isdecimal alone lets other scripts' digits through, and int() long ones
         is_id = key.isascii() and key.isdecimal() and len(key) < 10
         if not is_id or int(key) >= vocab_size:
             where = f"logit_bias.{key[:40]}"
             raise invalid_value(where, f"is no token id; they are numbers below {vocab_size}")
-    return {int(key): number(biases.get(key), f"logit_bias.{key}", -100, 100) for key in keys}
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list):
-        raise invalid_type("stop", "a string or a list of strings", value)
-    if len(stops) > MAX_STOPS:
-        raise invalid_value("stop", f"has more than {MAX_STOPS} strings")
-    for stop in stops:
-        if not isinstance(stop, str):
-            raise invalid_type("stop", "a string or a list of strings", stop)
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise invalid_value("stop", f"must be strings of 1 to {MAX_STOP_CHARS} characters")
-    return tuple(stops)
-
-
-def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    ids = fields.items("stop_token_ids", MAX_STOP_IDS)
-    return tuple(integer(one, "stop_token_ids", 0, vocab_size - 1) for one in ids)
+    return {int(key): bias for key, bias in biases.items()}

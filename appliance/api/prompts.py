@@ -11,26 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.api.ask import PromptTooLong
-from appliance.json_fields import (
-    Fields,
-    integer,
-    invalid_type,
-    invalid_value,
-)
+from appliance.api.openai_bodies import CompletionRequest
+from appliance.json_fields import integer, invalid_type, invalid_value
 from appliance.request import ModelInfo
 from engine.text.tokenizer import Tokenizer
 
 
-def read_prompts(value: object, model: ModelInfo, max_prompts: int) -> list[str | list[int]]:
-    """One prompt or many, as text or token ids, told apart by the first element."""
-    if isinstance(value, str):
-        prompts: list[Any] = [value]
-    elif not isinstance(value, list):
-        raise invalid_type("prompt", "a string, token ids, or a list of either", value)
-    elif value and isinstance(value[0], str | list):
-        prompts = value
-    else:
-        prompts = [value]
+def read_prompts(
+    asked: str | list[Any], model: ModelInfo, max_prompts: int
+) -> list[str | list[int]]:
+    """Read one prompt or many, as text or token ids, told apart by the first element."""
+    is_many = isinstance(asked, list) and isinstance(asked[0], str | list)
+    prompts: list[Any] = list(asked) if is_many else [asked]
     if len(prompts) > max_prompts:
         what = f"has {len(prompts)} prompts; the queue takes {max_prompts} from one request"
         raise invalid_value("prompt", what)
@@ -49,13 +41,13 @@ def _prompt(value: object, model: ModelInfo) -> str | list[int]:
     return value
 
 
-def read_output_offset(fields: Fields, prompts: list[str | list[int]]) -> int:
-    """How many of a prompt's last tokens are output that the answer goes on with."""
-    offset = fields.integer("output_offset", 0) or 0
+def read_output_offset(body: CompletionRequest, prompts: list[str | list[int]]) -> int:
+    """Count the prompt's last tokens that are output of an earlier answer."""
+    offset = body.output_offset or 0
     if not offset:
         return 0
     for name in ("n", "best_of", "echo", "suffix", "truncate_prompt_tokens"):
-        value = fields.get(name)
+        value = getattr(body, name)
         if value and not (name in ("n", "best_of") and value == 1):
             raise invalid_value("output_offset", f"cannot be together with `{name}`")
     (prompt, *others) = prompts

@@ -25,10 +25,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.ask import Ask
-from appliance.api.chat_messages import MAX_MESSAGES, MAX_PARTS, Message, left_out
+from appliance.api.chat_messages import Message, left_out
 from appliance.api.openai import chat_ask, refuse_unsupported
+from appliance.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from appliance.api.response_events import Json
-from appliance.api.tools import MAX_TOOLS
 from appliance.api.wire import json_response, peer_of, require, response_not_found
 from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo, Role
@@ -63,7 +63,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 def response_ask(fields: Fields, model: ModelInfo, previous_items: Sequence[Any] = ()) -> Ask:
     """Validate a body of /v1/responses; it goes on from the items of an earlier one."""
-    refuse_unsupported(fields, NEUTRAL)
+    refuse_unsupported({n: fields.get(n) for n in NEUTRAL}, NEUTRAL)
     fields.get("previous_response_id"), fields.get("store")
     chat = {name: fields.get(name) for name in PASSED}
     chat["messages"] = _messages(fields, previous_items)
@@ -83,7 +83,7 @@ def response_ask(fields: Fields, model: ModelInfo, previous_items: Sequence[Any]
     _check_metadata(fields.nested("metadata"))
     drops_oldest = fields.get("truncation") == "auto"
     ignored = *others, *fields.ignored
-    ask = chat_ask(Fields(chat), model)
+    ask = chat_ask(chat, model)
     return dataclasses.replace(ask, drops_oldest=drops_oldest, ignored=ignored)
 
 

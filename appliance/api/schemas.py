@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.api.ask import MAX_SALT_CHARS
 from appliance.api.ollama_api import KEEP_ALIVE, MAX_KEEP_ALIVE_CHARS
-from appliance.api.openai import (
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    MAX_STOP_CHARS,
-    MAX_STOP_IDS,
+from appliance.api.openai_bodies import (
     MAX_STOPS,
+    MAX_TOOLS,
+    ChatRequest,
+    CompletionRequest,
+    StructuredOutputs,
+    Tool,
 )
 from appliance.api.operator_api import MAX_TARGET_MS
+from appliance.api.responses import PASSED
 from appliance.api.schema_words import (
     BOOLEAN,
     COUNT,
@@ -34,83 +33,24 @@ from appliance.api.schema_words import (
     Json,
     items,
     nullable,
-    one_form,
     one_of,
     ref,
     shape,
     whole,
     within,
 )
-from appliance.api.tools import MAX_CHOICES as MAX_CHOICES_OF
-from appliance.api.tools import MAX_TOOLS
 from appliance.configuration.settings import ROLES
 from appliance.frame.figures import STAGES
 from appliance.frame.protocol import Frame
-from appliance.json_fields import INT64_MAX
 
-_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-STOPS: Json = items(_STOP, maxItems=MAX_STOPS)
-_LIMIT: Json = {"anyOf": [whole(1), {"const": -1}]}
-"""Of output tokens; -1 is the room left."""
-_PENALTY: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": 2}
+_, _DECLARED = msgspec.json.schema_components(
+    [ChatRequest, CompletionRequest, StructuredOutputs, Tool],
+    ref_template=ref("{name}")["$ref"],
+)
+SAMPLING: Json = _DECLARED["ChatRequest"]["properties"]
+STOPS: Json = items({"type": "string", "minLength": 1, "maxLength": 1024}, maxItems=MAX_STOPS)
+_LIMIT: Json = SAMPLING["max_tokens"]
 
-SAMPLING: Json = {
-    "model": STRING,
-    "max_tokens": _LIMIT,
-    "min_tokens": whole(0),
-    "n": whole(1, MAX_CHOICES),
-    "best_of": whole(1, MAX_CHOICES),
-    "temperature": within(0, 2),
-    "top_p": within(0, 1),
-    "top_k": whole(-1),
-    "min_p": within(0, 1),
-    "seed": whole(-INT64_MAX - 1),
-    "presence_penalty": within(-2, 2),
-    "frequency_penalty": within(-2, 2),
-    "repetition_penalty": _PENALTY,
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[0-9]+$"},
-        "additionalProperties": within(-100, 100),
-        "maxProperties": MAX_BIASES,
-    },
-    "stop": {"anyOf": [_STOP, STOPS]},
-    "stop_token_ids": items(ref("TokenId"), maxItems=MAX_STOP_IDS),
-    "ignore_eos": BOOLEAN,
-    "stream": BOOLEAN,
-    "stream_options": shape({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN}),
-    "response_format": ref("ResponseFormat"),
-    "structured_outputs": one_form(
-        {
-            "json": {"anyOf": [OBJECT, STRING]},
-            "json_object": {"const": True},
-            "regex": STRING,
-            "choice": items(
-                {"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES_OF
-            ),
-            "grammar": STRING,
-        }
-    ),
-    "return_token_ids": BOOLEAN,
-    "skip_special_tokens": BOOLEAN,
-    "include_stop_str_in_output": BOOLEAN,
-    "truncate_prompt_tokens": whole(1),
-    "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
-    "prompt_logprobs": whole(0, MAX_LOGPROBS),
-    "allowed_token_ids": items(ref("TokenId"), minItems=1),
-    "bad_words": items(_STOP, maxItems=MAX_BAD_WORDS),
-    "echo": BOOLEAN,
-    "n_predict": whole(-1),
-    "repeat_penalty": _PENALTY,
-}
-"""What both generating POSTs read."""
-
-_NOT_OF_RESPONSES = {
-    *("max_tokens", "n", "best_of", "stream_options", "return_token_ids"),
-    *("response_format", "structured_outputs", "skip_special_tokens", "n_predict"),
-    *("include_stop_str_in_output", "truncate_prompt_tokens", "repeat_penalty", "echo"),
-    *("prompt_logprobs", "allowed_token_ids", "bad_words"),
-}
 _ROLE: Json = one_of("system", "developer", "user", "assistant", "tool", "function")
 FUNCTION_NAME: Json = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 _FUNCTION: Json = shape(
@@ -122,26 +62,6 @@ TOOL_CALL: Json = shape(
     {"id": STRING, "type": {"const": "function"}},
 )
 _EFFORT: Json = one_of("none", "minimal", "low", "medium", "high", "xhigh")
-_CHAT_INPUT: Json = {
-    "tools": items(
-        shape({"type": {"const": "function"}, "function": _FUNCTION}), maxItems=MAX_TOOLS
-    ),
-    "tool_choice": {
-        "anyOf": [
-            one_of("none", "auto", "required"),
-            shape({"type": {"const": "function"}, "function": shape({"name": STRING})}),
-        ]
-    },
-    "chat_template_kwargs": OBJECT,
-    "reasoning_effort": _EFFORT,
-    "documents": items(OBJECT),
-    "add_generation_prompt": BOOLEAN,
-    "continue_final_message": BOOLEAN,
-}
-_PARTS: list[Json] = [
-    shape({"type": {"const": kind}, kind: STRING}) for kind in ("text", "refusal")
-]
-_CONTENT: Json = {"anyOf": [STRING, items({"anyOf": _PARTS})]}
 _INPUT_TEXT: Json = {
     "anyOf": [
         STRING,
@@ -155,7 +75,6 @@ _TOKENIZE: Json = {
     "return_token_strs": BOOLEAN,
     "with_pieces": BOOLEAN,
 }
-_TOKEN_IDS: Json = items(ref("TokenId"), minItems=1)
 _PROMPT: Json = {"type": "string", "minLength": 1}
 
 TOKEN_ID = "TokenId"
@@ -169,63 +88,11 @@ WHEN: Json = {
 
 REQUESTS: Json = {
     TOKEN_ID: COUNT,
-    "CompletionRequest": shape(
-        {
-            "prompt": {
-                "anyOf": [
-                    _PROMPT,
-                    _TOKEN_IDS,
-                    items(_PROMPT, minItems=1),
-                    items(_TOKEN_IDS, minItems=1),
-                ]
-            }
-        },
-        {
-            **SAMPLING,
-            "logprobs": whole(0, MAX_LOGPROBS),
-            "suffix": {"type": "string", "maxLength": 0},  # more, where the model can
-            "output_offset": whole(0, 0),  # more, with a prompt of token ids
-            "return_tokens_as_token_ids": BOOLEAN,
-        },
-    ),
-    "ChatRequest": shape(
-        {"messages": items(ref("Message"), minItems=1)},
-        {
-            **SAMPLING,
-            **_CHAT_INPUT,
-            "max_completion_tokens": _LIMIT,
-            "functions": items(_FUNCTION, maxItems=MAX_TOOLS),
-            "function_call": one_of("none", "auto"),  # or a name that is in `functions`
-            "logprobs": BOOLEAN,
-            "top_logprobs": whole(0, MAX_LOGPROBS),
-            "parallel_tool_calls": BOOLEAN,
-        },
-    ),
-    "Message": {
-        "anyOf": [
-            shape({"role": _ROLE, "content": _CONTENT}, {"name": STRING, "tool_call_id": STRING}),
-            shape(
-                {"role": {"const": "assistant"}},
-                {"content": _CONTENT, "name": STRING, "tool_calls": items(TOOL_CALL)},
-            ),
-        ]
-    },
-    "ResponseFormat": {
-        "anyOf": [
-            shape({"type": {"const": "text"}}),
-            shape({"type": {"const": "json_object"}}, {"schema": OBJECT}),
-            shape(
-                {
-                    "type": {"const": "json_schema"},
-                    "json_schema": shape({"schema": OBJECT}, {"name": STRING, "strict": BOOLEAN}),
-                }
-            ),
-        ]
-    },
+    **_DECLARED,
     "ResponseRequest": shape(
         {"input": {"anyOf": [_PROMPT, items(ref("InputItem"), minItems=1)]}},
         {
-            **{n: schema for n, schema in SAMPLING.items() if n not in _NOT_OF_RESPONSES},
+            **{n: SAMPLING[n] for n in PASSED},
             "chat_template_kwargs": OBJECT,
             "instructions": STRING,
             "previous_response_id": {"type": "string", "maxLength": 0},  # one that is kept
@@ -234,7 +101,7 @@ REQUESTS: Json = {
             ),
             "max_output_tokens": _LIMIT,
             "truncation": one_of("auto", "disabled"),
-            "text": shape({}, {"format": ref("TextFormat")}),
+            "text": shape({}, {"format": ref("FlatFormat")}),
             "tools": items(
                 {"allOf": [_FUNCTION, shape({"type": {"const": "function"}})]}, maxItems=MAX_TOOLS
             ),
@@ -272,7 +139,7 @@ REQUESTS: Json = {
             ),
         ]
     },
-    "TextFormat": {
+    "FlatFormat": {
         "anyOf": [
             shape({"type": one_of("text", "json_object")}),
             shape(
@@ -285,7 +152,7 @@ REQUESTS: Json = {
         "anyOf": [
             shape({"prompt": STRING}, _TOKENIZE),
             shape({"content": STRING}, _TOKENIZE),
-            shape({"messages": items(ref("Message"), minItems=1)}, {**_CHAT_INPUT, **_TOKENIZE}),
+            {"allOf": [ref("ChatRequest"), shape({}, _TOKENIZE)]},
         ]
     },
     "DetokenizeRequest": shape({"tokens": items(ref("TokenId"))}, {"model": STRING}),

@@ -18,9 +18,10 @@ from appliance.api.fair_threads import Turns
 from appliance.api.messages_api import count_ask, in_anthropics_words
 from appliance.api.model_choice import check_model
 from appliance.api.openai import read_chat
+from appliance.api.openai_bodies import ChatRequest
 from appliance.api.tool_format import output_format_of
 from appliance.api.wire import appliance_of, json_response
-from appliance.json_fields import Fields, integer, invalid_type, invalid_value
+from appliance.json_fields import Fields, check, integer, invalid_type, invalid_value
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
@@ -115,7 +116,7 @@ def _encode(fields: Fields, tokenizer: Tokenizer, model: ModelInfo) -> list[int]
     name = given[0] if given else "prompt"
     if name == "messages":
         output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-        text = read_chat(fields).render(tokenizer, output_format).text
+        text = read_chat(check(fields.values, ChatRequest)).render(tokenizer, output_format).text
     else:
         text = fields.required(name)
     if not isinstance(text, str):

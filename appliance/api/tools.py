@@ -10,7 +10,6 @@ Never: calls a function.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,22 @@ from typing import Any
 
 import msgspec
 
+from appliance.api.openai_bodies import (
+    ChatRequest,
+    ChosenFunction,
+    ChosenTool,
+    ChosenTools,
+    Function,
+    Generated,
+    JsonFormat,
+    ResponseFormat,
+    SchemaFormat,
+    StructuredOutputs,
+    Tool,
+    ToolMode,
+)
 from appliance.api.tool_format import OutputFormat
-from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
+from appliance.json_fields import check, invalid_type, invalid_value
 from engine.errors import RequestError
 from engine.text.grammar import (
     GrammarError,
@@ -31,9 +44,6 @@ from engine.text.grammar import (
     validate,
 )
 from engine.text.tokenizer import Tokenizer
-
-MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,87 +103,63 @@ class Tools:
             raise invalid_value("tools", f"cannot be compiled: {error}") from error
 
 
-def read_tools(fields: Fields) -> Tools | None:
-    """The tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
-    tools = fields.items("tools", MAX_TOOLS)
-    older = fields.items("functions", MAX_TOOLS)
-    choice, name = fields.get("tool_choice"), "tool_choice"
-    is_legacy = bool(older) and not tools
-    if is_legacy:  # as OpenAI's API was before tools
-        tools = [{"type": "function", "function": one} for one in older]
-        choice, name = fields.get("function_call"), "function_call"
-        if isinstance(choice, dict):
-            choice = {"type": "function", "function": choice}
+def read_tools(body: ChatRequest) -> Tools | None:
+    """Read the tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
+    is_legacy = bool(body.functions) and not body.tools
     where = "functions" if is_legacy else "tools"
-    functions = [_function(one, f"{where}[{index}]") for index, one in enumerate(tools)]
-    schemas = {function.required("name"): _parameters(function) for function in functions}
+    choice: ToolMode | ChosenTool | ChosenTools | None
+    if is_legacy:  # as OpenAI's API was before tools
+        functions, name = list(body.functions or ()), "function_call"
+        definitions = [{"type": "function", "function": _plain(one)} for one in functions]
+        asked = body.function_call
+        choice = ChosenTool(asked) if isinstance(asked, ChosenFunction) else asked
+    else:
+        definitions, choice, name = body.tools or [], body.tool_choice, "tool_choice"
+        functions = [
+            check(one, Tool, f"tools[{index}]").function for index, one in enumerate(definitions)
+        ]
+    schemas = {function.name: function.parameters or None for function in functions}
     if len(schemas) < len(functions):
         raise invalid_value(where, "has two functions of the same name")
     mode, callable_names = _choice(choice, schemas, name)
     # Small models repeat a call that they must make until they run out of tokens.
-    is_parallel = fields.boolean("parallel_tool_calls", default=mode != "required")
+    is_parallel = body.parallel_tool_calls
+    is_parallel = mode != "required" if is_parallel is None else is_parallel
     if mode == "required" and not schemas:
         raise invalid_value(name, f"needs `{where}`")
     if mode == "none" or not schemas:
         return None
     return Tools(
-        definitions=tools,
+        definitions=definitions,
         schemas={one: schemas[one] for one in callable_names},
         is_required=mode in ("required", "named"),
         is_parallel=is_parallel and mode != "named" and not is_legacy,
-        is_strict=True in [function.boolean("strict") for function in functions],
+        is_strict=any(function.strict for function in functions),
         is_legacy=is_legacy,
     )
 
 
-def _function(value: object, where: str) -> Fields:
-    tool = Fields.of(value, where)
-    if tool.get("type") != "function":
-        raise unsupported(tool.path("type"), "is not supported; only functions are")
-    function = Fields.of(tool.required("function"), tool.path("function"))
-    _check_name(function.required("name"), function.path("name"))
-    function.text("description")
-    return function
+def _plain(function: Function) -> dict[str, Any]:
+    """Write a function for a template, without what its client left out."""
+    told: dict[str, Any] = msgspec.to_builtins(function)
+    return {name: value for name, value in told.items() if value is not None}
 
 
-def _check_name(name: object, param: str) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid_value(param, "must be 1 to 64 letters, digits, dots, dashes or underscores")
+def _choice(
+    choice: ToolMode | ChosenTool | ChosenTools | None, schemas: dict[str, Any], param: str
+) -> tuple[str, list[str]]:
+    """Read how a model must choose (none, auto, required, named), and among which functions."""
+    if isinstance(choice, ChosenTool):
+        return "named", [_named(choice, schemas, param)]
+    if isinstance(choice, ChosenTools):
+        allowed = choice.allowed_tools
+        return allowed.mode, [_named(tool, schemas, param) for tool in allowed.tools]
+    return choice or "auto", list(schemas)
 
 
-def _parameters(function: Fields) -> dict[str, Any] | None:
-    value = function.get("parameters")
-    if not isinstance(value, dict | None):
-        raise invalid_type(function.path("parameters"), "a JSON schema", value)
-    return value or None
-
-
-def _choice(choice: object, schemas: dict[str, Any], param: str) -> tuple[str, list[str]]:
-    """How a model must choose (none, auto, required, named), and among which functions."""
-    if choice in (None, "none", "auto", "required"):
-        return str(choice or "auto"), list(schemas)
-    if not isinstance(choice, dict):
-        raise invalid_value(param, "must be none, auto, required, or name a function")
-    fields = Fields(choice, param)
-    if fields.get("type") == "allowed_tools":
-        allowed = Fields.of(fields.required("allowed_tools"), fields.path("allowed_tools"))
-        mode = allowed.required("mode")
-        if mode not in ("auto", "required"):
-            raise invalid_value(allowed.path("mode"), "must be auto or required")
-        tools = [
-            Fields.of(one, f"{allowed.path('tools')}[{index}]")
-            for index, one in enumerate(allowed.items("tools", MAX_TOOLS))
-        ]
-        return mode, [_named(tool, schemas, param) for tool in tools]
-    return "named", [_named(fields, schemas, param)]
-
-
-def _named(tool: Fields, schemas: dict[str, Any], param: str) -> str:
-    if tool.get("type") != "function":
-        raise unsupported(tool.path("type"), "is not supported; only functions are")
-    function = Fields.of(tool.required("function"), tool.path("function"))
-    name = function.required("name")
-    if not isinstance(name, str) or name not in schemas:
+def _named(tool: ChosenTool, schemas: dict[str, Any], param: str) -> str:
+    name = tool.function.name
+    if name not in schemas:
         raise invalid_value(param, "names a function that is not in `tools`")
     return name
 
@@ -254,9 +240,6 @@ def _written(value: object) -> str:
 # Never: compiles a grammar: that takes time, and is done in a thread.
 
 
-MAX_CHOICES = 1000
-
-
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """A grammar, and the field that asked for it."""
@@ -276,60 +259,47 @@ class Constraint:
             raise _refusal(self.param, error) from error
 
 
-def read_constraint(fields: Fields) -> Constraint | None:
-    """The form that the answer must have; None if it is free."""
-    found = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
-    found += _llamas(fields)
+def read_constraint(body: Generated) -> Constraint | None:
+    """Read the form that the answer must have; None if it is free."""
+    found = [*_response_format(body.response_format), *_structured_outputs(body)]
+    older = {  # vLLM's older names, and llama.cpp's
+        "guided_json": ("json", body.guided_json),
+        "guided_regex": ("regex", body.guided_regex),
+        "guided_choice": ("choice", body.guided_choice),
+        "guided_grammar": ("grammar", body.guided_grammar),
+        "json_schema": ("json", body.json_schema or None),
+        "grammar": ("grammar", body.grammar or None),
+    }
+    found += [
+        _made(kind, value, name) for name, (kind, value) in older.items() if value is not None
+    ]
     if len(found) > 1:
         raise invalid_value(found[1].param, f"cannot be together with `{found[0].param}`")
     return found[0] if found else None
 
 
-def _response_format(fields: Fields) -> list[Constraint]:
-    wanted = fields.nested("response_format")
-    kind = wanted.required("type") if wanted else "text"
-    if wanted is None or kind == "text":
-        return []
-    if kind == "json_object":
-        if wanted.get("schema") is not None:  # llama.cpp's, and of several hosted services
-            return [_made("json", wanted.get("schema"), wanted.path("schema"))]
+def _response_format(wanted: ResponseFormat | None) -> list[Constraint]:
+    if isinstance(wanted, SchemaFormat):
+        inner = wanted.json_schema
+        kind = "json" if inner.strict else "lenient_json"
+        return [_made(kind, inner.schema, "response_format.json_schema.schema")]
+    if isinstance(wanted, JsonFormat):
+        if wanted.schema is not None:  # llama.cpp's, and of several hosted services
+            return [_made("json", wanted.schema, "response_format.schema")]
         return [_made("json_object", True, "response_format")]
-    if kind != "json_schema":
-        raise unsupported("response_format.type", "must be text, json_object or json_schema")
-    inner = Fields.of(wanted.required("json_schema"), "response_format.json_schema")
-    maker = "json" if inner.boolean("strict") else "lenient_json"
-    return [_made(maker, inner.required("schema"), inner.path("schema"))]
+    return []
 
 
-def _structured_outputs(fields: Fields) -> list[Constraint]:
-    wanted = fields.nested("structured_outputs")
+def _structured_outputs(body: Generated) -> list[Constraint]:
+    wanted = body.structured_outputs
     if wanted is None:
         return []
-    given = {kind: wanted.get(kind) for kind in _KINDS}
-    if wanted.ignored:
-        raise unsupported(wanted.path(wanted.ignored[0]))
+    given = {name: value for name, value in wanted.items() if value is not None}
+    forms = check(given, StructuredOutputs, "structured_outputs")
     return [
-        _made(kind, value, wanted.path(kind))
-        for kind, value in given.items()
+        _made(kind, value, f"structured_outputs.{kind}")
+        for kind, value in msgspec.structs.asdict(forms).items()
         if value is not None and value is not False
-    ]
-
-
-def _guided(fields: Fields) -> list[Constraint]:
-    """The same by vLLM's older names."""
-    given = {kind: fields.get(f"guided_{kind}") for kind in _KINDS if kind != "json_object"}
-    return [
-        _made(kind, value, f"guided_{kind}") for kind, value in given.items() if value is not None
-    ]
-
-
-def _llamas(fields: Fields) -> list[Constraint]:
-    """A schema or a grammar as llama.cpp's server takes them: at the top of the body."""
-    given = {"json": "json_schema", "grammar": "grammar"}
-    return [
-        _made(kind, value, name)
-        for kind, name in given.items()
-        if (value := fields.get(name)) not in (None, "")
     ]
 
 
@@ -357,41 +327,11 @@ def _of_schema(value: Any, param: str, *, is_lenient: bool = False) -> str:
     return json_grammar(value, is_lenient=is_lenient)
 
 
-def _of_choices(value: Any, param: str) -> str:
-    if not isinstance(value, list):
-        raise invalid_type(param, "a list of strings", value)
-    if not 1 <= len(value) <= MAX_CHOICES:
-        raise invalid_value(param, f"must have 1 to {MAX_CHOICES} strings")
-    for index, one in enumerate(value):
-        if not isinstance(one, str):
-            raise invalid_type(f"{param}[{index}]", "a string", one)
-        if not one:
-            raise invalid_value(f"{param}[{index}]", "is empty: an answer has at least a character")
-    return choice_grammar(value)
-
-
-def _of_switch(value: Any, param: str) -> str:
-    if value is not True:
-        raise invalid_type(param, "a boolean", value)
-    return json_grammar()
-
-
-def _of_text(maker: Callable[[str], str]) -> Callable[[Any, str], str]:
-    def make(value: Any, param: str) -> str:
-        if not isinstance(value, str):
-            raise invalid_type(param, "a string", value)
-        return maker(value)
-
-    return make
-
-
-_KINDS = ("json", "json_object", "regex", "choice", "grammar")
-"""What `structured_outputs` may have."""
 _MAKERS: dict[str, Callable[[Any, str], str]] = {
     "json": _of_schema,
     "lenient_json": partial(_of_schema, is_lenient=True),
-    "json_object": _of_switch,
-    "regex": _of_text(regex_grammar),
-    "choice": _of_choices,
-    "grammar": _of_text(lark_grammar),
+    "json_object": lambda _value, _param: json_grammar(),
+    "regex": lambda value, _param: regex_grammar(value),
+    "choice": lambda value, _param: choice_grammar(value),
+    "grammar": lambda value, _param: lark_grammar(value),
 }

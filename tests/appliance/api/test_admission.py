@@ -24,26 +24,6 @@ async def refusal(served, path, body):
     return reply.status_code, error["param"], error["message"]
 
 
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        ([{"role": "user", "content": ""}] * 4097, "messages"),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}],
-            "messages[0].content",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "a"}}] * 1025}],
-            "messages[0].tool_calls",
-        ),
-    ],
-)
-async def test_conversations_have_bounds(served, messages, param):
-    status, where, message = await refusal(served, "/v1/chat/completions", {"messages": messages})
-    assert (status, where) == (400, param)
-    assert "at most" in message
-
-
 async def test_a_body_of_a_million_lists_is_refused_before_it_is_decoded(served):
     body = {"prompt": "hello", "x": [[]] * MAX_MARKS}
     for path in ("/v1/completions", "/tokenize"):

@@ -409,7 +409,7 @@ async def test_a_client_from_before_tools_gets_a_function_call(thinker, tmp_path
     assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
     assert later.json()["choices"][0]["message"]["content"] == "fine"
     assert none.status_code == 200
-    assert wrong.json()["error"]["param"] == "functions[0].function.name"
+    assert wrong.json()["error"]["param"] == "functions[0].name"
 
 
 def both(mode: str, *names: str, is_flat: bool = False) -> dict:

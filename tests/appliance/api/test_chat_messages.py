@@ -7,10 +7,9 @@ import json
 import httpx2
 import pytest
 
-from appliance.api.messages_api import in_anthropics_words, messages_ask
+from appliance.api.messages_api import messages_ask
 from appliance.json_fields import Fields
 from engine.cache.hashes import PrefixHasher
-from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.byte_tokenizer import CHAT_TEMPLATE
@@ -262,23 +261,3 @@ def test_thinking_is_told_to_the_template():
     assert ask_of(thinking={"type": "disabled"}).chat.variables == {"enable_thinking": False}
     assert ask_of(thinking={"type": "adaptive"}).chat.variables == {"enable_thinking": True}
     assert ask_of().chat.variables == {}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"system": 3}, "system"),
-        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
-        ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"thinking": {"type": "hard"}}, "thinking.type"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-    ],
-)
-def test_a_refusal_names_the_field(fields, param):
-    with pytest.raises(RequestError) as error:
-        ask_of(**fields)
-    assert in_anthropics_words(error.value).param == param

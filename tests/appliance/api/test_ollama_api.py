@@ -126,10 +126,7 @@ async def test_options_are_those_of_the_other_apis(client, appliance):
     ("change", "says_what"),
     [
         ({"model": "llama3"}, "does not exist"),
-        ({"options": {"mirostat": 1}}, "options.mirostat"),
-        ({"options": {"typical_p": 0.5}}, "options.typical_p"),
         ({"format": "yaml"}, "format"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
     ],
 )
 async def test_refusals_are_ollamas(served, change, says_what):
@@ -229,21 +226,6 @@ async def test_loading_and_unloading_write_no_reply(
     assert (reply.status_code, told["done"], told["done_reason"]) == (200, True, reason)
     assert told[name] == ("" if name == "response" else {"role": "assistant", "content": ""})
     assert not appliance.submitted
-
-
-@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
-@pytest.mark.parametrize(
-    ("change", "status"),
-    [
-        ({"model": "llama3"}, 404),
-        *(({"keep_alive": value}, 400) for value in ("soon", [], True, "1" * 33)),
-    ],
-)
-async def test_loading_is_refused_as_a_reply_would_be(appliance, path, change, status):
-    async with client_of(appliance, ALICE) as client:
-        reply = await client.post(path, json={"model": "m", **change})
-    assert reply.status_code == status
-    assert reply.json()["error"]
 
 
 @pytest.mark.parametrize(("method", "path"), ollama_api.NOT_HERE)

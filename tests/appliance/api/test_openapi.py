@@ -15,15 +15,12 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import checks
 
-from appliance.api.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
 from appliance.api.openapi import OPERATIONS, document
-from appliance.api.responses import NEUTRAL, response_ask
 from appliance.api.routes import build_app
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
-from appliance.json_fields import Fields
 from appliance.log.query import read_events, read_rows, read_usage
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.logs import row, start
@@ -49,7 +46,10 @@ NOT_SAID_BY_SCHEMAS = re.compile(
     "context is|prompt is too long|exceeds the context|answer needs|the queue takes"
     "|cannot be compiled|cannot be together|needs `tools`|is not in `tools`|is not JSON"
     "|needs `logprobs`|is only allowed when `stream`|is no token id|is less than `n`"
-    "|is more than max_tokens|two functions of the same name"
+    "|is more than max_tokens|two functions of the same name|this model reads text"
+    "|must be 1 or more, or -1|no fill-in-the-middle|needs one prompt, of token ids|best_of` cannot"
+    "|leaves nothing of the prompt|cannot be streamed|nothing but space|written as a string"
+    "|has no tokens|there is no response|nested"
 )
 """Why a body may be refused that satisfies its schema."""
 
@@ -169,37 +169,6 @@ async def test_a_key_is_needed_where_it_is_asked_for():
     assert over_tcp["paths"]["/health"]["get"]["security"] == []
     on_the_socket = (await client_of(appliance, ALICE).get("/openapi.json")).json()
     assert on_the_socket["security"] == []
-
-
-class Recording(Fields):
-    """Fields that know which of them were asked for."""
-
-    def __init__(self, values):
-        super().__init__(values)
-        self.names = set()
-
-    def get(self, name):
-        self.names.add(name)
-        return super().get(name)
-
-
-@pytest.mark.parametrize(
-    ("read", "body", "component"),
-    [
-        (lambda f, m: completion_ask(f, m, 8), {"prompt": "a"}, "CompletionRequest"),
-        (chat_ask, {"messages": [{"role": "user", "content": "a"}]}, "ChatRequest"),
-        (response_ask, {"input": "a"}, "ResponseRequest"),
-    ],
-)
-def test_every_field_that_is_read_is_described_and_no_other(read, body, component):
-    fields = Recording(body)
-    read(fields, FakeAppliance(Tokenizer(byte_level())).model)
-    older = {"grammar", "json_schema"} | {
-        f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
-    }
-    refused = CHAT_NEUTRAL.keys() | COMPLETION_NEUTRAL.keys() | NEUTRAL.keys() | older
-    described = document("1", needs_key=False)["components"]["schemas"][component]["properties"]
-    assert fields.names - refused == set(described) - refused
 
 
 # Requests and replies

@@ -42,29 +42,6 @@ async def test_llamas_names_are_those_of_the_same_things(served, appliance):
     assert sampling_of(appliance).grammar is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "neutral"),
-    [
-        ("typical_p", 0.5, 1.0),
-        ("mirostat", 2, 0),
-        ("xtc_probability", 0.1, 0.0),
-        ("dry_multiplier", 0.8, 0),
-        ("truncation_side", "right", "left"),
-    ],
-)
-async def test_what_would_change_the_answer_is_refused_by_name(served, name, value, neutral):
-    error = (await served.complete(**{name: value})).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", name)
-    assert (await served.complete(**{name: neutral}, max_tokens=2)).status_code == 200
-
-
-async def test_a_bias_that_is_wrong_is_named(served):
-    error = (await served.complete(logit_bias={"5": 1, "999": 1})).json()["error"]
-    assert error["param"] == "logit_bias.999"
-    error = (await served.complete(logit_bias={"5": 200})).json()["error"]
-    assert error["param"] == "logit_bias.5"
-
-
 async def test_a_prompt_is_cut_to_its_last_tokens(served, appliance):
     await served.complete(prompt=[1, 2, 3, 4], truncate_prompt_tokens=2, max_tokens=2)
     assert appliance.submitted[-1].sequences[0].prompt_token_ids == [3, 4]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape
 from appliance.api.stream import Delta
-from appliance.json_fields import Fields
 from appliance.request import ModelInfo, Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
@@ -32,7 +31,7 @@ ASKS = {
 def shape_of(fields: dict[str, object]) -> ReplyShape:
     body = {"stream": True, "messages": [{"role": "user", "content": "hi"}], **fields}
     is_chat = body["messages"] is not None
-    ask = chat_ask(Fields(body), MODEL) if is_chat else completion_ask(Fields(body), MODEL, 8)
+    ask = chat_ask(body, MODEL) if is_chat else completion_ask(body, MODEL, 8)
     sequences = [
         Sequence(1 + i, "id", i, [1], SamplingParams(9, seed=0), Stamps(arrived_ns=0))
         for i in range(2)

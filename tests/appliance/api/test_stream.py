@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from appliance.api.ask import Ask
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.stream import Delta, OpenReply, StopMatcher
-from appliance.json_fields import Fields
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
@@ -58,7 +57,7 @@ def request_of(num_sequences: int = 1) -> Request:
 def asking(stop=(), **fields) -> Ask:
     """A chat, whose answer begins a text of its own."""
     body = {"messages": [{"role": "user", "content": "hi"}], "stop": list(stop), **fields}
-    return chat_ask(Fields(body), ModelInfo("m", 100, 300, (), None, 0))
+    return chat_ask(body, ModelInfo("m", 100, 300, (), None, 0))
 
 
 def emit(request, token_ids, *, index=0, reason=None, logprobs=()):
@@ -243,7 +242,7 @@ async def continued(appliance, before, after, stops, *, has_ended=True) -> Delta
     """What a reply says of these tokens, after earlier ones that another has told."""
     request = request_of()
     body = {"prompt": [1, *before], "output_offset": len(before), "stop": list(stops)}
-    ask = completion_ask(Fields(body), ModelInfo("m", 10_000, 300, (), None, 0), 1)
+    ask = completion_ask(body, ModelInfo("m", 10_000, 300, (), None, 0), 1)
     request.sequences[0].prompt_token_ids = [1, *before]
     request.sequences[0].sampling = ask.sampling(1 + len(before), 10_000)
     reply = OpenReply(appliance, request, ask)

@@ -13,7 +13,6 @@ from appliance.dynamo import completion_requests
 from appliance.dynamo.completion_requests import Prompts, UnsupportedRequest, completion_body
 from appliance.dynamo.outputs import LostError, output_of, raise_error
 from appliance.dynamo.served_model import ServedModel
-from appliance.json_fields import Fields
 from appliance.request import ModelInfo
 
 SERVED = ServedModel("tiny", Path("/models/tiny"), 100, 16, 50)
@@ -57,7 +56,7 @@ def test_its_fields_are_ours():
     assert (asked["stop_token_ids"], asked["cache_salt"]) == ([9], "s")
     assert "stop" not in asked  # the frontend finds these
     assert "presence_penalty" not in asked
-    read = completion_ask(Fields(asked), MODEL, 1)
+    read = completion_ask(asked, MODEL, 1)
     assert not read.ignored
 
 
