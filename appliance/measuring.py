@@ -82,9 +82,9 @@ class Measuring:
         measurer = self._measurer
         return {
             "num_facts": len(self._router.roles.profile.facts),
-            "num_unknown": measurer.num_unknown,
+            "num_unknown": (left := measurer.num_unknown),
             "work_ms": measurer.work_ms,
-            "is_going_on": self._is_on and measurer.work_ms < MAX_WORK_MS,
+            "is_going_on": self._is_on and left > 0 and measurer.work_ms < MAX_WORK_MS,
         }
 
     def allow_again(self) -> None:
