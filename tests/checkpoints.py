@@ -35,6 +35,7 @@ FAMILIES = (
     "gpt_oss",
     "ministral3",
     "gemma4_text",
+    "gemma4_unified_text",
 )
 
 _TINY = {
@@ -124,6 +125,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "final_logit_softcapping": 5.0,
     },
+    "gemma4_unified_text": {
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 32,
+        "attention_k_eq_v": True,
+        "tie_word_embeddings": False,
+    },
     "gpt_oss": {
         "sliding_window": 24,
         "num_local_experts": 5,
@@ -144,6 +154,29 @@ _OWN: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
+
+
+GEMMA4_E: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2
+    + ["full_attention"],
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 24,
+    "vocab_size_per_layer_input": 310,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+"""What makes a tiny gemma4_text one of the small ones: inputs by layer, and layers that read the
+keys and values of an earlier one."""
+GEMMA4_MOE: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+}
+"""What gives it experts beside the dense feed-forward."""
 
 
 def use_one_thread() -> None:
@@ -186,6 +219,8 @@ def make_checkpoint(
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", ".sinks")):
                     parameter.normal_(std=0.3)
+                elif name.endswith(("router.scale", "per_expert_scale")):
+                    parameter.uniform_(0.4, 1.6)
                 elif name == "model.norm.weight":  # factors of both signs: a tied head repeats less
                     parameter.normal_(mean=norm_mean - 1.0)
                 elif parameter.dim() == 1:

@@ -146,7 +146,10 @@ def gated(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     """All activations."""
     kind, tokens, width = r.choice([FLOAT32, BFLOAT16]), r.randint(1, 40), r.randint(1, 90)
     out, x = m.output(tokens * width, kind), m.values(2 * tokens * width, kind)
-    kernels.gated(out, x, kind, tokens, width, r.randrange(3), threads)
+    up = m.values(tokens * (width + 3), kind) if r.random() < 0.5 else 0
+    strides = (2 * width, width + 3) if up else (2 * width, 2 * width)
+    up = up or x + width * SIZE[kind]
+    kernels.gated(out, x, up, kind, tokens, width, *strides, r.randrange(3), threads)
 
 
 def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
@@ -219,6 +222,7 @@ def mixture(kernels: Any, r: Random, m: Memory, threads: int) -> None:
         [
             *(experts, chosen, r.randrange(2), r.randrange(3), hidden, width),
             *(m.integers(ups), 2, up_bias, m.integers(downs), down_bias, ways, ways, 3),
+            m.values(experts, FLOAT32) if r.random() < 0.5 else 0,
         ]
     )
     out, x = m.output(tokens * hidden, kind), m.values(tokens * hidden, kind)

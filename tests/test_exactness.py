@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.checkpoint.checkpoint import Checkpoint
-from tests.checkpoints import load_oracle, make_checkpoint
+from tests.checkpoints import GEMMA4_E, GEMMA4_MOE, load_oracle, make_checkpoint
 from tests.daemons import ALONE, ARMS, MANY, Daemon
 
 MAX_MARGIN = 1e-4
@@ -21,8 +21,9 @@ STARTED = {
     "shm": ("llama", "mistral", "qwen3"),
 }
 """Families by transport: under `shm` each has KV of another shape, which is what it copies."""
-NEWER = {"gpt_oss": ("peer",), "gemma4_text": ("peer", "shm")}
-"""Transports. Layers differ: in their windows, or in the number and size of their heads."""
+NEWER = {"gpt_oss": ("peer",), "gemma4_unified_text": ("peer",), "gemma4_text": ("shm",)}
+"""Transports. Layers differ: in their windows, in the number and size of their heads, or by having
+no keys and values of their own."""
 ALONE_TOO = ("phi3", "gemma2", "mixtral", "ministral3")
 """Whose factors the longest request chooses, with caps, with experts, whose queries grow with their
 position; tests/engine/model/test_transformer.py has all families."""
@@ -46,6 +47,7 @@ OPTIONS = {
     "mistral": {"sliding_window": 48, "num_key_value_heads": 1},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "rope_parameters": YARN},
+    "gemma4_text": GEMMA4_E | GEMMA4_MOE,
     # stretched to 2048, but served up to 1024: by the short factors
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024},
 }

@@ -76,10 +76,10 @@ class Checkpoint:
         names, expected = config.family.experts, {}
         for name, shape in expected_shapes(config):
             tensor = found.get(name)
-            if names is not None and names.is_stacked:
-                tensor = expert_tensor(found, names, name)
-            elif quantisation is not None:
+            if quantisation is not None:
                 tensor = quantisation.find(found, name, shape)
+            if tensor is None and names is not None and names.stack is not None:
+                tensor = expert_tensor(found, names, name)
             tensor = _checked(source, tensor, name, shape, partial(_layer_hint, found))
             expected[name] = _in_order(tensor, config)
         return cls(folder, config, expected, _main_dtype(expected))
@@ -147,6 +147,12 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
     """
     prefix, hidden = config.family.prefix, config.hidden_size
     yield f"{prefix}model.embed_tokens.weight", (config.vocab_size, hidden)
+    inputs = config.layer_inputs
+    if inputs is not None:
+        size, all_sizes = inputs.size, inputs.size * config.num_layers
+        yield f"{prefix}model.embed_tokens_per_layer.weight", (inputs.vocab_size, all_sizes)
+        yield f"{prefix}model.per_layer_model_projection.weight", (all_sizes, hidden)
+        yield f"{prefix}model.per_layer_projection_norm.weight", (size,)
     for layer in range(config.num_layers):
         layer_prefix = f"{prefix}model.layers.{layer}."
         yield from _norm_shapes(config, layer_prefix, "before_attention")
@@ -154,11 +160,17 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
         yield from _norm_shapes(config, layer_prefix, "after_attention")
         yield from _norm_shapes(config, layer_prefix, "before_mlp")
         experts = config.experts_of(layer)
-        if experts is None:
-            yield from _mlp_shapes(config, f"{layer_prefix}mlp.")
-        else:
+        if experts is None or experts.names.beside_dense is not None:
+            inner = config.intermediate_size_of(layer)
+            yield from _mlp_shapes(config, f"{layer_prefix}mlp.", inner)
+        if experts is not None:
             yield from _experts_shapes(experts, layer_prefix, config.hidden_size)
         yield from _norm_shapes(config, layer_prefix, "after_mlp")
+        if inputs is not None:
+            size = inputs.size
+            yield f"{layer_prefix}per_layer_input_gate.weight", (size, hidden)
+            yield f"{layer_prefix}per_layer_projection.weight", (hidden, size)
+            yield f"{layer_prefix}post_per_layer_input_norm.weight", (hidden,)
         if config.family.has_layer_scalar:
             yield f"{layer_prefix}layer_scalar", (1,)
     yield f"{prefix}model.norm.weight", (hidden,)
@@ -187,7 +199,10 @@ def _attention_shapes(config: ModelConfig, prefix: str, layer: int) -> Iterator[
     q_size, kv_size = config.num_heads * heads.head_dim, heads.width
     sizes = [q_size, kv_size, kv_size] if len(family.qkv) == 3 else [q_size + 2 * kv_size]
     parts = list(zip(family.qkv, sizes, strict=True))
-    if config.has_keys_as_values[layer]:
+    stores_kv = config.stores_kv(layer)
+    if not stores_kv:
+        parts = parts[:1]
+    elif config.has_keys_as_values[layer]:
         parts.pop()
     for part, size in parts:
         yield f"{prefix}{part}.weight", (size, hidden)
@@ -197,7 +212,8 @@ def _attention_shapes(config: ModelConfig, prefix: str, layer: int) -> Iterator[
     if family.qk_norm is not None:
         is_per_head = family.qk_norm == "head"
         yield f"{prefix}q_norm.weight", (heads.head_dim if is_per_head else q_size,)
-        yield f"{prefix}k_norm.weight", (heads.head_dim if is_per_head else kv_size,)
+        if stores_kv:
+            yield f"{prefix}k_norm.weight", (heads.head_dim if is_per_head else kv_size,)
     yield f"{prefix}o_proj.weight", (hidden, q_size)
     if config.has_output_bias:
         yield f"{prefix}o_proj.bias", (hidden,)
@@ -205,8 +221,8 @@ def _attention_shapes(config: ModelConfig, prefix: str, layer: int) -> Iterator[
         yield f"{prefix}sinks", (config.num_heads,)
 
 
-def _mlp_shapes(config: ModelConfig, prefix: str) -> Iterator[_NamedShape]:
-    hidden, inner, parts = config.hidden_size, config.intermediate_size, config.family.gate_up
+def _mlp_shapes(config: ModelConfig, prefix: str, inner: int) -> Iterator[_NamedShape]:
+    hidden, parts = config.hidden_size, config.family.gate_up
     rows = 2 * inner // len(parts)
     for part in parts:
         yield f"{prefix}{part}.weight", (rows, hidden)
@@ -222,7 +238,12 @@ def _experts_shapes(
     experts: ExpertsConfig, layer_prefix: str, hidden: int
 ) -> Iterator[_NamedShape]:
     names, inner = experts.names, experts.intermediate_size
-    prefix = f"{layer_prefix}{names.block}."
+    prefix, beside = f"{layer_prefix}{names.block}", names.beside_dense
+    if beside is not None:
+        for norm in (beside.after_dense, beside.before_experts, beside.after_experts):
+            yield f"{layer_prefix}{norm}.weight", (hidden,)
+        yield f"{layer_prefix}{beside.router_scale}", (hidden,)
+        yield f"{layer_prefix}{beside.share_scale}", (experts.num_experts,)
     yield f"{prefix}{names.router}.weight", (experts.num_experts, hidden)
     if names.has_bias:
         yield f"{prefix}{names.router}.bias", (experts.num_experts,)
@@ -308,12 +329,11 @@ def packed_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
     """
     if dtype != "bfloat16" or not checkpoint.is_mappable:
         return None
-    prefix = checkpoint.config.family.prefix
-    embedding, head = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
+    embedding, head = _ends(checkpoint)
     source_by_packed = {
         name: name
         for name, tensor in checkpoint.tensors.items()
-        if len(tensor.shape) == 2 and name != embedding
+        if len(tensor.shape) == 2 and not is_embedding(name)
     }
     source_by_packed.setdefault(head, embedding)
     offset, offset_by_name = 0, {}
@@ -324,6 +344,17 @@ def packed_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
         offset_by_name[name] = offset
         offset += math.prod(shape_by_name[name]) * DTYPE_BYTES[dtype]
     return WeightsLayout(offset, offset_by_name, shape_by_name, source_by_packed)
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a step looks up rows of a tensor."""
+    return name.endswith(("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight"))
+
+
+def _ends(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Names of the embedding and of the output projection."""
+    prefix = checkpoint.config.family.prefix
+    return f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
 
 
 def _continues_matrix(name: str) -> bool:
@@ -475,9 +506,8 @@ def panels_layout(
     """
     if dtype not in ("float32", "bfloat16") and not is_on_gpu:
         return None
-    prefix = checkpoint.config.family.prefix
-    embedding, head = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
-    sources = {name: name for name in checkpoint.tensors if name != embedding}
+    embedding, head = _ends(checkpoint)
+    sources = {name: name for name in checkpoint.tensors if not is_embedding(name)}
     if head not in checkpoint.tensors:
         sources[head] = embedding
     offset, panels = 0, {}
@@ -494,9 +524,12 @@ def panels_layout(
         offset = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if not panels:
         return None
-    looked_up = {embedding} if _stays_in_file(checkpoint.tensors[embedding]) else set()
-    if is_on_gpu or (head not in checkpoint.tensors and head not in panels):
-        looked_up = set()  # the product reads it, too
+    embeddings = {name for name in checkpoint.tensors if is_embedding(name)}
+    looked_up = {name for name in embeddings if _stays_in_file(checkpoint.tensors[name])}
+    if head not in checkpoint.tensors and head not in panels:
+        looked_up -= {embedding}  # the product reads it, too
+    if is_on_gpu:
+        looked_up = set()
     rest = layout_of(
         (
             (name, tensor.shape)
@@ -512,7 +545,9 @@ def _form(tensor: TensorInfo, weights: str, *, is_head: bool) -> str | None:
     """That of a matrix in panels; None: it is not put into any."""
     if weights == AS_STORED:
         return form_of(tensor)
-    is_router = tensor.name.endswith((".gate.weight", ".router.weight"))  # small, and decides much
+    is_router = tensor.name.endswith(
+        (".gate.weight", ".router.weight", ".router.proj.weight")
+    )  # small, and decides much
     if len(tensor.shape) != 2 or is_router:
         return None
     form = AT_START[weights][is_head]

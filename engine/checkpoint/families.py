@@ -55,7 +55,7 @@ MIXTURES = (
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        experts=ExpertNames("block_sparse_moe.", gate="w1", up="w3", down="w2"),
     ),
     Family(
         "qwen3_moe",
@@ -116,7 +116,7 @@ MIXTURES = (
             "eos_token_id": None,
         },
         has_wide_norms=True,
-        experts=ExpertNames(router="router", has_bias=True, is_stacked=True),
+        experts=ExpertNames(router="router", has_bias=True, stack="columns"),
         activation="clamped_swiglu",
         has_sinks=True,
     ),
@@ -384,10 +384,7 @@ _RECURRENT = (
     "most of its layers keep a state that every token changes, which no block of the KV pool "
     "holds: moving, caching and recovering a sequence would have to carry it too"
 )
-_STREAMS = (
-    "it adds embeddings of their own to each layer, beside the one stream of tokens, and some "
-    "layers use the keys and values of another"
-)
+_STREAMS = "its layers compute four streams of tokens side by side and mix them (AltUp)"
 _CHUNKED = (
     "its attention ends at borders of chunks, which no attention kernel here knows, and its "
     "experts are weighed before they compute; the smallest has 109 billion parameters"

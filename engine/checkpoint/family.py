@@ -45,18 +45,34 @@ class NormNames:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Tensor names of a mixture: `layers.L.{block}.{router}`, `layers.L.{block}.experts.E.{up}`."""
+class BesideDense:
+    """Tensor names, within a layer, of what joins a mixture with a dense feed-forward."""
 
-    block: str = "mlp"
+    after_dense: str = "post_feedforward_layernorm_1"
+    before_experts: str = "pre_feedforward_layernorm_2"
+    after_experts: str = "post_feedforward_layernorm_2"
+    router_scale: str = "router.scale"
+    """Factors of the norm that the router reads, times hidden_size ** -0.5."""
+    share_scale: str = "router.per_expert_scale"
+    """Factors of each expert's share."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Tensor names of a mixture: `layers.L.{block}{router}`, `layers.L.{block}experts.E.{up}`."""
+
+    block: str = "mlp."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
     has_bias: bool = False
     """The router has one, and each matrix of each expert."""
-    is_stacked: bool = False
-    """A checkpoint has one tensor for all experts, as engine.checkpoint.checkpoint reads it."""
+    stack: Literal["rows", "columns"] | None = None
+    """A checkpoint has one tensor for all experts: gate's rows before up's, or gate and up in
+    alternate columns of the transposed matrix; None: each expert has tensors of its own."""
+    beside_dense: BesideDense | None = None
+    """The layer adds a dense feed-forward to the mixture; None: it has the mixture alone."""
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -198,13 +214,32 @@ _GEMMA4_TEXT = replace(
         "per_layer_config": None,
         "attention_k_eq_v": False,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
         "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
         "enable_moe_block": False,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
     },
     norm_offset=0.0,
+    experts=ExpertNames("", router="router.proj", stack="rows", beside_dense=BesideDense()),
     window_period=6,
     has_value_norm=True,
     has_layer_scalar=True,
+)
+
+_GEMMA4_UNIFIED_TEXT = replace(
+    _GEMMA4_TEXT,
+    name="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    defaults={
+        key: value
+        for key, value in _GEMMA4_TEXT.defaults.items()
+        if "per_layer_input" not in key and "expert" not in key and "moe" not in key
+    }
+    | {"max_position_embeddings": 262144, "sliding_window": 1024},
+    experts=None,
 )
 
 GEMMAS = (
@@ -264,6 +299,15 @@ GEMMAS = (
         name="gemma4",
         architecture="Gemma4ForConditionalGeneration",
         language="gemma4_text",
+        section="text_config",
+        base="model.language_model.",
+    ),
+    _GEMMA4_UNIFIED_TEXT,
+    replace(
+        _GEMMA4_UNIFIED_TEXT,
+        name="gemma4_unified",
+        architecture="Gemma4UnifiedForConditionalGeneration",
+        language="gemma4_unified_text",
         section="text_config",
         base="model.language_model.",
     ),

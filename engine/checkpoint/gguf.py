@@ -538,8 +538,8 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
         if stem == getattr(family.norms, place):
             found = model.tensors.get(f"blk.{number}.{gguf_norm}.{kind}")
             return None if found is None else replace(found, name=name, shift=row.norm_shift)
-    if family.experts is not None and stem.startswith(f"{family.experts.block}."):
-        inner = stem.removeprefix(f"{family.experts.block}.")
+    if family.experts is not None and stem.startswith(family.experts.block):
+        inner = stem.removeprefix(family.experts.block)
         if inner == family.experts.router:
             found = model.tensors.get(f"blk.{number}.ffn_gate_inp.{kind}")
             return None if found is None else replace(found, name=name)

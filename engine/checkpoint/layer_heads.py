@@ -1,4 +1,4 @@
-"""Compute how many key heads each layer has, and their size.
+"""Compute how many key heads each layer has, their size, and which layer stores its keys.
 
 Owns: the differences between layers.
 Invariant: each layer's width divides the widest.
@@ -45,7 +45,7 @@ def layer_heads(
         return (usual,) * len(windows)
     stated = keys.section("per_layer_config")
     own = [_global(keys, usual) if window is None else usual for window in windows]
-    if stated.values:
+    if keys.get("per_layer_config", None) is not None:  # empty: all layers are alike
         sections = [stated.section(str(layer)) for layer in range(len(windows))]
         own = [
             LayerHeads(
@@ -68,6 +68,29 @@ def _global(keys: JsonKeys, usual: LayerHeads) -> LayerHeads:
     if keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads", None) is not None:
         num_kv_heads = keys.integer("num_global_key_value_heads")
     return LayerHeads(num_kv_heads, keys.integer("global_head_dim"))
+
+
+def kv_layers(
+    keys: JsonKeys, windows: Sequence[int | None], heads: Sequence[LayerHeads]
+) -> tuple[int, ...]:
+    """Find, for each layer, the layer that stores its keys and values.
+
+    The last `num_kv_shared_layers` read those of the last layer before them that has the same
+    window, or like them none.
+    """
+    key, num_layers = "num_kv_shared_layers", len(windows)
+    num_shared = keys.get(key, 0)
+    if type(num_shared) is not int or not 0 <= num_shared < num_layers:
+        raise keys.bad(key, f"an integer from 0 to {num_layers - 1}")
+    stored = range(num_layers - num_shared)
+    found = list(stored)
+    for layer in range(len(stored), num_layers):
+        kind = (windows[layer], heads[layer])
+        alike = [each for each in stored if (windows[each], heads[each]) == kind]
+        if not alike:
+            raise keys.bad(key, f"possible: no earlier layer is like layer {layer}")
+        found.append(alike[-1])
+    return tuple(found)
 
 
 _SAMPLING_LIMITS = {

@@ -13,12 +13,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.checkpoint.family import ExpertNames, Family
 from engine.checkpoint.gguf import GgufModel, config_keys, find_gguf, sampling_keys
 from engine.checkpoint.json_keys import JsonKeys
-from engine.checkpoint.layer_heads import LayerHeads, layer_heads, sampling_defaults
+from engine.checkpoint.layer_heads import LayerHeads, kv_layers, layer_heads, sampling_defaults
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.rope import RopeConfig
 from engine.errors import WHAT_IS_SERVED, CheckpointError
@@ -30,11 +31,7 @@ SCALE_BYTES = 4
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65536
-_UNSERVED_PARTS = {
-    "hidden_size_per_layer_input": "embeddings of a layer's own",
-    "num_kv_shared_layers": "layers that use another's keys and values",
-    "enable_moe_block": "experts beside a dense feed-forward",
-}
+_MAX_LAYER_INPUT = 65536
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # beside a family's section
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
 """Numbered by the kernels in this order. The last is gpt-oss's, whatever its file calls it."""
@@ -55,6 +52,14 @@ class ExpertsConfig:
     """Those that have it; the others are dense."""
 
 
+class LayerInputsConfig(NamedTuple):
+    """Sizes of what each layer reads beside the stream."""
+
+    size: int
+    """Values of a token and a layer."""
+    vocab_size: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of one decoder-only model, complete."""
@@ -64,7 +69,13 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     """Of dense layers."""
+    is_double_wide: bool
+    """Layers that store no keys and values have a feed-forward of twice that size."""
+    layer_inputs: LayerInputsConfig | None
+    """Of what each layer reads beside the stream; None: nothing."""
     num_layers: int
+    kv_layers: tuple[int, ...]
+    """Per layer: the layer of the KV pool that it reads, its own or an earlier one's."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -143,7 +154,10 @@ class ModelConfig:
             vocab_size=keys.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=keys.integer("intermediate_size"),
+            is_double_wide=keys.flag("use_double_wide_mlp"),
+            layer_inputs=_layer_inputs(keys),
             num_layers=num_layers,
+            kv_layers=kv_layers(keys, windows, heads),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -179,7 +193,7 @@ class ModelConfig:
 
     def kv_block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of one block of all layers, each with a plane of keys and one of values."""
-        return self.num_layers * 2 * self.kv_plane_bytes(block_size, dtype)
+        return self.num_kv_layers * 2 * self.kv_plane_bytes(block_size, dtype)
 
     def kv_plane_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of a layer's keys in one block, and of its values: as many as the widest layer has.
@@ -193,6 +207,20 @@ class ModelConfig:
             widths = [each.num_kv_heads * (each.head_dim + SCALE_BYTES) for each in self.heads]
             return block_size * max(widths)
         return block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the KV pool."""
+        return max(self.kv_layers) + 1
+
+    def stores_kv(self, layer: int) -> bool:
+        """Return whether a layer computes keys and values, or reads an earlier layer's."""
+        return self.kv_layers[layer] == layer
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Size of a layer's dense feed-forward."""
+        is_wide = self.is_double_wide and not self.stores_kv(layer)
+        return self.intermediate_size * (2 if is_wide else 1)
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The mixture in a layer; None if its feed-forward is dense."""
@@ -231,8 +259,8 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
     if family.section is not None:
         sections.append(file_keys.section(family.section))
     quantisation = Quantisation.from_keys(file_keys)
-    is_stacked = family.experts is not None and family.experts.is_stacked
-    if quantisation is not None and (quantisation.method == "mxfp4") != is_stacked:
+    has_columns = family.experts is not None and family.experts.stack == "columns"
+    if quantisation is not None and (quantisation.method == "mxfp4") != has_columns:
         raise file_keys.bad("quantization_config", f"supported of {family.name}")
     stated = sections[-1].values
     if family.section is not None and stated.get("model_type", None) not in (None, family.language):
@@ -242,13 +270,10 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
         stated = outer | stated
     own = {key: value for key, value in stated.items() if key in family.defaults}
     keys = JsonKeys(dict(family.defaults) | own, file_keys.path)
-    if keys.get("use_bidirectional_attention", None):
+    if keys.get("use_bidirectional_attention", None) not in (None, False, "vision"):
         raise keys.bad("use_bidirectional_attention", "false: replies are written left to right")
     if keys.get("clip_qkv", None) is not None:
         raise keys.bad("clip_qkv", "null: values as they are")
-    for key, what in _UNSERVED_PARTS.items():
-        if keys.get(key, 0):
-            raise keys.bad(key, f"0 or false: {what} are not served")
     for key in ("swiglu_alpha", "swiglu_limit"):
         if key in keys.values and keys.get(key, None) != family.defaults[key]:
             raise keys.bad(key, f"{family.defaults[key]}, which the kernels have")
@@ -337,6 +362,16 @@ def _usual_windows(
     return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
 
 
+def _layer_inputs(keys: JsonKeys) -> LayerInputsConfig | None:
+    size_key, vocab_key = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+    if not keys.get(size_key, None):
+        return None
+    vocab_size = keys.integer(vocab_key)
+    if vocab_size < keys.integer("vocab_size"):
+        raise keys.bad(vocab_key, "at least vocab_size")
+    return LayerInputsConfig(keys.integer(size_key, maximum=_MAX_LAYER_INPUT), vocab_size)
+
+
 def _ropes(
     keys: JsonKeys,
     family: Family,
@@ -356,7 +391,7 @@ def _ropes(
 
 
 def _experts(keys: JsonKeys, names: ExpertNames | None, num_layers: int) -> ExpertsConfig | None:
-    if names is None:
+    if names is None or not keys.flag("enable_moe_block", True):
         return None
     is_newer = keys.get("num_local_experts", None) is not None
     num_experts = keys.integer("num_local_experts" if is_newer else "num_experts", 1, _MAX_EXPERTS)
@@ -364,11 +399,13 @@ def _experts(keys: JsonKeys, names: ExpertNames | None, num_layers: int) -> Expe
     dense = keys.get("mlp_only_layers", None) or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise keys.bad("mlp_only_layers", "a list of layer numbers")
-    size_key = "moe_intermediate_size"
+    count_key, size_key = "top_k_experts", "moe_intermediate_size"
+    if count_key not in keys.values:
+        count_key = "num_experts_per_tok"
     return ExpertsConfig(
         names=names,
         num_experts=num_experts,
-        num_per_token=keys.integer("num_experts_per_tok", maximum=num_experts),
+        num_per_token=keys.integer(count_key, maximum=num_experts),
         intermediate_size=keys.integer(
             size_key if size_key in keys.values else "intermediate_size"
         ),

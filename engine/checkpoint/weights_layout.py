@@ -42,6 +42,8 @@ def expert_tensor(
     step, first = (2, int(part == names.up)) if is_pair else (1, 0)
     if kind == "bias":
         return _of_vector(found.get(f"{stack}_bias"), name, number, first, step)
+    if stack in found and names.stack == "rows":
+        return _of_rows(found[stack], name, number, first, step)
     if stack in found:
         return _of_matrix(found[stack], name, number, first, step)
     blocks, scales = (found.get(f"{stack}_{kind}") for kind in ("blocks", "scales"))
@@ -67,6 +69,18 @@ def _of_vector(
         num_bytes=width // step * item,
         strides=(step, 1),
     )
+
+
+def _of_rows(
+    stack: TensorInfo, name: str, expert: int, part: int, num_parts: int
+) -> TensorInfo | None:
+    if len(stack.shape) != 3 or expert >= stack.shape[0] or stack.shape[1] % num_parts:
+        return None
+    experts, rows, depth = stack.shape
+    num_bytes = stack.num_bytes // (experts * num_parts)
+    start = stack.start + (expert * num_parts + part) * num_bytes
+    shape = (rows // num_parts, depth)
+    return replace(stack, name=name, shape=shape, start=start, num_bytes=num_bytes)
 
 
 def _of_matrix(

@@ -37,7 +37,7 @@ class AttentionBackend:
     has_softcap: bool = True
     has_sinks: bool = False
     has_uneven_heads: bool = False
-    """Layers may differ in the number and size of their key heads."""
+    """Layers may differ in the number and size of their key heads, or share keys."""
 
 
 ATTENTION_BACKENDS = (
@@ -86,7 +86,7 @@ class AttentionNeeds:
     def of(cls, config: ModelConfig, dtype: str, block_size: int | None = None) -> AttentionNeeds:
         """Those of a model that is computed in a dtype."""
         has_softcap = config.attention_softcap is not None
-        is_uneven = len(set(config.heads)) > 1
+        is_uneven = len(set(config.heads)) > 1 or config.num_kv_layers < config.num_layers
         has_sinks = config.family.has_sinks
         return cls(dtype, config.head_dim, has_softcap, block_size, has_sinks, is_uneven)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.checkpoint.checkpoint import expected_shapes
+from engine.checkpoint.checkpoint import expected_shapes, is_embedding
 from engine.checkpoint.model_config import ModelConfig
 
 
@@ -108,11 +108,7 @@ class StepValues:
 def step_values(config: ModelConfig) -> StepValues:
     """What one step needs at least, by the model's shape."""
     sizes = {name: math.prod(shape) for name, shape in expected_shapes(config) if len(shape) > 1}
-    ends = {
-        n: size
-        for n, size in sizes.items()
-        if n.endswith(("embed_tokens.weight", "lm_head.weight"))
-    }
+    ends = {n: size for n, size in sizes.items() if is_embedding(n) or n.endswith("lm_head.weight")}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     mixture = config.experts
     share = 0.0 if mixture is None else mixture.num_per_token / mixture.num_experts

@@ -19,6 +19,7 @@ struct experts {
     int64_t gate_up, num_gate_up, gate_up_bias; /* parts [num_experts, num_gate_up, 3]; see linear */
     int64_t down, down_bias;                    /* parts [num_experts, 1, 3] */
     int64_t gate_up_ways, down_ways, num_ways;  /* [num_ways, 2] of packed matrices; or 0 */
+    int64_t share_scale; /* float32 [num_experts], which shares are multiplied by; or 0 */
 };
 
 /* A token's expert. */
@@ -72,6 +73,9 @@ static void choose_experts(const struct mixture *m, int64_t token)
         chosen += choices[k].share = m->exponentials[choices[k].expert] / sum;
     for (int64_t k = 0; e->is_normalized && k < e->num_per_token; k++)
         choices[k].share /= chosen;
+    const float *scale = (const float *)(uintptr_t)e->share_scale;
+    for (int64_t k = 0; scale != NULL && k < e->num_per_token; k++)
+        choices[k].share *= scale[choices[k].expert];
 }
 
 /* Choices in the order of their experts, those of one in that of their tokens; ends[i] is where
@@ -174,9 +178,15 @@ static int pass(struct mixture *m, int64_t expert)
     if (multiply(m, m->gate_up, x, e->hidden, e->gate_up + expert * e->num_gate_up * part,
                  e->num_gate_up, gate_up_bias, e->gate_up_ways) < 0)
         return -1;
-    const word words[] = {{.address = m->inner},       {.address = m->gate_up},
-                          {.integer = m->type},        {.integer = m->num_rows},
-                          {.integer = e->width},       {.integer = e->activation},
+    const word words[] = {{.address = m->inner},
+                          {.address = m->gate_up},
+                          {.address = m->gate_up + e->width * size_of(m->type)},
+                          {.integer = m->type},
+                          {.integer = m->num_rows},
+                          {.integer = e->width},
+                          {.integer = 2 * e->width},
+                          {.integer = 2 * e->width},
+                          {.integer = e->activation},
                           {.integer = m->num_threads}};
     gated(words);
     if (multiply(m, m->made, m->inner, e->width, e->down + expert * part, 1, down_bias,

@@ -121,11 +121,11 @@ INLINE vec activated(vec gate, int activation)
     return gate / (1.0f + exponential(exponent));
 }
 
-INLINE void gate_row(void *out, const void *gate_up, int64_t width, int activation, int type)
+INLINE void gate_row(void *out, const void *gates, const void *up, int64_t width, int activation,
+                     int type)
 {
-    const void *up = at(gate_up, width, type);
     for (int64_t i = 0; i < width; i += LANES) {
-        const vec gate = load_upto(at(gate_up, i, type), width - i, type);
+        const vec gate = load_upto(at(gates, i, type), width - i, type);
         vec factor = load_upto(at(up, i, type), width - i, type);
         if (activation == CLAMPED_SWIGLU) {
             factor = choose(factor > SWIGLU_LIMIT, all(SWIGLU_LIMIT), factor);
@@ -137,8 +137,8 @@ INLINE void gate_row(void *out, const void *gate_up, int64_t width, int activati
 }
 
 typedef struct {
-    void *out, *gate_up;
-    int64_t type, num_tokens, width, activation;
+    void *out, *gates, *up;
+    int64_t type, num_tokens, width, gate_stride, up_stride, activation;
 } gate;
 
 static void gate_tokens(void *context, int64_t item)
@@ -146,26 +146,27 @@ static void gate_tokens(void *context, int64_t item)
     const gate *g = context;
     FOR_TOKENS(item, g->num_tokens) {
         void *to = at(g->out, token * g->width, (int)g->type);
-        const void *from = at(g->gate_up, token * 2 * g->width, (int)g->type);
+        const void *from = at(g->gates, token * g->gate_stride, (int)g->type);
+        const void *up = at(g->up, token * g->up_stride, (int)g->type);
         if (g->type == FLOAT32 && g->activation == SILU)
-            gate_row(to, from, g->width, SILU, FLOAT32);
+            gate_row(to, from, up, g->width, SILU, FLOAT32);
         else if (g->type == FLOAT32)
-            gate_row(to, from, g->width, (int)g->activation, FLOAT32);
+            gate_row(to, from, up, g->width, (int)g->activation, FLOAT32);
         else
-            gate_row(to, from, g->width, (int)g->activation, BFLOAT16);
+            gate_row(to, from, up, g->width, (int)g->activation, BFLOAT16);
     }
 }
 
-/* gated(out, gate_up, type, num_tokens, width, activation, num_threads)
+/* gated(out, gates, up, type, num_tokens, width, gate_stride, up_stride, activation, num_threads)
  *
- * out [num_tokens, width] = activation of the first half of gate_up [num_tokens, 2 * width] times the
- * second, or times one more than that, where both are clamped. */
-KERNEL(gated, "ppiiiii")
+ * out [num_tokens, width] = activation of gates times up, or times one more than that, where both are
+ * clamped; rows of gates and up, each of width values, are their strides apart. */
+KERNEL(gated, "pppiiiiiii")
 {
     gate g;
     int64_t num_threads;
-    read_words(words, gated_format, &g.out, &g.gate_up, &g.type, &g.num_tokens, &g.width,
-               &g.activation, &num_threads);
+    read_words(words, gated_format, &g.out, &g.gates, &g.up, &g.type, &g.num_tokens, &g.width,
+               &g.gate_stride, &g.up_stride, &g.activation, &num_threads);
     parallel_for(num_threads, items_of(g.num_tokens), gate_tokens, &g);
     return 0;
 }

@@ -94,18 +94,23 @@ class AttentionPlan:
         self._num_layers = num_layers
         self._dtype = kv.dtype if kv.is_floating_point() else torch.float32
         self._device = kv.device
-        self._groups: dict[int | None, list[Group]] = {}
+        self._groups: dict[tuple[int | None, bool], list[Group]] = {}
 
-    def groups(self, window: int | None) -> list[Group]:
-        """The step's sequences, in groups that one call serves."""
-        batch = self._batch
-        if window not in self._groups:
-            self._groups[window] = (
-                [self._group(members, window) for members in _members(batch)]
+    def groups(self, window: int | None, *, has_own: bool = True) -> list[Group]:
+        """The step's sequences, in groups that one call serves.
+
+        Args:
+            window: of the layer.
+            has_own: the step's own keys and values are there besides the pool's.
+        """
+        batch, key = self._batch, (window, has_own)
+        if key not in self._groups:
+            self._groups[key] = (
+                [self._group(members, window, has_own=has_own) for members in _members(batch)]
                 if batch.block_tables
                 else [self._device_group(window)]
             )
-        return self._groups[window]
+        return self._groups[key]
 
     def _device_group(self, window: int | None) -> Group:
         """All sequences with one query each, over all that their tables could hold."""
@@ -118,12 +123,12 @@ class AttentionPlan:
         halves = self._halves(tables.flatten().long())
         return Group(slice(0, len(tables)), len(tables), halves, slice(0, num_keys), mask)
 
-    def _group(self, members: list[int], window: int | None) -> Group:
+    def _group(self, members: list[int], window: int | None, *, has_own: bool) -> Group:
         batch = self._batch
         query_len = batch.query_lens[members[0]]
         rows = _rows(batch.query_lens, members, self._device)
         starts = [batch.seq_lens[i] - query_len for i in members]
-        if starts == [0]:
+        if starts == [0] and has_own:
             is_windowed = window is not None and query_len > window
             mask = self._host_mask([0], query_len, [0], query_len, window) if is_windowed else None
             return Group(rows, 1, None, slice(0, query_len), mask)
@@ -269,8 +274,8 @@ def write_kv(
 
 def torch_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    own: tuple[torch.Tensor, ...] | None,
+    heads: Sequence[int],
     kv: torch.Tensor,
     layer: int,
     plan: AttentionPlan,
@@ -281,37 +286,40 @@ def torch_attention(
 ) -> torch.Tensor:
     """Gather each group's blocks and run scaled-dot-product attention over them.
 
-    q is [num_tokens, num_heads, head_dim], k and v are the step's own, already in the pool; sinks
-    are float32 [num_heads], a score of each head beside those of its keys.
+    q is [num_tokens, num_heads, head_dim]. `own` are the step's keys and values, which are in the
+    pool already; None: only there. heads are (num_kv_heads, head_dim); sinks are float32
+    [num_heads], a score of each head beside those of its keys.
     """
-    how = (scale, softcap, sinks)
-    groups = plan.groups(window)
+    how = (tuple(heads), scale, softcap, sinks)
+    groups = plan.groups(window, has_own=own is not None)
     if len(groups) == 1:  # all rows in order: nothing to put together
-        return _attend(groups[0], q, k, v, kv, layer, *how)
+        return _attend(groups[0], q, own, kv, layer, *how)
     output = torch.empty_like(q)
     for group in groups:
         rows = group.rows
-        output[rows] = _attend(group, q[rows], k[rows], v[rows], kv, layer, *how)
+        mine = None if own is None else tuple(each[rows] for each in own)
+        output[rows] = _attend(group, q[rows], mine, kv, layer, *how)
     return output
 
 
 def _attend(
     group: Group,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    own: tuple[torch.Tensor, ...] | None,
     kv: torch.Tensor,
     layer: int,
+    heads: tuple[int, ...],
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     num_sequences = group.num_sequences
     if group.block_halves is None:
-        keys, values = k[None], v[None]
+        assert own is not None
+        keys, values = (each[None] for each in own)
     else:
-        gathered = _gathered(kv, group.block_halves[layer], k)
-        gathered = gathered.view(2, num_sequences, -1, *k.shape[1:])
+        gathered = _gathered(kv, group.block_halves[layer], heads, q.dtype)
+        gathered = gathered.view(2, num_sequences, -1, *heads)
         keys, values = gathered[:, :, group.keys].unbind()
     q_heads = q.view(num_sequences, -1, *q.shape[1:]).transpose(1, 2)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -370,15 +378,14 @@ def _fused_attention(
     return output.reshape(q.shape)
 
 
-def _gathered(kv: torch.Tensor, halves: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[len(halves), block_size, num_kv_heads, head_dim]: halves of blocks, in the dtype of `like`.
-
-    `like` is [num_tokens, num_kv_heads, head_dim].
-    """
+def _gathered(
+    kv: torch.Tensor, halves: torch.Tensor, heads: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Gather halves of blocks, [len(halves), block_size, num_kv_heads, head_dim], in `dtype`."""
     if kv.dtype != torch.int8:
         return kv.flatten(0, 2).flatten(1).index_select(0, halves)
-    codes, scales = (each.flatten(0, 2)[halves] for each in planes(kv, *like.shape[1:]))
-    return (codes * scales.transpose(1, 2)[..., None]).to(like.dtype)
+    codes, scales = (each.flatten(0, 2)[halves] for each in planes(kv, heads[0], heads[1]))
+    return (codes * scales.transpose(1, 2)[..., None]).to(dtype)
 
 
 def _causal_mask(q: torch.Tensor) -> torch.Tensor:

@@ -60,8 +60,10 @@ class Backend(Protocol):
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
 
-    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(gate) * up of the two halves of the last dimension; may overwrite them."""
+    def gated(
+        self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute what engine.model.layers.gated does."""
 
     def place(
         self,
@@ -72,7 +74,10 @@ class Backend(Protocol):
         layer: int,
         plan: Any,
     ) -> None:
-        """Rotate queries and keys in place, and write keys and values to the pool."""
+        """Rotate queries and keys in place, and write keys and values to the pool.
+
+        qkv may have queries alone.
+        """
 
     def attend(
         self,
@@ -85,8 +90,12 @@ class Backend(Protocol):
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None = None,
+        num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences.
+
+        num_kv_heads is that of the pool's layer, and needed where qkv has queries alone.
+        """
 
     def sample_rows(self, logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens [n] of logits [n, vocab_size], as engine.model.sampler.sample_rows has them."""
@@ -150,9 +159,11 @@ class TorchBackend:
         """Norm each row in place."""
         rows.copy_(rms_norm(rows, weight, eps))
 
-    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(gate) * up of the two halves of the last dimension."""
-        return gated(gate_up, activation)
+    def gated(
+        self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute what engine.model.layers.gated does."""
+        return gated(gate_up, activation, up)
 
     def place(
         self,
@@ -164,11 +175,12 @@ class TorchBackend:
         plan: _TorchPlan,
     ) -> None:
         """Rotate queries and keys in place, and write keys and values to the pool."""
-        num_kv_heads = (qkv.shape[1] - num_heads) // 2
-        qk = qkv[:, :-num_kv_heads]
+        end_of_keys = (num_heads + qkv.shape[1]) // 2
+        qk, v = qkv[:, :end_of_keys], qkv[:, end_of_keys:]
         if rope_index is not None:
             qk.copy_(rotate(qk, *plan.angles[rope_index]))
-        write_kv(kv, layer, qk[:, num_heads:], qkv[:, -num_kv_heads:], plan.attention)
+        if v.shape[1]:
+            write_kv(kv, layer, qk[:, num_heads:], v, plan.attention)
 
     def attend(
         self,
@@ -181,11 +193,15 @@ class TorchBackend:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None = None,
+        num_kv_heads: int | None = None,
     ) -> torch.Tensor:
         """The step's queries over their sequences."""
-        end_of_keys = (num_heads + qkv.shape[1]) // 2
-        q, k, v = qkv[:, :num_heads], qkv[:, num_heads:end_of_keys], qkv[:, end_of_keys:]
-        return torch_attention(q, k, v, kv, layer, plan.attention, scale, window, softcap, sinks)
+        how = (scale, window, softcap, sinks)
+        q, own = qkv[:, :num_heads], qkv[:, num_heads:].chunk(2, 1)
+        if num_kv_heads is not None and num_heads == qkv.shape[1]:
+            shape = (num_kv_heads, qkv.shape[2])
+            return torch_attention(q, None, shape, kv, layer, plan.attention, *how)
+        return torch_attention(q, own, own[0].shape[1:], kv, layer, plan.attention, *how)
 
 
 def choose_backend(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -205,16 +205,22 @@ class CompiledBackend:
             eps,
         )
 
-    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(gate) * up of the two halves of the last dimension."""
-        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self._take("gated", num_tokens, width, gate_up.dtype)
+    def gated(
+        self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute what engine.model.layers.gated does."""
+        gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
+        num_tokens, width = gate.shape
+        out = self._take("gated", num_tokens, width, gate.dtype)
         self.kernels.gated(
             out.data_ptr(),
-            gate_up.data_ptr(),
-            ELEMENT_TYPES[gate_up.dtype],
+            gate.data_ptr(),
+            up.data_ptr(),
+            ELEMENT_TYPES[gate.dtype],
             num_tokens,
             width,
+            gate.stride(0),
+            up.stride(0),
             ACTIVATIONS.index(activation),
             torch.get_num_threads(),
         )
@@ -272,12 +278,14 @@ class CompiledBackend:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None = None,
+        num_kv_heads: int | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim]: the step's queries over their sequences.
 
         Sinks, float32 [num_heads], are a score of each head beside those of its keys.
         """
         num_layers, _, block_size = kv.shape[1:4]
+        num_kv_heads = num_kv_heads or (qkv.shape[1] - num_heads) // 2
         head_dim = qkv.shape[2]
         out = self._take("attention", len(qkv), num_heads * head_dim, qkv.dtype)
         self.kernels.attend(
@@ -292,7 +300,7 @@ class CompiledBackend:
             plan.block_tables.shape[1],
             qkv.stride(0),
             num_heads,
-            (qkv.shape[1] - num_heads) // 2,
+            num_kv_heads,
             head_dim,
             block_size,
             num_layers,
@@ -312,18 +320,33 @@ MAX_TOKENS = 32
 """From here on the calls themselves take long enough to hide what Python adds."""
 MAX_TAPES = 64
 
-Layers = Callable[
-    [torch.Tensor, torch.Tensor, CompiledPlan, torch.Tensor | None], torch.Tensor | None
-]
-"""Change x [num_tokens, dim] in place, over the pool; what is still to be added comes back. The
-last is what queries are multiplied by, [num_tokens, 1, 1], where they are."""
+
+class StepExtras(NamedTuple):
+    """What some models' layers read besides the stream; None: the model has no such."""
+
+    growth: torch.Tensor | None = None
+    """What queries are multiplied by, [num_tokens, 1, 1]."""
+    layer_inputs: torch.Tensor | None = None
+    """[num_tokens, num_layers, size]."""
+
+    def take(self, new: StepExtras) -> None:
+        """Copy another step's values here, in place."""
+        for mine, other in zip(self, new, strict=True):
+            if mine is not None and other is not None:
+                mine.copy_(other)
+
+
+NO_EXTRAS = StepExtras()
+
+Layers = Callable[[torch.Tensor, torch.Tensor, CompiledPlan, StepExtras], torch.Tensor | None]
+"""Change x [num_tokens, dim] in place, over the pool; what is still to be added comes back."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tape:
     x: torch.Tensor
     plan: CompiledPlan
-    growth: torch.Tensor | None
+    extras: StepExtras
     added: torch.Tensor | None
     calls: bytes
 
@@ -342,17 +365,16 @@ class CpuDecodeGraphs:
         x: torch.Tensor,
         kv: torch.Tensor,
         plan: CompiledPlan,
-        growth: torch.Tensor | None = None,
+        extras: StepExtras = NO_EXTRAS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layers over x; returns x as they left it, and what is still to be added."""
         key = self._key(kv, plan)
         tape = self._tapes.get(key)
         if tape is None:
-            return self._record(x, kv, plan, growth)
+            return self._record(x, kv, plan, extras)
         tape.x.copy_(x)
         tape.plan.take_inputs(plan)
-        if tape.growth is not None and growth is not None:
-            tape.growth.copy_(growth)
+        tape.extras.take(extras)
         self._kernels.replay(tape.calls)
         return tape.x, tape.added
 
@@ -361,19 +383,19 @@ class CpuDecodeGraphs:
         x: torch.Tensor,
         kv: torch.Tensor,
         plan: CompiledPlan,
-        growth: torch.Tensor | None = None,
+        extras: StepExtras = NO_EXTRAS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layers, and keep their calls unless a buffer moved on the way."""
         generation = self._buffers.generation
         self._kernels.record()
         try:
-            added = self._layers(x, kv, plan, growth)
+            added = self._layers(x, kv, plan, extras)
         finally:
             calls = self._kernels.recorded()
         if self._buffers.generation == generation:
             if len(self._tapes) >= MAX_TAPES:
                 del self._tapes[next(iter(self._tapes))]
-            self._tapes[self._key(kv, plan)] = _Tape(x, plan, growth, added, calls)
+            self._tapes[self._key(kv, plan)] = _Tape(x, plan, extras, added, calls)
         return x, added
 
     def _key(self, kv: torch.Tensor, plan: CompiledPlan) -> tuple[Any, ...]:

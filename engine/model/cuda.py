@@ -16,6 +16,7 @@ import triton
 
 from engine.model import triton_ops
 from engine.model.attention import StepBatch, num_parts, several_queries_tiling, single_query_tiling
+from engine.model.layers import gated
 from engine.model.library_attention import PagedAttention
 from engine.model.paged_step import PagedStep, paged_step
 from engine.model.triton_attention import attend_several, attend_single
@@ -144,8 +145,12 @@ class CudaBackend:
         """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
         triton_ops.norm_rows(rows, weight, eps)
 
-    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(gate) * up of the two halves of the last dimension."""
+    def gated(
+        self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute what engine.model.layers.gated does."""
+        if up is not None:
+            return gated(gate_up, activation, up)
         return triton_ops.gated(gate_up, activation)
 
     def place(
@@ -172,6 +177,7 @@ class CudaBackend:
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None = None,
+        num_kv_heads: int | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
         q = qkv[:, :num_heads]

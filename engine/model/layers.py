@@ -28,9 +28,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(weight.dtype).mul_(weight).to(x.dtype)
 
 
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up of the two halves of the last dimension; may overwrite them."""
-    gate, up = gate_up.chunk(2, -1)
+def gated(gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None) -> torch.Tensor:
+    """activation(gate) * up of the two halves of the last dimension; may overwrite them.
+
+    With `up` given, the first argument is gate alone.
+    """
+    gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     if activation == "clamped_swiglu":
         wide = gate.float().clamp_(max=_SWIGLU_LIMIT)
         open_gate = (wide * (wide * _SWIGLU_ALPHA).sigmoid_()).to(gate.dtype)

@@ -65,10 +65,11 @@ class Linears:
         *,
         has_bias: bool = False,
         is_kept: bool = False,
+        kind: str = "linear",
     ) -> Linear:
         """Projections of the same input, by their tensors' names without `.weight`.
 
-        What one of them returns lasts until the next is called, unless it is kept.
+        What one of them returns lasts until the next of its kind is called, unless it is kept.
         """
         matrices = [weights[f"{name}.weight"] for name in names]
         biases = [weights[f"{name}.bias"].values for name in names] if has_bias else []
@@ -82,10 +83,15 @@ class Linears:
         take = fresh if is_kept else self.take
         is_packed = all(matrix.scheme == "bfloat16_pairs" for matrix in matrices)
         ways = (self.ways or EXACT) if is_packed else None
-        return CompiledLinear(self.kernels, matrices, biases, take, ways)
+        return CompiledLinear(self.kernels, matrices, biases, take, ways, kind)
 
     def make_experts(
-        self, experts: ExpertsConfig, gate_ups: list[Linear], downs: list[Linear], activation: str
+        self,
+        experts: ExpertsConfig,
+        gate_ups: list[Linear],
+        downs: list[Linear],
+        activation: str,
+        share_scale: torch.Tensor | None,
     ) -> CompiledExperts | None:
         """All experts of a layer as one call; None: there is no such kernel, take each linear."""
         if self.kernels is None:
@@ -101,6 +107,7 @@ class Linears:
             num_per_token=experts.num_per_token,
             is_normalized=experts.is_normalized,
             activation=ACTIVATIONS.index(activation),
+            share_scale=share_scale,
             take=self.take,
         )
 
@@ -134,6 +141,7 @@ class CompiledLinear:
         biases: one for each, or none.
         take: where results lie.
         ways: how packed ones are multiplied, whose inputs are bfloat16; None: they are plain.
+        kind: of the results, for `take`.
     """
 
     def __init__(
@@ -143,8 +151,9 @@ class CompiledLinear:
         biases: list[torch.Tensor],
         take: Take = fresh,
         ways: ProductWays | None = None,
+        kind: str = "linear",
     ) -> None:
-        self._take, self.ways = take, ways
+        self._take, self.ways, self._kind = take, ways, kind
         self._data = [matrix.data.contiguous() for matrix in matrices]  # alive with the addresses
         self.bias = torch.cat(biases).float() if biases else None
         self.num_outputs = sum(matrix.shape[0] for matrix in matrices)
@@ -165,7 +174,7 @@ class CompiledLinear:
         """Multiply by all matrices in one call, on as many threads as torch would use."""
         x = x.contiguous()
         num_tokens, num_threads = len(x), torch.get_num_threads()
-        out = self._take("linear", num_tokens, self.num_outputs, x.dtype)
+        out = self._take(self._kind, num_tokens, self.num_outputs, x.dtype)
         places = out.data_ptr(), x.data_ptr()
         if self.ways is None:
             kind = ELEMENT_TYPES[x.dtype]
@@ -186,6 +195,7 @@ class CompiledExperts:
         num_per_token: experts that a token goes through.
         is_normalized: their shares are scaled to add up to 1.
         activation: its number in ACTIVATIONS.
+        share_scale: factors of each expert's share, float32 [num_experts]; None: there are none.
         take: where results lie.
     """
 
@@ -198,10 +208,11 @@ class CompiledExperts:
         num_per_token: int,
         is_normalized: bool,
         activation: int,
+        share_scale: torch.Tensor | None = None,
         take: Take = fresh,
     ) -> None:
         self._take, self._mixture = take, kernels.mixture
-        self._linears = gate_ups, downs  # alive with the addresses
+        self._linears = gate_ups, downs, share_scale  # alive with the addresses
         self._size = downs[0].num_outputs
         self._tables = [table for each in (gate_ups, downs) for table in _stacked(each)]
         up, up_bias, up_ways, down, down_bias, down_ways = (
@@ -214,6 +225,7 @@ class CompiledExperts:
                 *(self._size, gate_ups[0].num_outputs // 2),
                 *(up, len(gate_ups[0].parts), up_bias, down, down_bias),
                 *(up_ways, down_ways, num_ways),
+                0 if share_scale is None else share_scale.data_ptr(),
             ],
             dtype=torch.int64,
         )

@@ -26,8 +26,9 @@ from engine.kernels.cpu import WIDENED, ProductWays
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
-from engine.model.compiled import MAX_TOKENS, CompiledBackend, CpuDecodeGraphs
-from engine.model.feed_forward import Experts, FeedForward
+from engine.model.compiled import MAX_TOKENS, CompiledBackend, CpuDecodeGraphs, StepExtras
+from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward
+from engine.model.layer_inputs import LayerInput, LayerInputs
 from engine.model.layers import query_growth, rope_table, soft_cap
 from engine.model.linear import Linears, choose_linears
 from engine.model.weight import Weight, embedded
@@ -51,9 +52,13 @@ class _Pool(NamedTuple):
 class _StepInputs:
     """What all layers of one step share."""
 
+    stream: torch.Tensor
+    """[num_tokens, hidden_size], which every branch adds to."""
     pools: Mapping[LayerHeads, _Pool]
     query_growth: torch.Tensor | None = None
     """What queries are multiplied by, [num_tokens, 1, 1]; None: nothing."""
+    layer_inputs: torch.Tensor | None = None
+    """[num_tokens, num_layers, size], of models that have such."""
 
 
 _Block = Callable[[torch.Tensor, _StepInputs], torch.Tensor]
@@ -115,6 +120,9 @@ class Transformer:
         self._tapes: CpuDecodeGraphs | None = None
         is_compiled = isinstance(self._backend, CompiledBackend)
         is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
+        self._layer_inputs: LayerInputs | None = None
+        if config.layer_inputs is not None:
+            self._layer_inputs = LayerInputs(config, weights, self.dtype, self._backend, linears)
         self._growing = _growing_rope(self._ropes, self._max_model_len)
         if is_compiled and linears.kernels is not None:
             self._tapes = CpuDecodeGraphs(linears.kernels, buffers, self._run_layers)
@@ -168,15 +176,18 @@ class Transformer:
         x = embedded(self._embedding, batch.input_ids, self.dtype)
         if self._embedding_scale != 1:
             x.mul_(self._embedding_scale)
-        growth = None
+        growth = inputs = None
         if self._growing is not None:
             growth = query_growth(self._growing, batch.positions, self.dtype)
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs(batch.input_ids, x)
+        extras = StepExtras(growth, inputs)
         has_tape = self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode
         if has_tape and stops is None:
             assert self._tapes is not None
-            x, added = self._tapes.run(x, kv, plan, growth)
+            x, added = self._tapes.run(x, kv, plan, extras)
         else:
-            added = self._run_layers(x, kv, plan, growth, stops)
+            added = self._run_layers(x, kv, plan, extras, stops)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
         return x
@@ -198,11 +209,11 @@ class Transformer:
         x: torch.Tensor,
         kv: torch.Tensor,
         plan: Any,
-        growth: torch.Tensor | None = None,
+        extras: StepExtras,
         stops: Callable[[int, int], bool] | None = None,
     ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
-        step, added = _StepInputs(self._pools(kv, plan), growth), None
+        step, added = _StepInputs(x, self._pools(kv, plan), *extras), None
         for number, branch in enumerate(self._branches, 1):
             added = branch(x, added, step)
             if stops is not None and stops(number, len(self._branches)):
@@ -252,13 +263,14 @@ class _Branch:
         before: torch.Tensor | None,
         block: _Block,
         after: torch.Tensor | None,
-        scalar: float | None = None,
     ) -> None:
         self._backend = backend
-        self._scalar = scalar
+        self.scalar: float | None = None
         """What the stream is multiplied by behind it; None: nothing."""
         self._before, self._block, self._after = before, block, after
-        self.is_all_kernels = not isinstance(block, Experts) or block.is_one_kernel
+        self.is_all_kernels = True
+        if isinstance(block, Experts | DenseAndExperts):
+            self.is_all_kernels = block.is_one_kernel
         """False: torch computes a part of it."""
         self._eps = config.rms_norm_eps
         self._scale = config.residual_scale
@@ -275,9 +287,9 @@ class _Branch:
         made = self._block(read, step)
         if self._after is not None:
             self._backend.norm_rows(made[:, None], self._after[None], self._eps)
-        if self._scalar is None:
+        if self.scalar is None:
             return made
-        self._backend.add(x, made, self._scale, self._scalar)
+        self._backend.add(x, made, self._scale, self.scalar)
         return None
 
 
@@ -289,15 +301,10 @@ def _branches(
     backend: Backend,
     linears: Linears,
 ) -> list[_Branch]:
-    """A decoder layer: attention, then feed-forward."""
+    """Build a decoder layer: attention, feed-forward, and its own inputs where it has such."""
     prefix = f"{config.family.prefix}model.layers.{layer}."
     attention = _Attention(config, weights, layer, rope_index, backend, linears)
-    experts = config.experts_of(layer)
-    mlp: _Block
-    if experts is None:
-        mlp = FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
-    else:
-        mlp = Experts(experts, weights, prefix, config.hidden_act, backend, linears)
+    mlp = _feed_forward(config, weights, layer, prefix, backend, linears)
 
     def norm(name: str | None) -> torch.Tensor | None:
         return None if name is None else _norm_weight(config, weights, prefix + name)
@@ -306,13 +313,38 @@ def _branches(
     scalar = None
     if config.family.has_layer_scalar:
         scalar = weights[f"{prefix}layer_scalar"].values.item()
-    before, after = norm(norms.before_mlp), norm(norms.after_mlp)
-    return [
-        _Branch(
-            config, backend, norm(norms.before_attention), attention, norm(norms.after_attention)
-        ),
-        _Branch(config, backend, before, mlp, after, scalar),
+    blocks: list[tuple[str | None, _Block, str | None]] = [
+        (norms.before_attention, attention, norms.after_attention),
+        (norms.before_mlp, mlp, norms.after_mlp),
     ]
+    if config.layer_inputs is not None:
+        inputs = LayerInput(config, weights, prefix, layer, backend, linears)
+        blocks.append((None, inputs, "post_per_layer_input_norm"))
+    branches = [
+        _Branch(config, backend, norm(before), block, norm(after))
+        for before, block, after in blocks
+    ]
+    branches[-1].scalar = scalar
+    return branches
+
+
+def _feed_forward(
+    config: ModelConfig,
+    weights: dict[str, Weight],
+    layer: int,
+    prefix: str,
+    backend: Backend,
+    linears: Linears,
+) -> _Block:
+    """Build a layer's feed-forward: dense, a mixture, or both."""
+    config_of_experts, activation = config.experts_of(layer), config.hidden_act
+    if config_of_experts is None:
+        return FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
+    experts = Experts(config_of_experts, weights, prefix, activation, backend, linears)
+    if config_of_experts.names.beside_dense is None:
+        return experts
+    dense = FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
+    return DenseAndExperts(config, weights, prefix, dense, experts, backend)
 
 
 class _Attention:
@@ -329,13 +361,17 @@ class _Attention:
     ) -> None:
         prefix = f"{config.family.prefix}model.layers.{layer}.self_attn."
         self._config = config
-        self._layer = layer
+        self._layer = config.kv_layers[layer]
         self._window = config.sliding_windows[layer]
         self._rope_index = rope_index
         self._backend = backend
         self._heads = config.heads[layer]
         qkv = [prefix + name for name in config.family.qkv]
-        if config.has_keys_as_values[layer]:
+        self._num_own = self._heads.num_kv_heads if config.stores_kv(layer) else 0
+        """Key heads that it computes; 0: it reads an earlier layer's."""
+        if not self._num_own:
+            qkv = qkv[:1]
+        elif config.has_keys_as_values[layer]:
             qkv[2] = qkv[1]
         self._qkv = linears.make(weights, qkv, has_bias=config.has_qkv_bias)
         output = [f"{prefix}o_proj"]
@@ -344,12 +380,13 @@ class _Attention:
         self._qk_norms: list[torch.Tensor] = []
         """Of heads, [heads that are normed, head_dim], or of whole projections, [1, all]."""
         if config.family.qk_norm is not None:
-            norms = [_norm_weight(config, weights, f"{prefix}{name}_norm") for name in "qk"]
+            names = "qk" if self._num_own else "q"
+            norms = [_norm_weight(config, weights, f"{prefix}{name}_norm") for name in names]
             if config.family.qk_norm == "head":
-                num_heads = [config.num_heads, self._heads.num_kv_heads]
-                if config.family.has_value_norm:
+                num_heads = [config.num_heads, self._num_own][: len(norms)]
+                if config.family.has_value_norm and self._num_own:
                     norms.append(torch.ones_like(norms[1]))
-                    num_heads.append(self._heads.num_kv_heads)
+                    num_heads.append(self._num_own)
                 rows = [n.expand(count, -1) for n, count in zip(norms, num_heads, strict=True)]
                 norms = [torch.cat(rows)]
             self._qk_norms = [norm.view(-1, norm.shape[-1]) for norm in norms]
@@ -357,7 +394,7 @@ class _Attention:
     def __call__(self, x: torch.Tensor, step: _StepInputs) -> torch.Tensor:
         config, backend = self._config, self._backend
         num_q, (num_kv, head_dim), num_tokens = config.num_heads, self._heads, len(x)
-        qkv = self._qkv(x).view(num_tokens, num_q + 2 * num_kv, head_dim)
+        qkv = self._qkv(x).view(num_tokens, num_q + 2 * self._num_own, head_dim)
         if self._qk_norms:
             self._norm(qkv)
         kv, plan, ratio = step.pools[self._heads]
@@ -375,6 +412,7 @@ class _Attention:
             self._window,
             config.attention_softcap,
             self._sinks,
+            num_kv,
         )
         return self._output(output.reshape(num_tokens, -1))
 

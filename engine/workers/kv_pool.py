@@ -26,8 +26,8 @@ def block_shape(config: ModelConfig, block_size: int, dtype: str) -> tuple[int, 
     """Of one block in a pool's tensor: [num_layers, 2, block_size, ...]."""
     if dtype == INT8_KV:
         num_bytes = config.kv_plane_bytes(block_size, dtype) // block_size
-        return (config.num_layers, 2, block_size, num_bytes)
-    return (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+        return (config.num_kv_layers, 2, block_size, num_bytes)
+    return (config.num_kv_layers, 2, block_size, config.num_kv_heads, config.head_dim)
 
 
 def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -> torch.Tensor:

@@ -183,7 +183,7 @@ class Bench:
     def pool(self, num_blocks: int) -> torch.Tensor:
         """KV blocks on the device."""
         config = self.config
-        shape = (config.num_layers, 2, self.block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_kv_layers, 2, self.block_size, config.num_kv_heads, config.head_dim)
         return torch.zeros(num_blocks, *shape, dtype=getattr(torch, self.dtype), device=self.on)
 
 

@@ -302,7 +302,7 @@ def _as_pool(
 ) -> torch.Tensor:
     """Bytes as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
     config = transformer.config
-    shape = (config.num_layers, 2, setup.block_size, config.num_kv_heads, config.head_dim)
+    shape = (config.num_kv_layers, 2, setup.block_size, config.num_kv_heads, config.head_dim)
     num_bytes = num_blocks * math.prod(shape) * DTYPE_BYTES[setup.dtype]
     return memory[:num_bytes].view(transformer.dtype).view(num_blocks, *shape)
 

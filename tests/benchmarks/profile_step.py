@@ -91,7 +91,7 @@ class Arm:
             model._backend = Timed(model._backend, self.spent_s)
             model._head = Timed(None, self.spent_s)._timed("linears", model._head)
         config = checkpoint.config
-        shape = (1280, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        shape = (1280, config.num_kv_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.kv = torch.randn(shape).to(getattr(torch, dtype))
         self.runner = None
         if name == "worker":

@@ -83,7 +83,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformer = transformer_of(options.model, options.dtype, options.weights)
     config = transformer.config
-    shape = (64, config.num_layers, 2, BLOCK, config.num_kv_heads, config.head_dim)
+    shape = (64, config.num_kv_layers, 2, BLOCK, config.num_kv_heads, config.head_dim)
     kv = torch.zeros(shape, dtype=getattr(torch, options.dtype))
     for num_sequences, before, new, repetitions in CASES:
         batch = batch_of(config, num_sequences, before, new)

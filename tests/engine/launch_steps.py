@@ -74,7 +74,7 @@ def main(folder, *, has_graphs):
     config = checkpoint.config
     weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
     model = Transformer(config, weights, "float32", MAX_MODEL_LEN, BLOCK_SIZE)
-    shape = (4, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    shape = (4, config.num_kv_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     pool, device, graphs = torch.zeros(shape), HostDevice(), None
     driver = FakeDriver(90).activate()
     driver.only_note()

@@ -9,6 +9,8 @@ from engine.checkpoint.families import FAMILY_BY_NAME
 from engine.checkpoint.model_config import ModelConfig
 from tests.checkpoints import FAMILIES
 
+GEMMAS_4 = ("gemma4_text", "gemma4_unified_text")
+
 EVERY_KEY = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -52,11 +54,11 @@ EVERY_KEY = {
     "global_head_dim": 16,
     "num_global_key_value_heads": 2,
     "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 270000,
+    "num_kv_shared_layers": 6,
+    "use_double_wide_mlp": True,
 }
-
-
-NEEDED = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
-"""Keys whose defaults are not served."""
 
 
 def read(folder, keys):
@@ -67,7 +69,8 @@ def read(folder, keys):
 def as_transformers_reads(keys):
     """The oracle's view of the same keys, as the fields of a ModelConfig."""
     oracle = AutoConfig.for_model(**keys)
-    if oracle.model_type == "gemma4_text":
+    is_gemma4 = oracle.model_type in GEMMAS_4
+    if is_gemma4:
         oracle.allow_global_per_layer_attribute_access = True
     num_layers = oracle.num_hidden_layers
     window = getattr(oracle, "sliding_window", None)
@@ -83,7 +86,9 @@ def as_transformers_reads(keys):
     head_dim = head_dim or oracle.hidden_size // oracle.num_attention_heads
     scale = getattr(oracle, "query_pre_attn_scalar", head_dim) ** -0.5
     heads = [(oracle.num_key_value_heads, head_dim)] * num_layers
-    if oracle.model_type == "gemma4_text":
+    kv_layers = tuple(range(num_layers))
+    if is_gemma4:
+        kv_layers = kv_layers_of(oracle)
         scale = 1.0  # its attention says so
         layers = [oracle.per_layer_config[layer] for layer in range(num_layers)]
         heads = [(layer.num_key_value_heads, layer.head_dim) for layer in layers]
@@ -101,6 +106,9 @@ def as_transformers_reads(keys):
         "vocab_size": oracle.vocab_size,
         "hidden_size": oracle.hidden_size,
         "intermediate_size": oracle.intermediate_size,
+        "is_double_wide": getattr(oracle, "use_double_wide_mlp", False),
+        "layer_inputs": layer_inputs_of(oracle),
+        "kv_layers": kv_layers,
         "num_layers": num_layers,
         "num_heads": oracle.num_attention_heads,
         "num_kv_heads": num_kv_heads,
@@ -131,8 +139,29 @@ def as_transformers_reads(keys):
     }
 
 
+def kv_layers_of(oracle):
+    """Per layer: the layer whose keys and values the oracle reads."""
+    found, stores = [], {}
+    for layer, (mode, kind) in enumerate(
+        zip(oracle.kv_sharing_modes, oracle.layer_types, strict=True)
+    ):
+        if mode == "store":
+            stores[kind] = layer
+        found.append(stores[kind] if mode == "reuse" else layer)
+    return tuple(found)
+
+
+def layer_inputs_of(oracle):
+    """Size and number of rows of the oracle's embeddings by layer; None: it has none."""
+    size = getattr(oracle, "hidden_size_per_layer_input", 0)
+    return (size, oracle.vocab_size_per_layer_input) if size else None
+
+
 def experts_of(oracle):
     """Number, number per token, size, normalized or not, and layers of the oracle's experts."""
+    if getattr(oracle, "enable_moe_block", False):
+        sizes = (oracle.num_experts, oracle.top_k_experts, oracle.moe_intermediate_size)
+        return (*sizes, True, set(range(oracle.num_hidden_layers)))
     if not hasattr(oracle, "num_experts_per_tok"):
         return None
     step, dense = getattr(oracle, "decoder_sparse_step", 1), getattr(oracle, "mlp_only_layers", [])
@@ -165,18 +194,18 @@ def assert_agrees(config, keys, without=None):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_almost_empty_config_has_the_defaults_of_its_family(tmp_path, family):
-    keys = {"model_type": family} | NEEDED.get(family, {})
+    keys = {"model_type": family}
     assert_agrees(read(tmp_path, keys), keys)
 
 
 def keys_of(family):
     """A config in which every key that transformers knows of the family has an unusual value."""
     known = {*AutoConfig.for_model(family).to_dict(), "rope_theta"}
-    if family == "gemma4_text":
+    if family in GEMMAS_4:
         known |= {"global_head_dim", "num_global_key_value_heads"}
     if family == "gemma3_text":
         known |= {"rope_local_base_freq", "sliding_window_pattern"}
-    return {key: value for key, value in EVERY_KEY.items() if key in known} | NEEDED.get(family, {})
+    return {key: value for key, value in EVERY_KEY.items() if key in known}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -184,13 +213,13 @@ def test_each_missing_key_defaults_as_in_transformers(tmp_path, family):
     known = keys_of(family)
     for missing in (*known, None):
         keys = {key: value for key, value in known.items() if key != missing}
-        keys |= NEEDED.get(family, {}) | {"model_type": family}
+        keys |= {"model_type": family}
         assert_agrees(read(tmp_path, keys), keys, missing)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_of_other_families_mean_nothing(tmp_path, family):
-    plain, strange = {"model_type": family} | NEEDED.get(family, {}), {"attention_chunk_size": 3}
+    plain, strange = {"model_type": family}, {"attention_chunk_size": 3}
     known = AutoConfig.for_model(family).to_dict()
     for key in ("residual_multiplier", "attn_logit_softcapping", "no_rope_layers", "mlp_bias"):
         if key not in known:
@@ -202,7 +231,7 @@ def test_biases_and_norms_follow_the_family(tmp_path):
     flags = {"attention_bias": True, "mlp_bias": True}
     seen = {}
     for family in FAMILIES:
-        config = read(tmp_path, {"model_type": family, **flags, **NEEDED.get(family, {})})
+        config = read(tmp_path, {"model_type": family, **flags})
         seen[family] = (
             config.has_qkv_bias,
             config.has_output_bias,
@@ -235,10 +264,69 @@ def test_biases_and_norms_follow_the_family(tmp_path):
         "gpt_oss": (True, True, False, None),
         "ministral3": (False, False, False, None),
         "gemma4_text": (True, True, False, "head"),
+        "gemma4_unified_text": (True, True, False, "head"),
     }
 
 
+_GEMMA_4 = {
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "vocab_size": 262144,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+}
 PUBLISHED = {
+    "gemma-4-12b": _GEMMA_4
+    | {
+        "model_type": "gemma4_unified_text",
+        "attention_k_eq_v": True,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma-4-26b-a4b": _GEMMA_4
+    | {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "sliding_window": 1024,
+        "top_k_experts": 8,
+    },
+    "gemma-4-e2b": _GEMMA_4
+    | {
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "sliding_window": 512,
+        "use_bidirectional_attention": None,
+        "use_double_wide_mlp": True,
+        "vocab_size_per_layer_input": 262144,
+    },
     "gemma-2-2b": {
         "model_type": "gemma2",
         "hidden_act": "gelu_pytorch_tanh",
@@ -373,5 +461,6 @@ def test_configs_as_they_are_published_mean_what_transformers_reads(tmp_path, na
 
 
 def test_every_family_of_the_table_is_tested():
-    seeing = {"gemma3", "gemma4", "mistral3"}  # whose language models have rows of their own
+    # their language models have rows of their own
+    seeing = {"gemma3", "gemma4", "gemma4_unified", "mistral3"}
     assert set(FAMILY_BY_NAME) == {*FAMILIES, *seeing}

@@ -276,7 +276,7 @@ def test_a_first_chunk_near_the_windows_length_is_windowed(num_tokens):
     q, k, v = (torch.randn(num_tokens, 2, 4, generator=generator) for _ in range(3))
     kv = torch.zeros(2, NUM_LAYERS, 2, 16, 2, 4)
     plan = AttentionPlan(batch_of([(0, num_tokens)], [[1]], 16), kv)
-    output = torch_attention(q, k, v, kv, 1, plan, 0.5, 7, None)
+    output = torch_attention(q, (k, v), k.shape[1:], kv, 1, plan, 0.5, 7, None)
     torch.testing.assert_close(output, reference_attention(q, k, v, 0.5, 7, None))
 
 
@@ -341,8 +341,8 @@ def test_keys_are_neither_copied_for_each_head_nor_asked_of_a_kernel_that_would(
     kv = torch.randn(40, 3, 2, 4, 2, 8, generator=generator)
     batch = batch_of([(n - m, m) for n, m in zip(lens, new, strict=True)], tables, 4)
     q = torch.randn(sum(new), 6, 8, generator=generator)
-    own = (x[: sum(new)] for x in (k, v))
-    torch_attention(q, *own, kv, 1, AttentionPlan(batch, kv), 0.3, None, None)
+    own = k[: sum(new)], v[: sum(new)]
+    torch_attention(q, own, (2, 8), kv, 1, AttentionPlan(batch, kv), 0.3, None, None)
     assert asked
     for query, key, value, how in asked:
         assert not how.get("enable_gqa")

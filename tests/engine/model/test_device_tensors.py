@@ -65,7 +65,7 @@ def to_device(batch, *, is_captured=False):
 
 
 def pool_of(config):
-    shape = (13, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    shape = (13, config.num_kv_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     return torch.zeros(shape)
 
 

@@ -15,7 +15,7 @@ from engine.model.linear import Linears
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
-from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.checkpoints import FAMILIES, GEMMA4_E, GEMMA4_MOE, make_checkpoint
 from tests.engine.model.test_attention import batch_of
 
 try:
@@ -59,7 +59,7 @@ class Model:
 
     def new_pools(self, block_size=8):
         c = self.config
-        shape = (NUM_BLOCKS, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
+        shape = (NUM_BLOCKS, c.num_kv_layers, 2, block_size, c.num_kv_heads, c.head_dim)
         self.pools = torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)
         return self.pools
 
@@ -156,6 +156,15 @@ def test_queries_that_grow_with_their_position_are_taped(folders):
     for context in (5, 40, 130, 300, 41):
         model.assert_same([(context, 1), (2, 1)], seed=context)
         model.assert_same([(context, 1), (2, 1)], seed=context + 1)
+
+
+@pytest.mark.parametrize("own", [GEMMA4_E, GEMMA4_MOE], ids=["inputs by layer", "experts"])
+def test_what_gemma_4_adds_to_a_layer_is_taped(tmp_path, own):
+    model = Model(make_checkpoint(tmp_path, "gemma4_text", **own))
+    for context in (5, 40, 130, 41):
+        model.assert_same([(context, 1), (2, 1)], seed=context)
+        model.assert_same([(context, 1), (2, 1)], seed=context + 1)
+    assert model.num_tapes
 
 
 def test_steps_that_torch_has_a_part_in_are_not_taped(folders, monkeypatch):

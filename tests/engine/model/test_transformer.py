@@ -16,6 +16,8 @@ from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from tests.checkpoints import (
     FAMILIES,
+    GEMMA4_E,
+    GEMMA4_MOE,
     load_oracle,
     make_checkpoint,
     make_seeing_checkpoint,
@@ -90,6 +92,12 @@ VARIANTS = {
         "gemma4_text",
         {"attention_k_eq_v": False, "num_key_value_heads": 2, "global_head_dim": 32},
     ),
+    "gemma4 experts": ("gemma4_text", GEMMA4_MOE),
+    "gemma4 e": ("gemma4_text", GEMMA4_E),
+    "gemma4 e of one width": (
+        "gemma4_text",
+        GEMMA4_E | {"global_head_dim": 16, "num_kv_shared_layers": 4},
+    ),
     "qwen3 moe": ("qwen3_moe", {"head_dim": 32}),
     "qwen3 moe normalized": (
         "qwen3_moe",
@@ -129,7 +137,7 @@ class Pool:
 
     def __init__(self, model, block_size, generator, num_blocks=200):
         config = model.config
-        shape = (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_kv_layers, 2, block_size, config.num_kv_heads, config.head_dim)
         self.model = model
         self.kv = torch.randn(num_blocks, *shape, generator=generator).to(model.dtype)
         self.block_size = block_size

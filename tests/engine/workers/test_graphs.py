@@ -61,7 +61,7 @@ class Machine:
         config = checkpoint.config
         weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
         self.device = FakeDevice()
-        shape = (1 + NUM_SEQUENCES * BLOCKS_EACH, config.num_layers, 2, BLOCK_SIZE)
+        shape = (1 + NUM_SEQUENCES * BLOCKS_EACH, config.num_kv_layers, 2, BLOCK_SIZE)
         with self.device.accelerator.on():
             on_device = {name: Weight.plain(w.values.to(DEVICE)) for name, w in weights.items()}
             transformer = Transformer(config, on_device, "float32", MAX_MODEL_LEN)

@@ -44,7 +44,14 @@ class Machine:
         checkpoint = Checkpoint.open(folder)
         config = checkpoint.config
         weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
-        shape = (num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        shape = (
+            num_blocks,
+            config.num_kv_layers,
+            2,
+            BLOCK_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self.devices = {name: FakeDevice() for name in self.topology.names}
         loading = FakeDevice()
         with loading.accelerator.on():

@@ -130,7 +130,7 @@ def runner(tmp_path_factory):
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
     weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
-    shape = 8, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim
+    shape = 8, config.num_kv_layers, 2, 16, config.num_kv_heads, config.head_dim
     return Runner(
         Transformer(config, weights, "float32"), torch.zeros(shape), 16, Grammars(lambda: None)
     )

@@ -56,7 +56,7 @@ class Machine:
             config, load_weights(checkpoint, "float32", None, None, lambda *_: None), "float32"
         )
         self.pool = torch.zeros(
-            256, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim
+            256, config.num_kv_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim
         )
         self.eos_ids = config.eos_token_ids
 
