@@ -319,7 +319,7 @@ def test_a_missing_config_is_named(tmp_path):
 # What is not served is refused by name, with the reason.
 
 AS_PUBLISHED = {
-    "Gemma3nForConditionalGeneration": "embeddings of their own",
+    "Gemma3nForConditionalGeneration": "four streams",
     "Llama4ForConditionalGeneration": "chunks",
     "Qwen3NextForCausalLM": "a state",
     "Qwen3_5ForConditionalGeneration": "a state",
