@@ -31,6 +31,9 @@ ARCHITECTURES = {
     "exaone4": "exaone4",
     "seed_oss": "seed_oss",
     "gpt_oss": "gpt-oss",
+    "gemma4_text": "gemma4",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5",
 }
 """By family. Only what the format can say of each can be converted."""
 _INTERLEAVED = ("llama", "smollm3", "granite")
@@ -74,15 +77,19 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch)
     said = _config(config, arch) | _tokenizer(folder, config)
+    if arch == "gemma4":
+        said |= _gemma4_config(config)
     said |= {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in said.items():
         _add(writer, key, value)
     stored = load_file(folder / "model.safetensors")
     tensors = {name: each.float().numpy() for name, each in stored.items()}
-    for name in [name for name in tensors if "gate_up_proj" in name and ".experts." in name]:
+    for name in [name for name in tensors if "gate_up_proj" in name and "mlp.experts." in name]:
         _unstack(tensors, name)
     for name, values in _named(tensors, config, arch).items():
         _add_tensor(writer, name, values, kind)
+    if arch == "gemma4":
+        _add_tensor(writer, "rope_freqs.weight", _gemma4_factors(config), "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -169,6 +176,40 @@ def _config(config: dict[str, Any], arch: str) -> dict[str, Any]:
     return found
 
 
+def _gemma4_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What differs between its layers, one value for each where converters write one."""
+    layers = [config["per_layer_config"].get(str(i), {}) for i in range(len(config["layer_types"]))]
+    usual = {key: config[key] for key in ("head_dim", "num_key_value_heads")}
+    layers = [usual | layer for layer in layers]
+    shared, size = config["num_kv_shared_layers"], config["intermediate_size"]
+    sizes = [size] * (len(layers) - shared) + [2 * size] * shared
+    is_local = [kind == "sliding_attention" for kind in config["layer_types"]]
+    full = is_local.index(False)
+    said = {
+        "attention.key_length": layers[full]["head_dim"],
+        "attention.value_length": layers[full]["head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.head_count_kv": [layer["num_key_value_heads"] for layer in layers],
+        "attention.sliding_window_pattern": is_local,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "feed_forward_length": sizes if config["use_double_wide_mlp"] else size,
+        "expert_used_count": config["top_k_experts"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "rope.dimension_count": layers[full]["head_dim"],
+    }
+    return {f"gemma4.{key}": value for key, value in said.items()}
+
+
+def _gemma4_factors(config: dict[str, Any]) -> np.ndarray:
+    """Of the layers that see all: 1 of pairs that turn, 1e30 of the others."""
+    dims = config["per_layer_config"].values()
+    pairs = max((layer.get("head_dim", 0) for layer in dims), default=config["head_dim"]) // 2
+    turned = int(pairs * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    return np.array([1.0] * turned + [1e30] * (pairs - turned), dtype=np.float32)
+
+
 def _tokenizer(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     spec = json.loads((folder / "tokenizer.json").read_text())
     added = {each["id"]: each for each in spec["added_tokens"]}
@@ -204,11 +245,15 @@ def _named(
             values = _interleaved(values, config["num_attention_heads"])
         if arch in _INTERLEAVED and ".k_proj." in name:
             values = _interleaved(values, config["num_key_value_heads"])
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
-        if name.endswith(".sinks"):
+        if name.endswith(("router.scale", "per_expert_scale")):
+            part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            found[f"blk.{name.split('.')[2]}.{part}.scale"] = values
+            continue
+        if name.endswith((".sinks", "layer_scalar")) or (values.ndim == 3 and arch == "gemma4"):
             name += ".weight"
-        if ".experts." in name:
+        if ".mlp.experts." in name or ".block_sparse_moe.experts." in name:
             before, _, after = name.partition(".experts.")
             number, _, part = after.partition(".")
             experts.setdefault(f"{before}.experts.{part}", {})[int(number)] = values

@@ -315,7 +315,16 @@ class _Reader:
 
 _END_MARKS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
-    | {"<end_of_turn>", "<|end_of_turn|>", "[|endofturn|]", "<seed:eos>", "</s>", "<EOT>", "<eos>"}
+    | {
+        "<end_of_turn>",
+        "<|end_of_turn|>",
+        "<turn|>",
+        "[|endofturn|]",
+        "<seed:eos>",
+        "</s>",
+        "<EOT>",
+        "<eos>",
+    }
 )
 """Control tokens that end a reply, whatever the file calls its end-of-text token."""
 _CONTROL = 3
@@ -364,7 +373,6 @@ _PARTS = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -375,8 +383,30 @@ _NORMS = {
     "after_attention": "post_attention_norm",
     "after_mlp": "post_ffw_norm",
 }
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)\.(weight|bias|sinks)")
+_PARTS |= {
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+_WHOLE_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+"""Of a layer's tensors that end with no `weight` or `bias`."""
+_OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
 
 
@@ -391,6 +421,8 @@ class _Architecture:
     """Stored norms have it added already; it is taken off."""
     before_mlp: str = "ffn_norm"
     """What it calls the norm before the feed-forward."""
+    by_layer: tuple[str, ...] = ()
+    """Keys that may have one value for each layer, which `more` reads."""
     truncates_yarn: bool = True
     """The borders of YaRN's ramp are whole dimensions."""
     more: _More = lambda _model, _keys: {}
@@ -425,6 +457,72 @@ def _gemma(period: int, large: int) -> _More:
     return more
 
 
+def _gemma4(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
+    """Heads differ between layers; inputs by layer and experts are there where tensors are."""
+    arch, num_layers = _arch(model), keys["num_hidden_layers"]
+    own = _windows(model, keys, 6)
+    kinds = own.get("layer_types", ["full_attention"] * num_layers)
+    widths = {"full_attention": keys.get("head_dim", 512)}
+    local = model.integer(f"{arch}.attention.key_length_swa")
+    widths["sliding_attention"] = local or widths["full_attention"]
+    num_kv = _of_layers(model, "attention.head_count_kv", num_layers)
+    sizes = _of_layers(model, "feed_forward_length", num_layers)
+    num_shared = model.integer(f"{arch}.attention.shared_kv_layers") or 0
+    stored = num_layers - num_shared
+    is_wide = num_shared > 0 and sizes[-1] == 2 * sizes[0]
+    if sizes[:stored] != sizes[:1] * stored or set(sizes[stored:]) - {sizes[0] * (1 + is_wide)}:
+        raise model.bad(f"{arch}.feed_forward_length", "one number, or twice it at the end")
+    layers = range(num_layers)
+    own |= {
+        "head_dim": widths["sliding_attention"],
+        "num_key_value_heads": num_kv[0],
+        "per_layer_config": {
+            str(i): {"num_key_value_heads": num_kv[i], "head_dim": widths[kinds[i]]} for i in layers
+        },
+        "attention_k_eq_v": any(
+            f"blk.{i}.attn_v.weight" not in model.tensors for i in layers[:stored]
+        ),
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": is_wide,
+        "intermediate_size": sizes[0],
+        "enable_moe_block": "num_experts" in keys,
+        "top_k_experts": keys.get("num_experts_per_tok"),
+        "rope_parameters": _gemma4_rope(model, keys, widths["full_attention"]),
+    }
+    inputs = model.integer(f"{arch}.embedding_length_per_layer_input") or 0
+    own["hidden_size_per_layer_input"] = inputs
+    if inputs:
+        own["vocab_size_per_layer_input"] = _rows(model, "per_layer_token_embd.weight")
+    return own
+
+
+def _gemma4_rope(model: GgufModel, keys: dict[str, Any], width: int) -> dict[str, Any]:
+    """Rotation by kind of layer; factors of 1e30 stand for pairs that do not turn."""
+    factors = model.floats("rope_freqs.weight", width // 2) or [1.0] * (width // 2)
+    turned = [factor for factor in factors if factor < 1e29]
+    if any(factor != 1 for factor in turned) or factors[: len(turned)] != turned:
+        raise model.bad("rope_freqs.weight", "factors of 1, then of 1e30, are served")
+    share = len(turned) / len(factors)
+    theta, local = keys["rope_theta"], keys.get("rope_local_base_freq", 10000.0)
+    full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": theta}
+    return {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+
+
+def _of_layers(model: GgufModel, suffix: str, num_layers: int) -> list[int]:
+    """A number of the metadata for each layer."""
+    key = f"{_arch(model)}.{suffix}"
+    value = model.metadata.get(key)
+    values: list[Any] = [value] * min(num_layers, _MAX_LAYERS)
+    if isinstance(value, array):
+        values = list(value)
+    if len(values) != num_layers or any(type(each) is not int or each < 1 for each in values):
+        raise model.bad(key, "a whole number above 0 is needed for each layer")
+    return values
+
+
 def _olmo(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     """Olmo 3 is Olmo 2 with windows, whose layers rotate as the others do, but are not scaled."""
     if not keys.get("sliding_window"):
@@ -453,12 +551,21 @@ _ARCHITECTURES = {
         more=lambda model, keys: _gemma(2, 46)(model, {"sliding_window": 4096} | keys),
     ),
     "gemma3": _Architecture("gemma3_text", norm_shift=-1.0, more=_gemma(6, 62)),
+    "gemma4": _Architecture(
+        "gemma4_text", by_layer=("intermediate_size", "num_key_value_heads"), more=_gemma4
+    ),
     "phi3": _Architecture("phi3"),
     "smollm3": _Architecture("smollm3", is_interleaved=True),
     "granite": _Architecture("granite", is_interleaved=True),
     "olmo2": _Architecture("olmo2", more=_olmo),
     "olmoe": _Architecture("olmoe"),
     "exaone4": _Architecture("exaone4", more=lambda model, keys: _windows(model, keys, 4)),
+    "glm4": _Architecture("glm4", is_interleaved=True),
+    "ernie4_5": _Architecture(
+        "ernie4_5",
+        is_interleaved=True,
+        more=lambda model, _k: {"use_bias": "blk.0.attn_q.bias" in model.tensors},
+    ),
     "seed_oss": _Architecture("seed_oss", before_mlp="post_attention_norm"),
     "gpt-oss": _Architecture(
         "gpt_oss",
@@ -484,6 +591,8 @@ def config_keys(model: GgufModel) -> dict[str, Any]:
     for key, suffix in _KEYS.items():
         value = model.metadata.get(f"{arch}.{suffix}")
         if isinstance(value, array):
+            if key in row.by_layer:
+                continue
             if len(set(value)) != 1:
                 raise model.bad(f"{arch}.{suffix}", "one number for all layers is needed")
             value = value[0]
@@ -531,9 +640,11 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
         found = model.tensors.get(f"{_OUTER.get(stem, stem)}.{kind}")
         shift = row.norm_shift if stem.endswith("norm") else 0.0
         return None if found is None else replace(found, name=name, shift=shift)
-    number, stem, kind = layer.groups()
-    if kind == "sinks":
-        stem, kind = f"{stem}.sinks", "weight"
+    number, own_name = layer.groups()
+    if own_name in _WHOLE_NAMES:
+        found = model.tensors.get(f"blk.{number}.{_WHOLE_NAMES[own_name]}")
+        return None if found is None else replace(found, name=name)
+    stem, _, kind = own_name.rpartition(".")
     for place, gguf_norm in (*_NORMS.items(), ("before_mlp", row.before_mlp)):
         if stem == getattr(family.norms, place):
             found = model.tensors.get(f"blk.{number}.{gguf_norm}.{kind}")
@@ -549,14 +660,16 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
     if found is None:
         return None
     shift = row.norm_shift if stem.endswith("norm") else 0.0
-    head_rows = 0
+    head_rows = turned_rows = 0
     if row.is_interleaved and stem in ("self_attn.q_proj", "self_attn.k_proj"):
         side = "head_count" if stem.endswith("q_proj") else "head_count_kv"
         heads = model.metadata.get(f"{_arch(model)}.attention.{side}")
         heads = heads or model.metadata[f"{_arch(model)}.attention.head_count"]
         heads = heads[0] if isinstance(heads, array) else heads
         head_rows = found.shape[0] // heads
-    return replace(found, name=name, shift=shift, head_rows=head_rows)
+        turned_rows = model.integer(f"{_arch(model)}.rope.dimension_count") or 0
+        turned_rows = turned_rows if turned_rows < head_rows else 0
+    return replace(found, name=name, shift=shift, head_rows=head_rows, turned_rows=turned_rows)
 
 
 def _of_expert(
@@ -566,14 +679,20 @@ def _of_expert(
     assert names is not None
     parts = {names.gate: "gate", names.up: "up", names.down: "down"}
     found = model.tensors.get(f"blk.{number}.ffn_{parts.get(part, part)}_exps.{kind}")
+    share, num_shares = 0, 1
+    if found is None and part != names.down:  # gate's rows before up's in one tensor
+        found = model.tensors.get(f"blk.{number}.ffn_gate_up_exps.{kind}")
+        share, num_shares = int(part == names.up), 2
     if found is None or len(found.shape) < 2 or expert >= found.shape[0]:
         return None
-    num_bytes = found.num_bytes // found.shape[0]
+    if found.shape[1] % num_shares:
+        return None
+    num_bytes = found.num_bytes // found.shape[0] // num_shares
     return replace(
         found,
         name=name,
-        shape=found.shape[1:],
-        start=found.start + expert * num_bytes,
+        shape=(found.shape[1] // num_shares, *found.shape[2:]),
+        start=found.start + (expert * num_shares + share) * num_bytes,
         num_bytes=num_bytes,
     )
 
@@ -623,6 +742,8 @@ def _rope(model: GgufModel, arch: str, keys: dict[str, Any]) -> dict[str, Any]:
         return model.metadata.get(f"{arch}.rope.{suffix}")
 
     more: dict[str, Any] = {}
+    if "rope_parameters" in keys:
+        return more
     head_dim = keys.get("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
     dim = model.integer(f"{arch}.rope.dimension_count") or head_dim
     if 0 < dim < head_dim:

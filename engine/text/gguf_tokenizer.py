@@ -85,10 +85,10 @@ def read_tokenizer(model: GgufModel) -> tokenizers.Tokenizer:
     try:
         if kind == "gpt2":
             tokenizer = _byte_level(model, tokens)
-        elif kind == "llama":
-            tokenizer = _sentence_piece(model, tokens)
+        elif kind in ("llama", "gemma4"):
+            tokenizer = _sentence_piece(model, tokens, has_merges=kind == "gemma4")
         else:
-            needed = "gpt2 (byte-level BPE) and llama (SentencePiece) are served"
+            needed = "gpt2 (byte-level BPE), llama and gemma4 (SentencePiece) are served"
             raise model.bad("tokenizer.ggml.model", needed)
         _add_tokens(tokenizer, model, tokens)
         _add_ends(tokenizer, model, tokens, kind)
@@ -125,10 +125,7 @@ def _byte_level(model: GgufModel, tokens: list[str]) -> tokenizers.Tokenizer:
     if cuts is None:
         known = ", ".join(sorted(_CUTS))
         raise model.bad("tokenizer.ggml.pre", f"known ways to cut text are {known}")
-    listed = model.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(listed, list):
-        raise model.bad("tokenizer.ggml.merges", "a list of merges is needed")
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
+    merges = _listed_merges(model)
     tokenizer = tokenizers.Tokenizer(
         models.BPE(_vocabulary(tokens), merges, ignore_merges=name in _WHOLE_WORDS)
     )
@@ -141,16 +138,29 @@ def _byte_level(model: GgufModel, tokens: list[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _sentence_piece(model: GgufModel, tokens: list[str]) -> tokenizers.Tokenizer:
+def _listed_merges(model: GgufModel) -> list[tuple[str, str]]:
+    listed = model.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(listed, list):
+        raise model.bad("tokenizer.ggml.merges", "a list of merges is needed")
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
+
+
+def _scored_merges(model: GgufModel, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     scores = model.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, array) or len(scores) != len(tokens):
+    if not isinstance(scores, array) or len(scores) != len(_tokens(model)):
         raise model.bad("tokenizer.ggml.scores", "one for each token is needed")
+    return list(_merges(vocabulary, scores))
+
+
+def _sentence_piece(
+    model: GgufModel, tokens: list[str], *, has_merges: bool
+) -> tokenizers.Tokenizer:
     unknown = tokens[min(model.integer("tokenizer.ggml.unknown_token_id") or 0, len(tokens) - 1)]
     vocabulary = _vocabulary(tokens)
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocabulary,
-            list(_merges(vocabulary, scores)),
+            _listed_merges(model) if has_merges else _scored_merges(model, vocabulary),
             unk_token=unknown,
             byte_fallback=True,
             fuse_unk=True,
@@ -205,7 +215,7 @@ def _add_ends(
     tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[str], kind: str
 ) -> None:
     """What stands before and after a text, where it is no conversation."""
-    begins = kind == "llama" or model.text("tokenizer.ggml.pre") in _BEGINS
+    begins = kind in ("llama", "gemma4") or model.text("tokenizer.ggml.pre") in _BEGINS
     said = {"bos": model.flag("tokenizer.ggml.add_bos_token")}
     said["eos"] = model.flag("tokenizer.ggml.add_eos_token")
     wanted = {"bos": begins if said["bos"] is None else said["bos"], "eos": said["eos"] is True}

@@ -21,7 +21,7 @@ from engine.model.dequantise import dequantised
 from engine.model.weights import convert_weights
 from engine.text.tokenizer import Tokenizer
 from engine.workers.weight_streaming import arena_views
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import GEMMA4_E, GEMMA4_MOE, make_checkpoint
 from tests.gguf_files import ARCHITECTURES, split_gguf, write_gguf
 
 UNSAID = ("family", "stored_dtype", "eos_token_ids", "bos_token_id", "sampling")
@@ -56,6 +56,7 @@ TELLABLE = {  # what the format takes as known of these families
     },
     "phi3": {"sliding_window": 24},
     "llama": {"attention_bias": True},
+    "gemma4_text": GEMMA4_E | GEMMA4_MOE,
 }
 
 
@@ -92,6 +93,15 @@ def test_a_file_says_what_its_checkpoint_says(tmp_path, family):
     shifted = 1e-6 if family.startswith("gemma") else 0.0  # 1 is added, and taken off again
     for name, values in expected.items():
         assert torch.allclose(found[name], values, rtol=0, atol=shifted), name
+
+
+def test_a_file_says_that_keys_are_values_and_their_heads_few(tmp_path):
+    folder = make_checkpoint(tmp_path / "hf", "gemma4_text")
+    written, read = (
+        Checkpoint.open(path) for path in (folder, write_gguf(folder, tmp_path / "tiny.gguf"))
+    )
+    for field in ("heads", "has_keys_as_values", "ropes", "kv_layers", "intermediate_size"):
+        assert getattr(read.config, field) == getattr(written.config, field), field
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "mxfp4_pairs"])
@@ -207,11 +217,26 @@ def test_sentence_piece_merges_the_likeliest_first(tmp_path, folder):
     assert [tokens[i] for i in Tokenizer.from_folder(path).encode("hello")] == ["<s>", "hello"]
 
 
+def test_gemma_4s_tokenizer_merges_as_its_file_lists(tmp_path, folder):
+    path, tokens = sentence_piece(
+        tmp_path,
+        folder,
+        tokenizer__ggml__model="gemma4",
+        tokenizer__ggml__merges=["l l", "h e"],
+        tokenizer__ggml__add_space_prefix=False,
+    )
+    tokenizer = Tokenizer.from_folder(path)
+    assert [tokens[i] for i in tokenizer.encode("hell hé")] == [
+        *("<s>", "he", "ll", "▁", "h", "<0xC3>", "<0xA9>")
+    ]
+    assert tokenizer.decode(tokenizer.encode("hello hé")) == "hello hé"
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
         ({"tokenizer__ggml__pre": "poro-chat"}, "'poro-chat': known ways to cut text are"),
-        ({"tokenizer__ggml__model": "t5"}, "'t5': gpt2 .* and llama"),
+        ({"tokenizer__ggml__model": "t5"}, "'t5': gpt2 .* llama and gemma4"),
         ({"tokenizer__ggml__merges": None}, "merges is missing"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "one for each token"),
     ],
