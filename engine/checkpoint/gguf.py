@@ -445,7 +445,7 @@ def _windows(model: GgufModel, keys: dict[str, Any], period: int) -> dict[str, A
 
 
 def _gemma(period: int, large: int) -> _More:
-    """Windows; scores are scaled by the head size, but in the largest by hidden size / heads."""
+    """Read windows and the scale of scores: head size, in the largest hidden size / heads."""
 
     def more(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
         hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
@@ -458,7 +458,7 @@ def _gemma(period: int, large: int) -> _More:
 
 
 def _gemma4(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
-    """Heads differ between layers; inputs by layer and experts are there where tensors are."""
+    """Read what differs between layers, and which parts a model has."""
     arch, num_layers = _arch(model), keys["num_hidden_layers"]
     own = _windows(model, keys, 6)
     kinds = own.get("layer_types", ["full_attention"] * num_layers)
@@ -497,7 +497,7 @@ def _gemma4(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4_rope(model: GgufModel, keys: dict[str, Any], width: int) -> dict[str, Any]:
-    """Rotation by kind of layer; factors of 1e30 stand for pairs that do not turn."""
+    """Read the rotation of both kinds of layers; a factor of 1e30 means no rotation."""
     factors = model.floats("rope_freqs.weight", width // 2) or [1.0] * (width // 2)
     turned = [factor for factor in factors if factor < 1e29]
     if any(factor != 1 for factor in turned) or factors[: len(turned)] != turned:
@@ -512,7 +512,7 @@ def _gemma4_rope(model: GgufModel, keys: dict[str, Any], width: int) -> dict[str
 
 
 def _of_layers(model: GgufModel, suffix: str, num_layers: int) -> list[int]:
-    """A number of the metadata for each layer."""
+    """Read a number of the metadata for each layer."""
     key = f"{_arch(model)}.{suffix}"
     value = model.metadata.get(key)
     values: list[Any] = [value] * min(num_layers, _MAX_LAYERS)
