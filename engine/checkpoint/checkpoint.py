@@ -21,6 +21,7 @@ from engine.checkpoint.gguf import GgufModel, find_gguf, named
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES, ExpertsConfig, ModelConfig
 from engine.checkpoint.quantisation import (
+    CPU_FORMS,
     FORMS,
     FP8_ROWS,
     Quantisation,
@@ -514,7 +515,7 @@ def panels_layout(
     for name, source in sources.items():
         tensor = checkpoint.tensors[source]
         form = _form(tensor, weights, is_head=name == head)
-        if form is None:
+        if form is None or (is_on_gpu and form in CPU_FORMS):
             continue
         if has_fp8_products and _is_of_fp8_products(tensor):
             form = FP8_ROWS

@@ -313,8 +313,8 @@ class Form:
 
     @property
     def has_sixes(self) -> bool:
-        """True if scales and minimums are six bits each, in the block's head."""
-        return self.head_bytes > 2
+        """Return whether scales and minimums are six bits each, in the block's head."""
+        return self.head_bytes > 4
 
     def row_bytes(self, depth: int) -> int:
         """Bytes of one row of so many values within its panel; the last group counts as whole."""
@@ -333,6 +333,10 @@ FORMS = {
     "q5_k": Form(5, 32, 0, 16),
     "q6_k": Form(6, 16, 1, 2),
     "q8_0": Form(8, 32, 2),
+    "q2_k": Form(2, 16, 1, 4),
+    "q3_k": Form(3, 16, 1, 2),
+    "iq4_nl": Form(4, 32, 2),
+    "iq4_xs": Form(4, 32, 1, 2),
     "mxfp4": Form(4, 32, 1),
     "int4_32": Form(4, 32, 5),
     "int4_128": Form(4, 128, 5),
@@ -345,6 +349,8 @@ which every format's scale is without being rounded. Products with int8_row are 
 are rounded to integers of one byte, with one scale each."""
 FORM_BY_KIND = {kind: kind for kind in BLOCKS} | {"mxfp4_pairs": "mxfp4"}
 """Of block formats, the form's name."""
+CPU_FORMS = frozenset({"q2_k", "q3_k", "iq4_nl", "iq4_xs"})
+"""Forms that no kernel for GPUs reads."""
 
 
 def form_of(tensor: TensorInfo) -> str | None:

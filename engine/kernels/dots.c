@@ -52,7 +52,7 @@ INLINE int values_of_unit(int form) { return group_of(form) < UNIT ? group_of(fo
 /* By how much bytes are larger than codes, which may be negative: dots want one of two without sign. */
 INLINE int excess_of(int form)
 {
-    return form == MXFP4 ? 12 : code_bits(form) == 8 ? 128 : zero_of(form);
+    return form == MXFP4 ? 12 : is_curved(form) ? 128 : code_bits(form) == 8 ? 128 : zero_of(form);
 }
 
 INLINE int64_t units_of(int form, int64_t depth)
@@ -165,7 +165,28 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
         }
         return;
     }
+    if (code_bits(form) < 4) {
+        const __m512i packed = _mm512_loadu_si512(from);
+        __m512i third = _mm512_setzero_si512();
+        if (form == Q3_K) { /* four bits of each of four bytes */
+            const vec_bits bits = halves_of(from + CODE_ROWS * WORD_BYTES);
+            third = (__m512i)((bits & 0xf) | (bits & 0xf0) << 4 | (bits & 0xf00) << 8 |
+                              (bits & 0xf000) << 12);
+        }
+#pragma GCC unroll 4
+        for (int w = 0; w < 4; w++) {
+            codes[w] = _mm512_and_si512(_mm512_srli_epi32(packed, 2 * w), _mm512_set1_epi8(3));
+            if (form == Q3_K) {
+                const vec_bits bit = (vec_bits)third >> w & 0x01010101;
+                codes[w] = _mm512_or_si512(codes[w], (__m512i)(bit << 2));
+            }
+        }
+        return;
+    }
     const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i curve = _mm512_broadcast_i32x4( /* and 128 more */
+        _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char)129, (char)141, (char)153, (char)166,
+                      (char)181, (char)197, (char)217, (char)241));
     const __m512i doubled = _mm512_broadcast_i32x4( /* of MXFP4, and 12 more */
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     __m512i high = _mm512_setzero_si512();
@@ -176,9 +197,10 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
         const __m512i packed = _mm512_loadu_si512(from + i * 64);
         codes[2 * i] = _mm512_and_si512(packed, mask);
         codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
-        if (form == MXFP4) {
-            codes[2 * i] = _mm512_shuffle_epi8(doubled, codes[2 * i]);
-            codes[2 * i + 1] = _mm512_shuffle_epi8(doubled, codes[2 * i + 1]);
+        if (form == MXFP4 || is_curved(form)) {
+            const __m512i table = form == MXFP4 ? doubled : curve;
+            codes[2 * i] = _mm512_shuffle_epi8(table, codes[2 * i]);
+            codes[2 * i + 1] = _mm512_shuffle_epi8(table, codes[2 * i + 1]);
         }
         if (code_bits(form) > 4) {
             codes[2 * i] = _mm512_or_si512(codes[2 * i], fourth_bit(high, 2 * i, form));
@@ -315,7 +337,7 @@ static void multiply_some(vec *sums, const struct product *p, const char *const 
 {
     switch (p->type) {
         FORM(Q4_0) FORM(Q4_1) FORM(Q4_K) FORM(Q5_0) FORM(Q5_1) FORM(Q5_K) FORM(Q6_K) FORM(Q8_0)
-        FORM(MXFP4) FORM(INT4_32) FORM(INT4_128) FORM(INT8_128) FORM(INT8_ROW)
+        FORM(MXFP4) FORM(IQ4_NL) FORM(IQ4_XS) FORM(Q2_K) FORM(Q3_K) FORM(INT4_32) FORM(INT4_128) FORM(INT8_128) FORM(INT8_ROW)
     }
 }
 

@@ -11,14 +11,18 @@ typedef int8_t vec_s8 __attribute__((vector_size(LANES)));
 
 INLINE int code_bits(int form)
 {
-    return form == Q5_0 || form == Q5_1 || form == Q5_K                           ? 5
-           : form == Q6_K                                                         ? 6
-           : form <= Q4_K || form == MXFP4 || form == INT4_32 || form == INT4_128 ? 4
-                                                                                  : 8;
+    return form == Q5_0 || form == Q5_1 || form == Q5_K    ? 5
+           : form == Q6_K                                  ? 6
+           : form == Q2_K                                  ? 2
+           : form == Q3_K                                  ? 3
+           : form <= Q4_K || (form >= MXFP4 && form <= INT4_128) ? 4
+                                                           : 8;
 }
+/* Forms whose codes are numbers of a table's entries. */
+INLINE int is_curved(int form) { return form == IQ4_NL || form == IQ4_XS; }
 INLINE int group_of(int form)
 {
-    return form == Q6_K ? 16 : form >= INT4_128 && form != INT8_ROW ? 128 : 32;
+    return form == Q6_K || form == Q2_K || form == Q3_K ? 16 : form >= INT4_128 && form != INT8_ROW ? 128 : 32;
 }
 INLINE int64_t groups_of(int form, int64_t depth)
 {
@@ -26,11 +30,22 @@ INLINE int64_t groups_of(int form, int64_t depth)
 }
 /* Forms whose scales and minimums are six bits each, all of a block in its head. */
 INLINE int has_sixes(int form) { return form == Q4_K || form == Q5_K; }
-INLINE int has_head(int form) { return has_sixes(form) || form == Q6_K || form == INT8_ROW; }
-INLINE int stores_minimum(int form) { return form == Q4_1 || form == Q5_1 || has_sixes(form); }
+/* Forms whose scale is a small integer times the block's head. */
+INLINE int has_small_scales(int form) { return form == Q6_K || form == Q3_K || form == IQ4_XS; }
+INLINE int has_head(int form)
+{
+    return has_sixes(form) || has_small_scales(form) || form == Q2_K || form == INT8_ROW;
+}
+INLINE int stores_minimum(int form)
+{
+    return form == Q4_1 || form == Q5_1 || form == Q2_K || has_sixes(form);
+}
 INLINE int stores_zero(int form) { return form == INT4_32 || form == INT4_128; }
 /* What all codes of a form are too large by, which has them from 0 on. */
-INLINE int zero_of(int form) { return form == Q4_0 ? 8 : form == Q5_0 ? 16 : form == Q6_K ? 32 : 0; }
+INLINE int zero_of(int form)
+{
+    return form == Q4_0 ? 8 : form == Q5_0 ? 16 : form == Q6_K ? 32 : form == Q3_K ? 4 : 0;
+}
 INLINE int has_minimum(int form)
 {
     return zero_of(form) || stores_minimum(form) || stores_zero(form);
@@ -38,18 +53,19 @@ INLINE int has_minimum(int form)
 INLINE int scale_size(int form)
 {
     return has_sixes(form) || form == INT8_ROW ? 0
-           : form == Q6_K || form == MXFP4     ? 1
+           : form == MXFP4 || form == Q2_K || has_small_scales(form) ? 1
            : form >= INT4_32                   ? (int)sizeof(float)
                                                : HALF_BYTES;
 }
 INLINE int minimum_size(int form)
 {
-    return stores_minimum(form) ? scale_size(form) : stores_zero(form);
+    return form == Q2_K ? 0 : stores_minimum(form) ? scale_size(form) : stores_zero(form);
 }
 INLINE int64_t head_bytes(int form)
 {
     return form == INT8_ROW ? CODE_ROWS * (int64_t)sizeof(float)
            : has_sixes(form) ? CODE_ROWS * (2 * HALF_BYTES + 3 * WORD_BYTES)
+           : form == Q2_K    ? CODE_ROWS * 2 * HALF_BYTES
            : has_head(form)  ? CODE_ROWS * HALF_BYTES
                              : 0;
 }
@@ -89,6 +105,23 @@ INLINE vec_bits bytes_of(const char *from, int is_signed)
     memcpy(&without, from, sizeof without);
     return is_signed ? (vec_bits)__builtin_convertvector(with_sign, vec_int)
                      : __builtin_convertvector(without, vec_bits);
+#endif
+}
+
+/* LANES integers of two bytes, without sign. */
+INLINE vec_bits halves_of(const char *from)
+{
+#if LANES == 16
+    return (vec_bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
+#elif LANES == 8
+    return (vec_bits)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from));
+#else
+    uint16_t halves[LANES];
+    vec_bits wide = {0};
+    memcpy(halves, from, sizeof halves);
+    for (int lane = 0; lane < LANES; lane++)
+        wide[lane] = halves[lane];
+    return wide;
 #endif
 }
 
@@ -142,9 +175,17 @@ INLINE struct scales scales_at(const char *at, int form, const char *head, int64
         s.minimum *= all(0) - widened_half(head + (CODE_ROWS + v * LANES) * HALF_BYTES);
         return s;
     }
+    if (form == Q2_K) { /* a byte's halves; the head has two numbers of each row */
+        const vec_bits both = bytes_of(scale, 0);
+        s.scale = widened_half(head + v * LANES * HALF_BYTES) *
+                  __builtin_convertvector((vec_int)(both & 15), vec);
+        s.minimum = (all(0) - widened_half(head + (CODE_ROWS + v * LANES) * HALF_BYTES)) *
+                    __builtin_convertvector((vec_int)(both >> 4), vec);
+        return s;
+    }
     if (form == INT8_ROW)
         s.scale = load(head + v * LANES * sizeof(float), FLOAT32);
-    else if (form == Q6_K)
+    else if (has_small_scales(form))
         s.scale = widened_half(head + v * LANES * HALF_BYTES) * integers(scale, 1);
     else if (form == MXFP4)
         s.scale = powers_of_two(scale);

@@ -45,18 +45,34 @@ INLINE vec bytes_at(const char *from, int form)
     return form == FP8_128 ? eighths(from) : integers(from, 1);
 }
 
-/* Code number j of eight in each lane as a number: an integer, or of 4 bits a sign, two of the
- * exponent and one of the mantissa (E2M1). */
+/* Code number j of eight in each lane as a number: an integer, of 4 bits a sign, two of the
+ * exponent and one of the mantissa (E2M1), or an entry of a table. */
 INLINE vec nibbles(vec_bits packed, int j, int form)
 {
 #if LANES == 16
+    const __m512 curve = _mm512_set_ps(113, 89, 69, 53, 38, 25, 13, 1, -10, -22, -35, -49, -65, -83,
+                                       -104, -127);
     const __m512 integer = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512 real = _mm512_set_ps(-6.0f, -4.0f, -3.0f, -2.0f, -1.5f, -1.0f, -0.5f, -0.0f, 6.0f,
                                       4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f, 0.0f);
     return (vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)packed, 4 * j),
-                                      form == MXFP4 ? real : integer);
+                                      is_curved(form) ? curve : form == MXFP4 ? real : integer);
 #else
     const vec_bits code = packed >> (4 * j);
+    if (is_curved(form)) {
+        static const float curve[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                        1,    13,   25,  38,  53,  69,  89,  113};
+#if LANES == 8
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(curve), (__m256i)code);
+        const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(curve + 8), (__m256i)code);
+        return (vec)_mm256_blendv_ps(low, high, (__m256)(code << 28));
+#else
+        vec value;
+        for (int lane = 0; lane < LANES; lane++)
+            value[lane] = curve[code[lane] & 15];
+        return value;
+#endif
+    }
 #if LANES == 8
     if (form == MXFP4) {
         const __m256 table = _mm256_set_ps(6.0f, 4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f, 0.0f);
@@ -82,8 +98,31 @@ INLINE vec long_codes(vec_bits packed, vec_bits high, int eight, int j, int form
     return __builtin_convertvector((vec_int)code, vec);
 }
 
+/* The same of two bits, or of three: 16 values are in one word, and their third bits in half a one. */
+INLINE vec short_codes(vec_bits packed, vec_bits high, int eight, int j, int form)
+{
+    const int place = 2 * eight + j % 2;
+    vec_bits code = packed >> (j / 2 * 8 + 2 * place) & 3;
+    if (form == Q3_K)
+        code |= (high >> (j / 2 * 4 + place) & 1) << 2;
+    return __builtin_convertvector((vec_int)code, vec);
+}
+
+/* Codes from number k of a group on in each lane: eight of them, or all where they are short. */
+INLINE void load_codes(vec_bits *packed, vec_bits *high, const char *at, int form, int k, int v)
+{
+    const int first = code_bits(form) < 4 ? 0 : k * CODE_ROWS / 2;
+    memcpy(packed, at + first + v * LANES * WORD_BYTES, sizeof *packed);
+    if (code_bits(form) > 4)
+        memcpy(high, high_bits(at, form) + v * LANES * WORD_BYTES, sizeof *high);
+    if (form == Q3_K)
+        *high = halves_of(at + CODE_ROWS * WORD_BYTES + v * LANES * HALF_BYTES);
+}
+
 INLINE vec codes_at(vec_bits packed, vec_bits high, int eight, int j, int form)
 {
+    if (code_bits(form) < 4)
+        return short_codes(packed, high, eight, j, form);
     return code_bits(form) == 4 ? nibbles(packed, j, form) : long_codes(packed, high, eight, j, form);
 }
 
@@ -130,11 +169,10 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
             for (int k = 0; k < count; k += 8) {
                 vec_bits packed[STREAMS][VECS], high[STREAMS][VECS];
 #pragma GCC unroll 4
-                for (int n = 0; n < STREAMS; n++) {
-                    memcpy(packed[n], at[n] + k * CODE_ROWS / 2, sizeof packed[n]);
-                    if (code_bits(form) > 4)
-                        memcpy(high[n], high_bits(at[n], form), sizeof high[n]);
-                }
+                for (int n = 0; n < STREAMS; n++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; v++)
+                        load_codes(&packed[n][v], &high[n][v], at[n], form, k, v);
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; j++)
 #pragma GCC unroll 4
@@ -223,6 +261,10 @@ static void multiply_some(const struct block *b, vec (*out)[STREAMS][VECS], int 
         FOR_INPUTS(Q5_K)
         FOR_INPUTS(Q6_K)
         FOR_INPUTS(MXFP4)
+        FOR_INPUTS(IQ4_NL)
+        FOR_INPUTS(IQ4_XS)
+        FOR_INPUTS(Q2_K)
+        FOR_INPUTS(Q3_K)
         FOR_INPUTS(INT4_32)
         FOR_INPUTS(INT4_128)
         FOR_INPUTS(INT8_128)
@@ -312,9 +354,7 @@ INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v
             vec code;
             if (code_bits(form) < 8) {
                 vec_bits packed, high;
-                memcpy(&packed, at + (j / 8 * CODE_ROWS + v * LANES) * 4, sizeof packed);
-                if (code_bits(form) > 4)
-                    memcpy(&high, high_bits(at, form) + v * LANES * 4, sizeof high);
+                load_codes(&packed, &high, at, form, j / 8 * 8, v);
                 code = codes_at(packed, high, j / 8, j % 8, form);
             } else {
                 code = bytes_at(at + j * CODE_ROWS + v * LANES, form);
@@ -341,7 +381,8 @@ void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t dep
         return;
     switch (form) {
         UNPACK(Q4_0) UNPACK(Q4_1) UNPACK(Q4_K) UNPACK(Q8_0) UNPACK(Q5_1) UNPACK(Q5_K) UNPACK(Q6_K)
-        UNPACK(Q5_0) UNPACK(MXFP4) UNPACK(INT4_32) UNPACK(INT4_128) UNPACK(INT8_128)
+        UNPACK(Q5_0) UNPACK(MXFP4) UNPACK(IQ4_NL) UNPACK(IQ4_XS) UNPACK(Q2_K) UNPACK(Q3_K)
+        UNPACK(INT4_32) UNPACK(INT4_128) UNPACK(INT8_128)
         UNPACK(INT8_ROW) UNPACK(FP8_128)
     }
 }

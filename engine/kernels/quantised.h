@@ -3,7 +3,8 @@
  * A panel is 16 rows. Along them lie groups of 16 or more values: first the codes of all 16 rows, then
  * their scales, then, where there are, their minimums: a value is scale * code + minimum. Codes of 4
  * bits are eight of a row in each 32-bit lane, the first lowest; of 5 or 6 bits what is above four lies
- * behind them (high_bits in forms.h); codes of 8 bits lie value by value, 16 rows side by side. Where
+ * behind them (high_bits in forms.h); of 2 or 3 bits a lane has two of each of 16 values, and of a
+ * third bit there are 16 more behind them, half a lane; codes of 8 bits lie value by value, 16 rows side by side. Where
  * scales are small integers, a head before every 256 values has what they are multiplied by, and where
  * they are six bits, themselves. INT8_ROW has one scale a row, before all codes. Some forms have zeros
  * in place of minimums: a value is scale * (code - zero). The last group of a row may be cut short by
@@ -19,7 +20,7 @@ enum { BLOCK_VALUES = 256, MIN_GROUP = 16, MAX_GROUP = 128 };
 /* Forms, as in cpu.py, behind the types and the scheme of packed pairs. */
 enum {
     Q4_0 = 4, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, MXFP4,
-    INT4_32, INT4_128, INT8_128, INT8_ROW, FP8_128
+    IQ4_NL, IQ4_XS, Q2_K, Q3_K, INT4_32, INT4_128, INT8_128, INT8_ROW, FP8_128
 };
 
 INLINE int is_quantised(int64_t type) { return type >= Q4_0; }

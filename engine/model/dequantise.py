@@ -39,6 +39,8 @@ class Parts(NamedTuple):
     zeros: torch.Tensor | None = None
     """uint8 [num_rows, groups, 1], in place of one for all."""
     is_float4: bool = False
+    is_curved: bool = False
+    """A code is the number of an entry of CURVE."""
 
     def values(self) -> torch.Tensor:
         """The values that codes and scales stand for, float32 [num_rows, depth]."""
@@ -48,7 +50,10 @@ class Parts(NamedTuple):
             return values.mul_(_powers_of_two(self.scales)).view(len(self.codes), -1)
         is_signed = self.minimums is None
         scales = _scaled(self.scales, self.heads, is_signed=is_signed)
-        codes = self.codes.float().view(*scales.shape, -1)
+        codes = self.codes.float()
+        if self.is_curved:
+            codes = torch.tensor(CURVE, device=codes.device)[self.codes.long()]
+        codes = codes.view(*scales.shape, -1)
         values = codes.sub_(self.zero if self.zeros is None else self.zeros)
         values.mul_(scales[..., None])
         if self.minimums is not None:
@@ -153,6 +158,44 @@ def _q6_k(b: torch.Tensor) -> Parts:
     return Parts(_rows(codes.flatten(-3)), scales, heads=b[..., 208:], zero=32)
 
 
+def _shifted(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Cut bytes [..., n] into codes of so many bits, the lowest of all bytes first."""
+    shifts = bits * torch.arange(count, dtype=torch.uint8, device=packed.device)
+    return (packed[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
+
+
+def _q2_k(b: torch.Tensor) -> Parts:
+    codes = _shifted(_cut(b[..., 16:80], 2, 32), 2, 4).flatten(-3)
+    scales = b[..., :16].flatten(1)[..., None]
+    return Parts(_rows(codes), scales & 15, scales >> 4, b[..., 80:82], b[..., 82:84])
+
+
+def _q3_k(b: torch.Tensor) -> Parts:
+    low = _shifted(_cut(b[..., 32:96], 2, 32), 2, 4).flatten(-3)
+    high = _shifted(b[..., :32], 1, 8).flatten(-2)
+    scales = _nibbles(b[..., 96:104]) | (_shifted(b[..., 104:108], 2, 4).flatten(-2) << 4)
+    signed = (scales.to(torch.int8) - 32).view(torch.uint8).flatten(1)[..., None]
+    return Parts(_rows(low | (high << 2)), signed, heads=b[..., 108:], zero=4)
+
+
+CURVE = tuple(
+    map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+)
+"""The values of four bits in formats that space them unevenly."""
+
+
+def _iq4_nl(b: torch.Tensor) -> Parts:
+    return Parts(_rows(_nibbles(b[..., 2:])), b[..., :2], is_curved=True)
+
+
+def _iq4_xs(b: torch.Tensor) -> Parts:
+    high = _shifted(b[..., 2:4, None], 2, 4).flatten(-3)
+    low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
+    signed = ((low | (high << 4)).to(torch.int8) - 32).view(torch.uint8).flatten(1)[..., None]
+    codes = _nibbles(_cut(b[..., 8:], 8, 16)).flatten(-2)
+    return Parts(_rows(codes), signed, heads=b[..., :2], is_curved=True)
+
+
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Four bits as numbers: a sign, two of the exponent, one of the mantissa."""
 
@@ -184,6 +227,10 @@ _READERS = {
     "q4_k": _q4_k,
     "q5_k": _q5_k,
     "q6_k": _q6_k,
+    "q2_k": _q2_k,
+    "q3_k": _q3_k,
+    "iq4_nl": _iq4_nl,
+    "iq4_xs": _iq4_xs,
     "mxfp4": _mxfp4,
     "mxfp4_pairs": _mxfp4_pairs,
 }

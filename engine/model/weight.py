@@ -266,14 +266,24 @@ def panels_of(parts: Parts, form: Form) -> torch.Tensor:
     num_rows, depth = parts.codes.shape
     missing = -num_rows % PANEL_ROWS  # rows of the last panel: zeros, whose products nobody reads
     codes = F.pad(parts.codes.view(torch.uint8), (0, -depth % form.group, 0, missing))
-    groups = [_lanes(codes, form.group, 8 if form.code_bits == 8 else 4)]
-    if 4 < form.code_bits < 8:
-        groups += _by_panel(0, _high_bits(codes, form))
+    bits = form.code_bits
+    if bits < 4:
+        groups = list(_by_panel(0, _words(codes & 3, 2, form.group)))
+    else:
+        groups = [_lanes(codes, form.group, 8 if bits == 8 else 4)]
+    if bits == 3:
+        words = _words(codes >> 2, 1, form.group)
+        groups += _by_panel(0, words[..., ::2] | (words[..., 1::2] << 4))
+    if 4 < bits < 8:
+        groups += _by_panel(0, _words(codes >> 4, bits - 4, form.group))
     heads: list[torch.Tensor | None] = [parts.heads, parts.head_minimums]
     offsets = parts.minimums if parts.zeros is None else parts.zeros
     if form.has_sixes:
         assert offsets is not None
         heads += _sixes(parts.scales, offsets)
+    elif bits == 2:
+        assert offsets is not None
+        groups += _by_panel(missing, parts.scales | (offsets << 4))
     elif not form.row_scale_bytes:
         groups += _by_panel(missing, parts.scales, offsets)
     packed = torch.cat(groups, -1)
@@ -302,15 +312,14 @@ def embedded(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return parts_of(weight.data[ids], kind).values().to(dtype)
 
 
-def _high_bits(codes: torch.Tensor, form: Form) -> torch.Tensor:
-    """Of codes [rows, depth] what is above four bits: a word of each row and group, as bytes.
+def _words(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Pack codes of few bits, [rows, depth], into a word of each row and group, as bytes.
 
     Value 8 * i + 2 * b + k of a group is in byte b of the word, at place 2 * i + k.
     """
-    more = form.code_bits - 4
-    high = (codes >> 4).view(len(codes), -1, form.group // 8, 4, 2)
-    shifts = more * torch.arange(form.group // 4, dtype=torch.uint8).view(-1, 1, 2)
-    return (high << shifts).sum((2, 4), dtype=torch.uint8)
+    by_byte = codes.view(len(codes), -1, group // 8, 4, 2)
+    shifts = bits * torch.arange(group // 4, dtype=torch.uint8).view(-1, 1, 2)
+    return (by_byte << shifts).sum((2, 4), dtype=torch.uint8)
 
 
 def _sixes(scales: torch.Tensor, minimums: torch.Tensor) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from triton import knobs
 
-from engine.checkpoint.quantisation import FORMS, panels_shape
+from engine.checkpoint.quantisation import CPU_FORMS, FORMS, panels_shape
 from engine.model import triton_attention, triton_linear, triton_ops
 from engine.model.attention import several_queries_tiling, single_query_tiling
 from engine.model.paged_step import PagedStep
@@ -153,6 +153,7 @@ def _product(form, num_tokens):
 PRODUCTS = {
     f"{form} {words}": _product(form, num_tokens)
     for form in FORMS
+    if form not in CPU_FORMS
     for words, num_tokens in (("few", 3), ("many", 300))
 }
 OPERATIONS = PRODUCTS | {

@@ -30,7 +30,13 @@ def blocks_of(kind, num_rows, depth, seed=0):
     raw = rng.integers(0, 256, (num_rows, depth // values, size), dtype=np.uint8)
     heads = rng.uniform(0.01, 0.1, (num_rows, depth // values, 2)).astype(np.float16)
     halves = heads.view(np.uint8).reshape(num_rows, depth // values, 4)
-    if kind == "q6_k":
+    if kind == "q2_k":
+        raw[..., 80:] = halves
+    elif kind == "q3_k":
+        raw[..., 108:] = (heads[..., :1] / 16).view(np.uint8)
+    elif kind == "iq4_xs":
+        raw[..., :2] = (heads[..., :1] / 512).view(np.uint8)
+    elif kind == "q6_k":
         raw[..., 208:] = (heads[..., :1] / 16).view(np.uint8)
     elif kind in ("q4_1", "q5_1", "q4_k", "q5_k"):
         raw[..., :4] = halves

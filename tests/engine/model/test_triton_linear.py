@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
-from engine.checkpoint.quantisation import FORM_BY_KIND, FORMS
+from engine.checkpoint.quantisation import CPU_FORMS, FORM_BY_KIND, FORMS
 from engine.model.dequantise import dequantised
 from engine.model.linear import Linears
 from engine.model.stored_tensors import quantised
@@ -20,7 +20,7 @@ from tests.engine.model.test_quantised import blocks_of, packed, parts_of, value
 from tests.quantised_checkpoints import SHAPE, write_quantised
 
 pytestmark = pytest.mark.usefixtures("real_bfloat16")
-KINDS = tuple(kind for kind in FORM_BY_KIND if kind != "mxfp4_pairs")
+KINDS = tuple(kind for kind in FORM_BY_KIND if kind not in {"mxfp4_pairs", *CPU_FORMS})
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
