@@ -22,6 +22,8 @@ MIN_HALVES = 4
 """...but from two at least; each layer has two halves, attention and feed-forward."""
 MAX_HALF_MS = 40.0
 """A request that comes waits for half a layer: prompts of so many tokens are not timed."""
+TOP_K = 64
+"""A stand-in's logits are flat: without a limit each draw would sort the whole vocabulary."""
 
 
 class StepMeasuring:
@@ -37,8 +39,8 @@ class StepMeasuring:
         self._is_interrupted = is_interrupted
         self._has_long_decodes: bool | None = None
         """None: no decode step has been timed yet."""
-        self._half_ms = 0.0
-        """Of one token, as the last prompt had it."""
+        self._half_ms: dict[int, float] = {}
+        """Half a layer for one token of the last prompt, by the positions before that."""
 
     def measure(self, command: MeasureSteps) -> StepsMeasured:
         """Make the steps in their order, until the time is over or a command arrives."""
@@ -50,7 +52,7 @@ class StepMeasuring:
         for shape in command.steps:
             if time.monotonic() >= ends_s or self._is_interrupted():
                 break
-            if shape.num_tokens * self._half_ms > MAX_HALF_MS:
+            if self._longest_half_ms(shape) > MAX_HALF_MS:
                 too_long += [shape] if shape not in too_long else []
                 continue
             elapsed_ms = self._time(shape, command.block_ids)
@@ -59,6 +61,11 @@ class StepMeasuring:
             size = shape.num_sequences, shape.num_tokens, shape.num_before
             done.append(MeasuredStep(*size, elapsed_ms))
         return StepsMeasured(command.measurement_id, done, too_long)
+
+    def _longest_half_ms(self, shape: StepShape) -> float:
+        """Estimate half a layer by prompts with as many positions before them, or fewer."""
+        known = (ms for before, ms in self._half_ms.items() if before <= shape.num_before)
+        return shape.num_tokens * max(known, default=0.0)
 
     def _time(self, shape: StepShape, block_ids: list[int]) -> float | None:
         """Milliseconds of one step; None: it was interrupted."""
@@ -69,7 +76,8 @@ class StepMeasuring:
         if not is_decode:
             elapsed_ms = in_layers(has_layers=True)
             num_halves = 2 * self._runner.num_layers
-            self._half_ms = (elapsed_ms or 0.0) / num_halves / shape.num_tokens
+            if elapsed_ms is not None:
+                self._half_ms[shape.num_before] = elapsed_ms / num_halves / shape.num_tokens
             return elapsed_ms
         if self._has_long_decodes is None:
             elapsed_ms = in_layers(has_layers=True)
@@ -115,7 +123,7 @@ def _timed(
     num_blocks = -(-length // runner.block_size)
     table = (block_ids * -(-num_blocks // len(block_ids)))[:num_blocks]
     planned = [
-        (WorkerRequest.stand_in(length, table, shape.num_before, temperature=1.0), shape.num_tokens)
+        (WorkerRequest.stand_in(length, table, shape.num_before, 1.0, TOP_K), shape.num_tokens)
         for _ in range(shape.num_sequences)
     ]
     watch = _Stopwatch(is_interrupted)

@@ -77,9 +77,14 @@ class WorkerRequest:
 
     @classmethod
     def stand_in(
-        cls, num_tokens: int, block_table: list[int], num_computed_tokens: int, temperature: float
+        cls,
+        num_tokens: int,
+        block_table: list[int],
+        num_computed_tokens: int,
+        temperature: float,
+        top_k: int = 0,
     ) -> WorkerRequest:
-        """A prompt that nobody has sent, of which so much counts as computed."""
+        """Make a prompt that no client has sent, of which so much counts as computed."""
         return cls(
             seq_id=0,
             generation=0,
@@ -87,7 +92,7 @@ class WorkerRequest:
             num_prompt_tokens=num_tokens,
             num_computed_tokens=num_computed_tokens,
             block_table=block_table,
-            sampling=SamplingParams(max_tokens=1, seed=0, temperature=temperature),
+            sampling=SamplingParams(max_tokens=1, seed=0, temperature=temperature, top_k=top_k),
             until_output=1,
             admitted_ns=0,
         )

@@ -35,6 +35,9 @@ class LayeredRunner:
     block_size: int = 16
     is_on_device: bool = False
     num_layers: int = 10
+    deep_ms: float = 0.0
+    """Of each half, besides, for every position before the step."""
+    top_ks: set[int] = field(default_factory=set)
     tapes: list[bool] = field(default_factory=list)
     """Of each step, if it was launched in one."""
     num_halves: int = 0
@@ -44,8 +47,10 @@ class LayeredRunner:
 
     def launch(self, planned, stops=None):
         self.tapes.append(stops is None)
+        self.top_ks |= {request.sampling.top_k for request, _ in planned}
+        num_before = planned[0][0].num_computed_tokens
         for number in range(1, 21):
-            self.clock.now_s += self.half_ms / 1e3
+            self.clock.now_s += (self.half_ms + self.deep_ms * num_before) / 1e3
             self.num_halves += 1
             if stops is not None and stops(number, 20):
                 break
@@ -107,6 +112,20 @@ def test_prompts_whose_layers_are_too_long_are_left_out(clock):
     report = measured(runner, shapes)
     assert [step.num_tokens for step in report.steps] == [64, 16]
     assert report.too_long == [shapes[1]]
+
+
+def test_a_deep_prompt_leaves_out_no_shallow_one(clock):
+    runner = LayeredRunner(clock, half_ms=5, deep_ms=0.02)
+    shapes = [StepShape(1, 64, 0), StepShape(1, 64, 1000), StepShape(1, 256, 0)]
+    report = measured(runner, [*shapes, StepShape(1, 256, 1000)])
+    assert [step.num_tokens for step in report.steps] == [64, 64, 256]
+    assert report.too_long == [StepShape(1, 256, 1000)]
+
+
+def test_no_draw_sorts_the_whole_vocabulary(clock):
+    runner = LayeredRunner(clock)
+    measured(runner, [PROMPT, DECODE])
+    assert runner.top_ks == {measuring.TOP_K}
 
 
 def test_without_time_nothing_is_made(clock):
