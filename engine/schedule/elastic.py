@@ -33,7 +33,7 @@ KEEP_RATIO = 1.1
 """A way that is better by less than this does not replace the one taken before."""
 LENT_CHUNK_MS = 100.0
 """Of a chunk on borrowed cores: a request that comes meanwhile waits for its end."""
-MAX_CHUNK_COST = 1.05
+MAX_CHUNK_COST = 1.03
 """Of a token in such a chunk, over that in the best; a chunk that costs more is not worth it."""
 DEFAULT_TTFT_RATIO = 3.0
 """Without a target: the prompt's own time, with nobody else there, this often."""
