@@ -1,14 +1,15 @@
 """What elastic roles predict of long prompts, and what comes of it, in daemons freshly started.
 
 usage: python -m tests.benchmarks.elastic_promises [--daemons 20] [--prompts 8] [--model FOLDER]
-       [--tree NAME=FOLDER]... [--place 2x1]... [--out FILE] [--join FILE]
+       [--tree NAME=FOLDER]... [--place 2x1]... [--profile FILE] [--out FILE] [--join FILE]
 
-Each daemon is new, as its predictions are. Two chats stream all the while; then prompts of some
-4,100 tokens come one after the other. For each: the route, what was predicted, when its first token
-came, and the median gap of the chats meanwhile over the same chats' median before the first prompt.
-Several trees of this repository (each with its own `.venv`), and several numbers of workers, which
-are forced onto the cores there are, take turns, daemon by daemon; without any it is this tree, and
-what it makes of the machine. The model is the starter model unless another is named.
+Each daemon is new, as its predictions are; with --profile it begins with a copy of that file. Two
+chats stream all the while; then prompts of some 4,100 tokens come one after the other. For each:
+the route, what was predicted, when its first token came, and the median gap of the chats meanwhile
+over the same chats' median before the first prompt. Several trees of this repository (each with its
+own `.venv`), and several numbers of workers, which are forced onto the cores there are, take turns,
+daemon by daemon; without any it is this tree, and what it makes of the machine. The model is the
+starter model unless another is named.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -124,11 +126,14 @@ def _pieces(client: Client, content: str) -> tuple[list[str], Iterator[str]]:
 
 
 @contextmanager
-def daemon(tree: Path, options: list[str]) -> Iterator[tuple[Client, float]]:
+def daemon(tree: Path, options: list[str], profile: Path | None) -> Iterator[tuple[Client, float]]:
     """A daemon of a tree's own, and the seconds that its start took."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name)
         (folder / "penstock.toml").touch()
+        if profile is not None:
+            (folder / "state").mkdir()
+            shutil.copy(profile, folder / "state" / "profile.db")
         command = [str(tree / ".venv/bin/python"), "-m", "appliance.cli", "serve"]
         command += ["--config", str(folder / "penstock.toml"), "--socket", str(folder / "p.sock")]
         command += ["--state-dir", str(folder / "state"), "--roles", "elastic", *options]
@@ -153,13 +158,17 @@ def daemon(tree: Path, options: list[str]) -> Iterator[tuple[Client, float]]:
 
 
 def one_daemon(
-    tree: tuple[str, Path], number: int, num_prompts: int, options: list[str]
+    tree: tuple[str, Path],
+    number: int,
+    num_prompts: int,
+    options: list[str],
+    profile: Path | None,
 ) -> list[Prompt]:
     """Start it, let the chats begin, send the prompts."""
     text = (_SAMPLE / "runbook.txt").read_text("utf-8").strip()
     questions = json.loads((_SAMPLE / "questions.json").read_text("utf-8"))
     prompts = []
-    with daemon(tree[1], options) as (client, start_s):
+    with daemon(tree[1], options, profile) as (client, start_s):
         chats = Chats(client)
         began_s = time.perf_counter()
         while not chats.between(began_s, time.perf_counter()):
@@ -235,6 +244,7 @@ def main() -> None:
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--place", action="append", default=[], metavar="NxM")
     parser.add_argument("--model", help="a model folder; the starter model if left out")
+    parser.add_argument("--profile", type=Path, help="a profile.db for each daemon")
     parser.add_argument("--out", type=Path, help="append each prompt as a line of JSON, too")
     parser.add_argument("--join", type=Path, help="measure nothing: report what --out has written")
     options = parser.parse_args()
@@ -256,7 +266,7 @@ def main() -> None:
     prompts: list[Prompt] = []
     for number in range(1, options.daemons + 1):
         for name, tree, serve in arms[:: 1 if number % 2 else -1]:  # who is first takes turns
-            new = one_daemon((name, tree), number, options.prompts, serve)
+            new = one_daemon((name, tree), number, options.prompts, serve, options.profile)
             prompts += new
             print(f"{name} {number}: {[round(p.gap_ratio or 0, 1) for p in new]}", file=sys.stderr)
             if options.out:
