@@ -195,7 +195,7 @@ class Request:
         least: dict[int, int] = {}
         for one in self.sequences:
             if one.prefix is not None:
-                found, prompt = one.num_cached_tokens if one.legs else 0, id(one.prompt_token_ids)
+                found, prompt = one.num_cached_tokens if one.stages else 0, id(one.prompt_token_ids)
                 least[prompt] = min(found, least.get(prompt, found))
         return sum(least.values()) if least else None
 

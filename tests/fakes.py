@@ -17,7 +17,7 @@ from appliance.request import ModelInfo, Request, TokensEmitted
 from engine.cache.hashes import PrefixChain, PrefixHasher
 from engine.errors import QueueFull, Unavailable
 from engine.schedule.cache_contents import CacheContents
-from engine.schedule.sequence import Ended, FinishReason, Leg, On, Sequence
+from engine.schedule.sequence import Ended, FinishReason, On, RouteStage, Sequence
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling import TokenLogprob
 from tests.tui.frames import busy
@@ -122,7 +122,7 @@ class FakeAppliance:
             hashes = sequence.prefix.hashes[: (sequence.num_tokens - 1) // self.hasher.block_size]
             found = sum(each in self.known_hashes for each in hashes)
             sequence.num_cached_tokens = found * self.hasher.block_size
-            sequence.legs = (Leg("decode", sequence.sampling.max_tokens),)
+            sequence.stages = (RouteStage("decode", sequence.sampling.max_tokens),)
             self.known_hashes.update(sequence.prefix.hashes)
 
     def next_seq_id(self) -> int:
@@ -231,7 +231,7 @@ class FakeAppliance:
 
     async def _generate(self, request: Request, sequence: Sequence) -> None:
         await self.gate.wait()
-        sequence.where = On(Leg("decode", sequence.sampling.max_tokens))
+        sequence.where = On(RouteStage("decode", sequence.sampling.max_tokens))
         sequence.num_computed_tokens = sequence.num_prompt_tokens
         if (width := sequence.sampling.prompt_logprobs) is not None:
             size = sequence.num_prompt_tokens - 1

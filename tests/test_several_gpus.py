@@ -95,14 +95,14 @@ def test_what_has_left_a_gpus_pool_comes_back_from_dram(
         [5 + (11 * i + 5 * j) % 290 for j in range(400)] for i in range(num_tokens // 400 + 2)
     ]
 
-    def comes_back() -> bool:
+    def waits_for_restore() -> bool:
         for prompt in others:
             daemon.complete(prompt, max_tokens=2, ignore_eos=True)  # through both pools
         assert answer(daemon, PROMPTS[-1]) == alone[-1]
         return daemon.fresh_state()["dram"]["loaded_blocks"] > 0
 
     assert answer(daemon, PROMPTS[-1]) == alone[-1]  # a second use
-    daemon.wait_for(comes_back, 240)
+    daemon.wait_for(waits_for_restore, 240)
     dram = daemon.fresh_state()["dram"]
     assert (dram["state"], dram["failed_stores"]) == ("on", 0)
 

@@ -183,7 +183,7 @@ MAX_OPEN_RECORDINGS = 4
 MAX_OPEN_EACH = 2
 """Recordings that one peer may have under way."""
 PATIENCE_S = 5.0
-"""A client that takes longer for a chunk gives way to the next who asks."""
+"""A client that takes longer for a chunk yields to the next who asks."""
 RECORDING_TYPE = "application/vnd.sqlite3"
 _CHUNK_BYTES = 1 << 18
 _RETRY_MS = 5_000

@@ -140,7 +140,7 @@ class OpenReply:
             echoes: what each prompt's choices begin with.
         """
         self._request = request
-        self._voices = {
+        self._outputs = {
             sequence.seq_id: _SequenceText(
                 appliance,
                 sequence,
@@ -171,7 +171,7 @@ class OpenReply:
     def _take(self, batch: list[TokensEmitted]) -> list[Delta]:
         deltas: dict[int, Delta] = {}
         for emitted in batch:
-            voice = self._voices[emitted.sequence.seq_id]
+            voice = self._outputs[emitted.sequence.seq_id]
             if voice.is_closed:
                 continue
             delta = deltas.setdefault(emitted.sequence.seq_id, Delta(emitted.sequence))

@@ -51,7 +51,7 @@ def folded(line: str, room: int | None, column: int = 0) -> str:
 
 
 def word(value: object) -> str:
-    """A name, or whatever else is text; a truth as a file of settings has it."""
+    """Write a value as text; booleans as true and false."""
     if isinstance(value, bool):
         return str(value).lower()
     return ABSENT if value is None or value == "" else printable(value)

@@ -296,7 +296,7 @@ def _memlock(host: GpuHost) -> Finding:
     if host.memlock_bytes is None or host.memlock_bytes >= _RING_BYTES:
         return Finding("memlock", "ok", "enough memory may be locked")
     return Finding(
-        "memlock", "note", f"{size_text(host.memlock_bytes)} may be locked: a ring for "
+        "memlock", "note", f"{size_text(host.memlock_bytes)} may be locked: a staging buffer for "
         "--transport shm may be refused", "ulimit -l unlimited (in a unit: LimitMEMLOCK=infinity)",
     )  # fmt: skip
 

@@ -433,7 +433,7 @@ def _facts_of(model: Path | HubName | None) -> ModelFacts | None:
 
 
 def _of_table(name: str, error: ConfigError) -> ConfigError:
-    """The same, said of a model in a table."""
+    """Prefix a model's error with its table, models.NAME."""
     where = f"models.{name}: {error.where}" if error.where else f"models.{name}"
     return ConfigError(error.what, where=where, hint=error.hint)
 

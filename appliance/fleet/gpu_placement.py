@@ -25,7 +25,7 @@ from appliance.fleet.placement import (
 )
 from appliance.fleet.spread import GPU_STEP_TOKENS, MAX_SEQUENCES
 from appliance.models.fits import GPU_OVERHEAD_BYTES
-from engine.cache.topology import COLOCATED, DECODE, PREFILL, Topology, make_places
+from engine.cache.topology import COLOCATED, DECODE, PREFILL, Topology, make_topology
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.kernels.attention_backends import (
@@ -163,12 +163,12 @@ def _room_of_two(checkpoint: Checkpoint, gpu: Gpu) -> int:
     return gpu.memory_bytes - 2 * (checkpoint.num_bytes + WORKER_BYTES)
 
 
-def _places(*, has_two: bool, is_copied: bool) -> Topology:
+def _make_topology(*, has_two: bool, is_copied: bool) -> Topology:
     if not has_two:
-        return make_places([COLOCATED], [COLOCATED], "alias", home=COLOCATED)
+        return make_topology([COLOCATED], [COLOCATED], "alias", home=COLOCATED)
     if is_copied:
-        return make_places([PREFILL], [DECODE], "shm", in_workers=(PREFILL, DECODE))
-    return make_places([PREFILL], [DECODE], "alias", home=DECODE)
+        return make_topology([PREFILL], [DECODE], "shm", in_workers=(PREFILL, DECODE))
+    return make_topology([PREFILL], [DECODE], "alias", home=DECODE)
 
 
 def place_on_gpu(
@@ -188,7 +188,7 @@ def place_on_gpu(
     """One worker, or two that share the GPU's memory; blocks are counted when they are made.
 
     A block is as large as the attention wants it that the machine gets. Two workers with the `shm`
-    transport share nothing but the ring. `why` says what has been measured, or is to be.
+    transport share nothing but the staging buffer. `why` says what has been measured, or is to be.
 
     Raises:
         ConfigError: the KV memory holds nothing.
@@ -210,7 +210,7 @@ def place_on_gpu(
             where="kv_memory",
             hint=f"give at least {min_blocks * block_bytes} bytes",
         )
-    topology = _places(has_two=has_two, is_copied=is_copied)
+    topology = _make_topology(has_two=has_two, is_copied=is_copied)
     topology = topology.with_pools(pool_counts(topology, num_blocks, block_bytes))
     workers = [WorkerPlan(COLOCATED, tuple(cores), topology.pool_of(topology.names[0]), gpu)]
     if has_two:

@@ -42,7 +42,7 @@ class MemorySharing:
         """Whether it can only go on when the exporter has made its pool."""
         return worker in self._waiting
 
-    def let_on(self, worker: str) -> None:
+    def on_weights_complete(self, worker: str) -> None:
         """A worker has been sent WeightsComplete."""
         if self._roles[worker] == "maps":
             self._waiting.add(worker)
@@ -103,7 +103,7 @@ class PeerPools:
         mine = (pool for pool, writers in self._writers.items() if worker in writers)
         return worker in self._up and any(worker not in self._told[pool] for pool in mine)
 
-    def let_on(self, worker: str) -> None:
+    def on_weights_complete(self, worker: str) -> None:
         """A worker has been sent WeightsComplete."""
         self._up.add(worker)
         for pool, memory in self._memory.items():

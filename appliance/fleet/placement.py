@@ -23,7 +23,15 @@ from appliance.devices.inventory import Node
 from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
 from appliance.frame.figures import things
 from engine.cache.blocks import BlockPool
-from engine.cache.topology import COLOCATED, DECODE, PREFILL, RING, SHARED, Topology, make_places
+from engine.cache.topology import (
+    COLOCATED,
+    DECODE,
+    PREFILL,
+    SHARED,
+    STAGING,
+    Topology,
+    make_topology,
+)
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.units import size_text
@@ -34,11 +42,11 @@ MIN_BLOCKS = 2
 CPU_STEP_TOKENS = 512
 """Where matrix products are within a tenth of their best rate on a CPU."""
 MAX_DEFAULT_KV_BYTES = 4 << 30
-MAX_RING_BYTES = 64 << 20
-MAX_RING_SLOTS = 64
-MIN_RING_SLOTS = 4
+MAX_STAGING_BYTES = 64 << 20
+MAX_STAGING_SLOTS = 64
+MIN_STAGING_SLOTS = 4
 MIN_COPIED_BLOCKS = 12
-"""Of two pools and the ring between them."""
+"""Of two pools and the staging buffer between them."""
 DEFAULT_FULL_LENGTH_SEQUENCES = 64
 """Without --kv-memory a pool holds at most this many sequences of full length."""
 
@@ -82,8 +90,8 @@ class Placement:
     """A second core makes a prompt faster, where there is one that has nothing to do."""
 
     def pools(self) -> list[BlockPool]:
-        """Fresh books for every pool."""
-        return self.topology.books(self.block_size)
+        """Make empty block pools, one for each pool."""
+        return self.topology.new_block_pools(self.block_size)
 
 
 def available_cores(
@@ -168,7 +176,7 @@ def place(
     cores = sorted(core for node in nodes for core in node.cores)
     node_of: dict[str, int] = {}
     if roles == "colocated":
-        topology = make_places([COLOCATED], [COLOCATED], "alias")
+        topology = make_topology([COLOCATED], [COLOCATED], "alias")
         cores_of = {COLOCATED: tuple(cores)}
     else:
         wanted, cores_of = _cores_by_node(wanted, nodes, transport) or (wanted, wanted.cores(cores))
@@ -176,7 +184,7 @@ def place(
         if transport == "auto":
             transport = "peer" if node_of else "alias"
         buses = {name: f"node{node}" for name, node in node_of.items()} or None
-        topology = make_places(*wanted.names, transport, buses=buses)
+        topology = make_topology(*wanted.names, transport, buses=buses)
     counts = pool_counts(topology, num_blocks, block_bytes)
     topology = topology.with_pools(counts)
     held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in topology.workers)
@@ -265,16 +273,16 @@ def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: in
 def pool_counts(topology: Topology, num_blocks: int, block_bytes: int) -> dict[str, int]:
     """Blocks by pool: all to one, or a third to those that prefill and the rest to the others.
 
-    A ring comes first, with at most an eighth.
+    A staging buffer comes first, with at most an eighth.
     """
     names = {worker.pool for worker in topology.workers}
     if names == {SHARED}:
         return {SHARED: num_blocks}
     counts, rest = {}, num_blocks
-    if RING in topology.pool_by_name:
-        ring = min(MAX_RING_BYTES // block_bytes, MAX_RING_SLOTS, num_blocks // 8)
-        counts[RING] = max(ring, MIN_RING_SLOTS) + 1
-        rest -= counts[RING]
+    if STAGING in topology.pool_by_name:
+        staging = min(MAX_STAGING_BYTES // block_bytes, MAX_STAGING_SLOTS, num_blocks // 8)
+        counts[STAGING] = max(staging, MIN_STAGING_SLOTS) + 1
+        rest -= counts[STAGING]
     prefill, decode = topology.playing(PREFILL), topology.playing(DECODE)
     for name in prefill:
         counts[topology.pool_of(name)] = rest // 3 // len(prefill)

@@ -17,17 +17,17 @@ from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Inventory
 from appliance.fleet.placement import (
     CPU_STEP_TOKENS,
-    MAX_RING_BYTES,
-    MAX_RING_SLOTS,
+    MAX_STAGING_BYTES,
+    MAX_STAGING_SLOTS,
     MIN_BLOCKS,
-    MIN_RING_SLOTS,
+    MIN_STAGING_SLOTS,
     Placement,
     WorkerPlan,
     cpu_names,
     default_kv_bytes,
 )
 from appliance.models.fits import GPU_OVERHEAD_BYTES
-from engine.cache.topology import RING, Topology, make_places
+from engine.cache.topology import STAGING, Topology, make_topology
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.units import size_text
@@ -145,7 +145,7 @@ def spread(
         (one.name, other.name): _transport(one, other, inventory, transport)
         for one, other in itertools.product(prefill, decode)
     }
-    topology = make_places(
+    topology = make_topology(
         [spot.name for spot in prefill],
         [spot.name for spot in decode],
         {pair: kind for pair, (kind, _) in links.items()},
@@ -244,9 +244,9 @@ def _counts(topology: Topology, rooms: Mapping[str, int], shape: ModelShape) -> 
                 where="kv_memory",
                 hint=f"give at least {MIN_BLOCKS * shape.block_bytes * len(rooms)} bytes",
             )
-    if RING in topology.pool_by_name:
-        slots = min(MAX_RING_BYTES // shape.block_bytes, MAX_RING_SLOTS)
-        counts[RING] = max(slots, MIN_RING_SLOTS) + 1
+    if STAGING in topology.pool_by_name:
+        slots = min(MAX_STAGING_BYTES // shape.block_bytes, MAX_STAGING_SLOTS)
+        counts[STAGING] = max(slots, MIN_STAGING_SLOTS) + 1
     return counts
 
 

@@ -96,7 +96,7 @@ def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
         declined_loads=costs.num_declined,
         load_ms=costs.load_ms,
         compute_ms=costs.compute_ms,
-        regret_ms=costs.regret_ms,
+        regret_ms=costs.excess_load_ms,
         missed_deadlines=counts.missed_deadlines,
         evicted_blocks=index.num_evicted,
         expired_blocks=index.num_expired,
@@ -269,7 +269,7 @@ class BlockFormat:
 
 
 def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
-    """What is kept of a plan's pools, rings left out."""
+    """What is kept of a plan's pools, staging buffers left out."""
     setups = [setup for _, setup in plan.workers]
     pool_fds = {setup.pool.name: setup.pool.fd for setup in setups}
     slots = range(0)
@@ -508,7 +508,7 @@ class _OpenedSlabs(NamedTuple):
 
 
 def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
-    """Raises as _slabs()."""
+    """Open the SSD cache; raises what _slabs() raises."""
     slabs, allowed = _slabs(folder, asked, blocks.num_bytes, blocks.fingerprint, blocks.model)
     try:
         found = slabs.open()

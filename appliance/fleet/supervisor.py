@@ -378,15 +378,15 @@ class Supervisor:
         was_complete = all(w.has_loaded for w in self.workers.values())
         worker.has_loaded = True
         if was_complete:
-            self._let_on(worker.plan.name)
+            self._weights_complete(worker.plan.name)
         elif all(w.has_loaded for w in self.workers.values()):
             for name in self.workers:
-                self._let_on(name)
+                self._weights_complete(name)
 
-    def _let_on(self, name: str) -> None:
+    def _weights_complete(self, name: str) -> None:
         self.send(name, WeightsComplete())
-        self._sharing.let_on(name)
-        self._peers.let_on(name)
+        self._sharing.on_weights_complete(name)
+        self._peers.on_weights_complete(name)
 
     def _pool_made(self, worker: WorkerState, num_blocks: int, memory: SharedMemory | None) -> None:
         """From now on the pool has this size, also in the worker's next life."""

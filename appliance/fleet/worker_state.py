@@ -27,7 +27,7 @@ from engine.wire.messages import (
 STABLE_AFTER_S = 10.0
 """A worker that was ready this long had no short life, also without a step."""
 MANY_SHORT_LIVES = 3
-"""In a row: it is not a mishap any more, but its way."""
+"""Consecutive deaths after which a worker is in a crash loop."""
 
 
 @dataclass(slots=True)

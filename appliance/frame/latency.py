@@ -225,7 +225,7 @@ class Histograms:
     def __init__(self, max_model_len: int) -> None:
         self.token_edges = token_edges(max_model_len)
         self.ttft_s = Histogram(TTFT_S)
-        self.gap_s = Histogram(FINE_GAP_S)
+        self.itl_s = Histogram(FINE_GAP_S)
         self.tpot_s = Histogram(GAP_S)
         self.e2e_s = Histogram(REQUEST_S)
         self.running_s = Histogram(REQUEST_S)

@@ -31,7 +31,7 @@ class HolderFrame(msgspec.Struct):
 
 
 class PoolFrame(msgspec.Struct):
-    """Blocks of one KV pool (or of the transfer ring) by state; they add up to num_blocks."""
+    """Blocks of one KV pool (or of the staging buffer) by state; they add up to num_blocks."""
 
     name: str
     num_blocks: int

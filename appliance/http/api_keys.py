@@ -117,7 +117,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def find_key(keys: Iterable[ApiKey], given: str) -> ApiKey | None:
-    """The key that was given; how long it takes says nothing of how near a wrong one was."""
+    """Look up the key that was given, in constant time."""
     digest = _digest(given)
     found = None
     for key in keys:

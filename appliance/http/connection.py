@@ -75,7 +75,7 @@ class ConnectionPhase(enum.Enum):
 
 
 SILENT_S = 5.0
-"""After which a connection that has asked nothing gives way to another."""
+"""After which a connection that has asked nothing yields to another."""
 _UNTIMED = (ConnectionPhase.IDLE, ConnectionPhase.REPLY)
 
 

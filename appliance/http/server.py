@@ -2,8 +2,8 @@
 
 Owns: the connections: how many there may be, who gets the last ones, and their end.
 Invariant: whoever connects is served, or told at once to come back; never left waiting. On TCP a
-place is held with a key: who has shown none gives way, the oldest first, as do those everywhere
-that have asked nothing for SILENT_S or are between two requests. Whoever gives way is told.
+place is held with a key: who has shown none yields, the oldest first, as do those everywhere
+that have asked nothing for SILENT_S or are between two requests. Whoever yields is told.
 Never: handles a signal, or configures logging.
 """
 

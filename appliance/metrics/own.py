@@ -156,7 +156,7 @@ def _latency(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
     yield histogram(
         "penstock_inter_token_latency_seconds",
         "Between two tokens of a sequence.",
-        [({}, histograms.gap_s, FINE_GAP_S)],
+        [({}, histograms.itl_s, FINE_GAP_S)],
     )
     yield histogram(
         "penstock_request_duration_seconds",
@@ -241,7 +241,7 @@ def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
     named = [({"from_pool": link.from_pool, "to_pool": link.to_pool}, link) for link in links]
     yield gauge(
         "penstock_link_up",
-        "1; 0 where its blocks go by the detour. The transport is that in force.",
+        "1; 0 where its blocks take the fallback. The transport is that in force.",
         [({**labels, "transport": link.transport}, link.down is None) for labels, link in named],
     )
     about = "Of blocks that have arrived over a link."

@@ -22,7 +22,7 @@ from appliance.frame.latency import (
 )
 from appliance.frame.protocol import Frame
 from appliance.metrics.metric_family import MetricFamily, counter, gauge, histogram
-from appliance.telemetry.signals import RING, used_ratio
+from appliance.telemetry.signals import STAGING, used_ratio
 
 
 def vllm_families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
@@ -48,7 +48,7 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[MetricFamily]:
             ({**labels, "reason": "deferred"}, 0),
         ],
     )
-    pools = [pool for pool in frame.pools if pool.name != RING]
+    pools = [pool for pool in frame.pools if pool.name != STAGING]
     used = [ratio for pool in pools if (ratio := used_ratio(pool)) is not None]
     fullest = max(used, default=None)
     yield gauge("vllm:kv_cache_usage_perc", "Of the fullest pool, 0 to 1.", [(labels, fullest)])
@@ -119,7 +119,7 @@ def _counters(
 def _histograms(histograms: Histograms) -> Iterator[tuple[str, str, Histogram, Edges]]:
     stages, tokens = histograms.stage_s, histograms.token_edges
     yield "time_to_first_token_seconds", "Arrival to token 1.", histograms.ttft_s, TTFT_S
-    yield "inter_token_latency_seconds", "Between two tokens.", histograms.gap_s, GAP_S
+    yield "inter_token_latency_seconds", "Between two tokens.", histograms.itl_s, GAP_S
     yield "request_time_per_output_token_seconds", "Mean gap.", histograms.tpot_s, GAP_S
     yield "e2e_request_latency_seconds", "Arrival to end.", histograms.e2e_s, REQUEST_S
     yield "request_queue_time_seconds", "Waiting.", stages["queue"], REQUEST_S

@@ -189,7 +189,7 @@ class _Ahead(NamedTuple):
 
 
 def waits(router: Router, now_ns: int) -> dict[int, Wait]:
-    """Find what each sequence waits for whose prompt no step has taken up, by its number."""
+    """Find the wait reason of each unstarted prompt, by sequence number."""
     found: dict[int, Wait] = {}
     for sequence in router.at.resuming.values():
         found[sequence.seq_id] = _wait("its worker to come back", sequence, now_ns)
@@ -197,7 +197,7 @@ def waits(router: Router, now_ns: int) -> dict[int, Wait]:
         text = _coming(router, sequence) or "KV blocks, for others needed those that it had"
         found[sequence.seq_id] = _wait(text, sequence, now_ns)
     ahead: defaultdict[str, _Ahead] = defaultdict(_Ahead)
-    spare = router.growth.spare()
+    num_free = router.allocator.num_free()
     admitted = [s for s in router.at.running.values() if s.phase is Phase.PREFILLING and s.worker]
     for sequence in sorted(admitted, key=_has_begun, reverse=True):
         worker = sequence.worker or ""
@@ -213,7 +213,7 @@ def waits(router: Router, now_ns: int) -> dict[int, Wait]:
             wait = _wait("a worker to be ready", sequence, now_ns)
         elif (coming := _coming(router, sequence)) is not None:
             wait = _wait(coming, sequence, now_ns)
-        elif not router.ways.fits(sequence, spare):
+        elif not router.routes.fits(sequence, num_free):
             wait = _wait("KV blocks that others hold", sequence, now_ns)
         elif (leader := router.prefixes.leader(sequence, under_way)) is not None:
             # of other users' requests only that there is one
@@ -230,7 +230,11 @@ def _coming(router: Router, sequence: Sequence) -> str | None:
     """From where blocks of it are brought; None: from nowhere."""
     if (tier := router.prefixes.tiers.loading(sequence.seq_id)) is not None:
         return f"blocks of its prompt from {tier.label}"
-    return "blocks of its prompt from another pool" if router.fetches.is_awaited(sequence) else None
+    return (
+        "blocks of its prompt from another pool"
+        if router.prefix_copies.is_awaited(sequence)
+        else None
+    )
 
 
 def _has_begun(sequence: Sequence) -> bool:

@@ -119,8 +119,8 @@ def waiting(router: Router, num_before_swap: int) -> QueueWaits:
     """What each sequence waits for, as it would be placed now, and who waits for another model."""
     if not router.roles.ready_workers:
         return QueueWaits(for_workers=len(router.queue), for_swap=num_before_swap)
-    spare = router.growth.spare()
-    num_fitting = sum(router.ways.fits(sequence, spare) for sequence in router.queue)
+    num_free = router.allocator.num_free()
+    num_fitting = sum(router.routes.fits(sequence, num_free) for sequence in router.queue)
     num_others = len(router.queue) - num_fitting
     return QueueWaits(for_blocks=num_others, for_prefill=num_fitting, for_swap=num_before_swap)
 

@@ -22,7 +22,7 @@ PAST_S = 60.0
 """How far back a signal looks that is a rate, or is compared with what it was."""
 DEFAULT_TTFT_MS = 10_000
 """How long a request may wait where no target says so."""
-RING = "ring"
+STAGING = "ring"
 """A pool whose slots are all granted ahead, so that its occupancy says nothing."""
 
 
@@ -110,8 +110,8 @@ def _decode_rate(frame: Frame) -> float | None:
 
 
 def used_ratio(pool: PoolFrame) -> float | None:
-    """Blocks that new work cannot have; None of the ring, which has none for it."""
-    return None if pool.name == RING else pool.used_ratio
+    """Blocks that new work cannot have; None of the staging buffer, which has none for it."""
+    return None if pool.name == STAGING else pool.used_ratio
 
 
 def kv_used_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:

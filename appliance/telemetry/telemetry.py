@@ -40,7 +40,7 @@ from engine.wire.messages import Stepped
 
 
 def worker_now(frame: WorkerFrame, state: WorkerState | None, router: Router) -> WorkerFrame:
-    """A worker's frame with what of it is true at any time as it is now, not an interval ago."""
+    """Refresh the instantaneous fields of a worker's frame."""
     if state is None:  # of the model that was served before
         return frame
     own = _running_at(frame.name, router)
@@ -172,9 +172,9 @@ class Telemetry:
             self.num_prompt_tokens += sequence.num_prompt_tokens
             self.num_cached_tokens += sequence.num_cached_tokens
         else:
-            gap_ms = (now_ns - last_ns) / 1e6
-            self.windows.gap(gap_ms, now_ns)
-            self.histograms.gap_s.observe(gap_ms / 1e3)
+            itl_ms = (now_ns - last_ns) / 1e6
+            self.windows.itl(itl_ms, now_ns)
+            self.histograms.itl_s.observe(itl_ms / 1e3)
         self._last_token_ns[sequence.seq_id] = now_ns
         self.num_output_tokens += 1
 

@@ -107,9 +107,9 @@ class Windows:
         for stage, window in self._ttft_stages_ms.items():
             window.add(now_ns, getattr(cut, f"{stage}_ms") or 0.0)
 
-    def gap(self, gap_ms: float, now_ns: int) -> None:
+    def itl(self, itl_ms: float, now_ns: int) -> None:
         """A further token has come."""
-        self._itl_ms.add(now_ns, gap_ms)
+        self._itl_ms.add(now_ns, itl_ms)
 
     def request_finished(self, now_ns: int) -> None:
         """A request has had its terminal reply."""

@@ -44,7 +44,7 @@ class BlockState(StrEnum):
 
 
 def _nobody(_: Hash) -> None:
-    """Nobody wants to know what a pool has forgotten."""
+    """Ignore evicted blocks: the default callback."""
 
 
 class BlockPool:
@@ -165,14 +165,14 @@ class Ledger:
 
     def resize(self, pool: str, num_blocks: int) -> int:
         """Learn how many blocks a pool has, none of which may have been taken; its tokens."""
-        books = self.pools[pool]
-        if num_blocks != books.num_blocks:
-            if books.num_free != books.capacity:
+        kv_pool = self.pools[pool]
+        if num_blocks != kv_pool.num_blocks:
+            if kv_pool.num_free != kv_pool.capacity:
                 raise InvariantViolated("a pool in use cannot change its size", where=pool)
-            on_forget = books.on_forget
-            books = self.pools[pool] = BlockPool(pool, num_blocks, books.block_size)
-            books.on_forget = on_forget
-        return books.capacity * books.block_size
+            on_forget = kv_pool.on_forget
+            kv_pool = self.pools[pool] = BlockPool(pool, num_blocks, kv_pool.block_size)
+            kv_pool.on_forget = on_forget
+        return kv_pool.capacity * kv_pool.block_size
 
     # References
 
@@ -194,9 +194,9 @@ class Ledger:
             found: by pool, hashed blocks that the tables begin with.
         """
         for name, count in wants.items():
-            books, there = self.pools[name], found.get(name, [])
-            num_evictable = sum(books.state(b) is BlockState.CACHED for b in there)
-            if books.num_free - num_evictable < count - len(there):
+            kv_pool, there = self.pools[name], found.get(name, [])
+            num_evictable = sum(kv_pool.state(b) is BlockState.CACHED for b in there)
+            if kv_pool.num_free - num_evictable < count - len(there):
                 return False
         for name, count in wants.items():
             there = found.get(name, [])
@@ -259,22 +259,22 @@ class Ledger:
         Returns:
             False: there are not enough; nothing has changed.
         """
-        books, table = self.pools[pool], self.table(owner, pool)
+        kv_pool, table = self.pools[pool], self.table(owner, pool)
         places = [
             place
             for place in range(first, len(table))
-            if table[place] in books.index or books.num_references[table[place]] > 1
+            if table[place] in kv_pool.index or kv_pool.num_references[table[place]] > 1
         ]
         if not places:
             return True
         left = [table[place] for place in places]
-        if books.num_free < len(places):
+        if kv_pool.num_free < len(places):
             return False
-        for place, block_id in zip(places, books.take(len(places)), strict=True):
+        for place, block_id in zip(places, kv_pool.take(len(places)), strict=True):
             table[place] = block_id
-            books.count(block_id, references=1)
+            kv_pool.count(block_id, references=1)
         for block_id in reversed(left):
-            books.count(block_id, references=-1)
+            kv_pool.count(block_id, references=-1)
         return True
 
     def release_all(self, owner: Owner) -> None:

@@ -2,8 +2,9 @@
 
 Two workers or five, one pool or one each, are values of these records, not code. `alias`: prefill
 and decode share a pool, and a handoff names the same blocks. `peer`: the source's worker writes
-into the target's pool. `shm`: it writes into a ring in host memory, from where the target's reads.
-Owns: nothing; made once at start, by make_places().
+into the target's pool. `shm`: it writes into a staging buffer in host memory, and the
+target's worker reads from there.
+Owns: nothing; made once at start, by make_topology().
 Invariant: from each worker that prefills to each that decodes there is one link, and one back; each
 has a transport of its own; every hop is made by the worker of one of its pools, and by none that
 reads memory of which it would not know that its owner has died.
@@ -19,7 +20,7 @@ from functools import cached_property
 from engine.cache.blocks import BlockPool
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
-RING = "ring"
+STAGING = "ring"
 SHARED = "kv"
 SSD, DRAM = "ssd", "dram"
 """Names of tiers below the pools, which copies have in place of a pool's."""
@@ -169,8 +170,8 @@ class Topology:
         """Pools that blocks only pass through."""
         return {pool.name for pool in self.pools if pool.tier == "dram"}
 
-    def books(self, block_size: int) -> list[BlockPool]:
-        """Fresh books for every pool."""
+    def new_block_pools(self, block_size: int) -> list[BlockPool]:
+        """Make empty block pools, one for each pool."""
         return [BlockPool(pool.name, pool.num_blocks, block_size) for pool in self.pools]
 
     def with_pools(self, num_blocks: dict[str, int]) -> Topology:
@@ -179,7 +180,7 @@ class Topology:
         return replace(self, pools=tuple(pools))
 
 
-def make_places(
+def make_topology(
     prefill: Sequence[str],
     decode: Sequence[str],
     transport: str | Mapping[tuple[str, str], str],
@@ -216,9 +217,9 @@ def make_places(
     by_pair = dict.fromkeys(pairs, transport) if isinstance(transport, str) else transport
     links = dict.fromkeys(_link(p, d, pool_of[p], pool_of[d], by_pair[p, d]) for p, d in pairs)
     if not is_shared:
-        links = dict.fromkeys(_with_detour(link, in_workers) for link in links)
+        links = dict.fromkeys(_with_fallback(link, in_workers) for link in links)
     if any("shm" in (link.transport, link.fallback and link.fallback.transport) for link in links):
-        pools.append(Pool(RING, "dram", None, 0))
+        pools.append(Pool(STAGING, "dram", None, 0))
     backs = dict.fromkeys(_back(p, d, pool_of, by_pair[p, d], in_workers) for p, d in pairs)
     other_way = [link for link in backs if link.hops and link not in links]
     return Topology(workers, tuple(pools), tuple(links), tuple(other_way))
@@ -229,7 +230,7 @@ def _link(source: str, target: str, from_pool: str, to_pool: str, transport: str
     if transport == "peer":
         hops = (Hop(source, from_pool, to_pool),)
     elif transport == "shm":
-        hops = (Hop(source, from_pool, RING), Hop(target, RING, to_pool))
+        hops = (Hop(source, from_pool, STAGING), Hop(target, STAGING, to_pool))
     return Link(from_pool, to_pool, transport, hops)
 
 
@@ -250,7 +251,7 @@ def _back(
     return _link(decode, prefill, from_pool, to_pool, transport)
 
 
-def _with_detour(link: Link, in_workers: Collection[str]) -> Link:
+def _with_fallback(link: Link, in_workers: Collection[str]) -> Link:
     """From one device's memory into another's there is a second way, through the host's."""
     source = link.hops[0].worker
     is_between_devices = source in in_workers and link.to_pool in in_workers

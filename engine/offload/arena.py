@@ -1,8 +1,8 @@
 """Keep KV blocks in host memory: the DRAM tier, and the path of GPU blocks to disk.
 
-What a GPU has only its worker reaches, so the copies are commands to workers, as those of a ring
-are: by a stream of their own there, between two steps where a pool is in the host's memory. They
-have negative numbers, by which their reports are told from those of moving sequences.
+Only its worker reaches a GPU's memory, so the copies are commands to workers, as those of a staging
+buffer are: by a stream of their own there, between two steps where a pool is in the host's memory.
+They have negative numbers, by which their reports are told from those of moving sequences.
 
 Owns: copies that workers have not answered; the slots, and which job has which.
 Invariants: each job is reported once; what a worker that has died was at counts as not done, and is

@@ -2,7 +2,7 @@
 
 Owns: the rate of loads, and what predictions were off by.
 Invariant: a load is worth it only where it is predicted to take less than computing would;
-regret is the time that loads took beyond what computing was predicted to.
+excess load time is the time that loads took beyond what computing was predicted to.
 Never: reads a clock.
 """
 
@@ -39,7 +39,7 @@ class Costs:
     """What all loads took together."""
     compute_ms: float = 0.0
     """What computing the same was predicted to take."""
-    regret_ms: float = 0.0
+    excess_load_ms: float = 0.0
 
     def predict_ms(self, num_bytes: int) -> float:
         """Until so many bytes are there."""
@@ -85,9 +85,11 @@ class Costs:
         else:  # nothing came in that time: it is slower than that
             self.bytes_per_s *= 1 - _NEWEST_SHARE
         self.compute_ms += compute_ms or 0.0
-        self.regret_ms += self.regret_of(bool(num_bytes), elapsed_ms, compute_ms)
+        self.excess_load_ms += self.excess_load_ms_of(bool(num_bytes), elapsed_ms, compute_ms)
 
-    def regret_of(self, has_come: bool, elapsed_ms: float, compute_ms: float | None) -> float:
+    def excess_load_ms_of(
+        self, has_come: bool, elapsed_ms: float, compute_ms: float | None
+    ) -> float:
         """What a load took beyond computing; what has not come is computed after all."""
         if compute_ms is None:
             return 0.0

@@ -59,7 +59,7 @@ class Restored(NamedTuple):
     elapsed_ns: int
     """That it has waited."""
     words: str
-    """Decision, predictions, outcome, regret."""
+    """Decision, predictions, outcome, excess load time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,23 +132,23 @@ class Loads:
     def begin(self, wanted: WantedBlocks) -> None:
         """Load what is worth it of a prompt's blocks."""
         context, (seq_id, pool, chain, num_useful, _, fetch) = self._context, wanted
-        hashes, books = chain.hashes[:num_useful], context.ledger.pools[pool]
-        here = books.index.blocks(hashes)
+        hashes, kv_pool = chain.hashes[:num_useful], context.ledger.pools[pool]
+        here = kv_pool.index.blocks(hashes)
         first = len(here)
         end = first + self._num_coming(pool, hashes[first:])
         fresh = [i for i in range(first, end) if (pool, hashes[i]) not in self._jobs]
         num_under_way = sum(name == pool for name, _ in self._jobs)
         # what is here already is not to be evicted for what is loaded
-        share = max(books.capacity // POOL_SHARE, 1)
-        room = max(min(share - num_under_way, books.num_free - first), 0)
-        is_cut = len(fresh) > room
+        share = max(kv_pool.capacity // POOL_SHARE, 1)
+        num_available = max(min(share - num_under_way, kv_pool.num_free - first), 0)
+        is_cut = len(fresh) > num_available
         if is_cut:
-            end, fresh = fresh[room], fresh[:room]
+            end, fresh = fresh[num_available], fresh[:num_available]
         if end == first:
             return
         num_bytes = (end - first) * context.block_bytes
         load_ms = self._costs.predict_ms(num_bytes + num_under_way * context.block_bytes)
-        size = books.block_size
+        size = kv_pool.block_size
         compute_ms = self._predict_ms(pool, (end - first) * size, first * size)
         predicted = f"predicted {load_ms:.1f} ms, computing them {_ms(compute_ms)}"
         fetch_ms = None if fetch is None else fetch(first, end)
@@ -208,16 +208,16 @@ class Loads:
         if job not in self._targets:  # it was cancelled, and a thread has come to it since
             return
         context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
-        books = context.ledger.pools[pool]
+        kv_pool = context.ledger.pools[pool]
         context.answered(job)
         for target in targets[: job.num_done]:
-            books.index.publish(target.block_id, target.block_hash, target.parent, target.user)
+            kv_pool.index.publish(target.block_id, target.block_hash, target.parent, target.user)
         context.ledger.close_command(("load", job.copy.copy_id, 0))
         for number, (target, entry) in enumerate(zip(targets, job.entries, strict=True)):
             del self._jobs[pool, target.block_hash]
             context.index.end_load(entry, is_sound=not (job.is_damaged and number == job.num_done))
         context.counts.loaded_blocks += job.num_done
-        context.counts.loaded_tokens += job.num_done * books.block_size
+        context.counts.loaded_tokens += job.num_done * kv_pool.block_size
         for load in [load for load in self._loads.values() if job in load.jobs]:
             load.jobs.discard(job)
             load.num_loaded += job.num_done
@@ -243,10 +243,10 @@ class Loads:
         num_blocks = min(load.num_loaded, load.num_blocks)
         elapsed_ns = self._context.now_ns() - load.began_ns
         took_ms = self._took_ms(load, elapsed_ns)
-        regret_ms = self._costs.regret_of(bool(num_blocks), took_ms, load.compute_ms)
+        excess_load_ms = self._costs.excess_load_ms_of(bool(num_blocks), took_ms, load.compute_ms)
         words = (
             f"{num_blocks} of {load.num_blocks} blocks from {self._context.label}"
-            f" in {elapsed_ns / 1e6:.1f} ms: {load.predicted}; regret {regret_ms:.1f} ms"
+            f" in {elapsed_ns / 1e6:.1f} ms: {load.predicted}; regret {excess_load_ms:.1f} ms"
         )
         return Restored(num_blocks * pool.block_size, elapsed_ns, words)
 
@@ -456,8 +456,8 @@ class Stores:
         return not self.is_off and self._context.now_ns() >= self._paused_until_ns
 
     def _find(self, block_hash: Hash) -> tuple[str, int] | None:
-        for name, books in self._context.ledger.pools.items():
-            blocks = books.index.blocks([block_hash])
+        for name, kv_pool in self._context.ledger.pools.items():
+            blocks = kv_pool.index.blocks([block_hash])
             if blocks and self._context.store.reach(name) is not None:
                 return name, blocks[0]
         return None

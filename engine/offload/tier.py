@@ -300,7 +300,7 @@ class Tier:
 # Never: knows what a tier is made of.
 
 
-class Tiers:
+class OffloadTiers:
     """None, one or several; they come and go while prompts are served."""
 
     def __init__(self) -> None:

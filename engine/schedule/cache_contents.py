@@ -54,8 +54,8 @@ class CacheContents:
         self._changes: deque[ContentsChange] = deque(maxlen=MAX_CHANGES)
         self.num_changes = 0
         """Since the start: a place in the row of changes."""
-        for books in pools.values():
-            books.on_forget = self.forgotten
+        for kv_pool in pools.values():
+            kv_pool.on_forget = self.forgotten
 
     @property
     def block_size(self) -> int:
@@ -100,7 +100,7 @@ class CacheContents:
         return [change for change in newest if change.block.root == root]
 
     def _is_found(self, block_hash: Hash) -> bool:
-        return any(books.index.has_hash(block_hash) for books in self._pools.values())
+        return any(kv_pool.index.has_hash(block_hash) for kv_pool in self._pools.values())
 
     def _tell(self, change: ContentsChange) -> None:
         self._changes.append(change)

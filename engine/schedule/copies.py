@@ -1,12 +1,12 @@
 """Track blocks that are being copied between pools, and the state of each link.
 
-A sequence whose legs lie in two pools has a transfer: its prompt's blocks go over the hops of the
+A sequence whose stages lie in two pools has a transfer: its prompt's blocks go over the hops of the
 link between them, each hop made by one worker. A hop's copies are sent as early as can be: with the
 admit that is to fill the blocks, for the worker starts each block when it is full. So a handoff has
-little left to do when the prompt is done. A ring is small: its slots go first to blocks that are
-computed, and only half of them wait for blocks that are not. A fetch is a transfer of blocks that
-are computed, for whoever asks for them next: it has tables of its own, and is over when a worker
-dies that has a part in it.
+little left to do when the prompt is done. A staging buffer is small: its slots go first to blocks
+that are computed, and only half of them wait for blocks that are not. A fetch is a transfer of
+computed blocks for the next prompt that asks: it has tables of its own, and is over when a worker
+of its link dies.
 
 Owns: rates, strikes, and which links are down; transfers, unanswered copies, and which slot of a
 ring holds which block.
@@ -80,7 +80,7 @@ class Copies:
 
     Args:
         ledger: of all pools.
-        places: their links, and which of them have slots for blocks between two hops.
+        topology: their links, and which of them have slots for blocks between two hops.
     """
 
     def __init__(self, ledger: Ledger, topology: Topology) -> None:
@@ -114,19 +114,19 @@ class Copies:
         Those of its table where it goes that have a hash are there already.
         """
         if link.hops:
-            books = self._ledger.pools[link.to_pool]
-            num_blocks = books.num_blocks_for(sequence.num_tokens)
+            kv_pool = self._ledger.pools[link.to_pool]
+            num_blocks = kv_pool.num_blocks_for(sequence.num_tokens)
             there = [self._ledger.num_hashed(sequence.seq_id, link.to_pool)] * len(link.hops)
             self._transfers[sequence.seq_id] = _Transfer(
-                sequence.seq_id, sequence, link, num_blocks, books.life, there, list(there)
+                sequence.seq_id, sequence, link, num_blocks, kv_pool.life, there, list(there)
             )
 
     def fetch(self, owner: Owner, link: Link, first: int) -> None:
         """Copy the blocks of an owner's table over a link, those from a place on."""
-        books, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
+        kv_pool, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
         num_blocks = len(self._ledger.table(owner, link.from_pool))
         self._transfers[owner] = _Transfer(
-            owner, None, link, num_blocks, books.life, there, list(there)
+            owner, None, link, num_blocks, kv_pool.life, there, list(there)
         )
 
     def fetched(self, owner: Owner) -> tuple[int, bool]:
@@ -164,7 +164,7 @@ class Copies:
 
     @property
     def waits_for_slots(self) -> bool:
-        """True if a block has no slot of the ring, and might get one when others are computed."""
+        """True if a block has no staging slot, and may get one when others are computed."""
         return bool(self._passing_pools) and any(
             transfer.sent[0] < transfer.num_blocks for transfer in self._transfers.values()
         )
@@ -307,12 +307,12 @@ class Copies:
         self, transfer: _Transfer, pool: str, first: int, count: int, *, is_ahead: bool
     ) -> dict[int, int]:
         """Slots for so many blocks from the first on, or for as many as there are."""
-        books, owner = self._ledger.pools[pool], transfer.owner
+        kv_pool, owner = self._ledger.pools[pool], transfer.owner
         wanted = [place for place in range(first, first + count) if place not in transfer.slots]
-        room = books.num_free
+        num_available = kv_pool.num_free
         if is_ahead:
-            room = min(room, max(books.capacity // 2 - self._num_ahead(), 0))
-        wanted = wanted[:room]
+            num_available = min(num_available, max(kv_pool.capacity // 2 - self._num_ahead(), 0))
+        wanted = wanted[:num_available]
         if wanted:
             self._ledger.reserve(owner, {pool: len(wanted)})
             taken = self._ledger.table(owner, pool)[-len(wanted) :]

@@ -1,11 +1,11 @@
 """Predict which workers should run a sequence, and compare predictions with outcomes.
 
 Owns: what each pair of workers would mean for a sequence, and the words for why one was chosen; the
-prompts that are being computed as a forecast said, each way's record since the start, and which
-ways are closed.
+prompts that are being computed as a forecast said, each route's record since the start, and which
+routes are closed.
 Invariant: the choice is one of the candidates; of those that meet the targets the cheapest, of
-those that miss them the one that misses least; within a tenth, the kind of way taken before.
-Never: chooses on a guess: a way whose steps have not been measured, or that turned out far from
+those that miss them the one that misses least; within a tenth, the kind of route taken before.
+Never: chooses on a guess: a route whose steps have not been measured, or that turned out far from
 what was predicted of it, is left out; with none left it is the first candidate, as with static
 roles, but for a short prompt that would wait there behind a longer one.
 """
@@ -28,18 +28,17 @@ EXPECTED_OUTPUT_TOKENS = 64
 MOVE_COST_MS = 1.0
 """Of a handoff, and of cores that change hands for it; copies of blocks come on top."""
 WAIT_SHARE = 0.1
-"""Of what a prompt waits for others, in the cost: of workers that are alike the freer one."""
+"""Share of a prompt's wait in its cost: a tie-break toward the less loaded worker."""
 KEEP_RATIO = 1.1
-"""A way that is better by less than this does not replace the one taken before."""
+"""A route that is better by less than this does not replace the one taken before."""
 LENT_CHUNK_MS = 100.0
 """Of a chunk on borrowed cores: a request that comes meanwhile waits for its end."""
 MAX_CHUNK_COST = 1.03
 """Of a token in such a chunk, over that in the best; a chunk that costs more is not worth it."""
 DEFAULT_TTFT_RATIO = 3.0
-"""Without a target: the prompt's own time, with nobody else there, this often."""
+"""Default TTFT target, as a multiple of the unloaded prefill time."""
 DEFAULT_ITL_RATIO = 1.25
-"""Without a target: the decode worker's step on its own cores, this often: while a prompt is
-computed without it, then with it."""
+"""Default ITL target, as a multiple of the decode step on the worker's own cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +110,11 @@ class Situation:
     copy_ms: Mapping[Pair, float] = field(default_factory=dict)
     """To copy its blocks from the one to the other; of pairs that are left out it is unknown."""
     last: str | None = None
-    """The kind of way that was taken last, as Pair.route has it."""
+    """The kind of route that was taken last, as Pair.route has it."""
     num_cached: Mapping[str, int] = field(default_factory=dict)
     """By worker, of the prompt, what it would find computed."""
     closed: frozenset[PredictionKind] = frozenset()
-    """Ways that turned out far worse than predicted, and have not been measured since."""
+    """Routes that turned out far worse than predicted, and have not been measured since."""
 
     @property
     def is_quiet(self) -> bool:
@@ -127,15 +126,15 @@ class Situation:
 
 
 class Forecast(NamedTuple):
-    """What one way would mean."""
+    """What one route would mean."""
 
-    way: PredictionKind
+    kind: PredictionKind
     ttft_ms: float
     own_ms: float
     """The steps of its own prompt."""
-    gap_ms: float
-    """The longest gap of those who decode, while this prompt is computed; where nobody does, that
-    beside it after."""
+    max_itl_ms: float
+    """Longest ITL of the decoding sequences while this prompt is computed; without any, the ITL
+    after it."""
     itl_ms: float
     """The same, or after it, when it decodes beside them, whichever is longer."""
     cost_ms: float
@@ -143,14 +142,13 @@ class Forecast(NamedTuple):
     miss: float
     """How often the worst target is exceeded; 1 or less: both are met."""
     promise_ms: float
-    """The gap that those who decode may expect meanwhile: gap_ms, or the target where that is
-    wider."""
+    """The ITL promised to the decoding sequences: `max_itl_ms`, or the target if that is longer."""
     max_chunk_tokens: int | None = None
 
     @property
     def pair(self) -> Pair:
-        """The prefill and decode worker of its way."""
-        return self.way.pair
+        """The prefill and decode worker of its route."""
+        return self.kind.pair
 
 
 class PairChoice(NamedTuple):
@@ -194,7 +192,9 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     except _Unknown:
         return alone or _short_choice(situation) or PairChoice(first, "unknown", _UNKNOWN)
     static = forecasts[0]
-    trusted = [f for f in forecasts if f.pair.moves or f is static or f.way not in situation.closed]
+    trusted = [
+        f for f in forecasts if f.pair.moves or f is static or f.kind not in situation.closed
+    ]
     if trusted == [static]:
         if len(forecasts) > 1:
             return alone or _choice(static, "wary", f"; {_WARY}")
@@ -235,8 +235,10 @@ def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
 
 
 def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
-    about = f"ttft {forecast.ttft_ms:.0f} ms and gaps up to {forecast.gap_ms:.1f} ms predicted"
-    about += f", {forecast.itl_ms:.1f} ms after{why}" if forecast.itl_ms > forecast.gap_ms else why
+    about = f"ttft {forecast.ttft_ms:.0f} ms and max ITL {forecast.max_itl_ms:.1f} ms predicted"
+    about += (
+        f", {forecast.itl_ms:.1f} ms after{why}" if forecast.itl_ms > forecast.max_itl_ms else why
+    )
     return PairChoice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast)
 
 
@@ -337,7 +339,7 @@ class _Forecaster:
         # what is there already goes at the chunk it was given, which is taken to be the same
         ahead_ms = own_ms * load.num_prefill_tokens / tokens
         after_ms = self._decode_ms(end, self._cores(end, busy | {end}), 1)
-        gap_ms, gap_target_ms = self._gap_ms(pair, own_ms / steps, after_ms)
+        max_itl_ms, itl_target_ms = self._max_itl_ms(pair, own_ms / steps, after_ms)
         core_ms, more_ms = 0.0, 0.0
         if pair.moves:
             copy_ms = self._s.copy_ms.get(pair)
@@ -350,11 +352,11 @@ class _Forecaster:
             core_ms = -self._decode_ms(end, cores, 0) * steps * cores
         cost_ms = own_ms * cores + core_ms + self._splits_ms(end)
         if not self._s.shares_memory_bus:
-            cost_ms = ahead_ms + own_ms + more_ms + self._output_ms(max(gap_ms, after_ms))
+            cost_ms = ahead_ms + own_ms + more_ms + self._output_ms(max(max_itl_ms, after_ms))
         ttft_ms = ahead_ms + own_ms
         target_ms = math.inf if self._ttft_target_ms is None else self._ttft_target_ms
         return Forecast(
-            way=PredictionKind(
+            kind=PredictionKind(
                 pair,
                 is_beside=any(self._s.loads[name].batch for name in pair),
                 num_cores=cores,
@@ -362,16 +364,18 @@ class _Forecaster:
             ),
             ttft_ms=ttft_ms,
             own_ms=own_ms,
-            gap_ms=gap_ms,
-            itl_ms=max(gap_ms, after_ms),
+            max_itl_ms=max_itl_ms,
+            itl_ms=max(max_itl_ms, after_ms),
             cost_ms=cost_ms,
-            miss=max(ttft_ms / target_ms, gap_ms / gap_target_ms, after_ms / self._itl_target_ms),
-            promise_ms=max(gap_ms, gap_target_ms),
+            miss=max(
+                ttft_ms / target_ms, max_itl_ms / itl_target_ms, after_ms / self._itl_target_ms
+            ),
+            promise_ms=max(max_itl_ms, itl_target_ms),
             max_chunk_tokens=chunk if chunk < self._s.max_num_batched_tokens else None,
         )
 
-    def _gap_ms(self, pair: Pair, step_ms: float, after_ms: float) -> tuple[float, float]:
-        """The longest gap of those who decode, while the prompt is computed, and their target.
+    def _max_itl_ms(self, pair: Pair, step_ms: float, after_ms: float) -> tuple[float, float]:
+        """Predict the longest ITL while the prompt is computed; return it with its target.
 
         Without a target it is relative to what they have before the prompt joins them: one that is
         long makes their steps longer once it decodes, which is no reason to be slow before.
@@ -381,8 +385,8 @@ class _Forecaster:
         if self._s.loads[first].batch:
             return step_ms, target_ms or self._decode_ms(first, own[first], 0) * DEFAULT_ITL_RATIO
         if self._s.loads[end].batch:
-            gap_ms = self._decode_ms(end, self._cores(end, self._busy | {first, end}), 0)
-            return gap_ms, target_ms or self._decode_ms(end, own[end], 0) * DEFAULT_ITL_RATIO
+            max_itl_ms = self._decode_ms(end, self._cores(end, self._busy | {first, end}), 0)
+            return max_itl_ms, target_ms or self._decode_ms(end, own[end], 0) * DEFAULT_ITL_RATIO
         return after_ms, self._itl_target_ms
 
     def _num_left(self, worker: str) -> int:
@@ -443,24 +447,24 @@ class _Forecaster:
 
 # What was predicted of each prompt that elastic roles placed, and what came of it.
 # Invariants: a forecast is judged once, by steps on the cores that it presumed, and on nothing
-# else; a way that was twice as bad as predicted is closed until steps of its size have been
+# else; a route that was twice as bad as predicted is closed until steps of its size have been
 # measured anew.
 # Never: reads a clock, predicts, touches a sequence.
 
 
 MISS_RATIO = 2.0
-"""A prompt, or the gaps beside it, that took so many times what was predicted is a miss."""
-GIVE_WAY_RATIO = 1.5
-"""Gaps beside a prompt that exceed what was promised by this end its stay on their worker."""
+"""A prompt, or the ITL beside it, that took so many times the prediction is a miss."""
+YIELD_RATIO = 1.5
+"""A prompt leaves a worker when the mean ITL there exceeds the promise by this factor."""
 CLEAR_STEPS = 3
 """A miss of so many steps is no jitter; one of fewer has to be the second in a row."""
 ANEW_STEPS = 3
-"""Steps of a way's size, after it was closed, that open it again."""
+"""Steps of a route's size, after it was closed, that open it again."""
 _ERROR_SHARE = 0.3
-"""That the newest outcome has in a way's average error."""
+"""That the newest outcome has in a route's average error."""
 
 Measured = Callable[[PredictionKind], int]
-"""Steps that have been made of a way's size, on the cores that it uses."""
+"""Steps that have been made of a route's size, on the cores that it uses."""
 
 
 @dataclass(slots=True)
@@ -484,13 +488,13 @@ class Outcome(NamedTuple):
     seq_id: int
     about: str
     """For people, to follow what was predicted."""
-    gives_way: bool = False
+    yields: bool = False
     """It should leave the worker, which is in the middle of it."""
 
 
 @dataclass(slots=True)
 class _OpenPrompt:
-    """A prompt under way."""
+    """A prompt that is being computed."""
 
     forecast: Forecast
     num_tokens: int
@@ -500,7 +504,7 @@ class _OpenPrompt:
     judged_ms: float = 0.0
     """Of its steps on the cores presumed, and the tokens that those computed."""
     judged_tokens: int = 0
-    gaps_ms: list[float] = field(default_factory=list)
+    itls_ms: list[float] = field(default_factory=list)
 
 
 class Outcomes:
@@ -516,13 +520,13 @@ class Outcomes:
         self._open: dict[int, _OpenPrompt] = {}
 
     def closed(self) -> frozenset[PredictionKind]:
-        """Ways not to be taken; those that have been measured anew are open again."""
-        ways = [way for way, record in self.records.items() if record.closed_at is not None]
-        for way in ways:
-            record = self.records[way]
-            if self._measured(way) >= (record.closed_at or 0) + ANEW_STEPS:
+        """Routes not to be taken; those that have been measured anew are open again."""
+        kinds = [kind for kind, record in self.records.items() if record.closed_at is not None]
+        for kind in kinds:
+            record = self.records[kind]
+            if self._measured(kind) >= (record.closed_at or 0) + ANEW_STEPS:
                 record.closed_at, record.error, record.missed_last = None, 0.0, False
-        return frozenset(way for way in ways if self.records[way].closed_at is not None)
+        return frozenset(kind for kind in kinds if self.records[kind].closed_at is not None)
 
     def begin(
         self,
@@ -555,11 +559,11 @@ class Outcomes:
         elapsed_ms = (step.ended_ns - step.started_ns) / 1e6
         outcomes = []
         for seq_id, prompt in list(self._open.items()):
-            way = prompt.forecast.way
-            computes, decodes = way.pair
+            kind = prompt.forecast.kind
+            computes, decodes = kind.pair
             entry = entries.get(seq_id) if worker == computes else None
             is_in_it = entry is not None and entry.num_scheduled_tokens > 0
-            if is_in_it and num_cores == way.num_cores:
+            if is_in_it and num_cores == kind.num_cores:
                 assert entry is not None
                 prompt.num_steps += 1
                 prompt.judged_ms += elapsed_ms
@@ -569,7 +573,7 @@ class Outcomes:
                 worker == decodes != computes and step.started_ns > prompt.placed_ns
             )
             if is_beside and decoding - {seq_id}:
-                prompt.gaps_ms.append(elapsed_ms)
+                prompt.itls_ms.append(elapsed_ms)
             if entry is not None and (outcome := self._outcome(seq_id, prompt, entry, step)):
                 outcomes.append(outcome)
         return outcomes
@@ -577,38 +581,38 @@ class Outcomes:
     def _outcome(
         self, seq_id: int, prompt: _OpenPrompt, entry: SequenceStep, step: Stepped
     ) -> Outcome | None:
-        """Of a prompt that is complete, or has to give way; None: it goes on."""
+        """Report a prompt that is complete, or has to yield; None while it continues."""
         prompt.num_computed = entry.num_computed_tokens
-        way, gap_ms = prompt.forecast.way, _mean(prompt.gaps_ms)
+        kind, max_itl_ms = prompt.forecast.kind, _mean(prompt.itls_ms)
         is_done = bool(entry.token_ids)
-        exceeds = gap_ms > prompt.forecast.promise_ms * GIVE_WAY_RATIO
-        gives_way = not way.pair.moves and exceeds and not is_done
-        if not (is_done or gives_way):
+        exceeds = max_itl_ms > prompt.forecast.promise_ms * YIELD_RATIO
+        yields = not kind.pair.moves and exceeds and not is_done
+        if not (is_done or yields):
             if entry.finish_reason is not None or entry.released is not None:
                 self.forget(seq_id)
             return None
         self.forget(seq_id)
         took_ms = (step.ended_ns - prompt.placed_ns) / 1e6
-        gaps = f" and gaps of {gap_ms:.1f} ms" if prompt.gaps_ms else ""
-        is_miss = self._judge(prompt, gives_way)
-        about = f"; it took {took_ms:.0f} ms{gaps}"
-        if gives_way:
-            about = f"; gave way after {prompt.num_computed} tokens{gaps}"
+        itl = f" and ITL {max_itl_ms:.1f} ms" if prompt.itls_ms else ""
+        is_miss = self._judge(prompt, yields)
+        about = f"; it took {took_ms:.0f} ms{itl}"
+        if yields:
+            about = f"; yielded after {prompt.num_computed} tokens{itl}"
         if is_miss:
             about += ", twice as bad or worse"
-        return Outcome(seq_id, about, gives_way)
+        return Outcome(seq_id, about, yields)
 
     def _judge(self, prompt: _OpenPrompt, gave_way: bool) -> bool:
-        """Enter an outcome into its way's record; True if it is a miss."""
+        """Enter an outcome into its route's record; True if it is a miss."""
         forecast = prompt.forecast
-        record = self.records.setdefault(forecast.way, PredictionRecord())
+        record = self.records.setdefault(forecast.kind, PredictionRecord())
         record.num_gave_way += gave_way
         ratios = []
         if prompt.judged_tokens * 2 >= prompt.num_tokens or (gave_way and prompt.judged_tokens):
             expected_ms = forecast.own_ms * prompt.judged_tokens / prompt.num_tokens
             ratios.append(prompt.judged_ms / expected_ms)
-        if forecast.way.is_beside and prompt.gaps_ms:
-            ratios.append(_mean(prompt.gaps_ms) / forecast.gap_ms)
+        if forecast.kind.is_beside and prompt.itls_ms:
+            ratios.append(_mean(prompt.itls_ms) / forecast.max_itl_ms)
         if not ratios:  # others came or went, and with them the cores
             return False
         record.num_judged += 1
@@ -620,8 +624,8 @@ class Outcomes:
         record.num_missed += is_miss
         is_clear = prompt.num_steps >= CLEAR_STEPS or record.missed_last
         is_far = record.num_judged >= CLEAR_STEPS and record.error > math.log(MAX_RATIO)
-        if not forecast.way.pair.moves and ((is_miss and is_clear) or is_far):
-            record.closed_at = self._measured(forecast.way)
+        if not forecast.kind.pair.moves and ((is_miss and is_clear) or is_far):
+            record.closed_at = self._measured(forecast.kind)
         record.missed_last = is_miss
         return is_miss
 

@@ -1,7 +1,7 @@
 """Track each link between pools: its rate, its failures, and when it is down.
 
 Owns: strikes, and the fallback of each link.
-Invariant: only a link with a detour goes down; what is under way on it stays on it.
+Invariant: only a link with a fallback goes down; what is under way on it stays on it.
 Never: copies, or chooses workers.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.cache.topology import Hop, Link, Topology
-from engine.schedule.sequence import Leg
+from engine.schedule.sequence import RouteStage
 from engine.units import size_text
 from engine.wire.messages import Copied
 
@@ -46,7 +46,7 @@ class LinkState:
     """Since it was judged last."""
     timed_ns: int = 0
     down: str | None = None
-    """Why its detour is taken; None: it is not."""
+    """Why the fallback is taken; None: it is not."""
 
     @property
     def num_strikes(self) -> int:
@@ -64,11 +64,11 @@ class Links:
     """The state of every link between pools: rates, failures, and which is down.
 
     Args:
-        places: the workers and pools.
+        topology: the workers and pools.
     """
 
     def __init__(self, topology: Topology) -> None:
-        self._places = topology
+        self._topology = topology
         self.states = {
             (link.from_pool, link.to_pool): LinkState(link, link.hops[0].worker)
             for link in topology.links
@@ -77,17 +77,17 @@ class Links:
 
     def between(self, source: str, target: str) -> Link:
         """How blocks get from one worker's pool to another's, as things are."""
-        link = self._places.link(source, target)
+        link = self._topology.link(source, target)
         state = self.states.get((link.from_pool, link.to_pool))
         return link if state is None else state.in_force
 
-    def named(self, legs: tuple[Leg, ...]) -> str:
+    def named(self, stages: tuple[RouteStage, ...]) -> str:
         """The workers of a sequence and the links that it took: `prefill0,decode1`, `peer`."""
-        if len(self._places.workers) <= 2:
+        if len(self._topology.workers) <= 2:
             return ""
-        if len(legs) == 1:
-            return f"; at {legs[0].worker}"
-        source, target = legs[0].worker, legs[1].worker
+        if len(stages) == 1:
+            return f"; at {stages[0].worker}"
+        source, target = stages[0].worker, stages[1].worker
         return f"; {source} to {target} by {self.between(source, target).transport}"
 
     def probed(self, worker: str, rates: Mapping[str, float]) -> None:

@@ -9,7 +9,7 @@ Owns: copies from other pools under way, each with block tables of its own; what
 pools hold by tokens, and the last changes of that, for who chooses among several appliances.
 Invariants: what is found was computed from the same tokens, by the same model, for somebody who may
 share it; a sequence waits only for one that is on a worker, and has further to go than itself.
-Never: chooses a way through the workers; ends or admits a sequence.
+Never: chooses a route through the workers; ends or admits a sequence.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from time import perf_counter_ns
 from engine.cache.blocks import BlockState, Ledger
 from engine.cache.topology import PREFILL, Topology
 from engine.offload.loads import WantedBlocks
-from engine.offload.tier import Tiers
+from engine.offload.tier import OffloadTiers
 from engine.schedule.cache_contents import CacheContents
-from engine.schedule.fetches import Fetches, PrefixLookup, longest
+from engine.schedule.prefix_copies import PrefixCopies, PrefixLookup, longest
 from engine.schedule.queue import PromptsAhead
-from engine.schedule.sequence import Counters, Leg, On, Paused, Sequence
+from engine.schedule.sequence import Counters, On, Paused, RouteStage, Sequence
 
 
 class PrefixCache:
     """The prefix cache of one router: hits, publication of full blocks, prefixes under way.
 
     Args:
-        places: workers and pools.
+        topology: workers and pools.
         ledger: the blocks.
         counters: what is counted.
         fetches: blocks on their way to queued prompts.
@@ -44,17 +44,17 @@ class PrefixCache:
         topology: Topology,
         ledger: Ledger,
         counters: Counters,
-        fetches: Fetches,
+        fetches: PrefixCopies,
         max_num_batched_tokens: int,
     ) -> None:
-        self._places = topology
+        self._topology = topology
         self._ledger = ledger
         self._counters = counters
         self._fetches = fetches
         self._max_step_tokens = max_num_batched_tokens
         self._pools = list(dict.fromkeys(worker.pool for worker in topology.workers))
         self.contents = CacheContents(ledger.pools)
-        self.tiers = Tiers()
+        self.tiers = OffloadTiers()
         """Blocks that are kept in DRAM and on disk."""
 
     # Before a sequence is placed
@@ -65,11 +65,11 @@ class PrefixCache:
             return {}
         began_ns, hits = perf_counter_ns(), {}
         for name in self._pools:
-            books = self._ledger.pools[name]
-            hashes = sequence.prefix.hashes[: self._most(sequence, books.block_size)]
-            if num_blocks := books.index.num_hit(hashes):
-                hits[name] = num_blocks * books.block_size
-        if not sequence.legs:  # it has not been placed yet
+            kv_pool = self._ledger.pools[name]
+            hashes = sequence.prefix.hashes[: self._most(sequence, kv_pool.block_size)]
+            if num_blocks := kv_pool.index.num_hit(hashes):
+                hits[name] = num_blocks * kv_pool.block_size
+        if not sequence.stages:  # it has not been placed yet
             sequence.num_cached_tokens = max(hits.values(), default=0)
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
         return hits
@@ -105,25 +105,25 @@ class PrefixCache:
         open_workers: Collection[str],
     ) -> PrefixLookup | None:
         """What another pool holds of it beyond what is where it would be computed."""
-        pool = self._places.pool_of(worker)
+        pool = self._topology.pool_of(worker)
         if max(hits.values(), default=0) <= hits.get(pool, 0):
             return None
         links = [
             link
-            for link in self._places.links_to(pool)
+            for link in self._topology.links_to(pool)
             if all(hop.worker in open_workers for hop in link.hops)
         ]
         return longest(self.find(sequence, hits), links, worker, pool)
 
-    def room(
-        self, sequence: Sequence, hits: Mapping[str, int], spare: Mapping[str, int]
+    def num_available(
+        self, sequence: Sequence, hits: Mapping[str, int], num_free: Mapping[str, int]
     ) -> dict[str, int]:
         """Blocks by pool that it may have: those to spare, and those that others use now."""
-        room = dict(spare)
+        num_available = dict(num_free)
         for name, blocks in self.find(sequence, hits).items():
-            books = self._ledger.pools[name]
-            room[name] += sum(books.state(b) is not BlockState.CACHED for b in blocks)
-        return room
+            kv_pool = self._ledger.pools[name]
+            num_available[name] += sum(kv_pool.state(b) is not BlockState.CACHED for b in blocks)
+        return num_available
 
     def tokens_until(
         self, sequence: Sequence, hits: Mapping[str, int], ahead: PromptsAhead
@@ -131,7 +131,7 @@ class PrefixCache:
         """What a worker would have to compute until the sequence is: before it, and of it."""
 
         def num_tokens(worker: str) -> int:
-            left = sequence.num_tokens - hits.get(self._places.pool_of(worker), 0)
+            left = sequence.num_tokens - hits.get(self._topology.pool_of(worker), 0)
             return ahead.num_tokens(sequence, worker) + left
 
         return num_tokens
@@ -163,7 +163,7 @@ class PrefixCache:
             return None
         hits = self.hits(sequence)
         until = self.tokens_until(sequence, hits, ahead)
-        alone = min(map(until, self._places.playing(PREFILL)))
+        alone = min(map(until, self._topology.playing(PREFILL)))
         worth_it = (o for o in others if self._is_worth_it(sequence, o, hits, ahead, alone))
         return next(worth_it, None)
 
@@ -180,30 +180,33 @@ class PrefixCache:
         if not self.tiers or sequence.prefix is None or sequence.prefix.is_secret:
             return False
         if not self.tiers.has_decided(sequence.seq_id):
-            hits, books = self.hits(sequence), self._ledger.pools
-            prefilling = [name for name in self._places.playing(PREFILL) if name in open_workers]
-            at = {name: self._places.pool_of(name) for name in prefilling or sorted(open_workers)}
+            hits, kv_pool = self.hits(sequence), self._ledger.pools
+            prefilling = [name for name in self._topology.playing(PREFILL) if name in open_workers]
+            at = {name: self._topology.pool_of(name) for name in prefilling or sorted(open_workers)}
             if not at:
                 return False
-            worker = max(at, key=lambda name: (hits.get(at[name], 0), books[at[name]].num_free))
-            most = self._most(sequence, books[at[worker]].block_size)
+            worker = max(at, key=lambda name: (hits.get(at[name], 0), kv_pool[at[name]].num_free))
+            most = self._most(sequence, kv_pool[at[worker]].block_size)
             lookup = self._elsewhere(sequence, worker, hits, open_workers)
             fetch_ms = partial(self._fetches.expected_ms, lookup) if lookup else None
             wanted = (sequence.seq_id, at[worker], sequence.prefix, most, sequence.owner, fetch_ms)
             self.tiers.decide(WantedBlocks(*wanted))
         return self.tiers.loading(sequence.seq_id) is not None
 
-    def comes_back(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
+    def waits_for_restore(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
         """True while blocks that it had before a pause come from a tier."""
         return isinstance(sequence.where, Paused) and self.is_restored(sequence, open_workers)
 
-    def take_away(self, sequence: Sequence) -> None:
+    def release_preempted(self, sequence: Sequence) -> None:
         """Others need its blocks; those that are full are stored first where that is cheaper."""
         chain, computed_in = sequence.prefix, sequence.computed_in
         if self.tiers and chain and not chain.is_secret and computed_in:
             pool, life = computed_in
-            books, hashes = self._ledger.pools[pool], chain.hashes[: sequence.num_published_blocks]
-            if life == books.life and len(books.index.blocks(hashes)) == len(hashes):
+            kv_pool, hashes = (
+                self._ledger.pools[pool],
+                chain.hashes[: sequence.num_published_blocks],
+            )
+            if life == kv_pool.life and len(kv_pool.index.blocks(hashes)) == len(hashes):
                 self.tiers.preempted(pool, hashes)
         self._ledger.release_all(sequence.seq_id)
 
@@ -215,7 +218,7 @@ class PrefixCache:
         sequence.restore_reason = restored.words
         if restored.elapsed_ns:
             sequence.stamps.restored(restored.elapsed_ns)
-        if not sequence.legs:  # a prompt that comes for the first time
+        if not sequence.stages:  # a prompt that comes for the first time
             num_tokens = min(restored.num_tokens, sequence.num_cached_tokens)
             sequence.num_restored_tokens = num_tokens
 
@@ -239,38 +242,40 @@ class PrefixCache:
         where, computed = other.where, other.num_computed_tokens
         if not isinstance(where, On) or sequence.prefix is None or other.prefix is None:
             return False
-        books = self._ledger.pools[self._places.pool_of(where.leg.worker)]
-        size = books.block_size
+        kv_pool = self._ledger.pools[self._topology.pool_of(where.stage.worker)]
+        size = kv_pool.block_size
         num_common = sequence.prefix.num_common(other.prefix)
         common = min(num_common, self._most(sequence, size)) * size
-        gain = common - max(hits.get(books.name, 0), computed)
+        gain = common - max(hits.get(kv_pool.name, 0), computed)
         left = other.num_prompt_tokens - computed
         if gain <= 0 or left <= 0:
             return False
         chunk = other.max_chunk_tokens or self._max_step_tokens
         in_steps = min(-(-(common - computed) // chunk) * chunk, left)
-        before = max(ahead.num_tokens(other, where.leg.worker) - left, 0)
+        before = max(ahead.num_tokens(other, where.stage.worker) - left, 0)
         return before + in_steps + sequence.num_tokens - common < alone + gain
 
-    def reserve(self, sequence: Sequence, legs: tuple[Leg, ...], needed: Mapping[str, int]) -> bool:
-        """Take the blocks of a way, those that are there and new ones; False if too few are free.
+    def reserve(
+        self, sequence: Sequence, stages: tuple[RouteStage, ...], needed: Mapping[str, int]
+    ) -> bool:
+        """Take the blocks of a route, those that are there and new ones; False if too few are free.
 
         Args:
             sequence: has no blocks.
-            legs: of the way.
+            stages: of the route.
             needed: blocks by pool.
         """
         found = self.find(sequence, needed)
         if not self._ledger.reserve(sequence.seq_id, needed, found):
             return False
-        if sequence.prefix is not None and not sequence.legs:
-            books = self._ledger.pools[self._places.pool_of(legs[0].worker)]
-            sequence.num_cached_tokens = len(found.get(books.name, ())) * books.block_size
+        if sequence.prefix is not None and not sequence.stages:
+            kv_pool = self._ledger.pools[self._topology.pool_of(stages[0].worker)]
+            sequence.num_cached_tokens = len(found.get(kv_pool.name, ())) * kv_pool.block_size
             self._counters.prefix_cache_queries += sequence.num_prompt_tokens
             self._counters.prefix_cache_hits += sequence.num_cached_tokens
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
             if self.tiers and not sequence.prefix.is_secret:
-                num_found = len(found.get(books.name, ()))
+                num_found = len(found.get(kv_pool.name, ()))
                 self.tiers.placed(sequence.prefix.hashes, num_found)
         self.forget(sequence)
         return True
@@ -281,9 +286,9 @@ class PrefixCache:
             return {}
         began_ns, found = perf_counter_ns(), {}
         for name in pools:
-            books = self._ledger.pools[name]
-            hashes = sequence.prefix.hashes[: self._most(sequence, books.block_size)]
-            if blocks := books.index.blocks(hashes):
+            kv_pool = self._ledger.pools[name]
+            hashes = sequence.prefix.hashes[: self._most(sequence, kv_pool.block_size)]
+            if blocks := kv_pool.index.blocks(hashes):
                 found[name] = blocks
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
         return found
@@ -299,8 +304,8 @@ class PrefixCache:
         Returns:
             False: there is no room for that exchange now; it cannot be admitted yet.
         """
-        books, size = self._ledger.pools[pool], self._ledger.pools[pool].block_size
-        here = (pool, books.life)
+        kv_pool, size = self._ledger.pools[pool], self._ledger.pools[pool].block_size
+        here = (pool, kv_pool.life)
         if sequence.computed_in != here:
             sequence.forget_computed()
             sequence.computed_in = here

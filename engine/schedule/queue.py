@@ -225,7 +225,7 @@ class FairQueue:
                 pace.count(num_tokens)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, waiting or placed: its owner gets back what of it was not computed."""
+        """Remove a sequence that has ended, and refund its owner's unused tokens."""
         self._pending.pop(sequence.seq_id, None)
         if sequence.seq_id in self._waiting.get(sequence.owner, ()):
             self._remove(sequence)

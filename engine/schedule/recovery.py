@@ -2,9 +2,9 @@
 
 Owns: who is short of blocks, and who has been told to let go of its own; which sequence is to
 blame when workers die of it.
-Invariant: what is computed in a pool that is left of the way is not computed again; a way is taken
-with all its blocks, or not at all. A sequence that is suspected of deaths goes on elsewhere only
-where nobody else is.
+Invariant: what is computed in a pool that is left of the route is not computed again; a route is
+taken with all its blocks, or not at all. A sequence that is suspected of deaths
+continues elsewhere only on an empty worker.
 Never: admits or ends a sequence.
 """
 
@@ -16,8 +16,8 @@ from engine.cache.blocks import Ledger
 from engine.cache.topology import Topology
 from engine.schedule.copies import Copies
 from engine.schedule.prefix_cache import PrefixCache
-from engine.schedule.sequence import Counters, Leg, Moving, On, Sequence
-from engine.schedule.worker_routes import Journeys
+from engine.schedule.sequence import Counters, Moving, On, RouteStage, Sequence
+from engine.schedule.worker_routes import Routes
 
 PROBATION_SUSPICIONS = 2
 MAX_SUSPICIONS = 3
@@ -44,9 +44,9 @@ class Recovery:
     """How one router's sequences go on after a worker's death or a failed copy.
 
     Args:
-        places: workers and pools.
+        topology: workers and pools.
         ledger: the blocks.
-        ways: through the workers.
+        routes: through the workers.
         copies: blocks that are under way.
         prefixes: what others have computed.
         counters: what is counted.
@@ -56,33 +56,33 @@ class Recovery:
         self,
         topology: Topology,
         ledger: Ledger,
-        ways: Journeys,
+        routes: Routes,
         copies: Copies,
         prefixes: PrefixCache,
         counters: Counters,
     ) -> None:
-        self._places = topology
+        self._topology = topology
         self._ledger = ledger
-        self._ways = ways
+        self._routes = routes
         self._copies = copies
         self._prefixes = prefixes
         self._counters = counters
 
     def hand_over(self, sequence: Sequence) -> Moving:
-        """A worker has done its leg and has dropped the sequence: on to the next."""
+        """A worker has done its stage and has dropped the sequence: on to the next."""
         assert isinstance(sequence.where, On)
-        source = sequence.where.leg
-        target = sequence.legs[sequence.legs.index(source) + 1]
+        source = sequence.where.stage
+        target = sequence.stages[sequence.stages.index(source) + 1]
         sequence.transport = self._copies.links.between(source.worker, target.worker).transport
-        pool = self._ledger.pools[self._places.pool_of(target.worker)]
+        pool = self._ledger.pools[self._topology.pool_of(target.worker)]
         sequence.handoff_blocks = pool.num_blocks_for(sequence.num_computed_tokens)
         self._counters.handoffs += 1
         return Moving(source, target)
 
     def fallback(
         self, sequence: Sequence, open_workers: Collection[str], held: Collection[Sequence]
-    ) -> Leg | None:
-        """Another way for a sequence whose worker is down; its first leg, or None.
+    ) -> RouteStage | None:
+        """Another route for a sequence whose worker is down; its first stage, or None.
 
         None: no other worker is there, or its blocks are not to be had yet.
         """
@@ -93,32 +93,32 @@ class Recovery:
         hits = self._prefixes.hits(sequence)
 
         def num_there(worker: str) -> int:
-            pool = self._places.pool_of(worker)
+            pool = self._topology.pool_of(worker)
             return max(self._num_computed(sequence, pool), hits.get(pool, 0))
 
-        for legs in self._ways.fallbacks(sequence, open_workers, held, num_there):
-            if self._take(sequence, legs):
-                return legs[0]
+        for stages in self._routes.fallbacks(sequence, open_workers, held, num_there):
+            if self._take(sequence, stages):
+                return stages[0]
         return None
 
-    def _take(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
-        """Reserve what a way needs beyond what the sequence has; True if it goes that way."""
+    def _take(self, sequence: Sequence, stages: tuple[RouteStage, ...]) -> bool:
+        """Reserve what a route needs beyond what the sequence has; True if it takes it."""
         seq_id, ledger, copies = sequence.seq_id, self._ledger, self._copies
-        needed = self._ways.needs(sequence, legs)
+        needed = self._routes.needs(sequence, stages)
         missing = {name: n - len(ledger.table(seq_id, name)) for name, n in needed.items()}
         if any(copies.is_written(sequence, name) for name in needed):
             return False
-        here = self._places.pool_of(legs[0].worker)
+        here = self._topology.pool_of(stages[0].worker)
         num_computed = self._num_computed(sequence, here)
         new_pools = [name for name in needed if not ledger.table(seq_id, name)]
         found = self._prefixes.find(sequence, new_pools)
         if not ledger.reserve(seq_id, {name: max(n, 0) for name, n in missing.items()}, found):
             return False
         self._keep(sequence, needed, here, num_computed)
-        sequence.legs = legs
-        if len(legs) > 1:
-            copies.begin(sequence, copies.links.between(legs[0].worker, legs[1].worker))
-        sequence.route_reason = f"{sequence.route_reason}; went on at {legs[0].worker}"
+        sequence.stages = stages
+        if len(stages) > 1:
+            copies.begin(sequence, copies.links.between(stages[0].worker, stages[1].worker))
+        sequence.route_reason = f"{sequence.route_reason}; went on at {stages[0].worker}"
         return True
 
     def has_come(self, sequence: Sequence, ready_workers: Collection[str]) -> bool:
@@ -130,7 +130,7 @@ class Recovery:
             True if nothing is to be waited for: no copy writes its blocks any more.
         """
         assert isinstance(sequence.where, Moving)
-        from_pool, to_pool = (self._places.pool_of(leg.worker) for leg in sequence.where)
+        from_pool, to_pool = (self._topology.pool_of(stage.worker) for stage in sequence.where)
         copies, source_is_there = self._copies, sequence.where.source.worker in ready_workers
         is_lost = copies.error(sequence) is not None
         if from_pool != to_pool and copies.has_left(sequence):
@@ -147,7 +147,7 @@ class Recovery:
     def arrive(self, sequence: Sequence) -> None:
         """Its blocks have come: it is computed where it goes on."""
         assert isinstance(sequence.where, Moving)
-        from_pool, to_pool = (self._places.pool_of(leg.worker) for leg in sequence.where)
+        from_pool, to_pool = (self._topology.pool_of(stage.worker) for stage in sequence.where)
         if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
             sequence.computed_in = (to_pool, self._ledger.pools[to_pool].life)
         self._copies.forget(sequence.seq_id)
@@ -166,9 +166,9 @@ class Recovery:
 
     def _num_computed(self, sequence: Sequence, pool: str) -> int:
         """Positions that are computed in a pool."""
-        books = self._ledger.pools[pool]
+        kv_pool = self._ledger.pools[pool]
         has_blocks = bool(self._ledger.table(sequence.seq_id, pool))
-        if has_blocks and sequence.computed_in == (pool, books.life):
+        if has_blocks and sequence.computed_in == (pool, kv_pool.life):
             return sequence.num_computed_tokens
-        num_arrived = self._copies.num_arrived(sequence, pool) * books.block_size
+        num_arrived = self._copies.num_arrived(sequence, pool) * kv_pool.block_size
         return min(num_arrived, sequence.num_computed_tokens)

@@ -60,7 +60,7 @@ class Roles:
     """Roles and targets in force, each worker's step times, and where cores go.
 
     Args:
-        places: which worker is which.
+        topology: which worker is which.
         cores: each worker's own.
         roles: one of ROLES; one worker is always colocated.
         copies: knows what copying takes.
@@ -184,7 +184,7 @@ class Roles:
         """How a sequence should be run that is about to be placed.
 
         Args:
-            sequence: it has no legs yet.
+            sequence: it has no stages yet.
             candidates: as Ways gives them, the one of static roles first.
             running: all that is on workers, or between two.
             now_ns: CLOCK_MONOTONIC.
@@ -262,11 +262,11 @@ class Roles:
         tokens = dict.fromkeys(self.topology.names, 0)
         batches, contexts = dict(tokens), dict(tokens)
         for sequence in running:
-            worker = sequence.legs[-1].worker
+            worker = sequence.stages[-1].worker
             if sequence.phase is Phase.PREFILLING and sequence.worker is not None:
                 left = sequence.num_prompt_tokens - sequence.num_computed_tokens
                 tokens[sequence.worker] += left
-                if len(sequence.legs) == 1:
+                if len(sequence.stages) == 1:
                     continue
             batches[worker] += 1
             contexts[worker] += sequence.num_computed_tokens
@@ -314,10 +314,10 @@ class Roles:
         others = [name for name in self.topology.names if name != worker]
         return [worker, *others] if self.topology.shares_memory_bus else [worker]
 
-    def _num_measured(self, way: PredictionKind) -> int:
+    def _num_measured(self, kind: PredictionKind) -> int:
         """Steps made of its size on the cores that it uses."""
-        likes = self._times_like(way.worker, way.num_cores)
-        return sum(times.num_prompt_steps(way.size) for times in likes)
+        likes = self._times_like(kind.worker, kind.num_cores)
+        return sum(times.num_prompt_steps(kind.size) for times in likes)
 
     def slowest_ms(self, worker: str, load: StepLoad) -> float | None:
         """A step on the worker, by the cores with which it takes longest; None: unknown."""

@@ -3,7 +3,7 @@
 Owns: every sequence from submit to its last released block, and the ledger.
 Invariants: in scan order no sequence that holds blocks waits behind one that holds none, and
 nothing new passes one that was preempted; what admission takes is taken in all pools of a
-sequence's legs together, or in none; each sequence ends once.
+sequence's stages together, or in none; each sequence ends once.
 Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 """
 
@@ -16,10 +16,10 @@ from engine.cache.blocks import Ledger
 from engine.cache.topology import DECODE, Topology
 from engine.profile.facts import Profile
 from engine.schedule import recovery
+from engine.schedule.block_allocator import BlockAllocator
 from engine.schedule.copies import Copies
-from engine.schedule.fetches import Fetches
-from engine.schedule.growth import BlockAllocator
 from engine.schedule.prefix_cache import PrefixCache
+from engine.schedule.prefix_copies import PrefixCopies
 from engine.schedule.queue import FairQueue, PromptsAhead
 from engine.schedule.recovery import Recovery
 from engine.schedule.roles_in_force import Roles
@@ -27,15 +27,15 @@ from engine.schedule.sequence import (
     Counters,
     Ended,
     FinishReason,
-    Leg,
     Moving,
     On,
     Paused,
+    RouteStage,
     Sequence,
     Waiting,
 )
 from engine.schedule.sequence_table import SequenceTable, age
-from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Journeys, Pair, admit, legs_of
+from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Pair, Routes, admit, route_stages
 from engine.wire.messages import Command, Copied, Release, SequenceStep, Stepped
 from engine.wire.sampling import TokenLogprob
 
@@ -66,7 +66,7 @@ class Router:
     ) -> None:
         self.topology = topology
         self.ledger = ledger
-        self.ways = Journeys(topology, ledger)
+        self.routes = Routes(topology, ledger)
         self.copies = Copies(ledger, topology)
         cores = cores or dict.fromkeys(topology.names, ())
         self.roles = Roles(
@@ -80,17 +80,17 @@ class Router:
             profile=profile,
         )
         self.counters = Counters()
-        self.fetches = Fetches(ledger, self.copies, self.counters, self.roles.prompt_ms)
+        self.prefix_copies = PrefixCopies(ledger, self.copies, self.counters, self.roles.prompt_ms)
         self.prefixes = PrefixCache(
-            topology, ledger, self.counters, self.fetches, max_num_batched_tokens
+            topology, ledger, self.counters, self.prefix_copies, max_num_batched_tokens
         )
         self.recovery = Recovery(
-            topology, ledger, self.ways, self.copies, self.prefixes, self.counters
+            topology, ledger, self.routes, self.copies, self.prefixes, self.counters
         )
         self.queue = queue
         """New, and holding no blocks."""
         self.at = SequenceTable()
-        self.growth = BlockAllocator(topology, ledger, self.at, send)
+        self.allocator = BlockAllocator(topology, ledger, self.at, send)
         self._send = send
         self._emit = emit
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -105,7 +105,7 @@ class Router:
             RequestError: they could never fit the pools, or the queue.
         """
         for sequence in sequences:
-            self.ways.check_fits(sequence)
+            self.routes.check_fits(sequence)
         self.queue.push(sequences, now_ns)
         self.dispatch(now_ns)
 
@@ -118,12 +118,12 @@ class Router:
         sequence.finish_reason = reason
         sequence.stamps.finish(now_ns)
         self.queue.forget(sequence)
-        self.growth.forget(sequence)
+        self.allocator.forget(sequence)
         self.prefixes.forget(sequence)
         self.roles.outcomes.forget(sequence.seq_id)
         key = ("admit", sequence.seq_id, sequence.generation)
         if isinstance(was, On) and self.ledger.is_open(key):
-            self._send(was.leg.worker, Release(*key[1:]))
+            self._send(was.stage.worker, Release(*key[1:]))
         self.copies.forget(sequence.seq_id)
         self.ledger.release_all(sequence.seq_id)
 
@@ -172,10 +172,10 @@ class Router:
         if not self.topology.has_followed(worker, self.roles.ready_workers):
             recovery.blame(victims)
         for sequence in victims:
-            self.growth.forget(sequence)
+            self.allocator.forget(sequence)
             self.roles.outcomes.forget(sequence.seq_id)
             assert isinstance(sequence.where, On)
-            self.at.put(sequence, Waiting(sequence.where.leg))
+            self.at.put(sequence, Waiting(sequence.where.stage))
         for sequence in victims:
             if recovery.is_proven(sequence):
                 about = f"worker {worker} died {sequence.num_suspicions} times under it"
@@ -190,7 +190,7 @@ class Router:
         for outcome in self.roles.stepped(worker, step):
             if (told := self.at.running.get(outcome.seq_id)) is not None:
                 told.route_reason = f"{told.route_reason}{outcome.about}"
-                if outcome.gives_way:
+                if outcome.yields:
                     self._send(worker, Release(told.seq_id, told.generation))
         waits_for_prompts = bool(self.queue) or self.copies.waits_for_slots
         is_waited = bool(self.at.resuming or self.at.paused)
@@ -226,7 +226,7 @@ class Router:
 
     def dispatch(self, now_ns: int) -> None:
         """Place whatever can be placed: those that hold blocks, those that did, then the queue."""
-        self.fetches.settle(self.roles.open_workers)
+        self.prefix_copies.settle(self.roles.open_workers)
         for sequence in list(self.at.moving.values()):
             self._arrive(sequence, now_ns)
         for sequence in list(self.at.resuming.values()):
@@ -240,31 +240,31 @@ class Router:
 
     def _grow(self, now_ns: int) -> None:
         """Give blocks to those that need more; take them from others where there are none."""
-        while victims := self.growth.grow():
+        while victims := self.allocator.grow():
             for sequence in victims:
                 self._pause(sequence, now_ns)
 
     def _dispatch_queue(self, now_ns: int) -> None:
         """Place what holds no blocks; nothing new while one that did does not fit."""
         ahead = PromptsAhead(self.at.running.values(), self.max_num_batched_tokens, now_ns)
-        spare, there = self.growth.spare(), self.roles.open_workers
+        num_free, there = self.allocator.num_free(), self.roles.open_workers
         most = MAX_RUNNING_SEQUENCES * len(self.topology.playing(DECODE))
         paused = sorted(self.at.paused.values(), key=age)
         for sequence in chain(paused, self.queue.in_order(now_ns)):
-            is_full = not any(spare[worker.pool] > 0 for worker in self.topology.workers)
+            is_full = not any(num_free[worker.pool] > 0 for worker in self.topology.workers)
             if len(self.at.running) + len(self.at.moving) >= most or is_full:
                 break
             is_paused = isinstance(sequence.where, Paused)
             if not is_paused and self.prefixes.is_coming(sequence, ahead, there):
                 continue
-            if self._place(sequence, ahead, spare, now_ns):
+            if self._place(sequence, ahead, num_free, now_ns):
                 ahead.add(sequence)
-                spare = self.growth.spare()
+                num_free = self.allocator.num_free()
             elif is_paused or now_ns - sequence.stamps.arrived_ns > STARVATION_NS:
                 break
 
     def _place(
-        self, sequence: Sequence, ahead: PromptsAhead, spare: Mapping[str, int], now_ns: int
+        self, sequence: Sequence, ahead: PromptsAhead, num_free: Mapping[str, int], now_ns: int
     ) -> bool:
         """Route a sequence, reserve what it needs and admit it, if all of that can be now.
 
@@ -274,46 +274,53 @@ class Router:
         held, there = self.at.held(), self.roles.open_workers
         open_workers = ahead.with_fewer_than(2 * self.max_num_batched_tokens, sequence, there)
         prefixes, hits = self.prefixes, self.prefixes.hits(sequence)
-        room = prefixes.room(sequence, hits, spare)
-        if not open_workers or not self.ways.fits(sequence, room):
+        num_available = prefixes.num_available(sequence, hits, num_free)
+        if not open_workers or not self.routes.fits(sequence, num_available):
             return False
-        if self.fetches.is_awaited(sequence) or prefixes.comes_back(sequence, there):
+        if self.prefix_copies.is_awaited(sequence) or prefixes.waits_for_restore(sequence, there):
             return False
         until = prefixes.tokens_until(sequence, hits, ahead)
-        candidates = self.ways.candidates(sequence, there, held, until, hits, room)
+        candidates = self.routes.candidates(sequence, there, held, until, hits, num_available)
         choice = self.roles.route(sequence, candidates, held, now_ns, hits)
-        legs = legs_of(sequence, choice.pair)
-        if not self.ways.has_capacity(sequence, legs):  # with its output it is too long to move
-            legs = legs_of(sequence, Pair(choice.pair.decode, choice.pair.decode))
-        needed = self.ways.needs(sequence, legs)
-        fits = legs[0].worker in open_workers and all(n <= room[name] for name, n in needed.items())
-        if not fits or prefixes.fetch(sequence, legs[0].worker, hits, there):
+        stages = route_stages(sequence, choice.pair)
+        if not self.routes.has_capacity(sequence, stages):  # with its output it is too long to move
+            stages = route_stages(sequence, Pair(choice.pair.decode, choice.pair.decode))
+        needed = self.routes.needs(sequence, stages)
+        fits = stages[0].worker in open_workers and all(
+            n <= num_available[name] for name, n in needed.items()
+        )
+        if not fits or prefixes.fetch(sequence, stages[0].worker, hits, there):
             return False
-        if not prefixes.reserve(sequence, legs, needed):
+        if not prefixes.reserve(sequence, stages, needed):
             return False
         self.roles.placed(sequence, choice, now_ns)
-        sequence.legs, sequence.route_reason = legs, choice.words + self.copies.links.named(legs)
+        sequence.stages, sequence.route_reason = (
+            stages,
+            choice.words + self.copies.links.named(stages),
+        )
         sequence.max_chunk_tokens = choice.max_chunk_tokens
-        if len(legs) > 1:
-            self.copies.begin(sequence, self.copies.links.between(legs[0].worker, legs[1].worker))
+        if len(stages) > 1:
+            self.copies.begin(
+                sequence, self.copies.links.between(stages[0].worker, stages[1].worker)
+            )
         if isinstance(sequence.where, Waiting):
             self.queue.take(sequence, now_ns)
-        self._admit(sequence, legs[0], now_ns)
+        self._admit(sequence, stages[0], now_ns)
         return True
 
     def _resume(self, sequence: Sequence, now_ns: int) -> None:
         """Place a sequence that has lost its worker: there if it is back, else where it can."""
         assert isinstance(sequence.where, Waiting)
-        assert sequence.where.leg is not None
-        leg = self._detour(sequence, sequence.where.leg)
-        sequence.where = Waiting(leg)
-        if self._may_run(sequence, leg.worker):
-            self._admit(sequence, leg, now_ns)
+        assert sequence.where.stage is not None
+        stage = self._fallback(sequence, sequence.where.stage)
+        sequence.where = Waiting(stage)
+        if self._may_run(sequence, stage.worker):
+            self._admit(sequence, stage, now_ns)
 
-    def _detour(self, sequence: Sequence, leg: Leg) -> Leg:
-        if leg.worker in self.roles.ready_workers:
-            return leg
-        return self.recovery.fallback(sequence, self.roles.open_workers, self.at.held()) or leg
+    def _fallback(self, sequence: Sequence, stage: RouteStage) -> RouteStage:
+        if stage.worker in self.roles.ready_workers:
+            return stage
+        return self.recovery.fallback(sequence, self.roles.open_workers, self.at.held()) or stage
 
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
         """True if the worker is there, and it is not a second suspect beside another."""
@@ -324,27 +331,27 @@ class Router:
         """Go on with a sequence between two workers, as far as its blocks have come."""
         assert isinstance(sequence.where, Moving)
         target, ready = sequence.where.target, self.roles.ready_workers
-        leg = self._detour(sequence, target)
-        if leg is not target:
-            self.at.put(sequence, Waiting(leg))
+        stage = self._fallback(sequence, target)
+        if stage is not target:
+            self.at.put(sequence, Waiting(stage))
             return
         if self.recovery.has_come(sequence, ready) and self._may_run(sequence, target.worker):
             self.recovery.arrive(sequence)
             self._admit(sequence, target, now_ns)
 
-    def _admit(self, sequence: Sequence, leg: Leg, now_ns: int) -> None:
-        worker, pool = leg.worker, self.topology.pool_of(leg.worker)
+    def _admit(self, sequence: Sequence, stage: RouteStage, now_ns: int) -> None:
+        worker, pool = stage.worker, self.topology.pool_of(stage.worker)
         if not self.prefixes.settle(sequence, pool):  # it waits for blocks as others do
             self._pause(sequence, now_ns)
             return
         sequence.generation += 1
-        self.at.put(sequence, On(leg))
+        self.at.put(sequence, On(stage))
         table = list(self.ledger.table(sequence.seq_id, pool))
         key = ("admit", sequence.seq_id, sequence.generation)
         self.ledger.open_command(key, worker, {pool: table})
-        self._send(worker, admit(sequence, leg, table))
+        self._send(worker, admit(sequence, stage, table))
         self.prefixes.publish(sequence)
-        self.growth.note(sequence)
+        self.allocator.note(sequence)
 
     def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
         stamps = sequence.stamps
@@ -370,31 +377,31 @@ class Router:
             self._emit(sequence, entry.token_ids, entry.logprobs, sequence.is_finished)
         # emit may have ended it too (a stop string), so ask again
         if entry.released is None or sequence.is_finished:
-            self.growth.note(sequence)
+            self.allocator.note(sequence)
             return
-        self.growth.forget(sequence)
+        self.allocator.forget(sequence)
         if entry.released == "preempted":
             self._pause(sequence, now_ns)
         elif entry.released == "moved":
             self.at.put(sequence, self.recovery.hand_over(sequence))
         else:
-            self._give_way(sequence)
+            self._yield(sequence)
 
-    def _give_way(self, sequence: Sequence) -> None:
+    def _yield(self, sequence: Sequence) -> None:
         """Dropped for those who decode there, it goes on elsewhere, or a little at a time."""
         assert isinstance(sequence.where, On)
-        leg = sequence.where.leg
-        legs = self.ways.elsewhere(sequence, leg.worker, self.roles.ready_workers)
-        if legs:
-            leg, sequence.legs = legs[0], legs
-        sequence.max_chunk_tokens = None if legs else MIN_CHUNK_TOKENS
-        self.at.put(sequence, Waiting(leg))
+        stage = sequence.where.stage
+        stages = self.routes.elsewhere(sequence, stage.worker, self.roles.ready_workers)
+        if stages:
+            stage, sequence.stages = stages[0], stages
+        sequence.max_chunk_tokens = None if stages else MIN_CHUNK_TOKENS
+        self.at.put(sequence, Waiting(stage))
 
     def _pause(self, sequence: Sequence, now_ns: int) -> None:
         """Others need its blocks; what it has computed is computed again when it is admitted."""
         self.roles.outcomes.forget(sequence.seq_id)
         self.copies.forget(sequence.seq_id)
-        self.prefixes.take_away(sequence)
+        self.prefixes.release_preempted(sequence)
         sequence.lose_blocks(now_ns)
         self.counters.preemptions += 1
         self.at.put(sequence, Paused())
@@ -405,4 +412,4 @@ class Router:
         self.roles.cores.check_invariants()
         self.ledger.check_invariants()
         self.copies.check_invariants()
-        self.at.check_invariants(self.ledger, self.queue, self.fetches.owners)
+        self.at.check_invariants(self.ledger, self.queue, self.prefix_copies.owners)

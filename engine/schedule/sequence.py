@@ -1,8 +1,8 @@
 """Describe a sequence: its tokens, where it stands, and when each stage began.
 
-Its way is a list of legs, each a worker and how many output tokens it is to have there. Static
+Its route is a list of stages, each a worker and how many output tokens it is to have there. Static
 roles give it two, (prefill worker, 1) and (decode worker, max_tokens); one worker that does all of
-it is one leg. Where it is at this moment is said in one place, `where`.
+it is one stage. Where it is at this moment is said in one place, `where`.
 
 Owns: the progress of each sequence as the daemon knows it; in which container each of them is, but
 for the queue's order; the counters of what the router has done.
@@ -33,23 +33,23 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
-class Leg(NamedTuple):
-    """A part of a sequence's way: it runs at a worker until it has so many output tokens."""
+class RouteStage(NamedTuple):
+    """A part of a sequence's route: it runs at a worker until it has so many output tokens."""
 
     worker: str
     until_output: int
 
 
 def route_of(workers: Iterable[str]) -> str:
-    """A way in a word: the name of the worker that does all of it, or `move` if there are two."""
+    """A route in a word: the name of the worker that does all of it, or `move` if there are two."""
     first, *others = dict.fromkeys(workers)
     return "move" if others else first
 
 
 class Waiting(NamedTuple):
-    """For a worker: in the queue and without blocks, or with blocks, for the worker of a leg."""
+    """For a worker: in the queue and without blocks, or with blocks, for the worker of a stage."""
 
-    leg: Leg | None = None
+    stage: RouteStage | None = None
 
 
 class Paused(NamedTuple):
@@ -57,16 +57,16 @@ class Paused(NamedTuple):
 
 
 class On(NamedTuple):
-    """Admitted to the worker of this leg."""
+    """Admitted to the worker of this stage."""
 
-    leg: Leg
+    stage: RouteStage
 
 
 class Moving(NamedTuple):
     """Between two workers: the first has let go of it, the second does not have it yet."""
 
-    source: Leg
-    target: Leg
+    source: RouteStage
+    target: RouteStage
 
 
 class Ended(NamedTuple):
@@ -188,12 +188,12 @@ class Sequence:
     num_published_blocks: int = 0
     """Of its table where it is computed, those that others have been able to find."""
     where: Where = QUEUED
-    legs: tuple[Leg, ...] = ()
+    stages: tuple[RouteStage, ...] = ()
     """Chosen when its blocks are reserved."""
     generation: int = 0
     """Grows with every admit; messages of older generations are dropped."""
     route_reason: str | None = None
-    """Why these legs, in words; the first is one of engine.schedule.elastic's reasons."""
+    """Why these stages, in words; the first is one of engine.schedule.elastic's reasons."""
     restore_reason: str | None = None
     """What was decided about its blocks on disk, in words; None: there were none."""
     max_chunk_tokens: int | None = None
@@ -268,15 +268,15 @@ class Sequence:
 
     @property
     def route(self) -> str | None:
-        """Its way in a word, as route_of() has it; None until it is placed."""
-        return route_of(leg.worker for leg in self.legs) if self.legs else None
+        """Its route in a word, as route_of() has it; None until it is placed."""
+        return route_of(stage.worker for stage in self.stages) if self.stages else None
 
     @property
     def worker(self) -> str | None:
         """Where it is, or goes; None while it waits and when it has ended."""
         match self.where:
-            case On(leg) | Moving(_, leg):
-                return leg.worker
+            case On(stage) | Moving(_, stage):
+                return stage.worker
         return None
 
     @property

@@ -25,7 +25,7 @@ class SequenceTable:
         self.paused: dict[int, Sequence] = {}
         """Preempted, without blocks; placed before the queue, the oldest first. All by seq_id."""
         self.resuming: dict[int, Sequence] = {}
-        """Waiting and holding blocks, after a worker's death or where it gave way; placed first."""
+        """Waiting and holding blocks, after a worker's death or where it yielded; placed first."""
         self.running: dict[int, Sequence] = {}
         """On a worker."""
         self.moving: dict[int, Sequence] = {}
@@ -37,7 +37,7 @@ class SequenceTable:
             before.pop(sequence.seq_id, None)
         if isinstance(where, On):
             has_moved = isinstance(sequence.where, Moving)
-            sequence.runs_at(where.leg.worker, sequence.transport if has_moved else None)
+            sequence.runs_at(where.stage.worker, sequence.transport if has_moved else None)
         sequence.where = where
         if (after := self._container(where)) is not None:
             after[sequence.seq_id] = sequence
@@ -46,7 +46,7 @@ class SequenceTable:
         match where:
             case Paused():
                 return self.paused
-            case Waiting(leg) if leg is not None:
+            case Waiting(stage) if stage is not None:
                 return self.resuming
             case On():
                 return self.running

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from engine.cache.blocks import BlockPool, Ledger
 from engine.cache.topology import DECODE, PREFILL, Topology
 from engine.errors import RequestError
-from engine.schedule.sequence import Leg, Sequence, route_of
+from engine.schedule.sequence import RouteStage, Sequence, route_of
 from engine.wire.messages import Admit
 
 MIN_CHUNK_TOKENS = 64
-"""Of a prompt in a step: those who decode beside it hardly notice them; fewer are not worth it."""
+"""Smallest prompt chunk per step; so few tokens hardly lengthen the ITL of decoding sequences."""
 AHEAD_TOKENS = 8
 """A sequence is to have blocks for so many positions after its newest token: a worker makes two
 steps before it can have what the first of them led to, and should not wait for a busy daemon."""
@@ -48,13 +48,13 @@ class Pair(NamedTuple):
         return route_of(self)
 
 
-def legs_of(sequence: Sequence, pair: Pair) -> tuple[Leg, ...]:
-    """A way from worker to worker; one that ends with its next token does not move."""
+def route_stages(sequence: Sequence, pair: Pair) -> tuple[RouteStage, ...]:
+    """A route from worker to worker; one that ends with its next token does not move."""
     max_tokens, until_output = sequence.sampling.max_tokens, sequence.num_output_tokens + 1
     if not pair.moves:
-        return (Leg(pair.decode, max_tokens),)
-    first = Leg(pair.prefill, until_output)
-    return (first,) if until_output == max_tokens else (first, Leg(pair.decode, max_tokens))
+        return (RouteStage(pair.decode, max_tokens),)
+    first = RouteStage(pair.prefill, until_output)
+    return (first,) if until_output == max_tokens else (first, RouteStage(pair.decode, max_tokens))
 
 
 def whole_length(sequence: Sequence) -> int:
@@ -72,30 +72,30 @@ def positions_needed(sequence: Sequence) -> int:
 
 def blocks_needed(
     sequence: Sequence,
-    legs: tuple[Leg, ...],
+    stages: tuple[RouteStage, ...],
     num_tokens: int,
     topology: Topology,
     pools: Mapping[str, BlockPool],
 ) -> dict[str, int]:
-    """Blocks by pool: for so many positions on the last leg, before it for what is known.
+    """Blocks by pool: for so many positions on the last stage, before it for what is known.
 
     Legs in one pool share the blocks.
     """
     needed: dict[str, int] = {}
-    for leg in legs:
-        pool = pools[topology.pool_of(leg.worker)]
-        count = pool.num_blocks_for(num_tokens if leg is legs[-1] else sequence.num_tokens)
+    for stage in stages:
+        pool = pools[topology.pool_of(stage.worker)]
+        count = pool.num_blocks_for(num_tokens if stage is stages[-1] else sequence.num_tokens)
         needed[pool.name] = max(needed.get(pool.name, 0), count)
     return needed
 
 
-def admit(sequence: Sequence, leg: Leg, table: list[int]) -> Admit:
-    """The command by which a sequence runs on a leg, as it stands now.
+def admit(sequence: Sequence, stage: RouteStage, table: list[int]) -> Admit:
+    """The command by which a sequence runs on a stage, as it stands now.
 
     Args:
         sequence: which.
-        leg: of its way.
-        table: its blocks in the pool of the leg's worker.
+        stage: of its route.
+        table: its blocks in the pool of the stage's worker.
     """
     return Admit(
         seq_id=sequence.seq_id,
@@ -105,57 +105,59 @@ def admit(sequence: Sequence, leg: Leg, table: list[int]) -> Admit:
         num_computed_tokens=sequence.num_computed_tokens,
         block_table=table,
         sampling=sequence.sampling,
-        until_output=leg.until_output,
+        until_output=stage.until_output,
         max_chunk_tokens=sequence.max_chunk_tokens,
     )
 
 
-class Journeys:
+class Routes:
     """Which sequences of workers a request can go through, with the blocks that each takes.
 
     Args:
-        places: the workers and their pools.
+        topology: the workers and their pools.
         ledger: what is free in the pools.
     """
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
-        self._places = topology
+        self._topology = topology
         self._ledger = ledger
         firsts, ends = topology.playing(PREFILL), topology.playing(DECODE)
         self._moving = [Pair(first, end) for first in firsts for end in ends]
         self._staying = [Pair(name, name) for name in topology.names]
 
-    def needs(self, sequence: Sequence, legs: tuple[Leg, ...]) -> dict[str, int]:
-        """Blocks by pool that a way takes to begin with."""
+    def needs(self, sequence: Sequence, stages: tuple[RouteStage, ...]) -> dict[str, int]:
+        """Blocks by pool that a route takes to begin with."""
         return blocks_needed(
-            sequence, legs, positions_needed(sequence), self._places, self._ledger.pools
+            sequence, stages, positions_needed(sequence), self._topology, self._ledger.pools
         )
 
-    def has_capacity(self, sequence: Sequence, legs: tuple[Leg, ...]) -> bool:
-        """True if the pools of a way could hold it to its end."""
+    def has_capacity(self, sequence: Sequence, stages: tuple[RouteStage, ...]) -> bool:
+        """True if the pools of a route could hold it to its end."""
         pools, length = self._ledger.pools, whole_length(sequence)
-        needed = blocks_needed(sequence, legs, length, self._places, pools)
+        needed = blocks_needed(sequence, stages, length, self._topology, pools)
         return all(count <= pools[name].capacity for name, count in needed.items())
 
-    def fits(self, sequence: Sequence, room: Mapping[str, int]) -> bool:
-        """True if some way needs no more blocks than there is room for, by pool."""
-        return any(self._has_room(sequence, p, room) for p in (*self._moving, *self._staying))
+    def fits(self, sequence: Sequence, num_available: Mapping[str, int]) -> bool:
+        """True if some route needs no more blocks than are free, by pool."""
+        return any(
+            self._fits_in(sequence, p, num_available) for p in (*self._moving, *self._staying)
+        )
 
-    def _has_room(self, sequence: Sequence, pair: Pair, room: Mapping[str, int]) -> bool:
-        needed = self.needs(sequence, legs_of(sequence, pair))
-        return all(count <= room[name] for name, count in needed.items())
+    def _fits_in(self, sequence: Sequence, pair: Pair, num_available: Mapping[str, int]) -> bool:
+        needed = self.needs(sequence, route_stages(sequence, pair))
+        return all(count <= num_available[name] for name, count in needed.items())
 
     def elsewhere(
         self, sequence: Sequence, worker: str, ready_workers: Collection[str]
-    ) -> tuple[Leg, ...]:
-        """A way by which a prompt goes on at another worker with the blocks that it has; or none.
+    ) -> tuple[RouteStage, ...]:
+        """A route by which a prompt goes on at another worker with the blocks that it has; or none.
 
         Args:
             sequence: is on the worker, where it will decode.
             worker: that is to be spared its prompt.
             ready_workers: those that could take it.
         """
-        pool_of = self._places.pool_of
+        pool_of = self._topology.pool_of
         near = [
             pair
             for pair in self._moving
@@ -164,11 +166,11 @@ class Journeys:
             and pool_of(pair.prefill) == pool_of(worker)
         ]
         is_open = sequence.num_computed_tokens < sequence.num_prompt_tokens
-        return legs_of(sequence, near[0]) if near and is_open else ()
+        return route_stages(sequence, near[0]) if near and is_open else ()
 
     def _can_stay(self, sequence: Sequence, worker: str) -> bool:
         """True if a worker's pool could hold its whole length."""
-        return self.has_capacity(sequence, legs_of(sequence, Pair(worker, worker)))
+        return self.has_capacity(sequence, route_stages(sequence, Pair(worker, worker)))
 
     def check_fits(self, sequence: Sequence) -> None:
         """Refuse what could not be run by moving it, which is open to every sequence.
@@ -176,8 +178,8 @@ class Journeys:
         Raises:
             RequestError: `context_length_exceeded`.
         """
-        legs, pools = legs_of(sequence, self._moving[0]), self._ledger.pools
-        needed = blocks_needed(sequence, legs, whole_length(sequence), self._places, pools)
+        stages, pools = route_stages(sequence, self._moving[0]), self._ledger.pools
+        needed = blocks_needed(sequence, stages, whole_length(sequence), self._topology, pools)
         for name, count in needed.items():
             capacity = pools[name].capacity
             if count > capacity:
@@ -196,13 +198,13 @@ class Journeys:
         held: Iterable[Sequence],
         tokens_until: Callable[[str], int],
         hits: Mapping[str, int],
-        room: Mapping[str, int],
+        num_available: Mapping[str, int],
     ) -> list[Pair]:
         """Pairs of workers that could run a sequence now.
 
         The first is that of static roles, with least to do: one until this prompt is computed, one
-        by its batch, and before that by whether their pools have room; of equals those that hold
-        most of it. The others have room, too. Where all workers of a role are down, those of the
+        by its batch, and before that by whether their pools have enough; of equals those that hold
+        most of it. The others have enough, too. Where all workers of a role are down, those of the
         other do both, each in a pool that could hold the whole. On one memory bus those that
         prefill do not decode otherwise: the weights would be read twice.
 
@@ -212,17 +214,17 @@ class Journeys:
             held: all that is on workers or between two.
             tokens_until: prompt tokens that a worker would have to compute until it is done.
             hits: positions by pool that are computed there.
-            room: blocks by pool that there are for it, with those that others have already.
+            num_available: blocks by pool, free or shared with others.
         """
-        topology, batches = self._places, Counter(other.legs[-1].worker for other in held)
+        topology, batches = self._topology, Counter(other.stages[-1].worker for other in held)
         length, most = sequence.num_tokens, positions_needed(sequence)
 
         def there(role: str, num_tokens: int, load: Callable[[str], int]) -> list[str]:
             def key(name: str) -> tuple[bool, int, int, int]:
-                books = self._ledger.pools[topology.pool_of(name)]
-                num_there = hits.get(books.name, 0)
-                has_room = books.num_blocks_for(num_tokens - num_there) <= room[books.name]
-                return not has_room, load(name), -num_there, -books.num_free
+                kv_pool = self._ledger.pools[topology.pool_of(name)]
+                num_there = hits.get(kv_pool.name, 0)
+                fits = kv_pool.num_blocks_for(num_tokens - num_there) <= num_available[kv_pool.name]
+                return not fits, load(name), -num_there, -kv_pool.num_free
 
             return sorted((n for n in topology.playing(role) if n in open_workers), key=key)
 
@@ -236,7 +238,9 @@ class Journeys:
             ends = topology.playing(DECODE)
         pairs = [Pair(first, end) for first in firsts for end in ends if first != end]
         pairs += [Pair(name, name) for name in stays]
-        return pairs[:1] + [pair for pair in pairs[1:] if self._has_room(sequence, pair, room)]
+        return pairs[:1] + [
+            pair for pair in pairs[1:] if self._fits_in(sequence, pair, num_available)
+        ]
 
     def fallbacks(
         self,
@@ -244,8 +248,8 @@ class Journeys:
         open_workers: Collection[str],
         held: Iterable[Sequence],
         num_there: Callable[[str], int],
-    ) -> list[tuple[Leg, ...]]:
-        """Ways by which a sequence goes on whose worker is down, the best first.
+    ) -> list[tuple[RouteStage, ...]]:
+        """Routes by which a sequence goes on whose worker is down, the best first.
 
         It decodes where it was to decode, if that worker is there; else where most of it is
         computed, or at the worker with fewest sequences. What is left of its prompt is computed by
@@ -257,17 +261,17 @@ class Journeys:
             held: all that is on workers or between two.
             num_there: of its positions, those that are computed in a worker's pool.
         """
-        playing = self._places.playing
-        batches = Counter(other.legs[-1].worker for other in held)
+        playing = self._topology.playing
+        batches = Counter(other.stages[-1].worker for other in held)
         ends = [n for n in playing(DECODE) if n in open_workers] or sorted(open_workers)
-        ends.sort(key=lambda n: (n != sequence.legs[-1].worker, -num_there(n), batches[n]))
+        ends.sort(key=lambda n: (n != sequence.stages[-1].worker, -num_there(n), batches[n]))
         firsts = [n for n in playing(PREFILL) if n in open_workers]
         firsts.sort(key=lambda n: (-num_there(n), batches[n]))
-        ways = []
+        routes = []
         for end in ends:
             num_left = sequence.num_tokens - num_there(end)
             if end in playing(DECODE) and num_left > MIN_CHUNK_TOKENS:
                 pairs = [Pair(first, end) for first in firsts if first != end]
-                ways += [legs_of(sequence, pair) for pair in pairs]
-            ways.append((Leg(end, sequence.sampling.max_tokens),))
-        return ways
+                routes += [route_stages(sequence, pair) for pair in pairs]
+            routes.append((RouteStage(end, sequence.sampling.max_tokens),))
+        return routes

@@ -113,7 +113,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     node: int | None = None
     """The NUMA node that its pool and its weights are to be on; None: wherever they are touched."""
     other_pools: list[PoolSpec] = []
-    """That it copies blocks to or from: other workers', or the ring."""
+    """That it copies blocks to or from: other workers', or the staging buffer."""
     kv_dtype: str = "auto"
     """Of all pools: `int8`, or `auto`, which is `dtype`."""
     attention_way: int = 0

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.kernels.cpu import ProductWays
     from engine.model.weight import Weight
     from engine.workers.affinity import NodeMemory
-    from engine.workers.running import Grammars
+    from engine.workers.worker_request import Grammars
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -147,7 +147,7 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
     """Compile grammars for a model's tokenizer, which is read when the first one comes."""
     from engine.text.grammar import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
-    from engine.workers.running import Grammars
+    from engine.workers.worker_request import Grammars
 
     folder, config = checkpoint.folder, checkpoint.config
     size, ends = config.vocab_size, config.eos_token_ids

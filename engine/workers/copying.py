@@ -33,7 +33,7 @@ import torch
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.wire.messages import Copied, Copy, Unmapped
 from engine.workers.device import Device
-from engine.workers.running import WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 
 REPORTED_PAIRS = 16
 """At most, in one report: so that the next hop begins before a long copy ends."""

@@ -232,7 +232,7 @@ class CudaDevice:
         error = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         if error:
             raise WorkerFailed(
-                f"{num_bytes} bytes of the ring could not be pinned (CUDA error {error})",
+                f"{num_bytes} bytes of the staging buffer could not be pinned (CUDA error {error})",
                 where=str(self.torch_device),
                 hint="raise the limit of locked memory, or serve with transport alias",
             )

@@ -27,7 +27,7 @@ from engine.model.attention import StepBatch
 from engine.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, draw_of, is_plain
 from engine.model.transformer import Transformer
 from engine.workers.device import Device
-from engine.workers.running import WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORT_CONTEXT_TOKENS = 4096
@@ -86,11 +86,11 @@ class DecodeGraphs:
         self.capture_ms = 0.0
 
     @torch.inference_mode()
-    def capture(self, goes_on: Callable[[], None] = lambda: None) -> None:
+    def capture(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         """Record all of them, the largest first, whose memory the others then fit into.
 
         Args:
-            goes_on: called when those of a size are there.
+            heartbeat: called when those of a size are there.
         """
         started_ns = time.monotonic_ns()
         self._write([_PADDING] * self.batch_sizes[-1])
@@ -102,7 +102,7 @@ class DecodeGraphs:
             self._write([_PADDING] * size)
             for width in reversed(self.widths):
                 self._steps[size, width] = self._device.capture(self._step(size, width))
-            goes_on()
+            heartbeat()
         self.capture_ms = (time.monotonic_ns() - started_ns) / 1e6
 
     @property

@@ -37,7 +37,7 @@ MAX_TOKENS = 128
 
 @torch.inference_mode()
 def weights_loss(
-    served: Transformer, checkpoint: Checkpoint, dtype: str, goes_on: Callable[[], None]
+    served: Transformer, checkpoint: Checkpoint, dtype: str, heartbeat: Callable[[], None]
 ) -> LogitsLoss:
     """Compare a model whose weights were quantised at start with the same as it is stored.
 
@@ -45,20 +45,20 @@ def weights_loss(
         served: the model as it is served.
         checkpoint: that it was made of.
         dtype: that it is served in.
-        goes_on: called after each part of it.
+        heartbeat: called after each part of it.
     """
-    weights = _as_stored(checkpoint, dtype, lambda _done, _total: goes_on())
+    weights = _as_stored(checkpoint, dtype, lambda _done, _total: heartbeat())
     stored = Transformer(checkpoint.config, weights, dtype)
     pairs = []
     for text in _texts(checkpoint):
         pairs.append((_logits(stored, text), _logits(served, text)))
-        goes_on()
+        heartbeat()
     return _loss(pairs)
 
 
 @torch.inference_mode()
 def kv_loss(
-    served: Transformer, checkpoint: Checkpoint, kv_dtype: str, goes_on: Callable[[], None]
+    served: Transformer, checkpoint: Checkpoint, kv_dtype: str, heartbeat: Callable[[], None]
 ) -> LogitsLoss:
     """Compare a model over a pool of another dtype with the same over one of its own.
 
@@ -68,12 +68,12 @@ def kv_loss(
         served: the model as it is served.
         checkpoint: that it was made of.
         kv_dtype: of the pool that serves.
-        goes_on: called after each part of it.
+        heartbeat: called after each part of it.
     """
     text = [token for each in _texts(checkpoint) for token in each]
     text = text[: checkpoint.config.max_position_embeddings]
     expected = _logits(served, text)
-    goes_on()
+    heartbeat()
     return _loss([(expected, _logits(served, text, kv_dtype))])
 
 

@@ -45,7 +45,7 @@ from engine.workers.copying import Copier
 from engine.workers.device import Device
 from engine.workers.measuring import StepMeasuring
 from engine.workers.runner import Launched, Runner, Sampled
-from engine.workers.running import WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 
 MIN_COPYING_NS = 5_000_000
 """Between two steps, however short they are, if there is so much to copy in the host's memory."""

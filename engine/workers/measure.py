@@ -44,8 +44,8 @@ from engine.workers.device import CudaDevice, Device
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.kernel_cases import SEQUENCES, SMALL_SEQUENCES, KernelFixture
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, WorkerRequest
 from engine.workers.weight_streaming import arena_views
+from engine.workers.worker_request import Grammars, WorkerRequest
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -239,16 +239,16 @@ def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
 
 
 def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
-    """Blocks to the host and back as the ring moves them, beside one large copy of as many bytes.
+    """Time block copies through the staging buffer, beside one large copy of as many bytes.
 
     Rates are of bytes that have moved, each counted once; the ceiling is the faster of both.
     """
     pool = bench.pool(num_blocks + 1)
-    ring = torch.zeros(pool.shape, dtype=pool.dtype, pin_memory=bench.device is not None)
+    staging = torch.zeros(pool.shape, dtype=pool.dtype, pin_memory=bench.device is not None)
     pairs = [(block_id, block_id) for block_id in range(1, num_blocks + 1)]
     amount = pool[1:].numel() * pool.element_size()
     shape = f"{num_blocks} blocks"
-    for what, source, target in (("to the host", pool, ring), ("from the host", ring, pool)):
+    for what, source, target in (("to the host", pool, staging), ("from the host", staging, pool)):
         whole_ms = bench.time(partial(target[1:].copy_, source[1:], non_blocking=True))
         ms = bench.time(partial(copy_blocks, source, target, pairs, bench.device))
         rate = amount / ms * 1e3

@@ -14,7 +14,7 @@ from functools import partial
 
 from engine.wire.messages import MeasuredStep, MeasureSteps, StepShape, StepsMeasured
 from engine.workers.runner import Runner
-from engine.workers.running import WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 
 WHOLE_MS = 100.0
 """A step that takes longer is told from as many layers as were computed by then..."""
@@ -123,7 +123,7 @@ def _timed(
     num_blocks = -(-length // runner.block_size)
     table = (block_ids * -(-num_blocks // len(block_ids)))[:num_blocks]
     planned = [
-        (WorkerRequest.stand_in(length, table, shape.num_before, 1.0, TOP_K), shape.num_tokens)
+        (WorkerRequest.dummy(length, table, shape.num_before, 1.0, TOP_K), shape.num_tokens)
         for _ in range(shape.num_sequences)
     ]
     watch = _Stopwatch(is_interrupted)

@@ -3,7 +3,7 @@
 Workers on GPUs of their own export their pools to those that write blocks into them.
 One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
 an admit with the same block ids, and the weights are read once and lie there once. Where they have
-a ring instead, each has weights and a pool of its own, and blocks go by way of the host.
+a staging buffer instead, each has weights and a pool of its own, and blocks go by way of the host.
 
 Owns: the order of the start; buffers and threads of the reading, while it runs; how many blocks fit
 and how many tokens a step has, and what is kept free.
@@ -53,7 +53,6 @@ from engine.workers.gpu_sizes import (
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
 from engine.workers.kv_pool import map_pool
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars
 from engine.workers.weight_streaming import (
     Progress,
     arena_views,
@@ -61,6 +60,7 @@ from engine.workers.weight_streaming import (
     stream_arena,
     stream_weights,
 )
+from engine.workers.worker_request import Grammars
 
 _SEAL_BYTES = 16
 SLOW_ATTENTION = "attention by torch, many times slower than by kernels: run penstock doctor"
@@ -86,9 +86,9 @@ def start(
     device: Device,
     grammars: Grammars,
     progress: Progress,
-    goes_on: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> Started:
-    """Everything up to Ready, which the caller sends; `goes_on` is called after long parts of it.
+    """Everything up to Ready, which the caller sends; `heartbeat` is called after long parts of it.
 
     Raises:
         WorkerFailed: the GPU has no room for a pool, or another's memory could not be mapped.
@@ -121,10 +121,10 @@ def start(
         graphs = DecodeGraphs(
             transformer, pool, device, block_size=block_size, max_model_len=longest
         )
-        graphs.capture(goes_on)
+        graphs.capture(heartbeat)
     runner = Runner(transformer, pool, block_size, grammars, device, graphs)
     runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
-    goes_on()
+    heartbeat()
     graph_bytes = before.free_bytes - device.memory().free_bytes
     ready = Ready(
         transformer.attention_backend,
@@ -249,28 +249,28 @@ def _sharing(gpu: GpuSpec, device: Device) -> str | None:
     return "mps" if device.is_served_by_mps else "time-sliced"
 
 
-def rehearse_largest(runner: Runner, max_num_batched_tokens: int, max_model_len: int) -> None:
+def run_largest_steps(runner: Runner, max_num_batched_tokens: int, max_model_len: int) -> None:
     """Run the steps that need most memory: none that serves needs more.
 
     Those are new prompts, a prompt's last chunk, and a step's most sequences at full length.
     """
-    _rehearse(runner, max_model_len, max_num_batched_tokens)
-    runner.rehearse(1, max_model_len, min(max_num_batched_tokens, max_model_len))
-    runner.rehearse(BATCH_SIZES[-1], max_model_len, 1)
+    _run_largest_step(runner, max_model_len, max_num_batched_tokens)
+    runner.dummy_step(1, max_model_len, min(max_num_batched_tokens, max_model_len))
+    runner.dummy_step(BATCH_SIZES[-1], max_model_len, 1)
 
 
-def _rehearse(runner: Runner, max_model_len: int, num_tokens: int) -> None:
+def _run_largest_step(runner: Runner, max_model_len: int, num_tokens: int) -> None:
     """Run a step of so many prompt tokens, of more than one prompt if none may be so long."""
     length = min(num_tokens, max_model_len)
-    runner.rehearse(num_tokens // length, length)
+    runner.dummy_step(num_tokens // length, length)
 
 
 def _seconds_of(runner: Runner, setup: Setup, device: Device, num_tokens: int) -> float:
     """Of a step, when it has run once before."""
-    _rehearse(runner, setup.max_model_len, num_tokens)
+    _run_largest_step(runner, setup.max_model_len, num_tokens)
     device.mark()()
     started_ns = time.monotonic_ns()
-    _rehearse(runner, setup.max_model_len, num_tokens)
+    _run_largest_step(runner, setup.max_model_len, num_tokens)
     device.mark()()
     return max(time.monotonic_ns() - started_ns, 1) / 1e9
 
@@ -328,10 +328,10 @@ def _num_blocks(
     block_bytes = transformer.config.kv_block_bytes(setup.block_size, setup.dtype)
     padding = _as_pool(_pool_memory(1, setup, transformer), 1, setup, transformer)
     runner = Runner(transformer, padding, setup.block_size, grammars, device)
-    runner.rehearse(1, 1)  # what libraries allocate once is no part of a step
+    runner.dummy_step(1, 1)  # what libraries allocate once is no part of a step
     device.forget_peak()
     allocated_bytes = device.memory().allocated_bytes
-    rehearse_largest(runner, setup.max_num_batched_tokens, setup.max_model_len)
+    run_largest_steps(runner, setup.max_num_batched_tokens, setup.max_model_len)
     measured = device.memory()
     fitting = partial(
         num_blocks_that_fit,

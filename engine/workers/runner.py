@@ -25,7 +25,7 @@ from engine.text.grammar import GrammarError
 from engine.wire.sampling import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.graphs import DecodeGraphs
-from engine.workers.running import Grammars, Mask, WorkerRequest
+from engine.workers.worker_request import Grammars, Mask, WorkerRequest
 
 _NUMBERS_PATIENCE_S = 2.0
 _NUMBERS_PAUSE_S = 0.01
@@ -333,7 +333,7 @@ class Runner:
         for length in (min(max_num_batched_tokens, self.block_size, max_model_len), 1):
             self._check_numbers(length)
         if self._device is not None:
-            self.rehearse(1, max_model_len, num_new_tokens=1)
+            self.dummy_step(1, max_model_len, num_new_tokens=1)
 
     def _check_numbers(self, length: int) -> None:
         """A step of one prompt, whose logits must be finite.
@@ -341,7 +341,7 @@ class Runner:
         Another worker that tries its link may write block 0 meanwhile: one success is enough.
         """
         patient_until_s = time.monotonic() + _NUMBERS_PATIENCE_S
-        while not self.rehearse(1, length).isfinite().all():
+        while not self.dummy_step(1, length).isfinite().all():
             if time.monotonic() > patient_until_s:
                 raise WorkerFailed(
                     "the model's first step yields NaN or infinity in place of logits",
@@ -352,7 +352,7 @@ class Runner:
             time.sleep(_NUMBERS_PAUSE_S)
 
     @torch.inference_mode()
-    def rehearse(
+    def dummy_step(
         self, num_sequences: int, length: int, num_new_tokens: int | None = None
     ) -> torch.Tensor:
         """Run a step of new sequences into block 0, as large as the largest to come, perhaps.
@@ -369,17 +369,17 @@ class Runner:
         """
         blocks, new = [0] * -(-length // self.block_size), num_new_tokens or length
 
-        def stand_ins(temperature: float) -> list[WorkerRequest]:
+        def dummies(temperature: float) -> list[WorkerRequest]:
             return [
-                WorkerRequest.stand_in(length, blocks, length - new, temperature)
+                WorkerRequest.dummy(length, blocks, length - new, temperature)
                 for _ in range(num_sequences)
             ]
 
-        batch = self.batch([(each, new) for each in stand_ins(0.0)])
+        batch = self.batch([(each, new) for each in dummies(0.0)])
         logits = self._transformer.forward(batch, self._pool)
         if self._device is not None:
             for temperature in (0.0, 1.0):
-                self._sample_rows(logits, stand_ins(temperature))
+                self._sample_rows(logits, dummies(temperature))
         return logits
 
 

@@ -9,7 +9,7 @@ from appliance.fleet.known import Known
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.measuring import OFF_VARIABLE, QUIET_S, Measuring
 from engine.cache.blocks import Ledger
-from engine.cache.topology import make_places
+from engine.cache.topology import make_topology
 from engine.profile.machine import Scope
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
@@ -33,10 +33,10 @@ class Daemon:
         self.clock = clock
         self.told = []
         self.known = Known.of(folder, SCOPE)
-        places = make_places(["prefill"], ["decode"], "alias").with_pools({"kv": 100})
+        places = make_topology(["prefill"], ["decode"], "alias").with_pools({"kv": 100})
         self.router = Router(
             places,
-            Ledger(places.books(16)),
+            Ledger(places.new_block_pools(16)),
             FairQueue(8, 4096),
             send=lambda worker, command: self.told.append((worker, command)),
             emit=lambda *_: None,

@@ -7,7 +7,7 @@ import pytest
 from appliance.log.row import LogRow
 from appliance.request import Inbox, TokensEmitted
 from engine.cache.hashes import PrefixHasher
-from engine.schedule.sequence import Leg, Sequence, Stamps
+from engine.schedule.sequence import RouteStage, Sequence, Stamps
 from engine.wire.sampling import SamplingParams
 from tests.appliance.machine import make_machine
 
@@ -96,7 +96,7 @@ def test_a_prompt_counts_once_however_many_answers_it_has(machine):
     for one in request.sequences:
         one.prompt_token_ids = request.sequences[0].prompt_token_ids
         one.prefix = PrefixHasher(bytes(32), b"", 64).chain(one.prompt_token_ids)
-        one.legs, one.num_cached_tokens = (Leg("decode", 4),), 192 * min(one.index, 1)
+        one.stages, one.num_cached_tokens = (RouteStage("decode", 4),), 192 * min(one.index, 1)
         one.num_computed_tokens, one.output_token_ids = 202, [1, 2, 3]
     assert (request.prompt_tokens, request.cached_tokens) == (200, 0)
     assert request.computed_tokens == 200 + 3 * 2

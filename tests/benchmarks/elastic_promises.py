@@ -43,7 +43,7 @@ QUESTIONS = (
 )
 FAR = 3.0
 """The chats' gap, over the usual one, that no prompt may cause."""
-_PREDICTED = re.compile(r"ttft (\d+) ms and gaps up to ([\d.]+) ms predicted")
+_PREDICTED = re.compile(r"ttft (\d+) ms and max ITL ([\d.]+) ms predicted")
 _SAMPLE = Path(__file__).parents[2] / "engine" / "starter" / "sample"
 
 
@@ -63,13 +63,13 @@ class Prompt:
     predicted_gap_ms: float | None
     ttft_ms: float
     usual_gap_ms: float
-    gap_ms: float | None
+    max_itl_ms: float | None
     """The chats' median while it was computed; None: fewer than five gaps."""
 
     @property
     def gap_ratio(self) -> float | None:
         """Over the usual."""
-        return None if self.gap_ms is None else self.gap_ms / self.usual_gap_ms
+        return None if self.max_itl_ms is None else self.max_itl_ms / self.usual_gap_ms
 
 
 class Chats:
@@ -91,7 +91,9 @@ class Chats:
 
     def between(self, start_s: float, end_s: float) -> list[float]:
         """Milliseconds of the gaps that ended in this time."""
-        return [gap_ms for ended_s, gap_ms in list(self._gaps) if start_s <= ended_s <= end_s]
+        return [
+            max_itl_ms for ended_s, max_itl_ms in list(self._gaps) if start_s <= ended_s <= end_s
+        ]
 
     def _talk(self, number: int) -> None:
         while not self._is_over.is_set():
@@ -183,7 +185,7 @@ def one_daemon(
             found, pieces = _pieces(client, f"Report {index + 1}.\n\n{text}\n\n{question}")
             next(pieces)
             first_s = time.perf_counter()
-            gaps_ms = chats.between(asked_s, first_s)
+            itls_ms = chats.between(asked_s, first_s)
             for _ in pieces:
                 pass
             row = client.request(found[0])
@@ -195,7 +197,7 @@ def one_daemon(
                     float(predicted[1]) if predicted else None,
                     float(predicted[2]) if predicted else None,
                     (first_s - asked_s) * 1e3, usual_ms,
-                    statistics.median(gaps_ms) if len(gaps_ms) >= 5 else None,
+                    statistics.median(itls_ms) if len(itls_ms) >= 5 else None,
                 )
             )  # fmt: skip
         chats.end()
@@ -210,8 +212,8 @@ def report(prompts: list[Prompt]) -> None:
         predicted = came = "-"
         if p.predicted_ttft_ms is not None:
             predicted = f"{p.predicted_ttft_ms:.0f} / {p.predicted_gap_ms:.1f}"
-        if p.gap_ms is not None:
-            came = f"{p.ttft_ms:.0f} / {p.gap_ms:.1f}"
+        if p.max_itl_ms is not None:
+            came = f"{p.ttft_ms:.0f} / {p.max_itl_ms:.1f}"
         ratio = "-" if p.gap_ratio is None else f"{p.gap_ratio:.1f}"
         mark = " <--" if (p.gap_ratio or 0) >= FAR else ""
         reason = re.split(r"[:;]", p.reason)[0]

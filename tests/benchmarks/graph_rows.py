@@ -58,7 +58,7 @@ def main():
 
     from engine.wire.sampling import SamplingParams
     from engine.workers.graphs import DecodeGraphs
-    from engine.workers.running import WorkerRequest
+    from engine.workers.worker_request import WorkerRequest
 
     torch.set_num_threads(1)
     config = SimpleNamespace(vocab_size=16)

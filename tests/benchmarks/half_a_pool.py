@@ -76,7 +76,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.num_tokens = self.num_errors = 0
-        self.gaps_ms: list[float] = []
+        self.itls_ms: list[float] = []
         self.ttfts_ms: list[float] = []
 
 
@@ -109,7 +109,7 @@ async def one(
             if now_ns > end_ns:
                 read = num
                 break
-            since_ns, kind = (last_ns, counts.gaps_ms) if num else (asked_ns, counts.ttfts_ms)
+            since_ns, kind = (last_ns, counts.itls_ms) if num else (asked_ns, counts.ttfts_ms)
             kind.append((now_ns - since_ns) / 1e6)
             choices = json.loads(line[6:])["choices"]
             num += sum(len(choice["token_ids"]) for choice in choices)
@@ -151,7 +151,7 @@ async def main(options: argparse.Namespace) -> None:
                     found[arm.name].append(await part(arm, options, is_short=is_short, seed=seed))
             print("outputs with a mean of a quarter" if is_short else "outputs at max_tokens")
             for name, each in found.items():
-                gaps = list(itertools.chain.from_iterable(c.gaps_ms for c in each))
+                gaps = list(itertools.chain.from_iterable(c.itls_ms for c in each))
                 rates = [c.num_tokens for c in each]
                 print(
                     f"  {name}: {statistics.median(rates)} tok/s ({min(rates)} to {max(rates)}), "

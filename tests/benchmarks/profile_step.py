@@ -28,7 +28,7 @@ from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from engine.text.grammar import GrammarTokenizer
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, WorkerRequest
+from engine.workers.worker_request import Grammars, WorkerRequest
 from tests.engine.model.test_attention import batch_of
 
 BLOCK_SIZE = 16
@@ -102,7 +102,7 @@ class Arm:
             return lambda: self.model.forward(batch, self.kv)
         sequences = zip(batch.seq_lens, batch.query_lens, batch.block_tables, strict=True)
         planned = [
-            (WorkerRequest.stand_in(length, table, length - new, 0.0), new)
+            (WorkerRequest.dummy(length, table, length - new, 0.0), new)
             for length, new, table in sequences
         ]
         runner = self.runner

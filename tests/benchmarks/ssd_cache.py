@@ -119,10 +119,10 @@ def wait_settled(daemon: Daemon) -> None:
 
 
 def ratios(found: dict[str, list[float]], of: str, unit: str = "ms") -> None:
-    for way, values in found.items():
+    for kind, values in found.items():
         shares = [a / b for a, b in zip(values, found[of], strict=True)]
         print(
-            f"{way:>24}: {statistics.median(values):9.2f} {unit} "
+            f"{kind:>24}: {statistics.median(values):9.2f} {unit} "
             f"({min(values):.2f} to {max(values):.2f}); of {of} "
             f"{statistics.median(shares):.4f} ({min(shares):.4f} to {max(shares):.4f})",
             flush=True,
@@ -163,8 +163,8 @@ def restart(options: argparse.Namespace) -> None:
                 names = ("prompt_tokens", "cached_tokens", "restored_tokens", "restore_reason")
                 print({name: logged[name] for name in names}, flush=True)
             daemon.kill()
-            for way, value in row.items():
-                found.setdefault(way, []).append(value)
+            for kind, value in row.items():
+                found.setdefault(kind, []).append(value)
     ratios(found, "computed")
 
 
@@ -511,7 +511,7 @@ def serve_counted() -> None:
     Where a tier calls the router, as when blocks have come, what that does is the router's time.
     """
     from appliance.cli.main import main as penstock
-    from engine.offload.tier import Tiers
+    from engine.offload.tier import OffloadTiers
     from engine.schedule.router import Router
 
     taken, owners, since_ns = {"calls": 0, "ms": 0.0}, [False], time.perf_counter_ns()
@@ -542,7 +542,7 @@ def serve_counted() -> None:
         settle()
         owners.pop()
 
-    for made in (Tiers, Tier):
+    for made in (OffloadTiers, Tier):
         for name, call in inspect.getmembers(made, inspect.isfunction):
             if not name.startswith("_") and name != "would_find":
                 setattr(made, name, owned(call, by_tier=True))
@@ -591,7 +591,7 @@ def throttled(options: argparse.Namespace) -> None:
         os.ftruncate(pool, 801 * BLOCK_BYTES)
         disk = Disk(slabs, {"kv": pool}, reports.put, write_share=1)
         tier = make_tier(slabs, disk, 800, 0.6)
-        hasher, books = PrefixHasher(bytes(32), b"", BLOCK_SIZE), tier._context.ledger.pools["kv"]
+        hasher, kv_pool = PrefixHasher(bytes(32), b"", BLOCK_SIZE), tier._context.ledger.pools["kv"]
         chains = [hasher.chain(fresh(1025, n)) for n in range(30)]
 
         def work(until) -> None:
@@ -611,7 +611,7 @@ def throttled(options: argparse.Namespace) -> None:
             ledger.release_all(n)
             tier.placed(chain.hashes, len(chain))
             work(lambda: not tier.num_pending)
-        books.lose()
+        kv_pool.lose()
         read, rate = slabs.read, tier.costs.bytes_per_s / 20
 
         def slowly(*args) -> None:
@@ -624,15 +624,15 @@ def throttled(options: argparse.Namespace) -> None:
             chain, began_s = rng.choice(chains), time.monotonic()
             tier.decide(WantedBlocks(number, "kv", chain, len(chain), "ana"))
             work(lambda n=number: not tier.is_loading(n))
-            there = len(books.index.blocks(chain.hashes))
+            there = len(kv_pool.index.blocks(chain.hashes))
             tier.forget(number)
             spent_ms += (time.monotonic() - began_s) * 1e3 + (1025 - there * BLOCK_SIZE) * 0.6
-            books.lose()
+            kv_pool.lose()
         costs = tier.costs
         print(
             f"{options.prompts} prompts, {costs.num_loads} loads, {costs.num_declined} declined, "
-            f"{tier.counts.missed_deadlines} late; regret {costs.regret_ms:.0f} ms of "
-            f"{spent_ms:.0f} ms: {costs.regret_ms / spent_ms:.4f}; all computed "
+            f"{tier.counts.missed_deadlines} late; regret {costs.excess_load_ms:.0f} ms of "
+            f"{spent_ms:.0f} ms: {costs.excess_load_ms / spent_ms:.4f}; all computed "
             f"{options.prompts * 1025 * 0.6:.0f} ms"
         )
 
@@ -673,7 +673,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     ways = (restart, gaps, ladder, trace, copies, decisions, counted, throttled, flips)
-    by_name = {way.__name__: way for way in ways}
+    by_name = {kind.__name__: kind for kind in ways}
     parser.add_argument("what", nargs="+", choices=list(by_name), metavar="WHAT")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path, help="of the caches; on a disk, not in memory")

@@ -22,7 +22,7 @@ from engine.wire.messages import (
     Stepped,
     UseCores,
 )
-from engine.workers.running import WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 
 BLOCK_SIZE = 4
 

@@ -18,7 +18,7 @@ from engine.wire.messages import (
 from engine.wire.sampling import SamplingParams
 from engine.workers.loop import StepLoop
 from engine.workers.on_gpu import start
-from engine.workers.running import Grammars
+from engine.workers.worker_request import Grammars
 from tests.engine.worker_harness import reports_in
 
 BLOCK_SIZE = 4

@@ -19,7 +19,7 @@ from engine.model.weights import load_weights
 from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, WorkerRequest
+from engine.workers.worker_request import Grammars, WorkerRequest
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS, NUM_STEPS = 16, 1024, 64, 60

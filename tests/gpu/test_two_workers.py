@@ -21,11 +21,11 @@ START_S = 120
 class Workers:
     """A prefill and a decode worker, as the daemon starts them; over one memory or with a ring."""
 
-    def __init__(self, checkpoint, uuid, dtype, ring=None):
+    def __init__(self, checkpoint, uuid, dtype, staging=None):
         gpu = Gpu("gpu0", "GPU", uuid, 0)
         self.reports, self.died = asyncio.Queue(), []
         workers = []
-        all_shares = ("maps", "exports") if ring is None else (None, None)
+        all_shares = ("maps", "exports") if staging is None else (None, None)
         for name, shares in zip(("prefill", "decode"), all_shares, strict=True):
             plan = WorkerPlan(name, tuple(sorted(os.sched_getaffinity(0)))[:2], "kv", gpu, shares)
             setup = Setup(
@@ -34,7 +34,7 @@ class Workers:
                 dtype=dtype,
                 block_size=BLOCK_SIZE,
                 pool=PoolSpec("kv", None, 200),
-                other_pools=[] if ring is None else [ring],
+                other_pools=[] if staging is None else [staging],
                 weights=None,
                 cpus=list(plan.cpus),
                 max_num_batched_tokens=GPU_STEP_TOKENS,
@@ -44,7 +44,7 @@ class Workers:
             workers.append((plan, setup))
         self.supervisor = Supervisor(
             workers,
-            [] if ring is None else [ring.fd],
+            [] if staging is None else [staging.fd],
             on_report=lambda name, report: self.reports.put_nowait((name, report)),
             on_ready=lambda name: None,
             on_died=lambda name, about: self.died.append(name),

@@ -164,7 +164,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
         "handoff": (
             Entry("alias", "workers share one KV pool; a handoff copies nothing"),
             Entry("peer", "blocks are copied directly into the other worker's pool"),
-            Entry("shm", "blocks are copied through a ring buffer in shared memory"),
+            Entry("shm", "blocks are copied through a staging buffer in shared memory"),
             Entry("copies, at start", "copy speed now; copy speed measured at start"),
             Entry("down", "a failed or slow link; another path is used"),
             Entry("mean", "bytes per handoff"),

@@ -309,7 +309,7 @@ _WIDE_LABEL = 16
 _COUNT_WIDTH = 8
 _ROUTE_WIDTH = 8
 _RATE_WIDTH = 12
-_RING = "ring"
+_STAGING = "ring"
 _MAX_LINKS = 8
 _MAX_CHART_ROWS = 5
 _LEAST_RECENT = 6
@@ -395,8 +395,8 @@ def _path(frame: Frame, width: int) -> list[Line]:
     transport = (handoff.transport if handoff else None) or frame.transport or fig.ABSENT
     lines = [rule("PATH", width), [Run(f"{transport}  ", Tone.STRONG), *_proof(frame, handoff)]]
     lines += _links(frame, width)
-    ring = next((pool for pool in frame.pools if pool.name == _RING), None)
-    return lines if ring is None else [*lines, _ring(ring, width)]
+    staging = next((pool for pool in frame.pools if pool.name == _STAGING), None)
+    return lines if staging is None else [*lines, _staging(staging, width)]
 
 
 def _links(frame: Frame, width: int) -> list[Line]:
@@ -442,12 +442,12 @@ def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
     ]
 
 
-def _ring(ring: PoolFrame, width: int) -> Line:
-    free = f" {fig.count(ring.free)} of {fig.count(ring.num_blocks)} slots free"
+def _staging(staging: PoolFrame, width: int) -> Line:
+    free = f" {fig.count(staging.free)} of {fig.count(staging.num_blocks)} slots free"
     room = width - _WIDE_LABEL - len(free)
     return [
-        Run(pad(_RING, _WIDE_LABEL), Tone.MUTED),
-        Run(state_bar(pool_counts(ring), room), Tone.ACCENT),
+        Run(pad(_STAGING, _WIDE_LABEL), Tone.MUTED),
+        Run(state_bar(pool_counts(staging), room), Tone.ACCENT),
         Run(free),
     ]
 

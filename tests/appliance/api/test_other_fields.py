@@ -102,9 +102,9 @@ async def test_bad_words_are_sought_as_they_are_and_behind_a_space(served, appli
 async def test_an_answer_may_begin_with_the_message_that_it_goes_on_from(served, appliance, stream):
     says(appliance, " two.")  # its last token counts as one that ends an answer
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "One"}]
-    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    heartbeat = {"continue_final_message": True, "add_generation_prompt": False}
     for messages, others, text in (
-        (said, goes_on, "One two"),
+        (said, heartbeat, "One two"),
         (said, {}, "One two"),
         (said[:1], {"add_generation_prompt": False}, "x two"),
         (said[:1], {}, " two"),

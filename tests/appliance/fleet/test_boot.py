@@ -82,11 +82,11 @@ def test_workers_of_one_plan_share_pools_and_weights(plan_of, tiny_llama):
     prefill, decode = (setup for _, setup in plan.workers)
     assert prefill.pool.name == "prefill"
     assert decode.pool.name == "decode"
-    (ring,) = prefill.other_pools
-    assert decode.other_pools == [ring]
+    (staging,) = prefill.other_pools
+    assert decode.other_pools == [staging]
     assert prefill.weights.fd == decode.weights.fd
     assert [s.weights.share_index for s in (prefill, decode)] == [0, 1]
-    for spec in (prefill.pool, decode.pool, ring):
+    for spec in (prefill.pool, decode.pool, staging):
         assert os.fstat(spec.fd).st_size == spec.num_blocks * plan.placement.block_bytes
 
 

@@ -416,8 +416,8 @@ class Machine:
     """Two that write into one's pool; a ring is mapped by its memfd."""
 
     def __init__(self) -> None:
-        decode, ring = PoolSpec("decode", None, 9), PoolSpec("ring", 7, 9)
-        setups = [setup("p0", decode, ring), setup("p1", decode), setup("decode", ring)]
+        decode, staging = PoolSpec("decode", None, 9), PoolSpec("ring", 7, 9)
+        setups = [setup("p0", decode, staging), setup("p1", decode), setup("decode", staging)]
         self.told: list[tuple[str, Command]] = []
         self.pools = PeerPools(setups, lambda *told: self.told.append(told))
 
@@ -433,7 +433,7 @@ def test_writers_are_told_once_whatever_comes_first(is_made_first: bool) -> None
         machine.pools.made("decode", MEMORY)
         assert not machine.news()
     for worker in ("p0", "decode", "p1"):
-        machine.pools.let_on(worker)
+        machine.pools.on_weights_complete(worker)
     machine.pools.made("p0", None)
     if not is_made_first:
         machine.pools.made("decode", MEMORY)
@@ -442,9 +442,9 @@ def test_writers_are_told_once_whatever_comes_first(is_made_first: bool) -> None
 
 async def test_memory_of_the_dead_is_let_go_of_before_there_is_new_memory() -> None:
     machine = Machine()
-    machine.pools.let_on("p0")
+    machine.pools.on_weights_complete("p0")
     machine.pools.made("decode", MEMORY)
-    machine.pools.let_on("p1")
+    machine.pools.on_weights_complete("p1")
     machine.news()
     ending = asyncio.create_task(machine.pools.ended("decode"))
     await asyncio.sleep(0)
@@ -454,7 +454,7 @@ async def test_memory_of_the_dead_is_let_go_of_before_there_is_new_memory() -> N
     assert not ending.done()
     assert await machine.pools.ended("p1") == []  # whoever is dead holds nothing
     assert await ending == []
-    machine.pools.let_on("p1")
+    machine.pools.on_weights_complete("p1")
     assert not machine.news()  # the memory is gone
     machine.pools.made("decode", NEW)
     assert machine.news() == [(p, MapPool("decode", NEW)) for p in ("p0", "p1")]
@@ -463,7 +463,7 @@ async def test_memory_of_the_dead_is_let_go_of_before_there_is_new_memory() -> N
 async def test_a_worker_that_does_not_let_go_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "LET_GO_S", 0.01)
     machine = Machine()
-    machine.pools.let_on("p0")
+    machine.pools.on_weights_complete("p0")
     machine.pools.made("decode", MEMORY)
     assert await machine.pools.ended("decode") == ["p0"]
 
@@ -495,21 +495,21 @@ def test_a_mapping_worker_is_told_once_whatever_comes_first(sharing, told, is_ex
     if is_exported_first:
         sharing.exported(MEMORY)
         assert not told
-    sharing.let_on("prefill")
-    sharing.let_on("decode")
+    sharing.on_weights_complete("prefill")
+    sharing.on_weights_complete("decode")
     if not is_exported_first:
         assert not told
         sharing.exported(MEMORY)
     assert told == [("prefill", MapShared(MEMORY))]
     assert sharing.ended("prefill") == []
-    sharing.let_on("prefill")
+    sharing.on_weights_complete("prefill")
     assert told == [("prefill", MapShared(MEMORY))] * 2
 
 
 def test_memory_of_a_dead_exporter_is_never_told_of(sharing, told):
     sharing.exported(MEMORY)
     assert sharing.ended("decode") == ["prefill"]
-    sharing.let_on("prefill")
+    sharing.on_weights_complete("prefill")
     assert not told
     again = SharedMemory(b"w", b"p", 9, b"")
     sharing.exported(again)

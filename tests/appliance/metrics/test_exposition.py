@@ -20,7 +20,7 @@ from appliance.frame.protocol import (
     WayFrame,
 )
 from appliance.metrics.exposition import exposition
-from appliance.telemetry.signals import RING
+from appliance.telemetry.signals import STAGING
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.wire.sampling import SamplingParams
 from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
@@ -68,8 +68,8 @@ def counted(*sequences: Sequence) -> Histograms:
     histograms = Histograms(4096)
     for each in sequences:
         histograms.ttft_s.observe(0.121)
-        histograms.gap_s.observe(0.019)
-        histograms.gap_s.observe(0.020)
+        histograms.itl_s.observe(0.019)
+        histograms.itl_s.observe(0.020)
         histograms.step_tokens.observe(40)
         histograms.num_sequences.observe(1)
         histograms.ended(each, stages(each.stamps, each.num_output_tokens))
@@ -250,7 +250,7 @@ def as_the_endpoint_picker_reads_it(frame) -> dict[str, object]:
 @pytest.mark.parametrize("frame", [busy(1), idle(), three_pools()])
 def test_endpoint_pickers_of_gateways_find_what_they_route_by(frame):
     read = as_the_endpoint_picker_reads_it(frame)
-    pools = [pool for pool in frame.pools if pool.name != RING]
+    pools = [pool for pool in frame.pools if pool.name != STAGING]
     assert read["block_size"] == pools[0].block_size
     assert read["num_gpu_blocks"] == sum(pool.num_blocks for pool in pools)
     assert read["num_requests_waiting"] == frame.queue.queued + frame.queue.paused

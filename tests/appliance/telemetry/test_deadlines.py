@@ -21,7 +21,7 @@ from appliance.telemetry.progress import (
     Watchdog,
     WorkerReading,
 )
-from engine.schedule.sequence import FinishReason, Leg, Moving, On
+from engine.schedule.sequence import FinishReason, Moving, On, RouteStage
 from engine.schedule.step_times import place_of
 from engine.wire.messages import MeasuredStep
 from tests.appliance.machine import make_machine
@@ -72,7 +72,7 @@ def test_a_request_that_has_had_a_turn_is_not_ended_for_its_own_length(machine, 
     request, other = machine.submit(num_sequences=3), machine.submit()
     first, *others = request.sequences
     machine.router.queue.forget(first)
-    first.where, first.generation = On(Leg("prefill", 1)), 1
+    first.where, first.generation = On(RouteStage("prefill", 1)), 1
     keep(machine, clock, after_s=61)
     assert other.failure.code == "queue_timeout"
     first.num_computed_tokens += 1  # it moves
@@ -117,9 +117,9 @@ def test_without_a_limit_one_waits_for_ever(machine, clock):
 @pytest.mark.parametrize(
     ("where", "limit_s"),
     [
-        (On(Leg("prefill", 1)), STAGE_S),
-        (On(Leg("decode", 4)), STAGE_S),
-        (Moving(Leg("prefill", 1), Leg("decode", 4)), HANDOFF_S),
+        (On(RouteStage("prefill", 1)), STAGE_S),
+        (On(RouteStage("decode", 4)), STAGE_S),
+        (Moving(RouteStage("prefill", 1), RouteStage("decode", 4)), HANDOFF_S),
     ],
     ids=["prefilling", "decoding", "handing off"],
 )
@@ -130,7 +130,7 @@ def test_a_stage_without_progress_ends_and_one_with_progress_goes_on(
     (sequence,) = request.sequences
     machine.router.queue.forget(sequence)
     sequence.where, sequence.generation = where, 1
-    if isinstance(where, Moving) or where.leg.worker == "decode":
+    if isinstance(where, Moving) or where.stage.worker == "decode":
         sequence.output_token_ids.append(7)
         sequence.num_computed_tokens = sequence.num_prompt_tokens
     keep(machine, clock, after_s=limit_s - 1)
@@ -142,7 +142,7 @@ def test_a_stage_without_progress_ends_and_one_with_progress_goes_on(
     assert sequence.finish_reason is FinishReason.ERROR
     assert (request.failure.status, request.failure.code) == (500, "stage_timeout")
     phase = {On: "prefilling", Moving: "handing off"}[type(where)]
-    if isinstance(where, On) and where.leg.worker == "decode":
+    if isinstance(where, On) and where.stage.worker == "decode":
         phase = "decoding"
     assert request.failure.what == f"no progress for {limit_s + 1:.0f} s while {phase}"
     assert machine.events()[-1][0] == "request.stage_timeout"
@@ -152,7 +152,11 @@ def test_workers_that_come_and_go_do_not_put_the_deadline_off(machine, clock):
     request = machine.submit()
     (sequence,) = request.sequences
     machine.router.queue.forget(sequence)
-    sequence.where, sequence.generation, sequence.num_computed_tokens = On(Leg("decode", 4)), 1, 9
+    sequence.where, sequence.generation, sequence.num_computed_tokens = (
+        On(RouteStage("decode", 4)),
+        1,
+        9,
+    )
     for num_computed_tokens in (0, 4, 9):  # computed again after each death, never further
         keep(machine, clock, after_s=STAGE_S / 4)
         sequence.generation += 1

@@ -58,8 +58,8 @@ def test_shares_in_time_are_against_the_targets_of_the_moment():
     windows = Windows()
     for ttft_ms in (100.0, 200.0, 300.0, 400.0):
         windows.first_token(sequence(), ttft_ms, SECOND)
-    for gap_ms in (10.0, 20.0):
-        windows.gap(gap_ms, SECOND)
+    for itl_ms in (10.0, 20.0):
+        windows.itl(itl_ms, SECOND)
     assert windows.latency(Slo(200, 19), SECOND).ttft_slo_ratio == 0.5
     assert windows.latency(Slo(200, 19), SECOND).itl_slo_ratio == 0.5
     assert windows.latency(Slo(400, 20), SECOND).ttft_slo_ratio == 1.0
@@ -168,8 +168,8 @@ def test_means_are_of_first_tokens_and_ends_of_what_was_not_cut_short():
 
 def test_a_stall_is_long_against_the_usual_gap_and_for_a_person():
     windows = Windows()
-    for gap_ms in (*[10.0] * 20, 41.0, MIN_STALL_MS, MIN_STALL_MS + 1, 900.0):
-        windows.gap(gap_ms, SECOND)
+    for itl_ms in (*[10.0] * 20, 41.0, MIN_STALL_MS, MIN_STALL_MS + 1, 900.0):
+        windows.itl(itl_ms, SECOND)
     assert windows.latency(Slo(), SECOND).num_stalls == 2
 
 
@@ -316,7 +316,7 @@ def test_histograms_and_totals_count_the_same(machine):
     assert histograms.finished["stop"] == 3
     assert histograms.output_tokens.sum == frame.totals.output_tokens
     assert histograms.prompt_tokens.sum == frame.totals.prompt_tokens
-    assert histograms.ttft_s.total + histograms.gap_s.total == frame.totals.output_tokens
+    assert histograms.ttft_s.total + histograms.itl_s.total == frame.totals.output_tokens
     assert histograms.step_tokens.sum == 3 * 3 + 3 * 4
     assert frame.latency.e2e_ms_p50 is not None
 

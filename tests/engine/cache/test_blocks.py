@@ -223,18 +223,18 @@ class LedgerWalk(RuleBasedStateMachine):
 
     @rule(
         kv=st.integers(0, 6),
-        ring=st.integers(0, 2),
+        staging=st.integers(0, 2),
         salt=st.sampled_from("abc"),
         user=st.sampled_from(["ana", "ben"]),
     )
-    def reserve(self, kv, ring, salt, user):
+    def reserve(self, kv, staging, salt, user):
         """With what is found of a chain; the rest of it is computed, but for the last block."""
         owner, self.next_id = self.next_id, self.next_id + 1
         chain = HASHER.chain(range(4 * max(kv - 1, 0)), salt)
         pool = self.ledger.pools["kv"]
         found = pool.index.blocks(chain.hashes)
         assert len(found) <= pool.index.num_hit(chain.hashes)
-        if self.ledger.reserve(owner, {"kv": kv, "ring": ring}, {"kv": found}):
+        if self.ledger.reserve(owner, {"kv": kv, "ring": staging}, {"kv": found}):
             self.owners.add(owner)
             assert self.ledger.table(owner, "kv")[: len(found)] == found
             new = self.ledger.table(owner, "kv")[len(found) :]

@@ -145,7 +145,7 @@ class TierHarness(Rig):
     def __init__(self, *, capacity=CAPACITY, num_slabs=8, compute_ms=1e6, max_age_s=None):
         super().__init__()
         self.ledger = Ledger([BlockPool("kv", capacity + 1, BLOCK_SIZE)])
-        self.books = self.ledger.pools["kv"]
+        self.kv_pool = self.ledger.pools["kv"]
         self.memory = {}
         self.disk = HashDisk(self.memory, num_slabs)
         self.now_ns, self.num_changes, self.last_seq_id = 0, 0, 0
@@ -164,7 +164,7 @@ class TierHarness(Rig):
     def compute(self, chain):
         """A prompt is admitted, computed and done: its blocks are cached."""
         self.last_seq_id += 1
-        there = self.books.index.blocks(chain.hashes)
+        there = self.kv_pool.index.blocks(chain.hashes)
         wants = {"kv": len(chain)}
         assert self.ledger.reserve(self.last_seq_id, wants, {"kv": there})
         table = self.ledger.table(self.last_seq_id, "kv")
@@ -195,7 +195,7 @@ class TierHarness(Rig):
 
     def forget_pool(self):
         """As after a restart: what was cached is gone."""
-        self.books.lose()
+        self.kv_pool.lose()
         self.memory.clear()
 
     def pass_time(self, seconds):

@@ -74,11 +74,11 @@ def test_a_block_that_is_being_stored_is_found_but_not_evicted(tier):
     tier.compute(chain)
     tier.compute(chain)
     tier.run(most=1)  # a slab was made, and the stores have begun
-    assert tier.books.counts[BlockState.DRAINING] == 2
-    assert tier.books.num_free == CAPACITY - 2
+    assert tier.kv_pool.counts[BlockState.DRAINING] == 2
+    assert tier.kv_pool.num_free == CAPACITY - 2
     assert tier.compute(chain) == 2
     tier.run()
-    assert tier.books.num_free == CAPACITY
+    assert tier.kv_pool.num_free == CAPACITY
 
 
 def test_a_disk_that_hangs_gives_back_what_it_has_not_begun_and_goes_off(tier):
@@ -90,7 +90,7 @@ def test_a_disk_that_hangs_gives_back_what_it_has_not_begun_and_goes_off(tier):
     tier.pass_time(DEADLINE_S)
     assert tier.ssd.reason is not None
     assert "ssd.down" in tier.events
-    assert (tier.books.counts[BlockState.DRAINING], tier.books.num_stuck) == (1, 1)
+    assert (tier.kv_pool.counts[BlockState.DRAINING], tier.kv_pool.num_stuck) == (1, 1)
     assert tier.num_changes  # somebody may have waited for them
     tier.compute(tier.chain(4))
     tier.compute(tier.chain(4))
@@ -100,7 +100,7 @@ def test_a_disk_that_hangs_gives_back_what_it_has_not_begun_and_goes_off(tier):
     tier.disk.jobs.popleft()
     tier.ssd.done(job)
     tier.run()  # the cancelled ones come, and change nothing
-    assert (tier.books.counts[BlockState.DRAINING], tier.books.num_stuck) == (0, 0)
+    assert (tier.kv_pool.counts[BlockState.DRAINING], tier.kv_pool.num_stuck) == (0, 0)
     tier.pass_time(PROBE_INTERVAL_S)
     tier.run()
     assert tier.ssd.reason is None
@@ -127,10 +127,10 @@ def test_a_load_that_hangs_keeps_only_what_has_begun(tier):
     tier.disk.begun = tier.disk.jobs[0]
     tier.pass_time(100)
     assert not tier.ask(chain)
-    assert tier.books.num_stuck == tier.books.counts[BlockState.DRAINING] > 0
+    assert tier.kv_pool.num_stuck == tier.kv_pool.counts[BlockState.DRAINING] > 0
     tier.disk.begun = None
     tier.run()
-    assert tier.books.num_stuck == tier.books.counts[BlockState.DRAINING] == 0
+    assert tier.kv_pool.num_stuck == tier.kv_pool.counts[BlockState.DRAINING] == 0
 
 
 def test_damage_says_nothing_of_the_rate_and_declined_loads_have_it_measured_again(tier):
@@ -156,7 +156,7 @@ def test_few_blocks_at_a_time_are_on_their_way_to_the_disk(tier):
     tier.compute(chain)
     tier.compute(chain)
     tier.run(most=1)
-    assert tier.books.counts[BlockState.DRAINING] == STORED_AT_ONCE
+    assert tier.kv_pool.counts[BlockState.DRAINING] == STORED_AT_ONCE
 
 
 def test_a_prompt_waits_for_its_blocks_and_finds_them_cached(tier):
@@ -229,7 +229,7 @@ def test_a_block_that_two_prompts_wait_for_is_loaded_once(tier):
 def test_at_most_an_eighth_of_a_pool_waits_for_loads(tier):
     chain = kept(tier, *range(12))
     assert tier.ask(chain)
-    assert tier.books.counts[BlockState.DRAINING] == CAPACITY // 8
+    assert tier.kv_pool.counts[BlockState.DRAINING] == CAPACITY // 8
     assert not tier.ask(kept_beside(tier), 2)
     tier.run()
     assert tier.compute(chain) == CAPACITY // 8
@@ -244,7 +244,7 @@ def kept_beside(tier):
     tier.compute(chain)
     tier.run()
     for block_hash in chain.hashes:
-        tier.books._forget(tier.books.index.blocks([block_hash])[0])
+        tier.kv_pool._forget(tier.kv_pool.index.blocks([block_hash])[0])
     tier.disk.jobs.extend(waiting)
     return chain
 
@@ -256,7 +256,7 @@ def test_a_pool_of_a_few_blocks_has_one_of_them_waiting():
         assert tier.ask(chain)
         assert len(tier.disk.jobs) == 1
         tier.run()
-        assert len(tier.books.index.blocks(chain.hashes)) == num_there
+        assert len(tier.kv_pool.index.blocks(chain.hashes)) == num_there
     assert not tier.ask(chain)
     tier.check()
 
@@ -266,8 +266,8 @@ def test_what_a_load_needs_before_it_is_not_evicted_for_it():
     chain = kept(tier, 1, 2, 3)
     tier.compute(tier.chain(1))  # the least recently used from now on
     tier.compute(tier.chain(*range(100, 115)))
-    assert tier.books.num_free == 16
-    assert tier.books.counts[BlockState.FREE] == 0
+    assert tier.kv_pool.num_free == 16
+    assert tier.kv_pool.counts[BlockState.FREE] == 0
     assert tier.ask(chain)
     tier.run()
     assert tier.compute(chain) == 3
@@ -281,9 +281,9 @@ def test_a_prompt_waits_no_longer_than_a_deadline_and_then_does_not_ask_again(ti
     assert not tier.ask(chain)
     assert tier.num_changes == 1
     assert tier.ssd.counts.missed_deadlines == 1
-    assert tier.books.counts[BlockState.DRAINING] == 3  # a thread may be in the middle of it
+    assert tier.kv_pool.counts[BlockState.DRAINING] == 3  # a thread may be in the middle of it
     tier.run()
-    assert tier.books.num_free == CAPACITY
+    assert tier.kv_pool.num_free == CAPACITY
 
 
 def test_who_has_gone_is_not_waited_for(tier):
@@ -367,7 +367,7 @@ def test_a_disk_that_cannot_be_read_is_found_out(tier):
         assert tier.ask(chain, seq_id)
         tier.run()
     assert tier.ssd.reason == "reading fails: input/output error"
-    assert tier.books.num_free == CAPACITY
+    assert tier.kv_pool.num_free == CAPACITY
 
 
 def test_a_full_disk_is_said_once_and_tried_again_later(tier):
@@ -378,7 +378,7 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tier):
     tier.run()
     assert tier.events == ["ssd.refused"]
     assert tier.ssd.limit == "it takes no blocks: no space left on device"
-    assert tier.books.num_free == CAPACITY
+    assert tier.kv_pool.num_free == CAPACITY
     tier.ssd.sweep()  # which it can do says nothing of what it takes
     tier.disk.error = None
     tier.run()
@@ -482,11 +482,11 @@ def test_costs_follow_what_loads_take_and_add_up_regret():
     assert costs.is_worth_it(1, None)
     costs.loaded(1000, elapsed_ms=5, compute_ms=2)
     assert costs.predict_ms(1000) > OVERHEAD_MS + 1
-    assert costs.regret_ms == 3
+    assert costs.excess_load_ms == 3
     costs.loaded(0, elapsed_ms=10, compute_ms=4)  # given up: all of the wait was in vain
-    assert costs.regret_ms == 13
+    assert costs.excess_load_ms == 13
     costs.loaded(1000, elapsed_ms=1, compute_ms=None)
-    assert costs.regret_ms == 13
+    assert costs.excess_load_ms == 13
     assert costs.num_loads == 3
 
 
@@ -507,7 +507,7 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def dispatch(self):
         for seq_id, chain in list(self.waiting.items()):
-            if not self.tier.ask(chain, seq_id) and self.tier.books.num_free >= len(chain):
+            if not self.tier.ask(chain, seq_id) and self.tier.kv_pool.num_free >= len(chain):
                 del self.waiting[seq_id]
                 self.tier.ssd.forget(seq_id)
                 self.tier.compute(chain)
@@ -540,7 +540,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        if all(count == 0 for count in self.tier.books.num_commands):
+        if all(count == 0 for count in self.tier.kv_pool.num_commands):
             self.tier.forget_pool()
 
     @invariant()
@@ -552,7 +552,7 @@ class Walk(RuleBasedStateMachine):
         if hasattr(self, "tier"):
             self.tier.disk.error = None
             self.tier.run()
-            assert self.tier.books.num_free == self.tier.books.capacity
+            assert self.tier.kv_pool.num_free == self.tier.kv_pool.capacity
             assert not any(map(self.tier.ssd.is_loading, self.waiting))
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from engine.cache.blocks import Ledger
 from engine.cache.hashes import PrefixHasher
-from engine.cache.topology import make_places
+from engine.cache.topology import make_topology
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
@@ -24,7 +24,7 @@ def places_of(arm, num_blocks, num_slots):
     transport = arm.split()[-1] if arm in COPYING else "alias"
     if "colocated" in arm:
         home = "colocated" if "gpu" in arm else None
-        topology = make_places(["colocated"], ["colocated"], transport, home=home)
+        topology = make_topology(["colocated"], ["colocated"], transport, home=home)
     else:
         home = "decode" if arm == "gpu" else None
         in_workers = "gpu" in arm and arm in COPYING
@@ -34,7 +34,7 @@ def places_of(arm, num_blocks, num_slots):
             for role, count in zip(("prefill", "decode"), counts, strict=True)
         ]
         homes = [name for role in names for name in role] if in_workers else []
-        topology = make_places(*names, transport, home=home, in_workers=homes)
+        topology = make_topology(*names, transport, home=home, in_workers=homes)
     many = num_blocks if isinstance(num_blocks, dict) else {}
     sizes = {
         p.name: num_slots + 1 if p.name == "ring" else many.get(p.name, num_blocks)
@@ -48,7 +48,7 @@ class World:
 
     def __init__(self, arm, *, num_blocks=65, num_slots=3, max_queued=50, max_queued_tokens=5000):
         self.topology = places_of(arm, num_blocks, num_slots)
-        self.ledger = Ledger(self.topology.books(BLOCK_SIZE))
+        self.ledger = Ledger(self.topology.new_block_pools(BLOCK_SIZE))
         self.now_ns = 10**9
         self.memory = {}
         cores = {name: (core,) for core, name in enumerate(self.topology.names)}
@@ -73,7 +73,7 @@ class World:
             roles="elastic" if "elastic" in arm else "static",
             cores=cores,
         )
-        self.router.fetches.predict_ms = lambda *_: None  # steps take no time here
+        self.router.prefix_copies.predict_ms = lambda *_: None  # steps take no time here
         self.next_seq_id = 1
         for name in self.workers:
             self.router.worker_ready(name, self.now_ns)

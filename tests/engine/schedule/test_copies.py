@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.cache.topology import make_places
+from engine.cache.topology import make_topology
 from engine.schedule.links import JUDGED_BYTES, MAX_STRIKES, Links
-from engine.schedule.sequence import Leg
+from engine.schedule.sequence import RouteStage
 from engine.wire.messages import Copied
 
 ROLES = (["p0", "p1"], ["decode"])
@@ -15,7 +15,7 @@ FAST, SLOW = NUM_BYTES, 3 * NUM_BYTES
 
 @pytest.fixture
 def topology():
-    return make_places(*ROLES, "peer", in_workers=("p0", "p1", "decode"))
+    return make_topology(*ROLES, "peer", in_workers=("p0", "p1", "decode"))
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_between_devices_there_is_a_way_through_the_host(topology):
     assert topology.copied_by("p0") == ["decode", "ring"]
     assert topology.copied_by("decode") == ["ring"]
     assert topology.transport == "peer"
-    on_cores = make_places(*ROLES, "peer")
+    on_cores = make_topology(*ROLES, "peer")
     assert on_cores.link("p0", "decode").fallback is None
     assert on_cores.passing_pools() == set()
 
@@ -96,7 +96,7 @@ def test_a_try_that_fails_at_start_is_enough(topology):
 
 
 def test_a_link_without_another_way_is_never_down():
-    topology = make_places(["p0"], ["decode"], "peer")
+    topology = make_topology(["p0"], ["decode"], "peer")
     links = Links(topology)
     links.probed("p0", {"decode": 1e9})
     make(links, topology, 3 * MAX_STRIKES, error="lost")
@@ -118,9 +118,9 @@ def test_rates_and_bytes_are_those_of_copies_that_were_made(links, topology):
 
 
 def test_legs_are_named_where_there_are_several_workers_of_a_role(links):
-    legs = (Leg("p0", 1), Leg("decode", 9))
-    assert links.named(legs) == "; p0 to decode by peer"
-    assert links.named(legs[1:]) == "; at decode"
+    stages = (RouteStage("p0", 1), RouteStage("decode", 9))
+    assert links.named(stages) == "; p0 to decode by peer"
+    assert links.named(stages[1:]) == "; at decode"
     links.probed("p0", {"decode": 0.0})
-    assert links.named(legs) == "; p0 to decode by shm"
-    assert Links(make_places(["p0"], ["decode"], "peer")).named(legs) == ""
+    assert links.named(stages) == "; p0 to decode by shm"
+    assert Links(make_topology(["p0"], ["decode"], "peer")).named(stages) == ""

@@ -108,7 +108,7 @@ def test_gaps_that_will_be_long_after_a_prompt_are_no_leave_to_make_them_so_befo
     chats = WorkerLoad(batch=2, context=100)
     choice = choice_of(long, predict=deep, decode=chats)
     assert choice.pair == MOVE
-    assert "gaps up to 1.4 ms predicted, 17.5 ms after" in choice.about
+    assert "max ITL 1.4 ms predicted, 17.5 ms after" in choice.about
     assert choice_of(long, predict=deep, decode=chats, slo=Slo(itl_ms=40)).pair == DECODE, "allowed"
 
 
@@ -210,10 +210,10 @@ def test_a_way_that_is_closed_is_not_taken_and_others_are():
     busy = replace(loads(CPU, decode=TWO_STREAMS), num_prompt_tokens=4)
     first = choose(busy, linear)
     assert first.pair == DECODE
-    choice = choose(replace(busy, closed=frozenset({first.forecast.way})), linear)
+    choice = choose(replace(busy, closed=frozenset({first.forecast.kind})), linear)
     assert (choice.pair, choice.reason) == (MOVE, "wary")
-    assert first.forecast.way == PredictionKind(DECODE, is_beside=True, num_cores=2, size=4)
-    larger = replace(busy, closed=frozenset({first.forecast.way._replace(size=8)}))
+    assert first.forecast.kind == PredictionKind(DECODE, is_beside=True, num_cores=2, size=4)
+    larger = replace(busy, closed=frozenset({first.forecast.kind._replace(size=8)}))
     assert choose(larger, linear) == first
 
 
@@ -221,7 +221,7 @@ def test_a_forecast_promises_the_target_where_that_is_wider():
     busy = replace(loads(CPU, decode=TWO_STREAMS), slo=Slo(itl_ms=5000))
     assert choose(busy, linear).forecast.promise_ms == 5000
     missed = choose(replace(busy, slo=Slo(itl_ms=1)), linear).forecast
-    assert missed.promise_ms == missed.gap_ms < missed.itl_ms
+    assert missed.promise_ms == missed.max_itl_ms < missed.itl_ms
 
 
 def test_a_way_that_is_hardly_better_does_not_replace_the_last_one():
@@ -389,18 +389,18 @@ ALONE = PredictionKind(Pair("decode", "decode"), is_beside=False, num_cores=2, s
 MOVED = PredictionKind(Pair("prefill", "decode"), is_beside=True, num_cores=2, size=10)
 
 
-class Ways:
+class Judged:
     """Outcomes of prompts of 400 tokens in steps of 100, on two cores; 40 ms and gaps of 10."""
 
     def __init__(self):
         self.num_measured = 0
-        self.outcomes = Outcomes(lambda way: self.num_measured)
+        self.outcomes = Outcomes(lambda kind: self.num_measured)
         self.now_ns = 0
 
-    def begin(self, way, seq_id=1):
+    def begin(self, kind, seq_id=1):
         self.outcomes.begin(
             seq_id,
-            Forecast(way, 50.0, 40.0, 10.0, 11.0, 1.0, 1.0, promise_ms=12.0),
+            Forecast(kind, 50.0, 40.0, 10.0, 11.0, 1.0, 1.0, promise_ms=12.0),
             num_tokens=400,
             at_ns=self.now_ns,
         )
@@ -413,9 +413,9 @@ class Ways:
         step = Stepped(self.now_ns - int(ms * 1e6), self.now_ns, 0, others, entries)
         return self.outcomes.stepped(worker, step, num_cores)
 
-    def prompt(self, way, ms, *, others=0, num_cores=2):
+    def prompt(self, kind, ms, *, others=0, num_cores=2):
         """All of one; the outcome of its last step."""
-        self.begin(way)
+        self.begin(kind)
         for computed in (100, 200, 300, 400):
             came = self.step(
                 "decode", ms, computed, is_last=computed == 400, others=others, num_cores=num_cores
@@ -434,99 +434,99 @@ def entry(seq_id, num_computed_tokens, num_scheduled_tokens, token_ids=()):
 
 
 @pytest.fixture
-def ways():
-    return Ways()
+def judged():
+    return Judged()
 
 
-def test_a_prompt_that_went_as_predicted_is_judged_and_its_way_stays_open(ways):
-    outcome = ways.prompt(BESIDE, 10, others=2)
-    assert (outcome.seq_id, outcome.gives_way) == (1, False)
-    assert outcome.about == "; it took 40 ms and gaps of 10.0 ms"
-    record = ways.outcomes.records[BESIDE]
+def test_a_prompt_that_went_as_predicted_is_judged_and_its_way_stays_open(judged):
+    outcome = judged.prompt(BESIDE, 10, others=2)
+    assert (outcome.seq_id, outcome.yields) == (1, False)
+    assert outcome.about == "; it took 40 ms and ITL 10.0 ms"
+    record = judged.outcomes.records[BESIDE]
     assert (record.num_judged, record.num_missed) == (1, 0)
     assert record.error == pytest.approx(0, abs=0.01)
-    assert not ways.outcomes.closed()
+    assert not judged.outcomes.closed()
 
 
-def test_one_twice_as_bad_is_counted_and_closes_its_way_until_measured_anew(ways):
-    ways.num_measured = 20
-    outcome = ways.prompt(ALONE, 21)
+def test_one_twice_as_bad_is_counted_and_closes_its_way_until_measured_anew(judged):
+    judged.num_measured = 20
+    outcome = judged.prompt(ALONE, 21)
     assert "twice as bad" in outcome.about
-    assert ways.outcomes.records[ALONE].num_missed == 1
-    assert ways.outcomes.closed() == {ALONE}
-    ways.num_measured += ANEW_STEPS - 1
-    assert ways.outcomes.closed() == {ALONE}
-    ways.num_measured += 1
-    assert not ways.outcomes.closed()
-    assert ways.outcomes.records[ALONE].num_missed == 1, "which stays in the count"
+    assert judged.outcomes.records[ALONE].num_missed == 1
+    assert judged.outcomes.closed() == {ALONE}
+    judged.num_measured += ANEW_STEPS - 1
+    assert judged.outcomes.closed() == {ALONE}
+    judged.num_measured += 1
+    assert not judged.outcomes.closed()
+    assert judged.outcomes.records[ALONE].num_missed == 1, "which stays in the count"
 
 
-def test_the_static_way_is_counted_and_never_closed(ways):
-    ways.begin(MOVED)
+def test_the_static_way_is_counted_and_never_closed(judged):
+    judged.begin(MOVED)
     for computed in (100, 200, 300, 400):
-        came = ways.step("prefill", 30, computed, is_last=computed == 400)
+        came = judged.step("prefill", 30, computed, is_last=computed == 400)
     assert "twice as bad" in came[0].about
-    assert not ways.outcomes.closed()
+    assert not judged.outcomes.closed()
 
 
-def test_gaps_that_exceed_what_was_promised_make_a_prompt_give_way_at_once(ways):
-    outcome = ways.prompt(BESIDE, 25, others=2)
-    assert outcome.gives_way
-    assert outcome.about.startswith("; gave way after 100 tokens and gaps of 25.0 ms")
-    assert ways.outcomes.records[BESIDE].num_gave_way == 1
-    assert not ways.step("decode", 25, 200, others=2), "once"
+def test_gaps_that_exceed_what_was_promised_make_a_prompt_give_way_at_once(judged):
+    outcome = judged.prompt(BESIDE, 25, others=2)
+    assert outcome.yields
+    assert outcome.about.startswith("; yielded after 100 tokens and ITL 25.0 ms")
+    assert judged.outcomes.records[BESIDE].num_gave_way == 1
+    assert not judged.step("decode", 25, 200, others=2), "once"
 
 
-def test_gaps_within_the_promise_are_kept_to(ways):
-    assert not ways.prompt(BESIDE, 15, others=2).gives_way
+def test_gaps_within_the_promise_are_kept_to(judged):
+    assert not judged.prompt(BESIDE, 15, others=2).yields
 
 
-def test_whoever_begins_to_decode_meanwhile_is_made_way_for_and_blames_nobody(ways):
-    ways.begin(ALONE)
-    assert not ways.step("decode", 30, 100)
-    (outcome,) = ways.step("decode", 30, 200, others=1)
-    assert outcome.gives_way
+def test_whoever_begins_to_decode_meanwhile_is_made_way_for_and_blames_nobody(judged):
+    judged.begin(ALONE)
+    assert not judged.step("decode", 30, 100)
+    (outcome,) = judged.step("decode", 30, 200, others=1)
+    assert outcome.yields
 
 
-def test_gaps_of_the_other_worker_count_for_a_prompt_that_moves(ways):
-    ways.begin(MOVED)
+def test_gaps_of_the_other_worker_count_for_a_prompt_that_moves(judged):
+    judged.begin(MOVED)
     for computed in (100, 200, 300):
-        ways.step("prefill", 10, computed)
-        ways.step("decode", 25, others=2)
-    (outcome,) = ways.step("prefill", 10, 400, is_last=True)
-    assert outcome.about.endswith("gaps of 25.0 ms, twice as bad or worse")
-    assert not outcome.gives_way
+        judged.step("prefill", 10, computed)
+        judged.step("decode", 25, others=2)
+    (outcome,) = judged.step("prefill", 10, 400, is_last=True)
+    assert outcome.about.endswith("ITL 25.0 ms, twice as bad or worse")
+    assert not outcome.yields
 
 
-def test_on_other_cores_than_presumed_nothing_is_judged(ways):
-    outcome = ways.prompt(ALONE, 100, num_cores=1)
+def test_on_other_cores_than_presumed_nothing_is_judged(judged):
+    outcome = judged.prompt(ALONE, 100, num_cores=1)
     assert outcome.about == "; it took 400 ms"
-    assert ways.outcomes.records[ALONE].num_judged == 0
+    assert judged.outcomes.records[ALONE].num_judged == 0
 
 
-def test_a_short_one_is_no_jitter_only_the_second_time(ways):
+def test_a_short_one_is_no_jitter_only_the_second_time(judged):
     for is_closed in (False, True):
-        ways.begin(BESIDE)
-        ways.step("decode", 100, 400, is_last=True, others=1)
-        assert bool(ways.outcomes.closed()) == is_closed
+        judged.begin(BESIDE)
+        judged.step("decode", 100, 400, is_last=True, others=1)
+        assert bool(judged.outcomes.closed()) == is_closed
 
 
-def test_what_is_forgotten_has_no_outcome(ways):
-    ways.begin(ALONE)
-    ways.outcomes.forget(1)
-    ways.outcomes.forget(1)
-    assert not ways.step("decode", 500, 400, is_last=True)
-    assert not ways.outcomes.records
+def test_what_is_forgotten_has_no_outcome(judged):
+    judged.begin(ALONE)
+    judged.outcomes.forget(1)
+    judged.outcomes.forget(1)
+    assert not judged.step("decode", 500, 400, is_last=True)
+    assert not judged.outcomes.records
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 1000), st.integers(0, 3)), max_size=30))
 def test_every_prompt_has_one_outcome_and_records_add_up(steps):
-    ways, num_outcomes = Ways(), 0
+    judged, num_outcomes = Judged(), 0
     for index, (ms, others) in enumerate(steps):
-        ways.begin(BESIDE, seq_id=index)
-        came = ways.step("decode", ms, 400, is_last=True, others=others, seq_id=index)
+        judged.begin(BESIDE, seq_id=index)
+        came = judged.step("decode", ms, 400, is_last=True, others=others, seq_id=index)
         num_outcomes += len(came)
-    record = ways.outcomes.records.get(BESIDE)
+    record = judged.outcomes.records.get(BESIDE)
     assert num_outcomes == len(steps)
     if record is not None:
         assert 0 <= record.num_missed <= record.num_judged <= len(steps)

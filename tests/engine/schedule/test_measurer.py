@@ -3,7 +3,7 @@
 import pytest
 
 from engine.cache.blocks import Ledger
-from engine.cache.topology import make_places
+from engine.cache.topology import make_topology
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.copies import Copies
 from engine.schedule.measurer import (
@@ -41,9 +41,9 @@ class Machine:
         buses = None if is_one_bus else {name: name for name in cores}
         roles = [[name for name in cores if name.startswith(r)] for r in ("prefill", "decode")]
         transport = "alias" if is_one_bus else "peer"
-        topology = make_places(*roles, transport, buses=buses)
+        topology = make_topology(*roles, transport, buses=buses)
         topology = topology.with_pools({pool.name: num_blocks for pool in topology.pools})
-        self.ledger = Ledger(topology.books(16))
+        self.ledger = Ledger(topology.new_block_pools(16))
         copies = Copies(self.ledger, topology)
         self.profile = Profile() if profile is None else profile
         self.roles = Roles(topology, cores, "elastic", copies, 512, send, profile=self.profile)

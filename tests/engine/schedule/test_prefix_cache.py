@@ -33,7 +33,7 @@ def test_an_answer_is_found_where_the_next_turn_is_computed(arm):
     assert second.num_cached_tokens == 36
     assert world.scheduled[second.seq_id] == second.num_prompt_tokens - 36 + 4
     counters = world.router.counters
-    if second.route == "move" and second.legs[0].worker == first.legs[0].worker:
+    if second.route == "move" and second.stages[0].worker == first.stages[0].worker:
         assert counters.prefix_cache_fetches == 36 - 8
     assert counters.handoff_bytes == first.handoff_bytes + second.handoff_bytes
 
@@ -41,7 +41,7 @@ def test_an_answer_is_found_where_the_next_turn_is_computed(arm):
 @pytest.mark.parametrize("arm", PAIRS)
 def test_what_is_cheaper_to_compute_is_computed(arm):
     world, first = answered(arm)
-    world.router.fetches.predict_ms = lambda *_: 0.5
+    world.router.prefix_copies.predict_ms = lambda *_: 0.5
     second = next_turn(world, first)
     world.finish(second)
     assert second.num_cached_tokens == 8
@@ -80,7 +80,7 @@ def test_a_copy_that_fails_ends_the_wait(arm):
     world, first = answered(arm)
     second = next_turn(world, first)
     world.submit(second)
-    decode = world.workers[first.legs[-1].worker]
+    decode = world.workers[first.stages[-1].worker]
     while decode.inbox:
         decode.receive(world.now_ns)
     decode.break_copies()

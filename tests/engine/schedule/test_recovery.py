@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.growth import PreemptionCandidate, victim
+from engine.schedule.block_allocator import PreemptionCandidate, victim
 from engine.schedule.sequence import Sequence, Stamps
 from engine.schedule.sequence_table import age
 from engine.schedule.worker_routes import MAX_PREEMPTIONS

@@ -3,18 +3,18 @@
 import pytest
 
 from engine.cache.blocks import Ledger
-from engine.cache.topology import make_places
+from engine.cache.topology import make_topology
 from engine.schedule.copies import Copies
 from engine.schedule.core_lending import Cores
 from engine.schedule.elastic import PairChoice
 from engine.schedule.roles_in_force import Roles
-from engine.schedule.sequence import Leg, On, Phase, Sequence, Stamps
+from engine.schedule.sequence import On, Phase, RouteStage, Sequence, Stamps
 from engine.schedule.step_times import StepLoad
 from engine.schedule.worker_routes import Pair
 from engine.wire.messages import CoresUsed, SequenceStep, Stepped
 from engine.wire.sampling import SamplingParams
 
-PLACES = make_places(["prefill"], ["decode"], "alias")
+PLACES = make_topology(["prefill"], ["decode"], "alias")
 MOVE = Pair("prefill", "decode")
 DECODE = Pair("decode", "decode")
 PREFILL = Pair("prefill", "prefill")
@@ -29,7 +29,7 @@ class Machine:
         cores = cores or TWO_CORES
         send = lambda name, command: self.told.append((name, command))  # noqa: E731
         self.now_s = 1000.0
-        copies = Copies(Ledger(topology.books(16)), topology)
+        copies = Copies(Ledger(topology.new_block_pools(16)), topology)
         self.roles = Roles(topology, cores, roles, copies, 512, send, **options)
         for name in cores:
             self.roles.worker_ready(name)
@@ -79,9 +79,9 @@ def entry(num_computed_tokens, num_scheduled_tokens):
 def sequence(worker=None, phase=Phase.DECODING, num_prompt_tokens=200):
     sampling = SamplingParams(max_tokens=50, seed=0)
     made = Sequence(1, "r", 0, [1] * num_prompt_tokens, sampling, Stamps(0))
-    made.legs = (Leg(worker or "decode", 50),)
+    made.stages = (RouteStage(worker or "decode", 50),)
     if worker is not None:
-        made.where = On(made.legs[0])
+        made.where = On(made.stages[0])
     made.num_computed_tokens = num_prompt_tokens if phase is Phase.DECODING else 0
     return made
 
@@ -183,14 +183,14 @@ def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
 
 def test_workers_that_share_cores_with_their_like_have_something_to_choose():
     cores = {"prefill0": (0,), "prefill1": (0,), "decode": (1,)}
-    topology = make_places(["prefill0", "prefill1"], ["decode"], "alias")
+    topology = make_topology(["prefill0", "prefill1"], ["decode"], "alias")
     machine = Machine("elastic", cores, topology)
     assert not machine.roles.acts_static
     assert not machine.roles.cores.can_lend
 
 
 def test_one_worker_is_colocated_whatever_is_asked_for():
-    topology = make_places(["colocated"], ["colocated"], "alias")
+    topology = make_topology(["colocated"], ["colocated"], "alias")
     machine = Machine("elastic", {"colocated": (0, 1)}, topology)
     assert machine.roles.roles == "colocated"
     assert machine.settle(sequence("colocated")) == [[0, 1]]
@@ -236,7 +236,7 @@ def test_who_decoded_a_moment_ago_is_expected_back_and_then_no_more(learned):
 def test_who_will_decode_after_its_prompt_counts_with_those_who_do(learned):
     learned.now_s += 60
     moving = sequence("prefill", Phase.PREFILLING)
-    moving.legs = (Leg("prefill", 1), Leg("decode", 50))
+    moving.stages = (RouteStage("prefill", 1), RouteStage("decode", 50))
     assert learned.route(sequence(), moving).pair == MOVE
 
 

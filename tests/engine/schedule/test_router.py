@@ -54,8 +54,8 @@ def test_blocks_come_as_they_are_needed_and_in_one_message_for_all():
     world = World("colocated", num_blocks=33)
     sequences = [world.sequence(5, 30), world.sequence(6, 30)]
     told = []
-    send = world.router.growth._send
-    world.router.growth._send = lambda name, command: (told.append(command), send(name, command))
+    send = world.router.allocator._send
+    world.router.allocator._send = lambda name, command: (told.append(command), send(name, command))
     world.submit(*sequences)
     assert [len(world.ledger.table(s.seq_id, "kv")) for s in sequences] == [4, 4]
     world.run()
@@ -136,7 +136,7 @@ def test_what_has_become_too_long_for_the_pool_where_it_began_is_computed_where_
     (paused,) = world.router.at.paused.values()
     assert paused.num_tokens > 32
     world.run()
-    assert [leg.worker for leg in paused.legs] == ["decode"]
+    assert [stage.worker for stage in paused.stages] == ["decode"]
     for sequence in sequences:
         assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
 
@@ -244,7 +244,7 @@ def test_blocks_go_while_their_prompt_is_computed():
     for _ in range(3):
         world.tick()
     assert sequence.phase is Phase.PREFILLING
-    assert world.router.copies.num_arrived(sequence, sequence.legs[1].worker) == 6
+    assert world.router.copies.num_arrived(sequence, sequence.stages[1].worker) == 6
 
 
 @pytest.mark.parametrize("arm", ["peer", "shm", "gpu peer"])
@@ -270,8 +270,8 @@ def test_slots_are_first_for_what_is_computed_and_half_of_them_ahead():
     world = World("shm", num_slots=4)
     long, short = world.sequence(70, 3), world.sequence(3, 3)
     world.submit(long)
-    ring = world.ledger.pools["ring"]
-    assert ring.num_free == 2  # two blocks of the long prompt have a slot before they are there
+    staging = world.ledger.pools["ring"]
+    assert staging.num_free == 2  # two blocks of the long prompt have a slot before they are there
     world.submit(short)
     world.tick()
     world.tick()
@@ -285,7 +285,7 @@ def test_a_sequence_in_the_wrong_container_is_found():
     world = World("alias")
     sequence = world.sequence()
     world.submit(sequence)
-    sequence.where = Waiting(sequence.legs[0])
+    sequence.where = Waiting(sequence.stages[0])
     with pytest.raises(InvariantViolated):
         world.router.check_invariants()
 
@@ -491,7 +491,7 @@ def test_a_worker_that_never_comes_back_is_done_without(arm, role, after_ticks, 
     world.run()
     for sequence in (*early, *late):
         assert world.emitted[sequence.seq_id] == expected_tokens(sequence)
-    assert victim not in {leg.worker for sequence in late for leg in sequence.legs}
+    assert victim not in {stage.worker for sequence in late for stage in sequence.stages}
     world.assert_all_free()
 
 
@@ -749,7 +749,7 @@ def test_what_came_of_a_forecast_is_said_and_who_breaks_it_gives_way():
     )
     prompt = world.sequence(30, 3)
     world.submit(prompt)
-    outcomes = [Outcome(prompt.seq_id, "; it was not", gives_way=True), Outcome(99, "; no such")]
+    outcomes = [Outcome(prompt.seq_id, "; it was not", yields=True), Outcome(99, "; no such")]
     stepped = world.router.roles.stepped
     world.router.roles.stepped = lambda *args: (stepped(*args), [outcomes.pop()])[1]
     world.tick()

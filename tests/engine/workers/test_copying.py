@@ -20,13 +20,13 @@ from engine.wire.sampling import SamplingParams
 from engine.workers import copying
 from engine.workers.copying import Copier, copy_blocks, probe
 from engine.workers.device import DeviceTime
-from engine.workers.running import WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 from tests.accelerator import DEVICE, FakeDevice
 
 SHAPE = (2, 2, 4, 1, 8)
 
 
-def pool_and_ring(dtype=torch.float32):
+def pool_and_staging(dtype=torch.float32):
     return torch.randn(6, *SHAPE).to(dtype), torch.randn(4, *SHAPE).to(dtype)
 
 
@@ -50,24 +50,24 @@ def test_blocks_that_follow_each_other_are_copied_as_each_would_be(pairs):
 
 
 def test_copied_blocks_are_there_with_all_layers_also_on_a_device():
-    pool, ring = pool_and_ring()
+    pool, staging = pool_and_staging()
     device = FakeDevice()
     with device.accelerator.on():
         on_device = pool.to(DEVICE)
-        assert copy_blocks(on_device, ring, [(5, 1), (2, 3)], device)[0] == 2 * pool[0].nbytes
-        assert copy_blocks(ring, on_device, [(3, 4)], device)[0] == pool[0].nbytes
+        assert copy_blocks(on_device, staging, [(5, 1), (2, 3)], device)[0] == 2 * pool[0].nbytes
+        assert copy_blocks(staging, on_device, [(3, 4)], device)[0] == pool[0].nbytes
         assert torch.equal(on_device[4].cpu(), pool[2])
-    assert torch.equal(ring[1], pool[5])
-    assert torch.equal(ring[3], pool[2])
+    assert torch.equal(staging[1], pool[5])
+    assert torch.equal(staging[3], pool[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_try_touches_nobodys_block_and_says_how_fast_it_was(dtype):
-    pool, ring = pool_and_ring(dtype)
-    pool_before, ring_before = pool.clone(), ring.clone()
-    assert probe(pool, ring) > 0
+    pool, staging = pool_and_staging(dtype)
+    pool_before, staging_before = pool.clone(), staging.clone()
+    assert probe(pool, staging) > 0
     assert torch.equal(pool, pool_before)
-    assert torch.equal(ring[1:], ring_before[1:])
+    assert torch.equal(staging[1:], staging_before[1:])
 
 
 def test_a_try_outlasts_another_worker_that_writes_its_padding_meanwhile(monkeypatch):
@@ -75,14 +75,14 @@ def test_a_try_outlasts_another_worker_that_writes_its_padding_meanwhile(monkeyp
 
     def disturbed(source, target, pairs, device=None):
         copied = copy_blocks(source, target, pairs, device)
-        if target is ring and next(writes, None) is not None:
-            ring[0].fill_(-1)
+        if target is staging and next(writes, None) is not None:
+            staging[0].fill_(-1)
         return copied
 
-    pool, ring = pool_and_ring()
+    pool, staging = pool_and_staging()
     monkeypatch.setattr(copying, "copy_blocks", disturbed)
     monkeypatch.setattr(copying, "_PROBE_PATIENCE_S", 60.0)
-    assert probe(pool, ring) > 0
+    assert probe(pool, staging) > 0
     assert next(writes, None) is None
 
 
@@ -95,7 +95,7 @@ def test_a_ring_that_loses_a_byte_is_found_out(monkeypatch):
     monkeypatch.setattr(copying, "copy_blocks", lossy)
     monkeypatch.setattr(copying, "_PROBE_PATIENCE_S", 0.0)
     with pytest.raises(WorkerFailed, match="not what was sent"):
-        probe(*pool_and_ring())
+        probe(*pool_and_staging())
 
 
 def test_a_pool_that_is_mapped_anew_takes_what_comes_after_and_nothing_before():
@@ -203,7 +203,7 @@ def test_a_devices_link_is_tried_with_bytes_enough_to_hide_what_one_copy_costs(m
 
     device = SimpleNamespace(beside=beside, mark=lambda: lambda: None)
     monkeypatch.setattr(copying, "copy_blocks", counted)
-    rate = probe(*pool_and_ring(), device)
+    rate = probe(*pool_and_staging(), device)
     assert 0.99e6 < rate <= 1e6
 
 

@@ -19,7 +19,7 @@ from engine.wire.messages import Admit, Release
 from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, WorkerRequest
+from engine.workers.worker_request import Grammars, WorkerRequest
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
@@ -278,7 +278,7 @@ def test_a_step_of_more_sequences_than_the_largest_graph_goes_without_one(folder
         assert all(len(machine.tokens(i)) == 6 for i in (1, 2, 3))
 
 
-def stand_in(seq_id, length):
+def dummy(seq_id, length):
     return WorkerRequest(
         seq_id=seq_id,
         generation=1,
@@ -306,7 +306,7 @@ def test_sequences_keep_their_rows_while_others_come_and_go(bare, changes):
             if place < len(stepping):
                 del stepping[place]
         for _ in range(min(arrivals, 8 - len(stepping))):
-            stepping.append(stand_in(next_id, 1 + next_id % BLOCKS_EACH))
+            stepping.append(dummy(next_id, 1 + next_id % BLOCKS_EACH))
             next_id += 1
         if not stepping:
             continue
@@ -324,7 +324,7 @@ def test_sequences_keep_their_rows_while_others_come_and_go(bare, changes):
 
 
 def test_one_departure_of_many_writes_two_rows_in_one_copy(bare):
-    device, staying = bare._device, [stand_in(i, 9) for i in range(1, 9)]
+    device, staying = bare._device, [dummy(i, 9) for i in range(1, 9)]
     with device.accelerator.on():
         bare.in_rows(staying)
         writes = device.accelerator.num_writes

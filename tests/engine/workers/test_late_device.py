@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.cache.blocks import Ledger
-from engine.cache.topology import make_places
+from engine.cache.topology import make_topology
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
@@ -19,15 +19,15 @@ from engine.wire.messages import Copied
 from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars
+from engine.workers.worker_request import Grammars
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 44, 8
 TRANSPORTS = {
-    "alias": make_places(["prefill"], ["decode"], "alias", home="decode"),
-    "peer": make_places(["prefill"], ["decode"], "peer", in_workers=("prefill", "decode")),
+    "alias": make_topology(["prefill"], ["decode"], "alias", home="decode"),
+    "peer": make_topology(["prefill"], ["decode"], "peer", in_workers=("prefill", "decode")),
 }
 
 
@@ -64,7 +64,7 @@ class Machine:
         self.harnesses = {name: self.harness(name) for name in self.topology.names}
         self.router = Router(
             self.topology,
-            Ledger(self.topology.books(BLOCK_SIZE)),
+            Ledger(self.topology.new_block_pools(BLOCK_SIZE)),
             FairQueue(64, 1 << 20),
             send=lambda name, command: self.inbox[name].append(command),
             emit=lambda *args: None,

@@ -33,10 +33,10 @@ from engine.workers import weight_streaming
 from engine.workers.device import CudaDevice, Memory, check_allocator
 from engine.workers.gpu_sizes import MIN_STEP_TOKENS, num_blocks_that_fit, step_tokens
 from engine.workers.kv_pool import block_shape
-from engine.workers.on_gpu import SLOW_ATTENTION, rehearse_largest
+from engine.workers.on_gpu import SLOW_ATTENTION, run_largest_steps
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars
 from engine.workers.weight_streaming import arena_views, stream_weights
+from engine.workers.worker_request import Grammars
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, no_grammars, start_alone
@@ -277,9 +277,10 @@ def test_two_workers_hand_over_through_a_pinned_ring(checkpoint, expected):
     num_slots = 5
     fd = os.memfd_create("ring")
     os.ftruncate(fd, num_slots * checkpoint.config.kv_block_bytes(BLOCK_SIZE, "float32"))
-    ring, gpu = PoolSpec("ring", fd, num_slots), GpuSpec("GPU-0", is_shared=True)
+    staging, gpu = PoolSpec("ring", fd, num_slots), GpuSpec("GPU-0", is_shared=True)
     prefill, decode = (
-        GpuWorker(checkpoint, name, FakeDevice(), gpu, other=ring) for name in ("prefill", "decode")
+        GpuWorker(checkpoint, name, FakeDevice(), gpu, other=staging)
+        for name in ("prefill", "decode")
     )
     with contextlib.closing(prefill), contextlib.closing(decode):
         for worker in (prefill, decode):
@@ -421,12 +422,12 @@ def test_no_step_needs_more_memory_than_those_rehearsed(family, tmp_path, monkey
     pool = torch.zeros(2, *block_shape(config, 16, "float32"))
     runner = Runner(model, pool, 16, Grammars(no_grammars))
     with torch.inference_mode(), LiveBytes() as memory:
-        runner.rehearse(1, 1)
+        runner.dummy_step(1, 1)
         memory.forget_peak()
-        rehearse_largest(runner, step_tokens, longest)
-        rehearsed_bytes, largest = memory.peak, {}
+        run_largest_steps(runner, step_tokens, longest)
+        largest_bytes, largest = memory.peak, {}
         for how in [(200, 500, 1), (1, 500, 64), (64, 300, 1), (30, 2, 2), (3, 512, 20)]:
             memory.forget_peak()
-            runner.rehearse(*how)
+            runner.dummy_step(*how)
             largest[how] = memory.peak
-    assert max(largest.values()) <= rehearsed_bytes, largest
+    assert max(largest.values()) <= largest_bytes, largest

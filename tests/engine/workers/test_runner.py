@@ -28,7 +28,7 @@ from engine.wire.messages import Admit
 from engine.wire.sampling import SamplingParams
 from engine.workers import runner as runner_file
 from engine.workers.runner import Runner
-from engine.workers.running import Grammars, WorkerRequest
+from engine.workers.worker_request import Grammars, WorkerRequest
 from tests.checkpoints import load_oracle
 from tests.engine.worker_harness import Harness
 
@@ -341,7 +341,7 @@ def test_a_model_whose_first_step_yields_no_numbers_is_not_served(bad, monkeypat
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_yields_no_numbers_ends_its_sequence_by_a_fault_of_ours(bad, temperature):
     runner = runner_of([bad] * 3)
-    asked = WorkerRequest.stand_in(3, [0], 0, temperature)
+    asked = WorkerRequest.dummy(3, [0], 0, temperature)
     (result,) = runner.collect(runner.launch([(asked, 3)]))
     assert (result.token_ids, result.is_fault) == ([], True)
     assert result.error == "the model has computed NaN or infinity in place of logits"

@@ -76,7 +76,7 @@ class WorkerRequest:
         )
 
     @classmethod
-    def stand_in(
+    def dummy(
         cls,
         num_tokens: int,
         block_table: list[int],
@@ -84,7 +84,7 @@ class WorkerRequest:
         temperature: float,
         top_k: int = 0,
     ) -> WorkerRequest:
-        """Make a prompt that no client has sent, of which so much counts as computed."""
+        """Make a prompt for a trial step, of which `num_computed_tokens` count as computed."""
         return cls(
             seq_id=0,
             generation=0,

@@ -65,7 +65,7 @@ class BlockAllocator:
         sequences: SequenceTable,
         send: Callable[[str, Command], None],
     ) -> None:
-        self._places = topology
+        self._topology = topology
         self._ledger = ledger
         self._sequences = sequences
         self._send = send
@@ -98,8 +98,8 @@ class BlockAllocator:
             if count <= 0:
                 del self._short[sequence.seq_id]
                 continue
-            worker = sequence.legs[-1].worker
-            pool = self._places.pool_of(worker)
+            worker = sequence.stages[-1].worker
+            pool = self._topology.pool_of(worker)
             if missing[pool] or not self._ledger.reserve(sequence.seq_id, {pool: count}):
                 missing[pool] += count
                 continue
@@ -116,35 +116,35 @@ class BlockAllocator:
                 self._short.pop(sequence.seq_id, None)
                 self._leaving[sequence.seq_id] = sequence.generation
                 release = Release(sequence.seq_id, sequence.generation, "preempted")
-                self._send(sequence.where.leg.worker, release)
+                self._send(sequence.where.stage.worker, release)
         return [sequence for sequence in victims if not isinstance(sequence.where, On)]
 
-    def spare(self) -> dict[str, int]:
+    def num_free(self) -> dict[str, int]:
         """Free blocks by pool that admission may take.
 
         What is left to the others is one block for each sequence that may need more where it
         decodes, and all that is missing: else somebody new would be preempted at once, or others.
         """
-        spare = {name: pool.num_free for name, pool in self._ledger.pools.items()}
+        num_free = {name: pool.num_free for name, pool in self._ledger.pools.items()}
         for sequence in self._sequences.holders():
-            pool = self._places.pool_of(sequence.legs[-1].worker)
-            books = self._ledger.pools[pool]
+            pool = self._topology.pool_of(sequence.stages[-1].worker)
+            kv_pool = self._ledger.pools[pool]
             num_held = len(self._ledger.table(sequence.seq_id, pool))
-            if num_held < books.num_blocks_for(whole_length(sequence)):
+            if num_held < kv_pool.num_blocks_for(whole_length(sequence)):
                 lacking = self._num_lacking(sequence) if sequence.seq_id in self._short else 0
-                spare[pool] -= 1 + lacking
-        return spare
+                num_free[pool] -= 1 + lacking
+        return num_free
 
     def _num_lacking(self, sequence: Sequence) -> int:
         """Blocks that it should have beyond its own; 0 where it does not decode, or is to leave."""
         where = sequence.where
         if (
             not isinstance(where, On)
-            or where.leg is not sequence.legs[-1]
+            or where.stage is not sequence.stages[-1]
             or self._leaves(sequence)
         ):
             return 0
-        pool = self._places.pool_of(where.leg.worker)
+        pool = self._topology.pool_of(where.stage.worker)
         wanted = self._ledger.pools[pool].num_blocks_for(positions_needed(sequence))
         return wanted - len(self._ledger.table(sequence.seq_id, pool))
 
@@ -156,16 +156,16 @@ class BlockAllocator:
         """As few as free what is missing, with what is about to be free without them."""
         chosen: dict[int, Sequence] = {}
         for pool in sorted(missing):
-            books = self._ledger.pools[pool]
-            coming = books.num_free + books.counts[BlockState.DRAINING] - books.num_stuck
+            kv_pool = self._ledger.pools[pool]
+            coming = kv_pool.num_free + kv_pool.counts[BlockState.DRAINING] - kv_pool.num_stuck
             holders = []
             for sequence in self._sequences.holders():
                 table = self._ledger.table(sequence.seq_id, pool)
-                num_freed = self._num_freed(books.name, table)
+                num_freed = self._num_freed(kv_pool.name, table)
                 if self._leaves(sequence) or sequence.seq_id in chosen:
                     coming += num_freed
                 elif table:
-                    num_lost = self._num_lost(sequence, books)
+                    num_lost = self._num_lost(sequence, kv_pool)
                     is_short = sequence.seq_id in self._short
                     holders.append(PreemptionCandidate(sequence, num_freed, num_lost, is_short))
             while coming < missing[pool] and (found := victim(holders)) is not None:
@@ -176,19 +176,19 @@ class BlockAllocator:
                     missing[pool] -= self._num_lacking(found.sequence)
         return list(chosen.values())
 
-    def _num_lost(self, sequence: Sequence, books: BlockPool) -> int:
+    def _num_lost(self, sequence: Sequence, kv_pool: BlockPool) -> int:
         """Positions that it would compute again, were its blocks given to others.
 
         What others refer to stays, and what another pool has. Its own that have a hash are found as
         long as they last, but in a full pool they are what goes next.
         """
-        table = self._ledger.table(sequence.seq_id, books.name)
-        num_left = sum(books.num_references[block_id] > 1 for block_id in table)
+        table = self._ledger.table(sequence.seq_id, kv_pool.name)
+        num_left = sum(kv_pool.num_references[block_id] > 1 for block_id in table)
         if sequence.prefix is not None:
             hashes = sequence.prefix.hashes
-            others = (pool for pool in self._ledger.pools.values() if pool is not books)
+            others = (pool for pool in self._ledger.pools.values() if pool is not kv_pool)
             num_left = max(num_left, *(pool.index.num_hit(hashes) for pool in others), 0)
-        return max(sequence.num_computed_tokens - num_left * books.block_size, 0)
+        return max(sequence.num_computed_tokens - num_left * kv_pool.block_size, 0)
 
     def _num_freed(self, pool: str, table: Iterable[int]) -> int:
         """Of its blocks, those that nobody else refers to."""

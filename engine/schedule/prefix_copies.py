@@ -49,7 +49,7 @@ class _Fetch:
     """Blocks that can be found where it goes, from the first on."""
 
 
-class Fetches:
+class PrefixCopies:
     """Copies of prefix blocks from other pools that prompts wait for.
 
     Args:
