@@ -29,7 +29,6 @@ class ClosedRequests:
         """By id, oldest first."""
 
     def add(self, frame: RequestFrame, row: LogRow) -> None:
-        """A request is closed."""
         self._frames[frame.id] = msgspec.to_builtins(frame)
         if len(self._frames) > MAX_FRAMES:
             del self._frames[next(iter(self._frames))]

@@ -141,7 +141,6 @@ def _look_at_models(config: ServeConfig) -> tuple[PlacedModel | None, list[str]]
 
 
 def _disk(config: ServeConfig) -> str:
-    """What is waited for while the model that is served first is read."""
     return f"the disk of {config.model or 'the starter model'}"
 
 

@@ -32,7 +32,6 @@ from appliance.fleet.boot import (
     is_to_be_fetched,
     make_plan,
 )
-from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
 from appliance.frame.latency import Histograms
@@ -51,12 +50,9 @@ from appliance.log.writer import RequestLog
 from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
 from appliance.process import notify, read_in_thread
-from appliance.request import ModelInfo, Request
 from appliance.service import Service
-from engine.cache.hashes import PrefixChain
 from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.schedule.router import Router
-from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 from engine.units import part_text, size_text
 
@@ -155,101 +151,24 @@ class Fetching:
 
     swaps = None
     cache_contents = None
+    max_per_request = max_tokens_per_request = 0
 
-    def not_ready_reason(self) -> str | None:
-        """How far the download is."""
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise Unavailable(self._about, code="model_loading")
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        return None
+
+    model = tokenizer = property(_refuse)
+    check_available = next_seq_id = submit = stop_sequence = close = cancel = _refuse
+    drain = resume = set_roles = measurement = measure = _refuse
+    check_room = hash_prompt = queue_place = owner_of = request_frame = degraded_reason = _nothing
+
+    def not_ready_reason(self) -> str:
         return self._about
 
-    def degraded_reason(self) -> str | None:
-        """None: while a model is fetched no other serves."""
-        return None
-
-    def check_available(self) -> None:
-        """Raise Unavailable: there is no model yet."""
-        self._refuse()
-
-    def check_room(self, owner: str, num_bytes: int) -> None:
-        """Nothing is taken that could lack room."""
-
-    @property
-    def model(self) -> ModelInfo:
-        """Raise Unavailable: nothing is known of it yet."""
-        self._refuse()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Raise Unavailable: nothing is known of it yet."""
-        self._refuse()
-
-    @property
-    def max_per_request(self) -> int:
-        """0: no request may bring a sequence yet."""
-        return 0
-
-    @property
-    def max_tokens_per_request(self) -> int:
-        """0: no request may bring a prompt yet."""
-        return 0
-
-    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
-        """None: there is no cache yet."""
-        return None
-
-    def next_seq_id(self) -> int:
-        """Raise Unavailable: nothing is accepted yet."""
-        self._refuse()
-
-    def submit(self, request: Request) -> None:
-        """Raise Unavailable: there is no model yet."""
-        self._refuse()
-
-    def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
-        """Raise Unavailable: no sequence runs yet."""
-        self._refuse()
-
-    def queue_place(self, request: Request) -> int | None:
-        """None: nothing waits yet."""
-        return None
-
-    def owner_of(self, request_id: str) -> str | None:
-        """None: no request is live yet."""
-        return None
-
-    def cancel(self, request_id: str, by: str) -> bool:
-        """False: no request is live yet."""
-        return False
-
-    def drain(self, by: str) -> None:
-        """Raise Unavailable: there is nothing to drain; SIGTERM ends the download."""
-        self._refuse()
-
-    def resume(self, by: str) -> None:
-        """Raise Unavailable: nothing is drained yet."""
-        self._refuse()
-
-    def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
-        """Raise Unavailable: there are no workers yet."""
-        self._refuse()
-
-    def measurement(self) -> dict[str, object]:
-        """Raise Unavailable: there is no model to measure yet."""
-        self._refuse()
-
-    def measure(self) -> dict[str, object]:
-        """Raise Unavailable: there is no model to measure yet."""
-        self._refuse()
-
-    def close(self, request: Request, http_status: int) -> None:
-        """Raise Unavailable: no request is live."""
-        self._refuse()
-
     def request_frames(self) -> list[dict[str, object]]:
-        """An empty list: no request is live yet."""
         return []
-
-    def request_frame(self, request_id: str) -> dict[str, object] | None:
-        """None: no request is live yet."""
-        return None
 
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
         """A finished request of an earlier run, from the log; blocking."""
@@ -273,9 +192,6 @@ class Fetching:
     @property
     def _seq(self) -> int:
         return 1 + int((time.monotonic() - self._started_s) / FRAME_S)
-
-    def _refuse(self) -> NoReturn:
-        raise Unavailable(self._about, code="model_loading")
 
     def _frame(self) -> Frame:
         return Frame(

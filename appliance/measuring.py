@@ -143,6 +143,5 @@ class Measuring:
                 self._router.dispatch(now_ns)  # blocks and cores are there again
 
     def died(self, worker: str) -> None:
-        """A worker has."""
         self._quiet_since_s = None
         self._measurer.worker_died(worker, time.monotonic_ns())

@@ -74,7 +74,6 @@ class SpareDescriptors:
                 self._fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def close(self) -> None:
-        """Give all of them up."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -230,7 +229,6 @@ class Formatter(logging.Formatter):
         self._to_journal = is_journal()
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record, with its traceback if it has one."""
         return lines(super().format(record), record.levelno, to_journal=self._to_journal)
 
 

@@ -219,7 +219,6 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """True once every sequence is."""
         return all(sequence.is_finished for sequence in self.sequences)
 
 

@@ -117,7 +117,6 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of that model."""
         return self._tokenizer
 
     @property
@@ -164,7 +163,6 @@ class Service:
         self._ask_router(partial(self._router.queue.check, owner, 1, num_bytes // TOKEN_BYTES + 1))
 
     def not_ready_reason(self) -> str | None:
-        """None if /ready is 200, else why not."""
         return self.availability.not_ready_reason
 
     def degraded_reason(self) -> str | None:
@@ -418,7 +416,6 @@ class Service:
 
     @property
     def drain_status(self) -> str:
-        """Say what a drain waits for."""
         return f"{len(self._live)} running" if self._live else "nothing running"
 
     def stop_accepting(

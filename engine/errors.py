@@ -9,7 +9,7 @@
     ├── AlreadyRunning            another daemon has what this one needs (exit 9)
     ├── WorkerFailed              a worker process could not start or keep running
     ├── ChannelClosed             the other end of a worker channel is gone
-    ├── InvariantViolated         the ledger's books do not add up: a bug of ours
+    ├── InvariantViolated         the ledger does not add up: a bug of ours
     └── RequestError              a client's request is refused; status, code, param
         ├── Forbidden             403: the peer's role, or whose it is
         ├── QueueFull             429: no room in the queue, for anybody or for this owner
@@ -145,7 +145,7 @@ class ChannelClosed(PenstockError):
 
 
 class InvariantViolated(PenstockError):
-    """The ledger's books do not add up. Always a bug of ours, never the user's doing."""
+    """The ledger does not add up. Always a bug of ours, never the user's doing."""
 
 
 class RequestError(PenstockError):

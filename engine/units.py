@@ -36,5 +36,4 @@ def with_figures(said: str, figures: str) -> str:
 
 
 def without_figures(trial: str) -> str:
-    """What it has chosen."""
     return trial.partition(_TIMED)[0]

@@ -113,7 +113,6 @@ class Console(App[None]):
 
     @property
     def view(self) -> View:
-        """What is on screen."""
         return self._latest if self._paused is None else self._latest.held(self._paused)
 
     def on_frame_arrived(self, message: FrameArrived) -> None:
@@ -234,7 +233,6 @@ class Console(App[None]):
 
     @property
     def _keys(self) -> list[Binding]:
-        """The keys that work now."""
         return keys.allowed(self._every_key, self.view, self.selected, self.main.page)
 
     @property

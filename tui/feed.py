@@ -193,7 +193,6 @@ async def first_frame(socket_path: str) -> Frame:
 
 
 def encoded(frame: Frame) -> str:
-    """The frame as JSON on one line."""
     return msgspec.json.encode(frame).decode()
 
 

@@ -76,7 +76,6 @@ class Term:
     is_negated: bool
 
     def admits(self, request: RequestFrame) -> bool:
-        """Whether the request meets it."""
         return self._holds(request) is not self.is_negated
 
     def _holds(self, request: RequestFrame) -> bool:
@@ -95,7 +94,6 @@ class Filter:
     terms: tuple[Term, ...] = ()
 
     def admits(self, request: RequestFrame) -> bool:
-        """Whether the request meets them all."""
         return all(term.admits(request) for term in self.terms)
 
 

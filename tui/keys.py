@@ -161,7 +161,6 @@ def name_of(key: Binding) -> str:
 
 
 def of_press(bindings: Sequence[Binding], pressed: str) -> Binding | None:
-    """The binding of a key that was pressed."""
     return next((key for key in bindings if pressed in key.key.split(",")), None)
 
 
@@ -171,7 +170,6 @@ def signs(key: Binding) -> list[str]:
 
 
 def label(key: Binding, view: View) -> str:
-    """What it does now."""
     if key.action == "drain" and view.frame is not None and view.frame.state == "draining":
         return "resume"
     if key.action == "window":

@@ -83,7 +83,6 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
 
 
 def width_of(line: Iterable[Run]) -> int:
-    """Cells that the line takes."""
     return sum(cell_len(span.text) for span in line)
 
 

@@ -44,7 +44,6 @@ class RequestListing:
         ]
 
     def num_admitted(self, requests: Iterable[RequestFrame]) -> int:
-        """How many of them the filter admits."""
         return sum(map(self.filter.admits, requests))
 
     def arranged(

@@ -105,7 +105,6 @@ class View:
         )
 
     def recent(self, samples: Samples, num_cells: int) -> Samples:
-        """Samples of the graphs' window, spread over so many cells."""
         return spread(samples, self.window_s, max(0, num_cells))
 
 

@@ -105,15 +105,6 @@ GLM_ELEMENTS = ElementSyntax(
     value_ends=("</arg_value>", "<arg_key>", "</tool_call>"),
     end="</tool_call>",
 )
-DSML_ELEMENTS = ElementSyntax(
-    name_begin='<｜DSML｜invoke name="',
-    name_end='">',
-    key_begin='<｜DSML｜parameter name="',
-    key_ends=('"',),
-    value_begin=">",
-    value_ends=("</｜DSML｜parameter>", "</｜DSML｜invoke>"),
-    end="</｜DSML｜invoke>",
-)
 
 
 def read_elements(reading: TextReading, at: int, *, syntax: ElementSyntax) -> Step[int | None]:

@@ -15,7 +15,6 @@ import string
 from dataclasses import dataclass
 
 from appliance.api.call_readers import (
-    DSML_ELEMENTS,
     GLM_ELEMENTS,
     QWEN_ELEMENTS,
     CallReader,
@@ -69,18 +68,6 @@ class ToolFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
-def _deepseek(signs: tuple[str, ...], syntax: CallSyntax) -> ToolFormat:
-    """Calls between marks of their own, whose name stands behind a separator."""
-    return ToolFormat(
-        signs=signs,
-        marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        read=read_deepseek,
-        syntax=syntax,
-        closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        specials=("<｜tool▁sep｜>",),
-    )
-
-
 def _gemma(mark: str, end: str, quote: str) -> ToolFormat:
     """`call:name{...}` between two marks, with texts between quotes that are tokens."""
     return ToolFormat(
@@ -131,9 +118,11 @@ FORMATS = {
             *("<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
         ),
     ),
-    "deepseek_v3": _deepseek(
-        ("<｜tool▁sep｜>", "```json"),
-        CallSyntax(
+    "deepseek_v3": ToolFormat(
+        signs=("<｜tool▁sep｜>", "```json"),
+        marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        read=read_deepseek,
+        syntax=CallSyntax(
             opening="<｜tool▁calls▁begin｜>",
             begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
             head="{name}\n```json\n",
@@ -142,36 +131,8 @@ FORMATS = {
             separator="\n",
             closing="<｜tool▁calls▁end｜>",
         ),
-    ),
-    "deepseek_v31": _deepseek(
-        ("<｜tool▁sep｜>",),
-        CallSyntax(
-            opening="<｜tool▁calls▁begin｜>",
-            begin="<｜tool▁call▁begin｜>",
-            head="{name}<｜tool▁sep｜>",
-            tail="",
-            end="<｜tool▁call▁end｜>",
-            closing="<｜tool▁calls▁end｜>",
-        ),
-    ),
-    "deepseek_v32": ToolFormat(
-        signs=("DSML",),
-        marks=("<｜DSML｜function_calls>", '<｜DSML｜invoke name="'),
-        read=functools.partial(read_elements, syntax=DSML_ELEMENTS),
-        syntax=CallSyntax(
-            style="elements",
-            opening="<｜DSML｜function_calls>\n",
-            begin='<｜DSML｜invoke name="',
-            head='{name}">\n',
-            key='<｜DSML｜parameter name="{name}" string="{is_text}">',
-            value_end="</｜DSML｜parameter>",
-            key_separator="\n",
-            tail="\n</｜DSML｜invoke>",
-            separator="\n",
-            closing="\n</｜DSML｜function_calls>",
-        ),
-        closers=("</｜DSML｜function_calls>",),
-        specials=("｜DSML｜",),
+        closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        specials=("<｜tool▁sep｜>",),
     ),
     "glm": ToolFormat(
         signs=("<arg_key>",),
@@ -251,7 +212,7 @@ FORMATS = {
 }
 """The first whose signs are all in the template is the model's.
 
-harmony: gpt-oss. deepseek_v3: also R1. glm: 4.5 to 4.7. qwen3_coder: also Qwen 3.5 and 3.6.
+harmony: gpt-oss. deepseek_v3: R1's distilled models. glm: 4.5 to 4.7. qwen3_coder: also Qwen 3.5.
 hermes: Qwen 2.5 and 3, SmolLM3, Granite 4, and the preamble for templates that know no tools.
 mistral: from version 11 of their tokenizer on. gemma: 4. pythonic: Llama 3.2 and 4.
 llama: 3.1 and later.

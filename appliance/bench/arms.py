@@ -218,18 +218,6 @@ INTERFERENCE_METRICS = (
 )
 
 
-def turn_metrics(figures: Sequence[Figures]) -> list[Metric]:
-    """Figures of conversations: each turn's, then what is over all of them."""
-    turns = sorted({name for each in figures for name in each if name.startswith("turn_")})
-    better = ("goodput_ratio", "requests_per_s", "hit_ratio")
-    others = "infinite_hit_ratio", "itl_ms_p50", "itl_ms_p99", "input_tokens", "output_tokens"
-    is_better = {name for name in turns if name.endswith("ratio")} | {*better}
-    return [
-        Metric(name, is_more_better=name in is_better)
-        for name in (*turns, *better, *others, "failed")
-    ]
-
-
 def rows(
     rounds: Mapping[str, Sequence[Figures]], metrics: Sequence[Metric]
 ) -> list[dict[str, object]]:

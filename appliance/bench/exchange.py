@@ -112,10 +112,6 @@ class Target:
         """Tokens that have not been sent before; None if the server cannot say which it has."""
         return None if self._ids is None else self._rng.choices(self._ids, k=num_tokens)
 
-    def words(self, num_tokens: int) -> str:
-        """A text of about so many tokens that has not been sent before."""
-        return " ".join(self._rng.choices(_WORDS, k=self._num_words(num_tokens)))
-
     def completion(self, prompt: list[int] | str, output_tokens: int) -> bytes:
         """A request for a streamed completion, ready to send."""
         body = {

@@ -1,4 +1,4 @@
-"""Read a streamed reply of any API into timestamped events.
+"""Read a streamed reply of /v1/completions into timestamped events.
 
 A load generator shares the machine with what it measures, so this reads just as much HTTP/1.1 and
 as much of each server-sent event as a measurement needs.
@@ -37,29 +37,15 @@ class ReceivedReply:
     cached_tokens: int | None = None
     """Of the prompt, that the server had computed before; None: it does not say."""
     output_tokens: int | None = None
-    text: list[str] = field(default_factory=list)
-    """The answer in pieces, without reasoning and calls."""
     token_ids: list[int] = field(default_factory=list)
-    """The same, where the server says so."""
+    """Of the answer, where the server says so."""
     ended_ns: int | None = None
     """When the server said that this is all; None if it has not."""
     problem: str | None = None
 
 
-class _Delta(msgspec.Struct):
-    """Of a chat's choice, or of one of Anthropic's blocks."""
-
-    content: str | None = None
-    text: str | None = None
-    reasoning_content: str | None = None
-    thinking: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw()
-    partial_json: str | None = None
-
-
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
     token_ids: list[int] | None = None
 
 
@@ -68,35 +54,15 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """In OpenAI's words; in Anthropic's, whose input is only what was not cached; Responses'."""
-
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
-class _Message(msgspec.Struct):
-    usage: _Usage | None = None
-    error: msgspec.Raw = msgspec.Raw()
 
 
 class _Event(msgspec.Struct):
-    type: str = ""
     choices: list[_Choice] = []
-    delta: str | _Delta | None = None
-    message: msgspec.Raw = msgspec.Raw()
-    response: _Message | None = None
     usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw()
-
-
-_ENDS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
-"""Events that are a stream's last; OpenAI's older streams end with [DONE]."""
 
 
 class _Error(msgspec.Struct):
@@ -124,7 +90,6 @@ class ReplyReader:
         """Of a body that announced its length."""
 
     def feed(self, data: bytes, now_ns: int) -> None:
-        """Take what has been read."""
         self._raw += data
         try:
             if self._reply.status is None and not self._take_head():
@@ -207,60 +172,18 @@ class ReplyReader:
     def _take_event(self, event: _Event, now_ns: int) -> None:
         reply, num_tokens = self._reply, 0
         for choice in event.choices:
-            has_text = self._hear(choice.text) or self._hear_delta(choice.delta)
-            num_tokens += has_text if choice.token_ids is None else len(choice.token_ids)
+            num_tokens += bool(choice.text) if choice.token_ids is None else len(choice.token_ids)
             reply.token_ids += choice.token_ids or ()
-        if isinstance(event.delta, str):  # of text, reasoning or arguments
-            num_tokens += bool(event.delta)
-            if event.type == "response.output_text.delta":
-                self._hear(event.delta)
-        else:
-            num_tokens += self._hear_delta(event.delta)
         if num_tokens:
             reply.events.append(Event(now_ns, num_tokens))
+        if (usage := event.usage) is not None:
+            reply.prompt_tokens, reply.output_tokens = usage.prompt_tokens, usage.completion_tokens
+            if usage.prompt_tokens_details is not None:
+                reply.cached_tokens = usage.prompt_tokens_details.cached_tokens
         error = bytes(event.error)
-        if event.type == "message_start":
-            self._count(msgspec.json.decode(event.message, type=_Message).usage)
-        if event.response is not None:
-            self._count(event.response.usage)
-            error = error or bytes(event.response.error)
-        self._count(event.usage)
         if error not in (b"", b"null"):
             what = _message(b'{"error":%b}' % error)
             reply.problem = what or "the server broke off with an error"
-        if event.type in _ENDS:
-            reply.ended_ns = now_ns
-
-    def _hear(self, text: str | None) -> bool:
-        """Keep a piece of the answer; False if there is none."""
-        if text:
-            self._reply.text.append(text)
-        return bool(text)
-
-    def _hear_delta(self, delta: _Delta | None) -> bool:
-        if delta is None:
-            return False
-        has_text = self._hear(delta.content or delta.text)
-        has_call = bytes(delta.tool_calls) not in (b"", b"null", b"[]") or bool(delta.partial_json)
-        return has_text or has_call or bool(delta.reasoning_content or delta.thinking)
-
-    def _count(self, usage: _Usage | None) -> None:
-        """What the server has counted so far; of a stream's several counts the last is right."""
-        if usage is None:
-            return
-        reply = self._reply
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        cached = details.cached_tokens if details else usage.cache_read_input_tokens
-        if (uncached := usage.input_tokens) is not None and usage.input_tokens_details is None:
-            others = (usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0)
-            reply.prompt_tokens = uncached + sum(others)
-        elif (counted := usage.prompt_tokens or usage.input_tokens) is not None:
-            reply.prompt_tokens = counted
-        if cached is not None:
-            reply.cached_tokens = cached
-        written = usage.completion_tokens or usage.output_tokens
-        if written is not None:
-            reply.output_tokens = written
 
 
 def _message(body: bytes) -> str:

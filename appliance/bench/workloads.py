@@ -1,7 +1,6 @@
-"""Describe a load: arrival times, lengths, conversations, trace files.
+"""Describe a load: arrival times, lengths, trace files.
 
-Owns: the arrival processes and the form of traces; what is typical of a chat, of an agent's loop,
-of a service's trace.
+Owns: the arrival processes and the form of traces.
 Invariant: pure but for the file; the same seed gives the same lines.
 Never: makes a text: lengths are all that a workload says.
 """
@@ -19,7 +18,7 @@ import msgspec
 
 from engine.errors import ConfigError, FileError
 
-_A_FILE = "`penstock bench workload chat > FILE` makes one"
+_A_FILE = "Mooncake published traces in this form"
 
 
 TRACE_BLOCK_TOKENS = 512

@@ -13,14 +13,13 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from appliance.bench import statistics
 from appliance.bench.arms import (
     INTERFERENCE_METRICS,
     LOAD_METRICS,
@@ -28,9 +27,7 @@ from appliance.bench.arms import (
     Arms,
     interleaved,
     rows,
-    turn_metrics,
 )
-from appliance.bench.conversations import TurnPace, converse
 from appliance.bench.exchange import Target
 from appliance.bench.load import (
     InterferencePlan,
@@ -44,18 +41,13 @@ from appliance.bench.sample import Sample
 from appliance.bench.statistics import (
     Figures,
     GoodputTargets,
-    by_turn,
     summarize,
-    times,
 )
-from appliance.bench.talks import APIS
 from appliance.cli import tables, terminal
-from appliance.cli.bench_device import Count, conversations_of, kernels, steps, transports, workload
+from appliance.cli.bench_device import kernels, steps, transports
 from appliance.cli.bench_options import (
     Alone,
     ArmsModel,
-    LengthScale,
-    PlotFile,
     PromptText,
     Rounds,
     Save,
@@ -64,7 +56,6 @@ from appliance.cli.bench_options import (
     SloItl,
     SloTtft,
     Specs,
-    Speed,
     under_load,
 )
 from appliance.cli.bench_pages import COMPARISON, STEPS, Bar, run_page
@@ -73,7 +64,6 @@ from appliance.cli.terminal import Host, Output
 from appliance.client import GenerationFailed
 from appliance.configuration import config
 from appliance.frame.figures import (
-    duration,
     named,
     unitless,
 )
@@ -83,10 +73,8 @@ from engine.errors import FileError
 bench = typer.Typer(help="Measure this daemon and other servers.", no_args_is_help=True)
 for verb in (kernels, steps, transports):
     bench.command(verb.__name__)(verb)
-bench.command("workload")(workload)
 
 _MAX_ERRORS_TOLD = 3
-_DRAWN = {"time to first token": "ttft_ms", "gaps between tokens": "itl_ms"}
 
 
 @bench.command("run")
@@ -98,7 +86,6 @@ def run(
     slo_itl_ms: SloItl = None,
     prompt_text: PromptText = False,
     save: Save = None,
-    plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Put one server under load: the daemon, or the one at --host."""
@@ -110,7 +97,6 @@ def run(
     figures = _figures(measured, GoodputTargets(slo_ttft_ms, slo_itl_ms))
     about = {"figures": figures, "statuses": _statuses(measured.samples)}
     _keep(about, [measured], save)
-    _draw({place: [measured]}, plot_file)
     _tell_errors(measured.samples)
     if output is Format.JSON:
         _write(about, [measured])
@@ -131,7 +117,6 @@ def compare(
     slo_itl_ms: SloItl = None,
     prompt_text: PromptText = False,
     save: Save = None,
-    plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Put several servers under the same load, in interleaved turns.
@@ -150,63 +135,8 @@ def compare(
     figures = {label: [_figures(m, slo) for m in turns] for label, turns in results.items()}
     measured = [each for turns in results.values() for each in turns]
     samples = [sample for each in measured for sample in each.samples]
-    _draw(results, plot_file)
     _tell_errors(samples)
     _show(rows(figures, LOAD_METRICS), measured, save, output)
-    _check_any(samples)
-
-
-@bench.command("turns")
-def turns(
-    specs: Specs,
-    workload: Annotated[
-        str, typer.Option(help="chat, agent, or a file from `bench workload`.")
-    ] = "chat",
-    count: Count = 8,
-    api: Annotated[str, typer.Option(help=f"API to use: {', '.join(APIS)}.")] = "chat",
-    speed: Speed = 1.0,
-    length_scale: LengthScale = 1.0,
-    model: ArmsModel = None,
-    slo_ttft_ms: SloTtft = None,
-    slo_itl_ms: SloItl = None,
-    rounds: Rounds = 1,
-    alone: Alone = False,
-    prompt_text: PromptText = False,
-    seed: Seed = 0,
-    save: Save = None,
-    output: Output = Format.TABLE,
-) -> None:
-    """Hold conversations with servers; measures TTFT and cache hits by turn.
-
-    Every server and turn gets a system prompt and words of its own, so that nothing is cached but
-    what its conversations have said. infinite_hit_ratio is at most what a cache could have had.
-    """
-    if api not in APIS:
-        raise typer.BadParameter(f"APIs are {', '.join(APIS)}")
-    conversations = conversations_of(workload, count, seed)
-    slo = GoodputTargets(slo_ttft_ms, slo_itl_ms)
-    pace, num_runs = TurnPace(api, speed, length_scale), rounds * (len(specs) + 1)
-    least = duration(num_runs * pace.least_s(conversations) * 1000)
-    terminal.note(f"penstock: {num_runs} runs; beginnings and pauses alone take {least} (--speed)")
-    bar = Bar(num_runs)
-
-    def turn(target: Target, label: str, round_index: int) -> Measured:
-        return asyncio.run(
-            converse(target, conversations, pace, label, round_index, bar.turn(label))
-        )
-
-    with Arms(specs, model=model, is_text=prompt_text, is_alone=alone, seed=seed) as arms:
-        results = interleaved(arms, rounds, seed, turn)
-    bar.end()
-    figures = {
-        label: [_figures(each, slo) | by_turn(each.samples) for each in turns]
-        for label, turns in results.items()
-    }
-    measured = [each for turns in results.values() for each in turns]
-    samples = [sample for each in measured for sample in each.samples]
-    _tell_errors(samples)
-    names = [each for of_label in figures.values() for each in of_label]
-    _show(rows(figures, turn_metrics(names)), measured, save, output)
     _check_any(samples)
 
 
@@ -229,10 +159,9 @@ def interference(
     prompt_text: PromptText = False,
     seed: Seed = 0,
     save: Save = None,
-    plot_file: PlotFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Measure how long prompts stretch the token gaps of running replies.
+    """Measure how long prompts stretch the ITL of running replies.
 
     Each turn has three parts: the prompts alone, the replies alone (quiet), both (loaded).
     """
@@ -249,11 +178,6 @@ def interference(
     bar.end()
     figures = {label: [each.figures() for each in turns] for label, turns in results.items()}
     disturbed = [each for turns in results.values() for each in turns]
-    if plot_file is not None:
-        gaps = {
-            label: [g for d in turns for g in d.loaded_itl_ms] for label, turns in results.items()
-        }
-        _write_file(plot_file, statistics.cumulative({"gaps while prompts arrive": gaps}))
     _tell_errors([sample for each in disturbed for sample in (*each.alone, *each.loaded)])
     _show(rows(figures, INTERFERENCE_METRICS), disturbed, save, output)
 
@@ -355,17 +279,6 @@ def _cpu_name() -> str | None:
 def _keep(about: Row, measured: Sequence[msgspec.Struct], path: Path | None) -> None:
     if path is not None:
         _write_file(path, json.dumps(_with_samples(about, measured)) + "\n")
-
-
-def _draw(results: Mapping[str, Sequence[Measured]], path: Path | None) -> None:
-    if path is None:
-        return
-    seen = {
-        label: times(sample for each in turns for sample in each.samples)
-        for label, turns in results.items()
-    }
-    panels = {title: {label: seen[label][name] for label in seen} for title, name in _DRAWN.items()}
-    _write_file(path, statistics.cumulative(panels))
 
 
 def _write_file(path: Path, text: str) -> None:

@@ -1,29 +1,20 @@
-"""Define the verbs that measure the device and write workloads.
+"""Define the verbs that measure the device.
 
-Owns: bench kernels, steps, transports and workload.
+Owns: bench kernels, steps and transports.
 Invariant: each figure is beside the ceiling that was measured in the same run.
 Never: measures: appliance.bench does.
 """
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from appliance.bench.planned_conversations import (
-    CONVERSATIONS,
-    PlannedConversation,
-    lines,
-    read_conversations,
-    trace,
-)
 from appliance.cli import terminal
-from appliance.cli.bench_options import Seed
 from appliance.cli.bench_pages import DEVICE, TRANSPORTS
-from appliance.cli.tables import Format, document, within
+from appliance.cli.tables import Format, document
 from appliance.cli.terminal import Output
 from appliance.configuration.setting_kinds import a_path
 from appliance.frame.figures import (
@@ -104,38 +95,3 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
         terminal.note(f"penstock: {_ABOVE}")
     columns = TRANSPORTS if is_of_copies else DEVICE
     terminal.write(terminal.listing("bench", columns, output).render(found["data"]))
-
-
-# bench workload: conversations and traces as files; and where `bench turns` gets its own.
-
-
-KINDS = ("trace", *CONVERSATIONS)
-
-Count = Annotated[
-    int,
-    typer.Option(callback=within(1), help="Number of conversations, or of requests of a trace."),
-]
-
-
-def workload(
-    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
-    count: Count = 8,
-    seed: Seed = 0,
-) -> None:
-    """Print a workload as JSON lines, for --trace of run and compare or --workload of turns.
-
-    A trace has the form that Mooncake published: timestamp (ms, in ticks of 3 s), input_length,
-    output_length, hash_ids of 512 tokens each.
-    """
-    if kind not in KINDS:
-        raise typer.BadParameter(f"kinds are {', '.join(KINDS)}")
-    rng = random.Random(f"{seed}/{kind}")
-    drawn = trace(rng, count) if kind == "trace" else CONVERSATIONS[kind](rng, count)
-    terminal.write(lines(drawn))
-
-
-def conversations_of(name: str, count: int, seed: int) -> list[PlannedConversation]:
-    """Those of a kind, drawn, or those of a file."""
-    if name in CONVERSATIONS:
-        return CONVERSATIONS[name](random.Random(f"{seed}/{name}"), count)
-    return read_conversations(Path(name))

@@ -44,9 +44,6 @@ PromptText = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Random seed of schedules, lengths and prompts.")]
 Save = Annotated[Path | None, typer.Option(help="Write all samples to this JSON file.")]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the distributions into this SVG file.")
-]
 Seconds = Annotated[
     float, typer.Option(callback=within(0.1), help="Seconds of a turn; requests may end later.")
 ]
@@ -61,7 +58,7 @@ LengthScale = Annotated[
     ),
 ]
 SloTtft = Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")]
-SloItl = Annotated[float | None, typer.Option(help="Goodput: most ms of a reply's p99 gap.")]
+SloItl = Annotated[float | None, typer.Option(help="Goodput: most ms of a reply's p99 ITL.")]
 
 
 def _load(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import gc
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -99,9 +98,6 @@ class Verbs(TyperGroup):
         verb = super().get_command(ctx, name)
         for param in [] if verb is None else verb.params:
             param.type.name = KINDS.get(param.type.name, param.type.name)
-        if verb is not None:
-            make = verb.make_parser
-            verb.make_parser = lambda ctx: _given_once(make(ctx), ctx)  # type: ignore[method-assign]
         return verb
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -113,22 +109,6 @@ class Verbs(TyperGroup):
             rows = [(n, shown[n].get_short_help_str(_LONGEST)) for n in names if n in shown]
             with formatter.section(title):
                 formatter.write_dl(rows)
-
-
-def _given_once(parser: Any, ctx: Any) -> Any:
-    """A parser that refuses an option whose first value would be dropped for its second."""
-    parse = parser.parse_args
-
-    def checked(args: list[str]) -> Any:
-        values, rest, order = parse(args)
-        for param, times in Counter(order).items():
-            takes_one = param.param_type_name == "option" and not param.multiple
-            if takes_one and not param.is_flag and not param.count and times > 1:
-                raise typer.BadParameter("give it once", ctx=ctx, param=param)
-        return values, rest, order
-
-    parser.parse_args = checked
-    return parser
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from appliance.frame.figures import (
     plain,
     quantiles,
     rate,
-    ratio,
     seconds,
     size,
     things,
@@ -245,8 +244,4 @@ def _tier_text(tier: Row) -> str:
     if others := tier.get("other_models"):
         kept = (f"{printable(name)} {size(held)}" for name, held in others.items())
         text += f"; of other models {', '.join(kept)}"
-    shares = tier.get("would_find") or {}
-    if "1" in shares and "2" in shares:
-        now, twice = ratio(shares["1"]), ratio(shares["2"])
-        text += f"; hit rate {now} ({twice} at double size)"
     return text

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from appliance.configuration import paths
 from appliance.configuration.setting_kinds import a_path, is_loopback, is_meant
-from appliance.configuration.settings import SETTINGS, Setting
+from appliance.configuration.settings import SETTINGS
 from appliance.configuration.wanted_workers import ONE_OF_EACH, WantedWorkers
 from appliance.models.names import (
     MODEL_SETTINGS,
@@ -33,7 +33,7 @@ from appliance.models.names import (
     model_name,
     read_tables,
 )
-from engine.errors import ConfigError, PenstockError, refuse
+from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"
 SSD_FOLDER = "kv"
@@ -228,26 +228,6 @@ class _Sources(NamedTuple):
             return next((f"{each.origin}: {where}" for each in self._of_path(where)), where)
         return f"{self.file}:{_line_of(self.text, where.partition(':')[0])}: {where}"
 
-    def in_their_words(self, text: str) -> str:
-        """A text that names flags of settings, with what set each of them in a flag's place.
-
-        Of one that nothing has set the file's way to say it, if there is a file.
-        """
-        return _FLAG.sub(self._as_set, text)
-
-    def _as_set(self, flag: re.Match[str]) -> str:
-        name, word = flag[1].replace("-", "_"), flag[2] or ""
-        found = self.lookup(name) if name in SETTINGS else None
-        if name not in SETTINGS or (found is None and self.file is None):
-            return flag[0]
-        if found is not None and found.origin.startswith("--"):
-            return flag[0]
-        is_value = _is_value(SETTINGS[name], word)
-        after = f" {word}" if word else ""
-        if found is not None and found.origin == variable(name):
-            return found.origin + (f"={word}" if is_value else after)
-        return name + (f' = "{word}"' if is_value else after)
-
     def _of_path(self, path: str) -> Iterator[FoundSetting]:
         """The settings that name a path, or a model."""
         for name, setting in SETTINGS.items():
@@ -270,43 +250,11 @@ class _Sources(NamedTuple):
             ) from error
 
 
-_FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (\w+(?:\.\w+)*))?", re.ASCII)
-"""A flag and the word after it, in an error or a hint."""
-
-
-def _is_value(setting: Setting, word: str) -> bool:
-    """Whether the word after a flag is its value, as `off`, or `CHAIN.pem` of a path."""
-    if setting.parse is a_path or not word:
-        return word[:1].isupper()
-    try:
-        setting.parse(word)
-    except ValueError:
-        return False
-    return True
-
-
-def wording(
-    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
-) -> Callable[[str], str]:
-    """What puts the variable or the line that is to be changed for flags that a text names.
-
-    Args:
-        flags: as load() has them.
-        environ: likewise.
-    """
-    try:
-        return _read(flags, environ).in_their_words
-    except ConfigError:
-        return str  # nobody knows what has set a setting
-
-
 @contextmanager
 def named_by_source(
     flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Have what is wrong with a setting told of the flag, the variable or the line that set it.
-
-    Hints, of all errors, name that, too, in place of a flag.
+    """Name the flag, variable or line that set a wrong setting, in errors raised meanwhile.
 
     Args:
         flags: as load() has them.
@@ -319,11 +267,7 @@ def named_by_source(
         sources = _read(flags, environ)  # raises the same error, if it is the file's
         for each in wrong:
             each.where = sources.place_of(each.where)
-            each.hint = sources.in_their_words(each.hint)
         refuse(wrong)
-    except PenstockError as error:
-        error.hint = wording(flags, environ)(error.hint)
-        raise
 
 
 def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> ServeConfig:

@@ -53,7 +53,6 @@ def size_setting(num_bytes: int) -> str:
 
 
 def a_size_or(*words: str) -> Callable[[object], int | str]:
-    """A size, or one of some words."""
 
     def parse(value: object) -> int | str:
         if value in words:

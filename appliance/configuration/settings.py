@@ -32,7 +32,7 @@ from engine.checkpoint.model_config import INT8_KV
 ROLES = ("elastic", "static", "colocated")
 TOOL_PARSERS = (
     *("hermes", "qwen3_coder", "mistral", "mistral_list", "llama", "pythonic", "granite"),
-    *("harmony", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "gemma", "functiongemma"),
+    *("harmony", "deepseek_v3", "glm", "gemma", "functiongemma"),
 )
 """Those of api.tool_format, which a test compares: importing that here would be slow."""
 REASONING_PARSERS = ("think", "mistral", "gemma", "granite")

@@ -50,7 +50,6 @@ class WantedWorkers:
 
     @property
     def gpu_names(self) -> list[str]:
-        """Those that are named, in order."""
         return [spot for spot in self._spots if isinstance(spot, str)]
 
     def of_each(self, num_prefill: int, num_decode: int) -> WantedWorkers:

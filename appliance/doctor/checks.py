@@ -56,12 +56,6 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         settings: as the flags of serve.
         client: of the daemon that the command would ask.
     """
-    worded = config.wording(settings)
-    for each in _findings(settings, client):
-        yield replace(each, found=worded(each.found), hint=worded(each.hint))
-
-
-def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
     state, elsewhere = _state(client), _elsewhere(client)
     here = state if elsewhere is None else PenstockError("it is on another machine")
     if elsewhere is not None:
@@ -105,7 +99,6 @@ def _findings(settings: dict[str, str | None], client: Callable[[], Client]) -> 
 
 
 def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], Finding]) -> Finding:
-    """What a check finds, also where it may not look."""
     try:
         with config.named_by_source(settings):
             return look()

@@ -42,7 +42,6 @@ class Prompts:
         return is_new
 
     def num_output(self, request_id: str, num_tokens: int) -> int:
-        """How many of so many tokens are output already."""
         return max(num_tokens - self._lengths.get(request_id, num_tokens), 0)
 
 

@@ -52,7 +52,6 @@ class DaemonExchange:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Hang up."""
         self.hang_up()
 
     def hang_up(self) -> None:

@@ -26,8 +26,6 @@ TOOL_PARSERS = {
     "pythonic": "pythonic",
     "harmony": "harmony",
     "deepseek_v3": "deepseek_v3",
-    "deepseek_v31": "deepseek_v3_1",
-    "deepseek_v32": "deepseek_v3_2",
     "glm": "glm45",
     "gemma": "gemma4",
 }

@@ -32,7 +32,6 @@ class Known:
 
     @classmethod
     def of(cls, state_dir: Path, scope: Scope) -> Known:
-        """Read what is known of a scope."""
         store = ProfileStore(state_dir)
         return cls(store, scope, store.load(scope))
 
@@ -73,5 +72,4 @@ def devices_name(workers: Iterable[WorkerPlan], driver: str | None = None) -> st
 
 
 def gpus_name(uuids: Iterable[str], driver: str | None) -> str:
-    """Name GPUs by their UUIDs and the driver that they have."""
     return ", ".join([*sorted(set(uuids)), *([f"driver {driver}"] if driver else [])])

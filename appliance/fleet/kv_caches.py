@@ -52,7 +52,6 @@ class KvCaches:
         await self._ssd.open(plan, hasher, router, workers, copies)
 
     def frames(self) -> dict[str, TierFrame | None]:
-        """How they stand, by their names in a frame."""
         return {"dram": self._dram.frame(), "ssd": self._ssd.frame()}
 
     async def flush(self) -> None:

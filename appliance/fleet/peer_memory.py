@@ -111,7 +111,6 @@ class PeerPools:
                 self._tell(worker, pool, memory)
 
     def made(self, worker: str, memory: SharedMemory | None) -> None:
-        """A worker has made its pool."""
         pool = self._pool_of[worker]
         if memory is None or pool not in self._writers:
             return

@@ -90,7 +90,6 @@ class Placement:
     """A second core makes a prompt faster, where there is one that has nothing to do."""
 
     def pools(self) -> list[BlockPool]:
-        """Make empty block pools, one for each pool."""
         return self.topology.new_block_pools(self.block_size)
 
 
@@ -115,7 +114,6 @@ def available_cores(
 
 
 def num_machine_cores() -> int:
-    """Physical cores of the machine, also those that we may not use."""
     return psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 

@@ -262,7 +262,6 @@ class Placer:
         return placement, about
 
     def _by_hand(self, gpus: list[Gpu], shape: ModelShape, dtype: str) -> Placement:
-        """As --place names them."""
         config, wanted, inventory = self._config, self._config.place, self._inventory
         if config.devices != "auto":
             raise ConfigError(

@@ -43,9 +43,6 @@ from engine.profile.facts import DISK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router
 from engine.units import size_text
 
-_RATIOS = (0.5, 1, 2, 4)
-"""Sizes of a cache, to the one that there is, of which it is said what they would find."""
-
 
 class Prediction:
     """What a prompt takes, by what is known of the router's workers."""
@@ -102,21 +99,9 @@ def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
         expired_blocks=index.num_expired,
         damaged_blocks=index.num_damaged + num_damaged,
         failed_stores=counts.failed_stores,
-        would_find=_would_find(tier),
-        reuse_distances=_distances(tier),
         read_bytes_per_s=costs.bytes_per_s,
         limit=tier.limit or "",
     )
-
-
-def _would_find(tier: Tier) -> dict[str, float]:
-    shares = {f"{ratio:g}": tier.would_find(ratio) for ratio in _RATIOS}
-    return {ratio: round(share, 4) for ratio, share in shares.items() if share is not None}
-
-
-def _distances(tier: Tier) -> dict[str, int]:
-    counts, share = tier.reuse.counts, tier.reuse.share
-    return {str(share << bits): counts[bits] for bits in range(max(counts, default=-1) + 1)}
 
 
 FREE_SHARE = 10

@@ -106,7 +106,6 @@ class WorkerState:
 
     @property
     def attention(self) -> str | None:
-        """What computes attention in it."""
         return None if self.ready is None else self.ready.attention
 
     @property

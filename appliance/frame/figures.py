@@ -197,7 +197,6 @@ def joules(value_j: float | None) -> str:
 
 
 def watts(value_w: float | None, limit_w: float | None = None) -> str:
-    """`9.6 W`, `512 W`, or `96/125 W` under a limit."""
     if value_w is None:
         return ABSENT
     shown = f"{value_w:.1f}" if abs(value_w) < 9.95 else f"{value_w:,.0f}"
@@ -342,7 +341,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     by = request.get("cancelled_by")
     return [
         ("energy", _energy(request)),
-        ("worker", _legs(request)),
+        ("worker", _workers(request)),
         ("route", _route(request)),
         ("restored", request.get("restore_reason") or ""),
         ("waits", f"for {waits_for}" if waits_for else ""),
@@ -372,16 +371,16 @@ def _output(request: Mapping[str, Any]) -> str:
     return text if number == 1 else f"{text}, {things(number, 'sequence')}"
 
 
-def _legs(request: Mapping[str, Any]) -> str:
+def _workers(request: Mapping[str, Any]) -> str:
     """Each worker, and how blocks came there: `prefill0, by peer at decode1`."""
     names = (request.get("workers") or request.get("worker") or "").split(",")
     links = (request.get("links") or "").split(",")
     first, *others = names
-    legs = (
+    stages = (
         f"{'again' if link == 'none' else f'by {link}'} at {name}"
         for name, link in zip(others, links, strict=False)
     )
-    return ", ".join([first, *legs])
+    return ", ".join([first, *stages])
 
 
 def _route(request: Mapping[str, Any]) -> str:

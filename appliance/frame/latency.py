@@ -202,7 +202,6 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many values were counted."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:

@@ -54,11 +54,8 @@ class TierFrame(msgspec.Struct):
     """Found out by their checksums, dropped, and computed again."""
     failed_stores: int = 0
     would_find: dict[str, float] = {}
-    """Of the blocks of prompts, the share that a cache of so much the size would have found if it
-    forgot the least recently used: `0.5`, `1`, `2`, `4`. Empty: nobody has asked for anything."""
     reuse_distances: dict[str, int] = {}
-    """Uses of a block that had been used before, of one block in eight, by how many other blocks
-    were used since: fewer than so many, and no fewer than the entry before it says."""
+    """These two are old: only recordings have them."""
     read_bytes_per_s: float | None = None
     """What a probe found that loads get from it; None: it is not on."""
     limit: str = ""

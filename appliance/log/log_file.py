@@ -114,7 +114,6 @@ def damaged_logs(path: Path) -> list[Path]:
 
 
 def file_id(path: Path) -> _FileId | None:
-    """Which file is at the path; None if there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -384,7 +384,6 @@ class OpenRequests:
         self._note(row)
 
     def end(self, row: LogRow) -> None:
-        """It has been answered, and this will be its row."""
         self._note(msgspec.structs.replace(row, prompt=None))
 
     def _note(self, row: LogRow) -> None:

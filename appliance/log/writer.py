@@ -216,7 +216,6 @@ class _Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows and events of it, together."""
         return len(self.rows) + len(self.events)
 
 
@@ -264,7 +263,6 @@ class RequestLog:
 
     @property
     def frames_lost(self) -> int:
-        """Frames that no recording will have."""
         return self._frames_lost
 
     def start_run(

@@ -300,12 +300,6 @@ def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:
     yield counter(f"penstock_{name}_load_seconds_total", "Waited for loads.", tier.load_ms / 1e3)
     about = "That loads took longer than computing was predicted to."
     yield counter(f"penstock_{name}_regret_seconds_total", about, tier.regret_ms / 1e3)
-    about = "Of prompts' blocks, what a cache of so many times the size would have found."
-    found = [({"size": ratio}, share) for ratio, share in tier.would_find.items()]
-    yield gauge(f"penstock_{name}_would_find_ratio", about, found)
-    about = "Blocks that were used again after fewer other blocks than `below`, and no fewer."
-    distances = [({"below": bound}, number) for bound, number in tier.reuse_distances.items()]
-    yield counter(f"penstock_{name}_reuse_distance_uses_total", about, distances)
     yield gauge(f"penstock_{name}_read_bytes_per_second", "Of loads.", tier.read_bytes_per_s)
 
 

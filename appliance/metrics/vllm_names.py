@@ -26,7 +26,6 @@ from appliance.telemetry.signals import STAGING, used_ratio
 
 
 def vllm_families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
-    """The metrics that vLLM has, under its names."""
     labels = {"model_name": frame.model, "engine": "0"}
     yield from _gauges(frame, labels)
     yield from _counters(frame, histograms, labels)

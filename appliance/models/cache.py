@@ -194,7 +194,6 @@ def remove(cache: Path, repository: str, commit: str | None = None) -> int:
 
 
 def size_bytes(snapshot: Path) -> int:
-    """Bytes of all its files."""
     return sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file())
 
 

@@ -443,7 +443,6 @@ class _Meter:
                 self._say(now_s)
 
     def report(self) -> None:
-        """Say where it stands."""
         self._say(time.monotonic())
 
     def stop(self) -> None:

@@ -178,7 +178,6 @@ class _Watch:
         return None
 
     def frame(self) -> AlertFrame:
-        """The alert, while there is one."""
         level = self.levels[0]
         severity = SEVERITIES[self.rank - 1]
         code = self.threshold.code

@@ -80,7 +80,7 @@ def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
 
 
 def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> PoolFrame:
-    """One pool's books; padding block 0 is left out."""
+    """Show one pool; padding block 0 is left out."""
     counts = {str(state): count for state, count in pool.counts.items()}
     return PoolFrame(
         name=pool.name,

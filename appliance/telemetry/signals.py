@@ -73,7 +73,6 @@ class LastMinute:
 
     @property
     def num_failed(self) -> int:
-        """Requests that have failed."""
         return self._points[-1].failed - self._points[0].failed
 
     @property
@@ -83,7 +82,6 @@ class LastMinute:
 
     @property
     def num_rows_lost(self) -> int:
-        """Rows that the log has lost."""
         return self._points[-1].rows_lost - self._points[0].rows_lost
 
     @property

@@ -94,7 +94,6 @@ class Windows:
         self._usual_ttft = UsualTtft()
 
     def first_token(self, sequence: Sequence, ttft_ms: float, now_ns: int) -> None:
-        """A sequence has its first token."""
         cut = stages(sequence.stamps, 1)
         self._ttft_ms.add(now_ns, ttft_ms)
         num_computed = max(sequence.num_prompt_tokens - sequence.num_cached_tokens, 1)

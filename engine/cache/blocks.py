@@ -48,7 +48,7 @@ def _nobody(_: Hash) -> None:
 
 
 class BlockPool:
-    """The books of one pool: ids 1 to num_blocks - 1, in the order they became free."""
+    """The blocks of one pool, ids 1 to num_blocks - 1: their states, references and free list."""
 
     def __init__(self, name: str, num_blocks: int, block_size: int) -> None:
         self.name = name
@@ -72,7 +72,6 @@ class BlockPool:
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be allocated."""
         return self.num_blocks - 1
 
     @property
@@ -81,7 +80,6 @@ class BlockPool:
         return len(self.free_block_ids) + self.counts[BlockState.CACHED]
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def state(self, block_id: int) -> BlockState:
@@ -300,7 +298,6 @@ class Ledger:
                 self.pools[pool].count(block_id, commands=1)
 
     def unanswered(self, worker: str) -> list[CommandKey]:
-        """Commands to a worker that are open."""
         return [key for key, command in self._commands.items() if command.worker == worker]
 
     def close_command(self, key: CommandKey) -> bool:
@@ -322,7 +319,6 @@ class Ledger:
                 self.pools[pool].count(block_id, commands=-1)
 
     def is_open(self, key: CommandKey) -> bool:
-        """True while the command is unanswered."""
         return key in self._commands
 
     def reap(self, worker: str) -> list[CommandKey]:

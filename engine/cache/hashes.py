@@ -97,7 +97,6 @@ class PrefixChain:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the blocks that have one."""
         return len(self.hashes) * self._hasher.block_size
 
     def parent(self, place: int) -> Hash:

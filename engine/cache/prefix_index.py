@@ -56,7 +56,6 @@ class PrefixIndex:
     # Finding
 
     def has_hash(self, block_hash: Hash) -> bool:
-        """Whether a block here has this hash."""
         return block_hash in self._blocks
 
     def num_hit(self, hashes: Sequence[Hash]) -> int:

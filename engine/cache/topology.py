@@ -87,12 +87,10 @@ class Topology:
 
     @cached_property
     def by_name(self) -> dict[str, Worker]:
-        """Each worker by its name."""
         return {worker.name: worker for worker in self.workers}
 
     @cached_property
     def pool_by_name(self) -> dict[str, Pool]:
-        """Each pool by its name."""
         return {pool.name: pool for pool in self.pools}
 
     @cached_property
@@ -101,11 +99,9 @@ class Topology:
 
     @property
     def names(self) -> list[str]:
-        """Names of all workers, those that prefill first."""
         return [worker.name for worker in self.workers]
 
     def playing(self, role: str) -> list[str]:
-        """Workers that static roles give this role."""
         return [worker.name for worker in self.workers if role in worker.roles]
 
     @property
@@ -120,7 +116,6 @@ class Topology:
 
     @property
     def shares_memory_bus(self) -> bool:
-        """True if all workers read their weights over one bus."""
         return len({worker.bus for worker in self.workers}) == 1
 
     @property
@@ -171,7 +166,6 @@ class Topology:
         return {pool.name for pool in self.pools if pool.tier == "dram"}
 
     def new_block_pools(self, block_size: int) -> list[BlockPool]:
-        """Make empty block pools, one for each pool."""
         return [BlockPool(pool.name, pool.num_blocks, block_size) for pool in self.pools]
 
     def with_pools(self, num_blocks: dict[str, int]) -> Topology:
@@ -244,7 +238,7 @@ def _back(
     """From the pool of who decodes to that of who prefills, into no memory that is not reached."""
     from_pool, to_pool = pool_of[decode], pool_of[prefill]
     if transport == "peer" and prefill in in_workers:
-        if decode in in_workers:  # through the host: the detour's ring is there
+        if decode in in_workers:  # through the host: the fallback's staging buffer is there
             return _link(decode, prefill, from_pool, to_pool, "shm")
         # who has written into the host's memory reads there
         return Link(from_pool, to_pool, transport, (Hop(prefill, from_pool, to_pool),))

@@ -146,7 +146,6 @@ class TorchBackend:
         return rms_norm(x, weight, eps)
 
     def add(self, x: torch.Tensor, added: torch.Tensor, scale: float, factor: float = 1.0) -> None:
-        """Set x to factor * (x + scale * added)."""
         x.add_(added, alpha=scale)
         if factor != 1:
             x.mul_(factor)
@@ -156,7 +155,6 @@ class TorchBackend:
         queries.mul_(growth)
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        """Norm each row in place."""
         rows.copy_(rms_norm(rows, weight, eps))
 
     def gated(

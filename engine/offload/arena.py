@@ -71,7 +71,6 @@ class WorkerCopies:
         self._open.pop(-job.copy.copy_id, None)
 
     def copied(self, report: Copied) -> None:
-        """A worker has copied some more, or will not."""
         job = self._open[report.copy_id].job
         took_ns = job.ended_ns - job.started_ns + report.ended_ns - report.started_ns
         job.ended_ns, job.started_ns = report.ended_ns, report.ended_ns - took_ns
@@ -217,7 +216,6 @@ class StagedDisk:
 
     @property
     def write_share(self) -> float:
-        """Of a core, for writing."""
         return self._disk.write_share
 
     @write_share.setter
@@ -225,7 +223,6 @@ class StagedDisk:
         self._disk.write_share = share
 
     def reach(self, pool: str) -> str | None:
-        """Threads where they can, else a worker."""
         return self._disk.reach(pool) or self._worker_of(pool)
 
     def begin(self, job: Job) -> None:

@@ -52,7 +52,6 @@ class SlabContents:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of all its blocks."""
         return sum(record.num_bytes for _, record in self.records)
 
 
@@ -139,7 +138,6 @@ def lock(folder: Path) -> int:
 
 
 def slab_bytes(folder: Path) -> int:
-    """Physical bytes of all slabs in a folder, there or not."""
     return sum(path.stat().st_blocks * 512 for _, path in slab_paths(folder))
 
 

@@ -42,7 +42,6 @@ class Costs:
     excess_load_ms: float = 0.0
 
     def predict_ms(self, num_bytes: int) -> float:
-        """Until so many bytes are there."""
         return OVERHEAD_MS + num_bytes / self.bytes_per_s * 1e3
 
     def deadline_ms(self, load_ms: float, least_ms: float) -> float:

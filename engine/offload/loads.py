@@ -246,7 +246,7 @@ class Loads:
         excess_load_ms = self._costs.excess_load_ms_of(bool(num_blocks), took_ms, load.compute_ms)
         words = (
             f"{num_blocks} of {load.num_blocks} blocks from {self._context.label}"
-            f" in {elapsed_ns / 1e6:.1f} ms: {load.predicted}; regret {excess_load_ms:.1f} ms"
+            f" in {elapsed_ns / 1e6:.1f} ms: {load.predicted}; lost {excess_load_ms:.1f} ms"
         )
         return Restored(num_blocks * pool.block_size, elapsed_ns, words)
 

@@ -87,7 +87,6 @@ def seal_slab(head: SlabHead) -> bytes:
 
 
 def read_slab(page: bytes) -> SlabHead | None:
-    """What a first page says; None if it is none."""
     packed = page[: _SLAB.size]
     crc = page[_SLAB.size : _SLAB.size + _CRC.size]
     if len(crc) < _CRC.size or _CRC.pack(zlib.crc32(packed)) != crc:

@@ -111,12 +111,10 @@ class OtherSlabs:
 
     @property
     def heads(self) -> list[SlabHead]:
-        """Of each slab."""
         return [contents.head for contents in self._slabs.values()]
 
     @property
     def num_bytes(self) -> int:
-        """Physical bytes of the slabs that are still there."""
         return sum(p.stat().st_blocks * 512 for p in self._slabs if p.exists())
 
     def add(self, path: Path, contents: SlabContents) -> None:
@@ -407,7 +405,6 @@ class Slabs:
 
     @property
     def _own_bytes(self) -> int:
-        """What the next slab takes."""
         return _need_bytes(SlabHead(0, self._record_bytes, self._num_records, self._fingerprint))
 
     def open_file(self, path: Path, flags: int) -> int:

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 
 from engine.cache.hashes import Hash
-from engine.offload.index import ReuseDistances, SlabIndex
+from engine.offload.index import SlabIndex
 from engine.offload.jobs import Context, CopyJob, Counts, GrowJob, Job, ProbeJob, SweepJob
 from engine.offload.load_costs import Costs
 from engine.offload.loads import Loads, PredictMs, Restored, Stores, WantedBlocks, joined
@@ -58,8 +58,6 @@ class Tier:
         self._changed = changed
         self._predict_ms = predict_ms
         self._num_misses = 0
-        self.reuse = ReuseDistances()
-        self.reuse.add(context.index.hashes)  # of an earlier life: it may be found, too
         self._decisions: Counter[int] = Counter()
         """By seq_id of those queued, how often it has been decided about them..."""
         self._undecided: set[int] = set()
@@ -89,12 +87,7 @@ class Tier:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks that it holds."""
         return len(self.index) * self._context.block_bytes
-
-    def would_find(self, ratio: float) -> float | None:
-        """Share of prompts' blocks that a cache of so many times its size would have found."""
-        return self.reuse.found_by(int(ratio * self._max_places))
 
     @property
     def limit(self) -> str | None:
@@ -139,7 +132,6 @@ class Tier:
             hashes: of its full blocks; none of them salted.
             num_found: of those, the first ones, that are in the pool.
         """
-        self.reuse.use(hashes)
         self.index.touch(hashes[:num_found])
         self._stores.used_again(hashes[:num_found])
         self._stores.asked(hashes[num_found:])
@@ -174,7 +166,6 @@ class Tier:
     def computed(self, hashes: list[Hash]) -> None:
         """Blocks are full, and can be found from now on; none of them is salted."""
         self._stores.used(hashes)
-        self.reuse.add(hashes)
 
     # What the daemon says
 
@@ -342,7 +333,6 @@ class OffloadTiers:
             tier.placed(hashes, num_found)
 
     def preempted(self, pool: str, hashes: list[Hash]) -> None:
-        """As Tier.preempted(), of the first that takes them."""
         for tier in self.each:
             if tier.preempted(pool, hashes):
                 return

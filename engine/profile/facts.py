@@ -63,16 +63,13 @@ class Fact:
 
     @property
     def low(self) -> float:
-        """A tenth of the samples is lower."""
         return _quantile(self.samples, 0.1)
 
     @property
     def high(self) -> float:
-        """A tenth of the samples is higher."""
         return _quantile(self.samples, 0.9)
 
     def observe(self, sample: float) -> None:
-        """Take in one sample."""
         if self.samples and not 1 / MAX_RATIO <= sample / self.value <= MAX_RATIO:
             self._num_beyond += 1
         else:
@@ -110,7 +107,6 @@ class Profile:
                 yield key, fact
 
     def observe(self, key: FactKey, sample: float) -> None:
-        """Take in one sample of a fact."""
         fact = self.facts.get(key)
         if fact is None:
             fact = self.facts[key] = Fact()

@@ -59,7 +59,6 @@ class CacheContents:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
         return next(iter(self._pools.values())).block_size
 
     def stored(self, sequence: Sequence, topology: range) -> None:

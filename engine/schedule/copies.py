@@ -9,7 +9,7 @@ computed blocks for the next prompt that asks: it has tables of its own, and is 
 of its link dies.
 
 Owns: rates, strikes, and which links are down; transfers, unanswered copies, and which slot of a
-ring holds which block.
+staging buffer holds which block.
 Invariant: blocks are sent and arrive in order, on every hop; a slot is its sequence's until the
 block has left it; what a pool's life has ended with does not count as arrived.
 Never: moves bytes, writes a sequence; waits.

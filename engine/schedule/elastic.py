@@ -63,7 +63,6 @@ class WorkerLoad(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """True if it has nothing to do."""
         return not (self.num_prefill_tokens or self.batch)
 
 
@@ -165,7 +164,6 @@ class PairChoice(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The reason and what there is to say about it."""
         return ": ".join(filter(None, (self.reason, self.about)))
 
 
@@ -243,7 +241,6 @@ def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
 
 
 def _lone_chunk(num_tokens: int) -> StepLoad:
-    """The load of the first chunk of a prompt."""
     return StepLoad(num_tokens, num_tokens**2 / 2)
 
 
@@ -390,7 +387,6 @@ class _Forecaster:
         return after_ms, self._itl_target_ms
 
     def _num_left(self, worker: str) -> int:
-        """Prompt tokens that a worker would have to compute."""
         return max(self._s.num_prompt_tokens - self._s.num_cached.get(worker, 0), 1)
 
     def _cores(self, worker: str, busy: set[str]) -> int:

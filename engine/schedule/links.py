@@ -50,7 +50,6 @@ class LinkState:
 
     @property
     def num_strikes(self) -> int:
-        """How near it is to MAX_STRIKES."""
         return max(self.num_failed, self.num_slow)
 
     @property

@@ -65,7 +65,6 @@ class FairQueue:
 
     @property
     def max_sequences(self) -> int:
-        """How many sequences may wait."""
         return self._sequences.limit
 
     @property
@@ -171,7 +170,6 @@ class FairQueue:
         return self.weights.get(owner, 1.0)
 
     def _share(self, owner: str) -> float:
-        """Of the turns, an owner's if it waits."""
         return self._weight(owner) / sum(map(self._weight, {owner, *self._waiting}))
 
     def _by_turns(self, charged: dict[str, float], now_ns: int) -> Iterator[Sequence]:

@@ -36,7 +36,6 @@ def is_proven(sequence: Sequence) -> bool:
 
 
 def must_wait(sequence: Sequence, at_worker: list[Sequence]) -> bool:
-    """True if it is on probation, and so is one that is at its worker already."""
     return sequence.is_on_probation and any(other.is_on_probation for other in at_worker)
 
 

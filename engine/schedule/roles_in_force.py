@@ -141,11 +141,9 @@ class Roles:
         self.cores.worker_died(worker)
 
     def answered(self, worker: str, report: CoresUsed) -> None:
-        """A worker has changed its cores."""
         self.cores.answered(worker, report)
 
     def measured(self, place: str, steps: Several[MeasuredStep]) -> None:
-        """Learn from steps that were made to be timed, at a place as place_of() names it."""
         self._times_at(place).learn((StepLoad.alike(step), step.elapsed_ms) for step in steps)
 
     def stepped(self, worker: str, step: Stepped) -> list[Outcome]:
@@ -296,11 +294,9 @@ class Roles:
         self.asked[StepLoad(tokens, attended, batch, context)] += 1
 
     def _times_like(self, worker: str, num_cores: int) -> list[StepTimes]:
-        """What is known of a worker on so many cores; its own steps first."""
         return [self._times_on(name, num_cores) for name in self._like(worker)]
 
     def _times_on(self, worker: str, num_cores: int) -> StepTimes:
-        """What is known of a worker on so many cores."""
         return self._times_at(place_of(worker, num_cores))
 
     def _times_at(self, place: str) -> StepTimes:

@@ -281,12 +281,10 @@ class Sequence:
 
     @property
     def last_worker(self) -> str | None:
-        """As `worker`; of one that has ended, where that was."""
         return self.where.worker if isinstance(self.where, Ended) else self.worker
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens in the prompt."""
         return len(self.prompt_token_ids)
 
     @property
@@ -307,12 +305,10 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of prompt and output, in a new list."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property

@@ -217,12 +217,10 @@ def _slope(by_size: Iterable[list[_Row]]) -> float | None:
 
 
 def place_of(worker: str, num_cores: int) -> str:
-    """The name that facts have for a worker on so many cores."""
     return f"{worker} on {num_cores}"
 
 
 def worker_of(place: str) -> str:
-    """The worker that a place names."""
     return place.rpartition(" on ")[0]
 
 

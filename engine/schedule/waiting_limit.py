@@ -43,7 +43,6 @@ class WaitingLimit:
 
     @property
     def num_owners(self) -> int:
-        """Owners that have something here."""
         return len(self._held)
 
     @property
@@ -52,7 +51,6 @@ class WaitingLimit:
         return OWNER_SHARE * self.limit // (1 + OWNER_SHARE)
 
     def held(self, owner: str) -> int:
-        """How much of it is this owner's."""
         return self._held.get(owner, 0)
 
     def enter(self, owner: str, amount: int) -> None:

@@ -39,12 +39,10 @@ class Pair(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """True if the one hands over to the other."""
         return self.prefill != self.decode
 
     @property
     def route(self) -> str:
-        """In a word, as route_of() has it."""
         return route_of(self)
 
 
@@ -58,7 +56,6 @@ def route_stages(sequence: Sequence, pair: Pair) -> tuple[RouteStage, ...]:
 
 
 def whole_length(sequence: Sequence) -> int:
-    """Positions that it may ever use, with one more."""
     return sequence.num_prompt_tokens + sequence.sampling.max_tokens
 
 

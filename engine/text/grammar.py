@@ -241,12 +241,10 @@ def _bytes_as_tokens() -> llguidance.LLTokenizer:
 
 
 def lark_text(text: str) -> str:
-    """A text as Lark writes it."""
     return json.dumps(text)
 
 
 def lark_of(text: str) -> str:
-    """The grammar that a text in Lark is."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
@@ -371,7 +369,7 @@ class CallSyntax:
     style: str = "json"
     """Of arguments: one `json` object; `elements`; `python` or `gemma`, a list with commas."""
     key: str = ""
-    """Of elements: what stands before a value, with its `name`, and `is_text`."""
+    """Of elements: what stands before a value, with its `name`."""
     value_end: str = ""
     key_separator: str = ", "
     quote: str = ""
@@ -483,7 +481,7 @@ class _Writer:
         value = {**own, **shared} if isinstance(own, dict) else {}
         as_json = f"%json {self._json(value)}"
         if syntax.style == "elements":
-            key = self.literal(syntax.key.format(name=name, is_text=str(is_text).lower()))
+            key = self.literal(syntax.key.format(name=name))
             if is_text:
                 return f"{key} text_value"
             if isinstance(own, dict) and _is_words(own.get("enum")):

@@ -123,7 +123,6 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def pool_dtype(self) -> str:
-        """What a pool's elements are."""
         return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 

@@ -114,7 +114,6 @@ class Bench:
         }
 
     def bytes(self, count: int) -> torch.Tensor:
-        """So many bytes of the device's memory, zeroed."""
         return torch.zeros(count, dtype=torch.uint8, device=self.on)
 
     def time(self, run: Callable[[], object]) -> float:

@@ -143,7 +143,6 @@ class Runner:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self._transformer.config.num_layers
 
     @property

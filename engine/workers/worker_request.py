@@ -138,7 +138,6 @@ class WorkerRequest:
 
     @property
     def is_complete(self) -> bool:
-        """True if it has all the output tokens that this admit is for."""
         return self.num_output_tokens >= self.until_output
 
     def num_prompt_logprobs(self, num_new_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The commands that make captures and measure the console still work."""
+"""The commands that make captures still work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.benchmarks import console_captures, console_cost
+from tests.benchmarks import console_captures
 from tests.tui import frames
 from tui.widgets import overview
 
@@ -33,11 +33,3 @@ async def test_captures_of_recorded_frames_are_written_as_text_svg_and_png(tmp_p
     for path in written:
         start = path.read_bytes()[:4]
         assert start == {".svg": b"<svg", ".png": b"\x89PNG", ".txt": b" pen"}[path.suffix]
-
-
-async def test_the_cost_of_a_console_is_counted():
-    cost = await console_cost.measure(80, 24, 1, "2")
-    assert cost.num_bytes > 0
-    assert cost.rss_bytes > 1 << 20
-    assert min(cost.tick_ms) > 0
-    assert "worst tick" in console_cost.table(cost, 1)

@@ -117,7 +117,6 @@ def _pool_row(frame: Frame, pool: PoolFrame, width: int) -> Line:
 
 
 def _numbers(pool: PoolFrame, room: int) -> Line:
-    """`█300 ▓20 ▒100 ▚4 ░600`, as many as there is room for."""
     line: Line = []
     for state, num in pool_counts(pool).items():
         item = [

@@ -144,7 +144,6 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("free", "empty blocks"),
             Entry("owners, largest requests", "who uses most blocks, and for which requests"),
             Entry("hit rate", "share of prompt tokens or blocks that were found in a cache"),
-            Entry("at half, double size", "hit rate of a smaller or larger cache, estimated"),
             Entry("hashing took", "time spent on finding cached blocks"),
             Entry(
                 "evicted, fetched", "cached blocks dropped for room; tokens copied between pools"

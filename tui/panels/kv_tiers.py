@@ -19,8 +19,6 @@ from tui.lines import (
     rule,
 )
 
-_SIZES = {"0.5": "half", "2": "double", "4": "four times the"}
-
 
 def lines(frame: Frame, width: int) -> list[Line]:
     """Of each a line on its state, and figures."""
@@ -54,14 +52,6 @@ def _figures(tier: TierFrame) -> list[tuple[str, str]]:
         always.append(("recomputing would take", fig.duration(tier.compute_ms)))
         if tier.regret_ms:
             always.append(("time lost", fig.duration(tier.regret_ms)))
-    if "1" in tier.would_find:
-        others = [
-            f"{fig.ratio(share)} at {_SIZES[n]} size"
-            for n, share in tier.would_find.items()
-            if n in _SIZES
-        ]
-        rest = f" ({', '.join(others)})" if others else ""
-        always.append(("hit rate", f"{fig.ratio(tier.would_find['1'])}{rest}"))
     seldom = (
         ("waiting", tier.waiting),
         ("declined", tier.declined_loads),

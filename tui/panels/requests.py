@@ -47,7 +47,6 @@ class RequestColumn:
     """Empty cells before it."""
 
     def cell(self, text: str) -> str:
-        """The text in exactly this column's cells."""
         return " " * self.gap + pad(text, self.width, right=self.is_right)
 
 

@@ -46,7 +46,6 @@ class Dialog(ModalScreen[str]):
         self._paint = paint
 
     def compose(self) -> ComposeResult:
-        """One page that the dialog's lines are painted on."""
         yield Page(lambda width, height: self._paint(width), id="dialog")
 
     def on_mount(self) -> None:

@@ -95,7 +95,6 @@ class MainScreen(Screen[None]):
 
     @property
     def table(self) -> RequestTable | None:
-        """The request table of the page, if it has one."""
         return next(iter(self._current.query(RequestTable)), None)
 
     @property

@@ -72,7 +72,6 @@ class Panel(Toned):
                 self.refresh(Region(0, y, width, 1))
 
     def shown(self, lines: list[Line], height: int) -> list[Line]:
-        """Of all lines those that stand in the panel."""
         return lines
 
     def on_resize(self) -> None:
@@ -181,12 +180,10 @@ class RequestTable(ScrollView, Toned, can_focus=True):
 
     @property
     def selected(self) -> RequestFrame | None:
-        """The request under the cursor."""
         return self._requests[self._cursor] if self._requests else None
 
     @property
     def num_rows(self) -> int:
-        """Requests in the table, on screen or not."""
         return len(self._requests)
 
     @property
@@ -296,7 +293,6 @@ class RequestBox(Container):
 
     @property
     def table(self) -> RequestTable:
-        """The table that the box frames."""
         return self.query_one(RequestTable)
 
     def show(self, view: View) -> None:

@@ -60,12 +60,6 @@ GLM = (
     "<tool_call>get.weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 )
-DSML = (
-    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get.weather">\n'
-    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-)
 DEEPSEEK_V3 = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get.weather\n"
     '```json\n{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>'
@@ -105,20 +99,12 @@ NOTATIONS = [
     ("glm", GLM + "\n" + GLM, "", [PARIS, PARIS]),
     ("glm", "<tool_call>f\n</tool_call>", "", [["f", "{}"]]),
     ("glm", GLM.replace("\n", ""), "", [PARIS]),
-    ("deepseek_v32", "Well.\n\n" + DSML, "Well.", [PARIS]),
     ("deepseek_v3", "Well." + DEEPSEEK_V3 + "<｜tool▁calls▁end｜>", "Well.", [PARIS]),
     (
         "deepseek_v3",
         DEEPSEEK_V3 + DEEPSEEK_V3.removeprefix("<｜tool▁calls▁begin｜>"),
         "",
         [PARIS, PARIS],
-    ),
-    (
-        "deepseek_v31",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x":1}<｜tool▁call▁end｜>'
-        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "",
-        [["f", '{"x":1}'], ["f", "{}"]],
     ),
     (
         "mistral",

@@ -42,8 +42,6 @@ USES_TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
         ("<tool_call>{name}\n<arg_key>", "glm"),
         ("[TOOL_CALLS]f[ARGS]", "mistral"),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\\n```json", "deepseek_v3"),
-        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31"),
-        ("<｜DSML｜invoke", "deepseek_v32"),
         ("<|tool_call>call:", "gemma"),
         ("<start_function_call>", "functiongemma"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),

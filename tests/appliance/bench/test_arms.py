@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from appliance.bench.arms import AGAIN, LOAD_METRICS, Arms, Metric, interleaved, order, rows
-from appliance.bench.statistics import cumulative
 from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI
 
@@ -91,33 +86,3 @@ def test_a_daemon_that_does_not_start_says_why(tmp_path: Path) -> None:
         arms.ready("colocated"),
     ):
         pass
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    st.dictionaries(
-        st.text(max_size=8), st.lists(st.floats(0, 1e6), max_size=900), min_size=1, max_size=4
-    )
-)
-def test_a_drawing_is_xml_and_stays_on_its_page(series: dict[str, list[float]]) -> None:
-    drawable = {label: values for label, values in series.items() if label.isprintable()}
-    page = ElementTree.fromstring(cumulative({"gaps": drawable, "none <&>": {}}))
-    lines = [each for each in page.iter() if each.tag.endswith("polyline")]
-    assert len(lines) <= len(drawable)
-    for line in lines:
-        for point in line.attrib["points"].split():
-            x, y = map(float, point.split(","))
-            assert 0 <= x <= 720
-            assert 0 <= y <= 300
-
-
-def test_a_drawing_is_monotone_and_keeps_both_ends() -> None:
-    rng = random.Random(0)
-    page = ElementTree.fromstring(
-        cumulative({"t": {"a": [rng.expovariate(1) for _ in range(5000)]}})
-    )
-    (line,) = [each for each in page.iter() if each.tag.endswith("polyline")]
-    points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-    assert len(points) < 1000
-    assert points == sorted(points, key=lambda point: (point[0], -point[1]))
-    assert (points[0][0], points[-1][0], points[-1][1]) == (60, 700, 40)

@@ -72,18 +72,6 @@ def test_a_full_disk_is_told_in_a_line(environ: dict[str, str]) -> None:
         assert (ended.returncode, ended.stderr) == (1, said)
 
 
-def test_an_option_that_takes_one_value_is_refused_twice(environ: dict[str, str]) -> None:
-    for words in (
-        ("serve", "--listen", "127.0.0.1:1", "--listen", "127.0.0.1:2"),
-        ("ps", "-H", "/a", "--host", "/b"),
-        ("models", "list", "-o", "json", "-o", "csv"),
-    ):
-        ended = penstock(environ, *words)
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert "give it once" in ended.stderr
-    assert penstock(environ, "run", "--stop", "a", "--stop", "b", "hi").returncode == 3
-
-
 def test_a_recording_is_not_written_to_a_file_named_as_a_pipe(
     environ: dict[str, str], tmp_path: Path
 ) -> None:

@@ -29,9 +29,7 @@ from appliance.configuration.settings import SETTINGS
 from engine.errors import (
     CheckpointError,
     ConfigError,
-    PenstockError,
     SeveralWrong,
-    WorkerFailed,
 )
 
 
@@ -496,32 +494,6 @@ def test_an_error_names_what_set_the_setting(machine: Path) -> None:
         named_by_source({"devices": "cpu"}, environ),
     ):
         raise several
-
-
-@pytest.mark.parametrize(
-    ("hint", "told"),
-    [
-        ("choose another with --socket", "choose another with --socket"),
-        ("serve with --devices cpu; or not", 'serve with devices = "cpu"; or not'),
-        ("--place says 1x1", "PENSTOCK_PLACE says 1x1"),
-        ("--place 2x1, or --roles", "PENSTOCK_PLACE=2x1, or roles"),
-        (
-            "another needs its own --state-dir and --socket",
-            "another needs its own state_dir and --socket",
-        ),
-        ("--tls-cert CHAIN.pem --tls-key KEY.pem", 'tls_cert = "CHAIN.pem" tls_key = "KEY.pem"'),
-        ("penstock drain --wait", "penstock drain --wait"),
-    ],
-)
-def test_a_hint_names_what_set_the_setting(machine: Path, hint: str, told: str) -> None:
-    path = write_toml(machine, 'devices = "gpu0"\nstate_dir = "/a"\n')
-    flags, environ = {"socket": "/b"}, {"PENSTOCK_PLACE": "2x1"}
-    for kind in (ConfigError, WorkerFailed):
-        with pytest.raises(PenstockError) as caught, named_by_source(flags, environ):
-            raise kind("it is wrong", hint=hint)
-        assert caught.value.hint == told
-    path.unlink()
-    assert config.wording({}, {})(hint) == hint  # nothing is set, and there is no file
 
 
 def test_a_folder_that_is_named_for_the_socket_and_is_not_there_is_probably_a_typo(

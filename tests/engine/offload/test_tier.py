@@ -7,7 +7,7 @@ from engine.cache.blocks import BlockState
 from engine.offload.jobs import CopyDeadlines
 from engine.offload.load_costs import DEADLINE_RATIO, OVERHEAD_MS, Costs
 from engine.offload.loads import LOOK_S, PAUSE_S, STORED_AT_ONCE
-from engine.offload.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S, Tier
+from engine.offload.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S
 from tests.engine.offload.harness import BLOCK_BYTES, CAPACITY, TierHarness
 
 DEADLINE_S, MIN_DEADLINE_MS = CopyDeadlines().store_s, CopyDeadlines().load_ms
@@ -178,7 +178,7 @@ def test_who_is_placed_is_told_what_it_has_waited_for(tier):
     tier.now_ns += 100  # it waits for its turn
     restored = tier.ssd.forget(1000)
     assert restored[:2] == (12, 7)
-    predicted = "predicted 5.0 ms, computing them 1000000.0 ms; regret 0.0 ms"
+    predicted = "predicted 5.0 ms, computing them 1000000.0 ms; lost 0.0 ms"
     assert restored.words == f"3 of 3 blocks from the SSD in 0.0 ms: {predicted}"
     assert tier.ssd.forget(1000) is None
 
@@ -308,15 +308,6 @@ def test_a_damaged_block_is_dropped_and_computed(tier):
     assert chain.hashes[1] not in tier.ssd.index
     assert tier.ssd.reason is None
     assert b"something else" not in tier.disk.places.values()  # nothing of it is left
-
-
-def test_blocks_of_an_earlier_life_count_as_found(tier):
-    chain = kept(tier, *range(1, 29))
-    again = Tier(tier.ssd._context, 32, Costs(1e6), lambda *_: None, tier.changed)
-    assert again.would_find(1) is None  # nobody has asked for anything
-    again.placed(list(chain.hashes), 0)
-    assert again.reuse.num_uses > 0
-    assert again.would_find(1) == 1
 
 
 def miss(tier, chain, seq_id):
@@ -476,7 +467,7 @@ def test_slabs_that_somebody_deletes_are_forgotten_and_said(tier):
     assert not tier.ask(chain)
 
 
-def test_costs_follow_what_loads_take_and_add_up_regret():
+def test_costs_follow_what_loads_take_and_add_up_excess_time():
     costs = Costs(bytes_per_s=1e6)
     assert costs.predict_ms(1000) == OVERHEAD_MS + 1
     assert costs.is_worth_it(1, None)

@@ -411,7 +411,7 @@ def test_a_worker_that_maps_other_memory_says_so(checkpoint):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-def test_no_step_needs_more_memory_than_those_rehearsed(family, tmp_path, monkeypatch):
+def test_no_step_needs_more_memory_than_those_tried(family, tmp_path, monkeypatch):
     """Of attention by torch, which gathers what it reads; every block is the same one."""
     monkeypatch.setattr(backend_file, "find_kernels", lambda *_: (None, "torch"))
     monkeypatch.setattr(attention, "GATHERED_TOKENS", 2048)
