@@ -55,6 +55,12 @@ def test_goodput_is_a_share_of_what_was_offered() -> None:
     assert summarize(samples, 1000, NONE)["goodput_ratio"] is None
 
 
+def test_a_reply_that_broke_off_has_no_end_to_end_time() -> None:
+    broken = Sample(0, 0, status=200, error="it broke", ttft_ms=10, e2e_ms=999)
+    figures = summarize([done(10, 5), broken], 1000, NONE)
+    assert figures["e2e_ms_max"] == 15
+
+
 def test_throughput_counts_what_came_within_the_window() -> None:
     samples = [done(100, 100, 100), done(100, 850, 100, offered_ms=500)]
     figures = summarize(samples, 1000, NONE, energy_j=8)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.cli import listings, tables
-from appliance.cli.tables import Format, Listing, TableColumn, WordWrap, csv_cell, flat, one
+from appliance.cli.tables import Format, Listing, Range, TableColumn, WordWrap, csv_cell, flat, one
 from appliance.frame import figures
 
 COLUMNS = (
@@ -166,6 +166,13 @@ def streamed(text: str, width: int, cuts: list[int] | None = None) -> list[str]:
         elif token != "\x1b[K":
             lines[-1] += token
     return lines
+
+
+def test_an_open_range_does_not_take_its_least() -> None:
+    allowed = Range(0, 1, is_open=True)
+    assert allowed.refusal(0)
+    assert not allowed.refusal(1)
+    assert not Range(0, 1).refusal(0)
 
 
 def test_words_that_do_not_fit_go_to_the_next_line_whole() -> None:

@@ -82,9 +82,10 @@ def test_every_adjustment_is_the_references(
 
 
 def test_nothing_but_the_end_is_left_and_the_minimum_gives_way():
-    row = torch.zeros(4)
-    adjust(row, params(min_tokens=5), [], [1], [3], bytes([0, 0, 0, 200]))
-    assert row.tolist() == [-INF, -INF, -INF, 0.0]
+    for ending_ids, left in (([3], [-INF, -INF, -INF, 0.0]), ([2, 3], [-INF, -INF, 0.0, 0.0])):
+        row, allowed = torch.zeros(4), bytes(200 * (i in ending_ids) for i in range(4))
+        adjust(row, params(min_tokens=5), [], [1], ending_ids, allowed)
+        assert row.tolist() == left
 
 
 def test_a_minimum_does_not_give_way_to_anything_but_a_complete_grammar():

@@ -156,6 +156,18 @@ def test_what_was_charged_by_one_weight_is_given_back_by_it(make):
     assert queue._charged == {"a": 0.0, "b": 0.0}
 
 
+def test_output_tokens_are_charged_by_weight_too(make):
+    queue = roomy()
+    queue.weights = {"a": 4.0}
+    first, second = make("a", 100), make("b", 100)
+    queue.push([first, make("a", 100)], 0)
+    queue.push([second, make("b", 100)], 0)
+    for sequence in (first, second):
+        queue.take(sequence, 0)
+        queue.generated(sequence, 8)
+    assert queue._charged == {"a": 27.0, "b": 108.0}
+
+
 @given(st.lists(Sizes, min_size=1, max_size=3), st.integers(0, 20), st.integers(1, 5000))
 def test_a_newcomer_waits_for_one_turn_of_each_other_owner_at_most(work, num_before, size):
     make, queue = Makes(), roomy()

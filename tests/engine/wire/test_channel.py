@@ -50,6 +50,18 @@ def test_receive_without_waiting_returns_nothing_when_nothing_has_come(pair):
     assert WorkerChannel(theirs).receive(wait=False) == []
 
 
+async def test_a_command_that_came_with_an_expected_one_is_received_once(pair):
+    ours, theirs = pair
+    daemon, worker = await DaemonChannel.open(ours), WorkerChannel(theirs)
+    for command in (Release(1, 1), Release(2, 1)):
+        daemon.send(command)
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(worker.expect, Release) == Release(1, 1)
+    assert await asyncio.to_thread(worker.receive, wait=True) == [Release(2, 1)]
+    assert worker.receive(wait=False) == []
+    daemon.close()
+
+
 async def test_everything_a_dead_worker_sent_is_read_before_the_end(pair):
     ours, theirs = pair
     daemon, worker = await DaemonChannel.open(ours), WorkerChannel(theirs)
