@@ -16,7 +16,7 @@ from appliance.request import ModelInfo
 from engine.units import size_text
 
 OPEN_CODE = "listen.open"
-IS_OPEN = "is open to the network: who reaches it and has a key can use it"
+IS_OPEN = "is open to the network; any client with a key can use it"
 GENERATION_FILE = "generation_config.json"
 ADVISED_TEMPERATURE = 0.6
 """What `penstock run` and `penstock chat` take."""
@@ -97,12 +97,12 @@ def sampling_text(sampling: Mapping[str, float], folder: Path) -> str:
 
 
 def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:
-    """What to do where nobody has said how random replies are to be; empty if somebody has."""
+    """Advise on the temperature if the model sets none; else return an empty text."""
     if "temperature" in sampling:
         return ""
     advice = (
-        "small models ramble at temperature 1; run and chat take"
-        f" {ADVISED_TEMPERATURE:g}: set `temperature` in other clients' requests"
+        "small models ramble at temperature 1. "
+        f"run and chat use {ADVISED_TEMPERATURE:g}; set `temperature` in other clients' requests"
     )
     if folder.suffix == ".gguf":  # beside which no file is read
         return advice

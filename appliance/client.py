@@ -27,8 +27,8 @@ _CHUNK_BYTES = 1 << 18
 _BYTES = "surrogateescape"
 """Bytes of the command line that are no UTF-8 go out as they are."""
 _RETRY = "try again in a moment"
-_CUT = "what came is not all of it; `penstock status` and `penstock events` say what happened"
-_NO_PENSTOCK = "is it a Penstock's address? --host and PENSTOCK_HOST name it"
+_CUT = "the reply is incomplete; `penstock status` and `penstock events` say why"
+_NO_PENSTOCK = "check the address: --host or PENSTOCK_HOST"
 _CERTIFICATE = "SSL_CERT_FILE=CHAIN.pem trusts a certificate of your own; its names must fit, too"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys add` made"
 JOIN_GROUP = "sudo usermod -aG penstock-users $USER, then log in again"
@@ -230,7 +230,7 @@ class Stream:
                 raise GenerationFailed(_message(event["error"]))
             yield event
         if self._is_sse:
-            raise GenerationFailed("the daemon closed the connection before the end", hint=_CUT)
+            raise GenerationFailed("the daemon closed the connection early", hint=_CUT)
 
     def close(self) -> None:
         """End the stream and its connection."""
@@ -342,7 +342,7 @@ def _explained(address: Address) -> Iterator[None]:
         ) from error
     except ConnectionRefusedError as error:
         raise DaemonAbsent(
-            "the daemon is not running (nothing listens there)", where=where, hint=start_it
+            "the daemon is not running (connection refused)", where=where, hint=start_it
         ) from error
     except PermissionError as error:
         raise PermissionRefused(
@@ -351,11 +351,11 @@ def _explained(address: Address) -> Iterator[None]:
             hint=JOIN_GROUP,
         ) from error
     except TimeoutError as error:
-        hint = "it is very busy, or hangs: `penstock doctor` and its journal say more"
+        hint = "it is overloaded or hangs; `penstock doctor` and its journal say more"
         raise DaemonUnreachable("the daemon does not answer", where=where, hint=hint) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         is_ssh = isinstance(address, SshAddress)
-        hint = "ssh, or penstock there, has said why above" if is_ssh else ""
+        hint = "ssh or the remote penstock printed the reason above" if is_ssh else ""
         if hasattr(error, "verify_message"):  # ssl's own error, without importing ssl
             hint = _CERTIFICATE
         raise DaemonUnreachable(f"no usable reply ({error})", where=where, hint=hint) from error

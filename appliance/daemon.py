@@ -345,7 +345,7 @@ class _Daemon:
         )
         if not drained.done():
             if not stop_now.done():
-                about = f"not drained in {limit_s:g} s (max_drain): what is left ends now"
+                about = f"drain unfinished after {limit_s:g} s (max_drain): ending open requests"
                 self._service.event("warning", "drain.timeout", about)
             self._service.abort_all()
             with contextlib.suppress(TimeoutError):
@@ -404,7 +404,7 @@ class _Daemon:
         except PenstockError as error:
             self._service.event("error", "config.refused", f"nothing is reloaded: {error}")
             if self._is_ready:
-                notify(READY="1", STATUS=f"ready; the last reload was refused: {error}")
+                notify(READY="1", STATUS=f"ready; the last reload was rejected: {error}")
             return
         self._take_over(wanted, policy)
         if self._is_ready:

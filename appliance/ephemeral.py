@@ -125,7 +125,7 @@ def _wait_ready(
             return
     raise PenstockError(
         f"the daemon was not ready within {ready_s:.0f} s",
-        hint="is the machine busy? `penstock serve` in a terminal shows how far it comes",
+        hint="is the machine busy? `penstock serve` in a terminal shows its progress",
     )
 
 

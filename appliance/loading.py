@@ -226,7 +226,7 @@ def _error(said: dict[str, Any], code: int | None) -> PenstockError:
     """What the process has said last, as an error of this one."""
     words = said.get("error")
     if words is None:
-        hint = "its last words are above"
+        hint = "see its output above"
         return PenstockError(f"the download ended with exit code {code}", hint=hint)
     if said.get("exit_code") == CheckpointError.exit_code:
         return CheckpointError(words["what"], where=words["where"], hint=words["hint"])
@@ -299,7 +299,7 @@ class Swapping:
             if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
                 await Fetching(config.model, self._request_log).run()
             if name in self._being_read:
-                raise PenstockError("its folder still does not answer to who read it last")
+                raise PenstockError("its folder does not answer; an earlier reader still hangs")
             tokenizer = await self._read(name, partial(check_files, config))
         except (PenstockError, OSError) as error:
             self._tell_failed(name, str(error))
@@ -357,7 +357,7 @@ class Swapping:
                 await self._serve(name, tokenizer)
                 return
             except (PenstockError, OSError) as error:
-                about = f"{name} did not come back, and is tried again in {wait_s} s: {error}"
+                about = f"{name} failed to load again; next try in {wait_s} s: {error}"
                 self._service.event("error", "model.back_failed", about)
                 await asyncio.sleep(wait_s)
         await self._serve(name, tokenizer)

@@ -123,7 +123,7 @@ class Measuring:
         try:
             await asyncio.to_thread(self._known.store.save, self._known.scope, changed)
         except ProfileUnusable as error:
-            log.warning("the profile is not kept: %s", error)
+            log.warning("the profile cannot be saved: %s", error)
 
     def stop(self) -> None:
         """A request has come."""

@@ -29,11 +29,27 @@ BANNED = (
     "too near to call", "what of it", "of those that", "those who", "whoever", "whence", "goes on",
     "gives way", "is none", "as it is now", "what there is", "in whose", "of one's", "of lately",
     "and which nobody", "the way of", "a word to", "says so in", "by turns", "whichever of",
-    "with nothing else on it", "beyond doubt",
+    "with nothing else on it", "beyond doubt", "by way of", "so many", "so much", "let go of",
+    "not any more", "and no more",
 )  # fmt: skip
 """Phrases that readers stumbled over; say it plainly."""
-PERSONS = re.compile(r"\b(?:whoever|nobody|somebody|anybody|everybody|who|whom|whose)\b", re.I)
-"""Words for people; most of ours were things."""
+PERSONS = re.compile(
+    r"\b(?:whoever|nobody|somebody|anybody|everybody|whom"
+    r"|(?<!users )(?<!operators )(?<!people )(?<!groups )(?<!user )(?<!operator )(?<!person )who"
+    r"|(?<![a-z,] )whose|(?<=\b(?:of|in|by|to|on|at) )whose)\b",
+    re.I,
+)
+"""Words for people; most of ours were things. A thing may have a "whose" after its name."""
+POINTERS = re.compile(
+    r"\blikewise\b|\bas it is\b|\bthe same(?=[.,;:)]|$)|\bwhat of\b"
+    r"|\bthose(?: (?:of|that|which|with|whose|to|from|for|by|on|in)\b|[.,;:])",
+    re.I,
+)
+"""Words that send the reader back to an earlier sentence."""
+FRAGMENT = re.compile(
+    r"(?:Of|That|Whose|By|At|As|To|For|From|Below|Beside|So|And|But|Among|Which|With|In)\b"
+)
+"""Words that begin half a sentence, where a field or a constant is described."""
 NO_VERBS = frozenset(
     [
         "a",
@@ -150,8 +166,11 @@ def _of_source(where: str, source: str) -> Iterator[Fault]:
                 yield Fault(room, "pasted", place, "a rule between two ideas in a file")
             else:
                 yield from _words(room, place, token.string[1:])
+    described = set(_descriptions(source))
     for number, text in _messages(source, docstrings):
         place = f"{where}:{number}"
+        if number in described and FRAGMENT.match(text):
+            yield Fault(room, "fragment", place, text)
         yield from _words(room, place, text)
         for sentence in re.split(r"[.!?;:]\s", text):
             if len(words := sentence.split()) > MAX_MESSAGE_WORDS:
@@ -193,13 +212,21 @@ def _messages(source: str, docstrings: set[int]) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+def _descriptions(source: str) -> Iterator[int]:
+    """Yield the lines of strings that stand alone: docstrings of fields and constants."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.value.lineno
+
+
 def _words(room: str, place: str, text: str) -> Iterator[Fault]:
-    low = text.lower()
+    low = text.replace("None", "").lower()
     for phrase in BANNED:
         for _ in range(low.count(phrase)):
             yield Fault(room, "banned", place, phrase)
-    for found in PERSONS.finditer(text):
-        yield Fault(room, "person", place, text[max(0, found.start() - 40) : found.end() + 40])
+    for rule, pattern in (("person", PERSONS), ("pointer", POINTERS)):
+        for found in pattern.finditer(text):
+            yield Fault(room, rule, place, text[max(0, found.start() - 40) : found.end() + 40])
 
 
 def counts() -> dict[str, dict[str, int]]:

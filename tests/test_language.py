@@ -20,7 +20,10 @@ def rules(source):
 
 
 def test_faults_are_found():
-    assert rules('def f():\n    """What of a sequence is computed."""\n') == ["fragment"]
+    assert rules('def f():\n    """The part that is computed."""\n') == ["fragment"]
+    assert rules('SIZE = 1\n"""Of a block, in all its layers."""\n') == ["fragment"]
+    assert rules("x = 1  # as for those that wait\n") == ["pointer"]
+    assert rules("# users who wait for a model whose files are missing\n") == []
     assert rules('def f():\n    """Find the longest cached prefix."""\n') == []
     assert rules("# " + "-" * 98 + "\n") == ["pasted"]
     assert rules("# a worker that nobody waits for\n") == ["person"]

@@ -1,1 +1,1 @@
-"""The console: sees protocol messages and the client, nothing else."""
+"""Show the daemon's frames in a console, using the protocol and the client alone."""

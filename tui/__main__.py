@@ -1,8 +1,7 @@
 """Run the console over a daemon or a recording: `python -m tui`.
 
-Owns: the choice between screen, lines and one page.
-Invariant: nothing but plain text goes to what is not a capable terminal.
-Never: looks for the daemon; the caller knows the socket.
+Owns: the choice between screen, lines and one page. Invariant: only plain text goes to an incapable
+terminal. Never: looks for the daemon; the caller knows the socket.
 """
 
 from __future__ import annotations
@@ -30,11 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket")
     source.add_argument("--replay", metavar="FILE", type=Path, help="a recording")
-    parser.add_argument("--at", metavar="TIME", default="", help="where the replay begins")
+    parser.add_argument("--at", metavar="TIME", default="", help="start of the replay")
     parser.add_argument("--once", action="store_true", help="print one reading as text and exit")
     parser.add_argument("--json", action="store_true", help="with --once: the frame as JSON")
     parser.add_argument("--plain", action="store_true", help="print lines, as into a pipe")
-    parser.add_argument("--read-only", action="store_true", help="offer nothing that changes")
+    parser.add_argument(
+        "--read-only", action="store_true", help="read-only: hide all keys that change anything"
+    )
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     options = parser.parse_args(argv)
     if options.json and not options.once:
@@ -109,22 +110,21 @@ _WIDEST = 1000
 
 
 def _width() -> int:
-    """Columns to print in; COLUMNS may say anything, and lines are filled up to it."""
+    """Return the columns to print in; COLUMNS may say anything, and lines are filled up to it."""
     return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
 
 
 def has_terminal() -> bool:
-    """True where a console can be drawn; Textual draws on stderr, so that must be a tty, too."""
+    """Say whether a console can be drawn; Textual draws on stderr, so it must be a tty, too."""
     is_dumb = os.environ.get("TERM", "dumb") == "dumb"
     return not is_dumb and sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def can_draw_blocks(environ: Mapping[str, str]) -> bool:
-    """False where the locale is not UTF-8, or on the kernel's own console.
+    """Say whether block characters can be drawn: not without UTF-8, nor on the kernel's console.
 
-    Python itself turns an unset or C locale into LC_CTYPE=C.UTF-8 before this can look, so that
-    value says nothing where LANG speaks. No locale at all is common in containers, whose terminals
-    know UTF-8.
+    Python itself turns an unset or C locale into LC_CTYPE=C.UTF-8 before this can look, so LANG
+    decides over that value. Containers often have no locale, but terminals with UTF-8.
     """
     if environ.get("TERM") == "linux":
         return False

@@ -1,8 +1,7 @@
-"""Describe what an operator can change through the console, and what is asked first.
+"""Describe what an operator can change through the console, with a question before each change.
 
-Owns: the words of the questions.
-Invariant: nothing is sent that was not asked about first.
-Never: decides who may; the daemon does.
+Owns: the words of the questions. Invariant: nothing is sent without a question. Never: decides on
+permissions; the daemon does.
 """
 
 from __future__ import annotations
@@ -21,62 +20,62 @@ ROLE_CHOICES = tuple(
     zip(
         ROLES,
         (
-            "each sequence the quickest way",
-            "prefill and decode always apart",
+            "choose the best route for each prompt",
+            "always separate prefill and decode",
             "one worker with all cores",
         ),
         strict=True,
     )
 )
-TARGETS_HINT = "first token and gap in ms, as 500 20; 0 is relative to an undisturbed machine"
+TARGETS_HINT = "TTFT and ITL in ms, e.g. 500 20; 0: relative to an undisturbed machine"
 
 
 class Action(NamedTuple):
-    """Something to confirm and then to do."""
+    """A question, and the action after a yes."""
 
     question: str
     act: Callable[[str], Awaitable[str]]
-    """With the daemon's socket; returns what came of it."""
+    """Takes the daemon's socket; returns the outcome."""
 
 
 def cancel(request: RequestFrame) -> Action:
-    """What cancels a request, and the question that is asked before."""
+    """Make the action that cancels a request."""
     user = f" of {clean(request.user)}" if request.user else ""
     question = f"Cancel request {clean(request.id)}{user}?"
     return Action(question, lambda socket_path: feed.cancel(socket_path, request.id))
 
 
 def drain_or_resume(frame: Frame) -> Action:
-    """Take no new work, or take it again."""
+    """Make the action that rejects new requests, or accepts them again."""
     if frame.state == "draining":
         return Action("Take new work again?", feed.resume)
     live = fig.count(frame.num_requests)
-    return Action(f"Drain? {live} live requests go on, nothing new is taken.", feed.drain)
+    return Action(f"Drain? {live} live requests continue; new requests are rejected.", feed.drain)
 
 
 def switch_roles(frame: Frame, roles: str) -> Action:
-    """Use the workers otherwise."""
+    """Make the action that changes the workers' roles."""
     question = f"Switch roles from {frame.roles} to {roles}?"
     return Action(question, lambda path: feed.switch_roles(path, {"roles": roles}))
 
 
 def set_targets(text: str) -> Action:
-    """Aim at other latencies."""
+    """Make the action that changes the latency targets."""
     ttft_ms, itl_ms = targets(text)
     change = {"slo_ttft_ms": ttft_ms, "slo_itl_ms": itl_ms}
-    question = f"Set targets: first token {ttft_ms} ms, gap {itl_ms} ms?"
+    question = f"Set targets: TTFT {ttft_ms} ms, gap {itl_ms} ms?"
     return Action(question, lambda path: feed.switch_roles(path, change))
 
 
 def targets(text: str) -> tuple[int, int]:
-    """Both targets in milliseconds.
+    """Parse both targets in milliseconds.
 
     Raises:
         ValueError: with a sentence that says why.
     """
     words = text.split()
     if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
-        raise ValueError("two whole numbers of milliseconds, as 500 20")
+        raise ValueError("give two whole numbers of milliseconds, e.g. 500 20")
     ttft_ms, itl_ms = map(int, words)
     if max(ttft_ms, itl_ms) > MAX_TARGET_MS:
         raise ValueError(f"at most {MAX_TARGET_MS} ms, a day")
@@ -84,12 +83,12 @@ def targets(text: str) -> tuple[int, int]:
 
 
 def targets_text(frame: Frame) -> str:
-    """The targets in force, as they would be typed."""
+    """Return the targets in force, in the form in which they are typed."""
     return f"{frame.slo_ttft_ms or 0} {frame.slo_itl_ms or 0}"
 
 
 def problem_of(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """What a parser has against a text, in words; empty if nothing."""
+    """Turn a parser into a check that returns its error; empty: valid."""
 
     def problem(text: str) -> str:
         try:

@@ -42,13 +42,13 @@ Follow = Callable[
 
 
 class Console(App[None]):
-    """`penstock top`.
+    """Run `penstock top`.
 
     Args:
         socket_path: the daemon's socket.
         is_ascii: draw with ASCII only.
-        is_read_only: offer nothing that changes anything.
-        follow: brings the frames; `feed.follow` but for tests.
+        is_read_only: hide all keys that change anything.
+        follow: brings the frames; tests replace `feed.follow`.
         now_s: a monotonic clock.
         view: what to show before the first frame.
     """
@@ -57,7 +57,7 @@ class Console(App[None]):
     TITLE = "penstock"
     ENABLE_COMMAND_PALETTE = False
     UNDER_READERS: ClassVar[frozenset[str]] = frozenset({"cancel", "copy_id", "pause", "theme"})
-    """What keys do also while there is something to read on top."""
+    """Keys that work while a text is open on top."""
     BINDINGS: ClassVar[list[BindingType]] = [*keys.KEYS]
 
     def __init__(
@@ -87,7 +87,7 @@ class Console(App[None]):
         self._fetched: tuple[int, int, int] | None = None
 
     def get_default_screen(self) -> Screen[None]:
-        """The pages are under all dialogs."""
+        """Return the main screen, which lies under all dialogs."""
         return MainScreen(self.view, self._hints, is_ascii=self._is_ascii)
 
     @property
@@ -116,7 +116,7 @@ class Console(App[None]):
         return self._latest if self._paused is None else self._latest.held(self._paused)
 
     def on_frame_arrived(self, message: FrameArrived) -> None:
-        """A newer reading; while paused only its age is shown."""
+        """Show a newer reading; while paused, only its age."""
         was_live = self._latest.link.is_live
         self._latest = self._latest.after(message.frame)
         if not was_live:
@@ -126,7 +126,7 @@ class Console(App[None]):
         self._update_detail(message.frame)
 
     def on_link_lost(self, message: LinkLost) -> None:
-        """The last reading stays, greyed."""
+        """Keep the last reading on screen, in grey."""
         now_s = self._now_s()
         if self._latest.link.is_live or not self._latest.link.why:
             self._down_since_s = now_s
@@ -135,7 +135,7 @@ class Console(App[None]):
         self._tick()
 
     def on_caller_known(self, message: CallerKnown) -> None:
-        """Keys of what they may not do vanish."""
+        """Hide the keys that the caller may not use."""
         caller = message.caller
         self._latest = replace(
             self._latest,
@@ -144,12 +144,12 @@ class Console(App[None]):
         self._show()
 
     def on_finished_arrived(self, message: FinishedArrived) -> None:
-        """Requests that have ended."""
+        """Show the requests that have ended."""
         self._latest = replace(self._latest, finished=message.requests)
         self._show()
 
     def _tick(self) -> None:
-        """While the daemon is away, count seconds; frames are the clock otherwise."""
+        """Count seconds while the daemon is away; otherwise frames are the clock."""
         link = self._latest.link
         if not link.why:
             return
@@ -195,14 +195,14 @@ class Console(App[None]):
 
     @property
     def selected(self) -> RequestFrame | None:
-        """The request in the dialog on top, or under the cursor of a page that has a table."""
+        """The request in the top dialog, or under the cursor of a page with a table."""
         if isinstance(self.screen_stack[-1], Detail):
             return self.screen_stack[-1].request
         table = self.main.table
         return table.selected if table else None
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """False for what cannot be done now, unless it is worth a word why."""
+        """Say whether an action is available; disabled ones that can explain themselves count."""
         if action == "page":
             return parameters[0] in pages(self._latest.frame)
         if action == "unfilter" and self.main.filter_line.is_open:
@@ -211,13 +211,13 @@ class Console(App[None]):
         return keys.is_allowed(*now) or bool(keys.refusal(*now))
 
     def _refuses(self, action: str) -> bool:
-        """Whether it cannot be done now; says why."""
+        """Say whether an action is impossible now, and show why."""
         if why := keys.refusal(action, self.view, self.selected, self.main.page):
             self.notify(why, severity="warning", markup=False)
         return bool(why)
 
     async def on_key_under_dialog(self, message: KeyUnderDialog) -> None:
-        """Some keys act under something to read; of others that work it is said that they wait."""
+        """Run keys that work under an open text; for others say that they wait."""
         is_detail = isinstance(self.screen, Detail)
         key = keys.of_press(self._every_key if is_detail else self._keys, message.key)
         if key is None:
@@ -256,7 +256,7 @@ class Console(App[None]):
         self._show()
 
     def action_theme(self) -> None:
-        """Go on to the next colours."""
+        """Switch to the next colours."""
         self._theme = THEMES[(THEMES.index(self._theme) + 1) % len(THEMES)]
         self.theme = self._theme.base
         for name in ALL_CLASSES:
@@ -265,7 +265,7 @@ class Console(App[None]):
         self.notify(f"theme: {self._theme.name}", timeout=2, markup=False)
 
     def action_help(self) -> None:
-        """Show a dialog with the keys that work now, by what they are about."""
+        """Show a dialog with the keys that work now, by topic."""
         table = [binding for binding in RequestTable.BINDINGS if isinstance(binding, Binding)]
         groups: dict[str, list[tuple[str, str]]] = {}
         for key in [*self._keys, *table]:
@@ -275,11 +275,11 @@ class Console(App[None]):
         self.push_screen(Help(groups, is_ascii=self._is_ascii))
 
     def action_explain(self) -> None:
-        """What the words on this page mean."""
+        """Explain the words on this page."""
         self.push_screen(Explain(self.main.page, is_ascii=self._is_ascii))
 
     def action_commands(self) -> None:
-        """All keys as a list to choose from."""
+        """Show all keys as a list to choose from."""
         others = [key for key in self._keys if key.action != "commands"]
         action_by_label = {keys.label(key, self.view): key.action for key in others}
         options = [(keys.label(key, self.view), f"key {keys.signs(key)[0]}") for key in others]
@@ -297,7 +297,7 @@ class Console(App[None]):
         self._list_anew(self._latest.listing.sorted_by_next(has_meter(self._latest.frame)))
 
     def action_reverse(self) -> None:
-        """Turn the order round."""
+        """Reverse the order."""
         listing = self._latest.listing
         self._list_anew(replace(listing, is_reversed=not listing.is_reversed))
 
@@ -307,7 +307,7 @@ class Console(App[None]):
         self.on_filter_line_kept()
 
     def action_filter(self) -> None:
-        """Filter requests by what is typed, as it is typed."""
+        """Open the filter, which applies while it is typed."""
         if not self._refuses("filter"):
             self.main.filter_line.open(self._latest.listing.filter.text)
 
@@ -335,7 +335,7 @@ class Console(App[None]):
             self.notify(f"copied {clean(request.id)}", timeout=2, markup=False)
 
     def action_detail(self) -> None:
-        """Where the selected request spends its time."""
+        """Show the stages of the selected request."""
         request = self.selected
         if not self._refuses("detail") and request is not None:
             self.push_screen(Detail(request, is_ascii=self._is_ascii))
@@ -351,7 +351,7 @@ class Console(App[None]):
             self.run_worker(self._fetch_detail(dialog), group="detail", exclusive=True)
 
     async def _fetch_detail(self, dialog: Detail) -> None:
-        """The request has ended: its final reading, once the daemon has it."""
+        """Fetch an ended request's final reading, once the daemon has it."""
         try:
             request = await feed.fetch_request(self._socket_path, dialog.request.id)
         except feed.FeedLost:
@@ -368,7 +368,7 @@ class Console(App[None]):
             self._confirm(actions.cancel(request))
 
     def action_drain(self) -> None:
-        """Take no new work, or take it again, after a yes."""
+        """Reject new requests, or accept them again, after a yes."""
         if not self._refuses("drain") and self._latest.frame is not None:
             self._confirm(actions.drain_or_resume(self._latest.frame))
 
@@ -386,7 +386,7 @@ class Console(App[None]):
         self.push_screen(Choose(now, actions.ROLE_CHOICES, is_ascii=self._is_ascii), choose)
 
     def action_targets(self) -> None:
-        """Ask for other targets of first token and gap."""
+        """Ask for other targets of TTFT and ITL."""
         frame = self._latest.frame
         if self._refuses("targets") or frame is None:
             return

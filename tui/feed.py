@@ -1,9 +1,8 @@
 """Connect the console to the daemon: frames in, actions out, reconnects.
 
-Owns: the socket and the patience (backoff, time limits).
-Invariant: every failure to reach or understand the daemon is a FeedLost with a sentence for the
-operator; `follow` goes on for ever.
-Never: imports Textual, or keeps a frame.
+Owns: the socket and its timeouts and backoff. Invariant: every failure to reach or understand the
+daemon is a FeedLost with a sentence for the operator; `follow` never ends. Never: imports Textual,
+or keeps a frame.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from tui.view import Caller, DaemonLink
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 5.0
 SILENCE_S = 5.0
-"""No byte for so long, with a frame due every second, means that the daemon hangs."""
+"""Seconds without a byte after which the daemon hangs; frames come every second."""
 MAX_LINE_BYTES = 8 << 20
 _READ_BYTES = 1 << 16
 _T = TypeVar("_T")
 
 
 class FeedLost(Exception):
-    """The daemon cannot be reached, or does not speak as agreed."""
+    """The daemon cannot be reached, or violates the protocol."""
 
     word = "DISCONNECTED"
     is_absent = False
     """Whether nothing listens there."""
     exit_code = DaemonUnreachable.exit_code
-    """Of a command that cannot go on without the daemon."""
-    hint = "`penstock serve` starts one; `penstock doctor` looks at what is there"
+    """The exit code of a command that needs the daemon."""
+    hint = "`penstock serve` starts one; `penstock doctor` checks this machine"
 
     @property
     def link(self) -> DaemonLink:
-        """How the console then stands with the daemon."""
+        """The link's state after this error."""
         return DaemonLink(self.word, str(self), is_absent=self.is_absent)
 
 
@@ -109,12 +108,12 @@ class _Exchange:
         self.status = event.status_code
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body of the reply, as it comes."""
+        """Yield the body of the reply as it comes."""
         while isinstance(event := await self._next_event(), h11.Data):
             yield bytes(event.data)
 
     async def body(self) -> bytes:
-        """The whole body of the reply."""
+        """Read the whole body of the reply."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def _next_event(self) -> h11.Event:
@@ -125,24 +124,28 @@ class _Exchange:
                     data = await self._reader.read(_READ_BYTES)
                 self._parser.receive_data(data)
         except h11.RemoteProtocolError as error:
-            # an end inside a reply is a death, anything else is somebody else's socket
-            what = "the daemon went away" if data == b"" else f"this is not the daemon: {error}"
+            # an end inside a reply is a lost daemon, anything else another program's socket
+            what = (
+                "the connection to the daemon was lost"
+                if data == b""
+                else f"the answer is not the daemon's: {error}"
+            )
             raise FeedLost(what) from None
         if not isinstance(event, h11.Event):
-            raise FeedLost("this is not the daemon: it changes the protocol")
+            raise FeedLost("the answer is not the daemon's: it changes the protocol")
         return event
 
 
 @asynccontextmanager
 async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
-    """Connect; foreign errors, also those of the body of the `with`, come out as FeedLost."""
+    """Connect; errors of the connection and of the `with` body become FeedLost."""
     writer = None
     try:
         async with asyncio.timeout(SILENCE_S):
             reader, writer = await asyncio.open_unix_connection(socket_path)
         yield _Exchange(reader, writer)
     except FileNotFoundError:
-        raise FeedAbsent(f"no daemon: there is no socket {socket_path}") from None
+        raise FeedAbsent(f"no daemon: no socket {socket_path}") from None
     except ConnectionRefusedError:
         raise FeedAbsent(f"no daemon listens on {socket_path}") from None
     except PermissionError:
@@ -161,10 +164,10 @@ async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
 
 
 async def stream_frames(socket_path: str) -> AsyncGenerator[Frame, None]:
-    """Frames as the daemon sends them, until it ends the stream.
+    """Yield frames as the daemon sends them, until it ends the stream.
 
     Raises:
-        FeedLost: it cannot be reached, went away, or hangs.
+        FeedLost: it cannot be reached, was lost, or hangs.
     """
     decoder = msgspec.json.Decoder(Frame)
     async with _exchange(socket_path) as exchange:
@@ -175,13 +178,13 @@ async def stream_frames(socket_path: str) -> AsyncGenerator[Frame, None]:
         async for chunk in exchange.chunks():
             *lines, pending = (pending + chunk).split(b"\n")
             if len(pending) > MAX_LINE_BYTES:
-                raise FeedLost("the daemon sends a frame without an end")
+                raise FeedLost("the daemon's frame is too long")
             for line in filter(bytes.strip, lines):
                 yield _decoded(decoder, line)
 
 
 async def first_frame(socket_path: str) -> Frame:
-    """One frame.
+    """Read one frame.
 
     Raises:
         FeedLost: the daemon cannot be reached or ended the stream before a frame.
@@ -197,7 +200,7 @@ def encoded(frame: Frame) -> str:
 
 
 def _decoded(decoder: msgspec.json.Decoder[Frame], line: bytes) -> Frame:
-    """Look at the version first: a frame of another one may lack what this one needs."""
+    """Decode a frame after its version: one of another version may lack fields."""
     problem = version_problem(msgspec.json.decode(line, type=_Version).version)
     if problem:
         raise FeedIncompatible(problem)
@@ -209,7 +212,7 @@ async def follow(
     on_frame: Callable[[Frame], object],
     on_lost: Callable[[FeedLost, float], object],
 ) -> None:
-    """Hand on frames for ever; after each loss say why and in how many seconds it tries again."""
+    """Pass frames on for ever; after each loss report why, and when it tries again."""
     retry_s = FIRST_RETRY_S
     while True:
         loss = FeedLost("the daemon closed the stream")
@@ -226,7 +229,7 @@ async def follow(
 
 
 async def cancel(socket_path: str, request_id: str) -> str:
-    """Ask the daemon to cancel a request; returns what came of it, as a sentence.
+    """Ask the daemon to cancel a request; return the outcome as a sentence.
 
     Raises:
         FeedLost: the daemon cannot be reached or refuses.
@@ -240,31 +243,31 @@ async def cancel(socket_path: str, request_id: str) -> str:
 
 
 async def drain(socket_path: str) -> str:
-    """Ask the daemon to take no new work; returns what came of it.
+    """Ask the daemon to reject new requests; return the outcome.
 
     Raises:
         FeedLost: the daemon cannot be reached or refuses.
     """
     await _change(socket_path, "/v1/penstock/drain")
-    return "draining: nothing new is taken"
+    return "draining: new requests are rejected"
 
 
 async def resume(socket_path: str) -> str:
-    """Ask the daemon to take work again; returns what came of it.
+    """Ask the daemon to accept requests again; return the outcome.
 
     Raises:
         FeedLost: the daemon cannot be reached or refuses.
     """
     await _change(socket_path, "/v1/penstock/resume")
-    return "resumed: new work is taken"
+    return "resumed: new requests are accepted"
 
 
 async def switch_roles(socket_path: str, change: Mapping[str, str | int]) -> str:
-    """Ask the daemon for other roles or targets; returns what came of it.
+    """Ask the daemon for other roles or targets; return the outcome.
 
     Args:
         socket_path: the daemon's socket.
-        change: `roles`, `slo_ttft_ms` or `slo_itl_ms`; what is not in it stays.
+        change: `roles`, `slo_ttft_ms` or `slo_itl_ms`; missing keys stay unchanged.
 
     Raises:
         FeedLost: the daemon cannot be reached or refuses.
@@ -274,7 +277,7 @@ async def switch_roles(socket_path: str, change: Mapping[str, str | int]) -> str
 
 
 async def fetch_caller(socket_path: str) -> Caller:
-    """Whom the daemon takes this console for.
+    """Fetch the caller's user and role.
 
     Raises:
         FeedLost: the daemon cannot be reached or its answer cannot be read.
@@ -283,7 +286,7 @@ async def fetch_caller(socket_path: str) -> Caller:
 
 
 async def fetch_finished(socket_path: str, most: int) -> tuple[RequestFrame, ...]:
-    """Fetch finished requests, the newest of at most so many requests, live ones included.
+    """Fetch finished requests, among the newest `most` requests of any phase.
 
     Raises:
         FeedLost: the daemon cannot be reached or its answer cannot be read.
@@ -293,7 +296,7 @@ async def fetch_finished(socket_path: str, most: int) -> tuple[RequestFrame, ...
 
 
 async def fetch_request(socket_path: str, request_id: str) -> RequestFrame | None:
-    """One request, also a finished one; None if the daemon does not know it any more.
+    """Fetch one live or finished request; None: the daemon does not know it any more.
 
     Raises:
         FeedLost: the daemon cannot be reached or its answer cannot be read.
@@ -332,7 +335,7 @@ def _request_path(request_id: str) -> str:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """The daemon's own words if it sent an error object."""
+    """Return the daemon's message if it sent an error object."""
     try:
         message = msgspec.json.decode(body, type=_ErrorReply).error.message
     except msgspec.MsgspecError:

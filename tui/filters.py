@@ -1,10 +1,7 @@
 """Filter requests by a text such as `user:ana state:queued in>4096 !bench`.
 
-Owns: the grammar of a filter.
-Invariant: sorting is stable, what reports nothing comes last in both directions; live requests
-come before finished ones, and none is listed twice.
-Invariant: a request that does not report a number meets no comparison with it.
-Never: changes a request.
+Owns: the grammar of a filter. Invariant: a request with an unreported number matches no comparison
+with it. Never: changes a request.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ WORDS: Mapping[str, Callable[[RequestFrame], str | None]] = MappingProxyType(
         "route": lambda r: r.route,
     }
 )
-"""Asked with a colon; also what a bare word is looked for in."""
+"""Columns matched with a colon; a bare word is searched in all of them."""
 NUMBERS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType(
     {
         "in": lambda r: r.prompt_tokens,
@@ -58,19 +55,19 @@ NUMBERS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType
         "j": lambda r: energy_j(r.prefill_j, r.decode_j),
     }
 )
-"""Compared with a number; times are in milliseconds."""
+"""Columns compared with a number; times are in milliseconds."""
 
 
 class FilterError(ValueError):
-    """A text that is no filter, with a sentence that says why."""
+    """The text is not a filter; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One condition of a filter, as `user:ana` or `in>4096`."""
+    """One condition of a filter, such as `user:ana` or `in>4096`."""
 
     name: str
-    """Of WORDS or NUMBERS; empty for a bare word."""
+    """A key of WORDS or NUMBERS; empty for a bare word."""
     sign: str
     value: str
     is_negated: bool
@@ -88,7 +85,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """All conditions of a text; none admits everything."""
+    """All conditions of a text; without conditions every request passes."""
 
     text: str = ""
     terms: tuple[Term, ...] = ()
@@ -120,11 +117,11 @@ def _term(word: str) -> Term:
     if sign != ":" and name in WORDS:
         raise FilterError(f"{name} is a text: {name}:part")
     if sign == ":" and name not in WORDS:
-        raise FilterError(f"no {name}: to look in; there are {', '.join(WORDS)}")
+        raise FilterError(f"no {name}: to look in; known: {', '.join(WORDS)}")
     if sign != ":" and name not in NUMBERS:
-        raise FilterError(f"{name} is no number here; there are {', '.join(NUMBERS)}")
+        raise FilterError(f"{name} is not a number column; known: {', '.join(NUMBERS)}")
     if sign != ":" and not _NUMBER.fullmatch(value):
-        raise FilterError(f"{name}{sign} needs a number, as 500 or 4k")
+        raise FilterError(f"{name}{sign} needs a number, e.g. 500 or 4k")
     if not value:
         raise FilterError(f"{name}: needs a text after it")
     return Term(name, sign, value, is_negated)

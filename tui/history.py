@@ -16,9 +16,9 @@ from appliance.frame.protocol import Frame
 
 HISTORY_FRAMES = 300
 DROPPED_FRAMES = 10
-"""Frames that never came are told for so many frames."""
+"""A missed frame is reported for this many frames."""
 STALL_RATIO = 0.25
-"""Decode below this share of its running median, while a prompt is computed, is a stall."""
+"""A stall is decode below this share of its median during a prefill."""
 Samples = tuple[float | None, ...]
 
 
@@ -29,7 +29,7 @@ class History:
     prefill_tokens_per_s: Samples = ()
     decode_tokens_per_s: Samples = ()
     stalls: Samples = ()
-    """1 where decode stalled, else 0."""
+    """1 where decode stalled, otherwise 0."""
     queued: Samples = ()
     handoffs_per_s: Samples = ()
     handoff_bytes_per_s: Samples = ()
@@ -37,12 +37,12 @@ class History:
     itl_ms_p95: Samples = ()
     power_w: Samples = ()
     kv_used_ratio: Mapping[str, Samples] = field(default_factory=lambda: MappingProxyType({}))
-    """By pool."""
+    """Samples by pool."""
     dropped_frames: Samples = ()
     last: Frame | None = None
 
     def after(self, frame: Frame) -> History:
-        """The history with one more frame; it starts anew when the daemon did."""
+        """Add one more frame; start over if the daemon was restarted."""
         last = self.last
         if last is not None and (last.pid != frame.pid or last.seq >= frame.seq):
             return History().after(frame)
@@ -69,11 +69,11 @@ class History:
 
     @property
     def num_dropped_frames(self) -> int:
-        """Frames that never reached this console, among the last DROPPED_FRAMES."""
+        """Missed frames among the last DROPPED_FRAMES."""
         return round(sum(num or 0 for num in self.dropped_frames[-DROPPED_FRAMES:]))
 
     def _is_stall(self, frame: Frame, decode_tokens_per_s: float) -> bool:
-        """Outputs wait while a prompt is computed."""
+        """Say whether decode stalls while a prompt is computed."""
         seen = [value for value in self.decode_tokens_per_s if value]
         if not seen or not frame.queue.decoding or not frame.queue.prefilling:
             return False
@@ -81,24 +81,24 @@ class History:
 
 
 def has_meter(frame: Frame | None) -> bool:
-    """Whether any device reports power, energy or utilisation."""
+    """Say whether any device reports power, energy or utilisation."""
     if frame is None:
         return False
     return bool(frame.devices) or (frame.energy is not None and frame.energy.total_j is not None)
 
 
 def total_power_w(frame: Frame) -> float | None:
-    """All devices together; a MIG slice has no power of its own. None if no device reports any."""
+    """Add up the devices' power without MIG slices; None: no device reports any."""
     readings = [device.power_w for device in frame.devices if device.parent is None]
     known = [power_w for power_w in readings if power_w is not None]
     return sum(known) if known else None
 
 
 def spread(samples: Sequence[float | None], num_samples: int, num_cells: int) -> Samples:
-    """The newest `num_samples` over `num_cells` of equal time; a cell has the mean of its samples.
+    """Average the newest `num_samples` into `num_cells` of equal time.
 
-    What is older than the first sample is None, so that a cell means the same time from the
-    first frame on.
+    Times before the first sample are None, so that a cell has a constant length from the first
+    frame on.
     """
     recent = list(samples[-num_samples:])
     padded = [None] * (num_samples - len(recent)) + recent
@@ -112,7 +112,7 @@ def spread(samples: Sequence[float | None], num_samples: int, num_cells: int) ->
 
 
 def _handoff_rates(last: Frame | None, frame: Frame) -> tuple[float | None, float | None]:
-    """Handoffs and their bytes per second: as told, else from the difference of two frames."""
+    """Return handoffs and bytes per second, as reported or from two frames."""
     if frame.handoff is not None:
         return frame.handoff.handoffs_per_s, frame.handoff.bytes_per_s
     elapsed_s = frame.uptime_s - last.uptime_s if last else 0.0

@@ -1,9 +1,8 @@
-"""Define the console's keys: what each does, when, and what it asks first.
+"""Define the console's keys: their actions, conditions and questions.
 
-Owns: the bindings and the order of their hints; the words of the questions, and what is then sent.
-Invariant: help, hints and the list of commands come from the same table as the keys themselves;
-nothing is sent that was not asked about first.
-Never: acts; decides who may, for the daemon does.
+Owns: the bindings and the order of their hints. Invariant: help, hints and the list of commands
+come from one table; nothing is sent without a question. Never: acts; decides on permissions, for
+the daemon does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tui.widgets.overview import LINED, NAMES, pages
 
 
 def group(title: str, *keys: tuple[str, str, str]) -> list[Binding]:
-    """The keys of one heading of the help, as (keys, action, label)."""
+    """Define the keys of one heading of the help, as (keys, action, label)."""
     heading = Binding.Group(title)
     return [Binding(key, action, label, group=heading) for key, action, label in keys]
 
@@ -87,11 +86,11 @@ _SIGNS = {
 _OF_OPERATORS = frozenset({"drain", "roles", "targets"})
 _ON_A_REQUEST = frozenset({"detail", "copy_id"})
 _ON_A_LIST = frozenset({"filter", "sort", "reverse", "unfilter"})
-"""They change which requests are listed; nothing of that shows on a page without a list."""
+"""Actions on the list of requests; they have no effect on a page without a list."""
 
 
 def is_allowed(action: str, view: View, selected: RequestFrame | None, page: str) -> bool:
-    """False for what cannot be done now, on this page, or not by this caller."""
+    """Say whether an action works now, on this page and for this caller."""
     caller = view.caller
     if action in _ON_A_LIST and page in LINED:
         return False
@@ -107,7 +106,7 @@ def is_allowed(action: str, view: View, selected: RequestFrame | None, page: str
 
 
 def refusal(action: str, view: View, selected: RequestFrame | None, page: str) -> str:
-    """Why a key does nothing now, for whoever presses it all the same; empty if it does."""
+    """Explain why a key has no effect now; empty: it has."""
     if is_allowed(action, view, selected, page):
         return ""
     if action in _ON_A_REQUEST:
@@ -116,12 +115,12 @@ def refusal(action: str, view: View, selected: RequestFrame | None, page: str) -
         return ""
     caller = view.caller
     if view.link.word == REPLAY:
-        return "nothing can be changed in a recording"
+        return "a recording is read-only"
     if caller is None or view.frame is None:
         return "the daemon has not answered yet"
     if caller.role == READ_ONLY:
         return "this console is read-only"
-    who = f"the daemon takes you for {clean(caller.name)}, a {clean(caller.role)}"
+    who = f"the daemon sees you as {clean(caller.name)}, a {clean(caller.role)}"
     if action in _OF_OPERATORS:
         return f"only operators may do that; {who}"
     if selected is None:
@@ -133,7 +132,7 @@ def refusal(action: str, view: View, selected: RequestFrame | None, page: str) -
 
 
 def _no_request(view: View, page: str) -> str:
-    """What to do where there is no request to act on."""
+    """Say what to do without a request to act on."""
     if page in LINED:
         return "no requests on this page: press 1 or 2"
     if view.frame is None:
@@ -146,7 +145,7 @@ def _no_request(view: View, page: str) -> str:
 def allowed(
     bindings: Sequence[Binding], view: View, selected: RequestFrame | None, page: str
 ) -> list[Binding]:
-    """Those of the keys that work now."""
+    """List the keys that work now."""
     hidden = {f"page('{name}')" for name in set(NAMES) - set(pages(view.frame))}
     return [
         key
@@ -156,7 +155,7 @@ def allowed(
 
 
 def name_of(key: Binding) -> str:
-    """The name of a binding's action, without its arguments."""
+    """Return the name of a binding's action, without its arguments."""
     return key.action.partition("(")[0]
 
 
@@ -165,7 +164,7 @@ def of_press(bindings: Sequence[Binding], pressed: str) -> Binding | None:
 
 
 def signs(key: Binding) -> list[str]:
-    """`q`, `^c`: as a person reads them."""
+    """Return the keys' signs for people: `q`, `^c`."""
     return [_SIGNS.get(name, name) for name in key.key.split(",")]
 
 
@@ -178,6 +177,6 @@ def label(key: Binding, view: View) -> str:
 
 
 def hints(bindings: Sequence[Binding], view: View) -> list[tuple[str, str]]:
-    """A sign and what it does, for the last line of the screen, which names the pages itself."""
+    """List signs and labels for the last line of the screen, which names the pages itself."""
     keys = (key for key in bindings if name_of(key) != "page")
     return [(signs(key)[0], label(key, view)) for key in keys]

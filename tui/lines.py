@@ -1,10 +1,10 @@
 """Build lines of coloured text, bars and sparklines.
 
-A line is a list of spans, a span is text and a tone. Panels are pure functions that return lines,
-so the terminal console, the plain text mode and the tests share them.
-Owns: the tones, the block characters, and what of a text may be shown.
-Invariant: `fit` returns exactly the width asked for, printable, and ASCII where that is wanted.
-Never: knows a colour; the stylesheet gives each tone its look.
+A line is a list of runs; a run is text with a tone. Panels are pure functions that return lines, so
+the terminal console, the plain text mode and the tests share them. Owns: the tones, the block
+characters, and the replacement of unprintable text. Invariant: `fit` returns exactly the wanted
+width, printable, and ASCII where wanted. Never: knows a colour; the stylesheet gives each tone its
+look.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STALL_MARK = "!"
 
 
 class Tone(StrEnum):
-    """What a span means; `console.tcss` says how that looks."""
+    """The meaning of a run; `console.tcss` sets its look."""
 
     PLAIN = "plain"
     MUTED = "muted"
@@ -54,16 +54,16 @@ Line = list[Run]
 
 
 def clean(text: str) -> str:
-    """The text with every unprintable character (escapes, newlines, bidi marks) made a `?`."""
+    """Replace every unprintable character (escapes, newlines, bidi marks) by `?`."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def clip(text: str, width: int) -> str:
-    """At most `width` cells of cleaned text; a cut is marked with an ellipsis.
+    """Cut a text to `width` cells, marking the cut with an ellipsis.
 
-    It is made between words where that leaves half of the room filled.
+    The cut is between words if half of the width stays filled.
     """
     text = clean(text)
     if cell_len(text) <= width:
@@ -76,7 +76,7 @@ def clip(text: str, width: int) -> str:
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Exactly `width` cells of cleaned text, clipped or filled; `right` aligns to the right."""
+    """Clip or fill a text to exactly `width` cells; `right` aligns to the right."""
     text = clip(text, width)
     fill = " " * (width - cell_len(text))
     return fill + text if right else text + fill
@@ -87,12 +87,12 @@ def width_of(line: Iterable[Run]) -> int:
 
 
 def text_of(line: Iterable[Run]) -> str:
-    """The line without its tones."""
+    """Return the line's text without its tones."""
     return "".join(span.text for span in line)
 
 
 def fit(line: Iterable[Run], width: int, *, is_ascii: bool = False) -> Line:
-    """The line in exactly `width` cells, cut once or filled; nothing in it is unprintable."""
+    """Cut or fill a line to exactly `width` cells, all printable."""
     fitted: Line = []
     room = width
     for span in line:
@@ -111,12 +111,12 @@ def fit(line: Iterable[Run], width: int, *, is_ascii: bool = False) -> Line:
 
 
 def to_ascii(text: str) -> str:
-    """Each block character as the ASCII that stands for it, anything else outside ASCII as `?`."""
+    """Replace block characters by their ASCII forms, and other non-ASCII by `?`."""
     return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
 
 def pairs(width: int, *items: tuple[str, str]) -> Line:
-    """Labels with their values in columns of equal width; a long one moves the next."""
+    """Place labels and values in columns of equal width; a long one moves the next."""
     line: Line = []
     for index, (label, value) in enumerate(items):
         start = index * width // len(items)
@@ -126,18 +126,18 @@ def pairs(width: int, *items: tuple[str, str]) -> Line:
 
 
 def two_a_row(width: int, items: Sequence[tuple[str, str]]) -> list[Line]:
-    """Labels with their values in two columns."""
+    """Place labels and values in two columns."""
     even = [*items, ("", "")] if len(items) % 2 else items
     return [pairs(width, *even[index : index + 2]) for index in range(0, len(even), 2)]
 
 
 def nonzero(*items: tuple[str, int | None]) -> list[tuple[str, str]]:
-    """Labels with their numbers, of things that are worth a word only when they happen."""
+    """List labels and numbers that are not zero."""
     return [(label, f"{number:,}") for label, number in items if number]
 
 
 def facts(width: int, items: Iterable[tuple[str, str]], *, indent: int = 0) -> list[Line]:
-    """Labels with their values one after the other, on as many lines as it takes."""
+    """Join labels and values, on as many lines as needed."""
     lines: list[Line] = []
     for label, value in items:
         item = [Run(f"{label} " if label else "", Tone.MUTED), Run(value, Tone.STRONG)]
@@ -149,7 +149,7 @@ def facts(width: int, items: Iterable[tuple[str, str]], *, indent: int = 0) -> l
 
 
 def rule(title: str, width: int, note: str = "") -> Line:
-    """A line that a section begins with: `─ POOLS ───────── 64 tokens a block ─`."""
+    """Draw the first line of a section: `─ POOLS ───────── 64 tokens a block ─`."""
     head = [Run("─ ", Tone.MUTED), Run(clip(title, width - 4), Tone.ACCENT), Run(" ")]
     room = width - width_of(head) - 3
     tail = [Run(f" {clip(note, room)} ─", Tone.MUTED)] if note and room > 0 else []
@@ -158,7 +158,7 @@ def rule(title: str, width: int, note: str = "") -> Line:
 
 
 def wrap(text: str, width: int, indent: int = 0, tone: Tone = Tone.PLAIN) -> list[Line]:
-    """A sentence on as many lines as it takes."""
+    """Wrap a sentence into lines."""
     rows = textwrap.wrap(clean(text), max(1, width - indent))
     return [[Run(" " * indent), Run(row, tone)] for row in rows]
 
@@ -167,7 +167,7 @@ FOLDED_TO = 10
 
 
 def fold(line: Line, width: int, indent: int) -> list[Line]:
-    """The line, cut between words where it is longer than `width`; what follows is indented."""
+    """Wrap a line between words at `width`, with an indent."""
     text = clean(text_of(line))
     if cell_len(text.rstrip()) <= width:
         return [line]
@@ -188,12 +188,12 @@ def fold(line: Line, width: int, indent: int) -> list[Line]:
 
 
 def folded(lines: Iterable[Line], width: int) -> list[Line]:
-    """All of a page, of which what is too long for its line goes on below, in column FOLDED_TO."""
+    """Wrap the lines of a page; long ones continue in column FOLDED_TO."""
     return [row for line in lines for row in fold(line, width, FOLDED_TO)]
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], left_width: int) -> list[Line]:
-    """Two columns, two cells apart; the left one in exactly `left_width` cells."""
+    """Join two columns, two cells apart; the left one has exactly `left_width` cells."""
     return [
         [*fit(left[y] if y < len(left) else [], left_width), Run("  ")]
         + (right[y] if y < len(right) else [])
@@ -202,7 +202,7 @@ def beside(left: Sequence[Line], right: Sequence[Line], left_width: int) -> list
 
 
 def marked(graph: str, marks: Sequence[float | None]) -> Line:
-    """A graph in which the cells above 0 in `marks` are ticks; there are as many marks as cells."""
+    """Draw ticks in a graph's cells where `marks` is above 0; one mark per cell."""
     line: Line = []
     for char, mark in zip(graph, marks, strict=True):
         span = Run(STALL_MARK, Tone.BAD) if mark else Run(char, Tone.ACCENT)
@@ -214,10 +214,10 @@ def marked(graph: str, marks: Sequence[float | None]) -> Line:
 
 
 def sparkline(samples: Sequence[float | None], width: int) -> str:
-    """The newest `width` samples, newest at the right, scaled from 0 to the highest of all samples.
+    """Draw the newest `width` samples, newest at the right, scaled from 0 to the highest sample.
 
-    Nothing is drawn for None; zero gets the lowest level and any other value a higher one. One
-    sample alone is no trend and is not drawn.
+    None draws nothing; zero gets the lowest level and any other value a higher one. A single sample
+    is not drawn.
     """
     if len(samples) < 2:
         return " " * width
@@ -252,7 +252,7 @@ def chart(samples: Sequence[float | None], width: int, height: int) -> list[str]
 def beside_chart(
     head: Line, samples: Sequence[float | None], width: int, height: int
 ) -> list[Line]:
-    """Put a graph of `height` rows right of `head`, which stands in the first of them."""
+    """Place a graph of `height` rows right of `head`, which is in the first row."""
     room = width - width_of(head)
     rows = chart(samples, room, height) if height > 1 else [sparkline(samples, room)]
     first, *others = ([Run(row, Tone.ACCENT)] for row in rows)
@@ -260,7 +260,7 @@ def beside_chart(
 
 
 def gauge(ratio: float | None, width: int) -> str:
-    """A bar that is full at 1; empty cells only if the ratio is not reported."""
+    """Draw a bar that is full at 1; empty cells only if the ratio is not reported."""
     if width <= 0:
         return ""
     filled = 0 if ratio is None else round(width * min(1.0, max(0.0, ratio)))
@@ -268,9 +268,9 @@ def gauge(ratio: float | None, width: int) -> str:
 
 
 def state_bar(num_by_state: Mapping[str, int], width: int) -> str:
-    """A bar whose cells show the share of each state, in the order of STATE_CELLS.
+    """Draw a bar with the share of each state, in the order of STATE_CELLS.
 
-    Every state that has anything gets at least one cell while there are cells for all of them.
+    Every nonempty state gets at least one cell while there are enough cells.
     """
     return "".join(
         STATE_CELLS[state] * num_cells
@@ -281,7 +281,7 @@ def state_bar(num_by_state: Mapping[str, int], width: int) -> str:
 
 
 def _apportion(num_by_state: Mapping[str, int], num_cells: int) -> dict[str, int]:
-    """Divide cells by largest remainder, after one cell for each state that has anything."""
+    """Divide cells by largest remainder, after one cell for each nonempty state."""
     present = {state: num for state, num in num_by_state.items() if num > 0}
     total = sum(present.values())
     if num_cells <= 0 or not total:

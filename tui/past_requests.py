@@ -1,8 +1,7 @@
 """Rebuild the requests of a past second from their rows in the log.
 
-Owns: estimates of what the stamps do not say.
-Invariant: stages and phases are those of the stamps; what the stamps do not say (tokens between
-the first and the last, blocks) is an estimate, and `is_estimated` says so.
+Owns: estimates of values without stamps. Invariant: stages and phases come from the stamps; other
+values (tokens between the first and the last, blocks) are estimates, and `is_estimated` says so.
 Never: reads a clock or a file.
 """
 
@@ -32,7 +31,7 @@ _FOLLOWS = (
     ("t_attached_us", "decode_wait_ms"),
     ("t_decode_started_us", "decode_ms"),
 )
-"""Stamps in order, each with the stage that begins there where nothing else is known."""
+"""Stamps in order, each with the stage that begins there by default."""
 _KEPT = (
     "endpoint", "model", "user", "num_sequences", "prompt_tokens", "cached_tokens", "received_at",
     "restored_tokens",
@@ -48,18 +47,18 @@ _ADDED = {
     "restored_us": None, "restored_tokens": 0, "restore_reason": None,
     "workers": None, "links": None, "changes": None,
 }  # fmt: skip
-"""Columns that a recording of an earlier release has not got, and what they say then."""
+"""Columns missing in recordings of earlier releases, with their defaults."""
 
 
 class PastRequest(RequestFrame):
-    """A request as it was."""
+    """A request at a past time."""
 
     is_estimated: bool = True
-    """Its tokens and blocks between two stamps are."""
+    """Whether its tokens and blocks are estimates."""
 
 
 def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastRequest:
-    """The request of a row when it was so old, which must be less than it became.
+    """Rebuild a row's request at an age before its end.
 
     Args:
         row: of the requests table.
@@ -93,7 +92,7 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
 
 
 def ended(row: Mapping[str, Any]) -> RequestFrame:
-    """The request of a row when it was over, as the log's own view of the row has it."""
+    """Rebuild a row's request at its end, like the log's own view."""
     row = {**_ADDED, **row}
     cut = _stages(row, math.inf)
     finished_us = row["t_finished_us"]
@@ -119,7 +118,9 @@ def ended(row: Mapping[str, Any]) -> RequestFrame:
         output_tokens=num_output,
         max_tokens=(row["max_tokens"] or 0) * row["num_sequences"],
         num_blocks=0,
-        worker=None if row["route"] == "move" else row["route"],  # by two, whom no row names
+        worker=None
+        if row["route"] == "move"
+        else row["route"],  # two workers, which the row does not name
         age_ms=(finished_us or 0) / 1000,
         preemptions=row["preemptions"],
         **{name: row[name] for name in (*_KEPT, *_KEPT_OF_ENDED)},
@@ -133,7 +134,7 @@ def _is_past(row: Mapping[str, Any], stamp: str, now_us: float) -> bool:
 
 
 def _phase(row: Mapping[str, Any], now_us: float) -> str:
-    """The phase, as far as stamps tell: what waits in a worker still counts as queued."""
+    """Find the phase from the stamps; a sequence waiting in a worker counts as queued."""
     if not _is_past(row, "t_started_us", now_us):
         return "queued"
     if not _is_past(row, "t_first_token_us", now_us):
@@ -145,7 +146,7 @@ def _phase(row: Mapping[str, Any], now_us: float) -> str:
 
 
 def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
-    """The stages that are over, and the gaps that have been seen."""
+    """Compute the completed stages, and the first ITL."""
     cut: dict[str, Any] = {}
     cursor_us = 0
     for stage, stamp in _STAGES:
@@ -160,7 +161,7 @@ def _stages(row: Mapping[str, Any], now_us: float) -> dict[str, Any]:
 
 
 def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The stages with the wait for the disk taken out of the queue's, which is over."""
+    """Subtract the restore time from the completed queue stage."""
     if (restored_us := row["restored_us"]) is not None and "queue_ms" in cut:
         cut["restore_ms"] = min(restored_us / 1000, cut["queue_ms"])
         cut["queue_ms"] -= cut["restore_ms"]
@@ -168,7 +169,7 @@ def _with_restore(cut: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
-    """Each sequence's first and second with their stamps, all with the last's, evenly between."""
+    """Estimate the output tokens, evenly between the stamps."""
     num_all, num_sequences = int(row["completion_tokens"] or 0), int(row["num_sequences"])
     if not _is_past(row, "t_first_token_us", now_us):
         return 0
@@ -182,7 +183,7 @@ def _output_tokens(row: Mapping[str, Any], now_us: float) -> int:
 
 
 def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) -> int:
-    """The prompt evenly from its first step to token 1; then all but the newest token."""
+    """Estimate the computed tokens, evenly from the first step to token 1."""
     started_us, first_us = row["t_started_us"], row["t_first_token_us"]
     prompt_tokens = int(row["prompt_tokens"])
     if not _is_past(row, "t_started_us", now_us):
@@ -196,7 +197,7 @@ def _computed_tokens(row: Mapping[str, Any], now_us: float, output_tokens: int) 
 
 
 def _num_blocks(row: Mapping[str, Any], output_tokens: int, frame: Frame) -> int:
-    """For its tokens at that moment, in a pool of the frame's."""
+    """Estimate the blocks for its tokens, in a pool of the frame."""
     if not frame.pools or frame.pools[0].block_size <= 0:
         return 0
     each: float = (row["prompt_tokens"] + output_tokens) / row["num_sequences"]
@@ -204,7 +205,7 @@ def _num_blocks(row: Mapping[str, Any], output_tokens: int, frame: Frame) -> int
 
 
 def _worker(row: Mapping[str, Any], phase: str, frame: Frame) -> str | None:
-    """Its route is who ran all of it; if it moved, by its phase; else the only one there is."""
+    """Find the worker from the route, or from the phase if the request moved."""
     if len(frame.workers) == 1:
         return frame.workers[0].name
     if row["route"] == "move":

@@ -1,9 +1,8 @@
 """Print the console as plain text where there is no screen.
 
-For pipes, log files, dumb terminals and screen readers: no escape sequence is ever written.
-Owns: stdout while it runs.
-Invariant: shows the same panels as the console, from the same functions.
-Never: imports Textual.
+It serves pipes, log files, dumb terminals and screen readers: no escape sequence is written. Owns:
+stdout while it runs. Invariant: shows the console's panels, from the same functions. Never: imports
+Textual.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ async def print_once(socket_path: str, width: int, *, is_ascii: bool) -> None:
 
 
 def print_page(view: View, width: int, *, is_ascii: bool) -> None:
-    """Print one reading that is there already."""
+    """Print one existing reading."""
     _write(page(view, width), is_ascii=is_ascii)
 
 
@@ -57,7 +56,7 @@ def print_frame(frame: Frame) -> None:
 
 
 def told(loss: feed.FeedLost) -> int:
-    """The exit code, after the reason and a hint."""
+    """Print the reason and a hint; return the exit code."""
     hint = f"hint: {loss.hint}\n" if loss.hint else ""
     sys.stderr.write(f"penstock: {clean(str(loss))}\n{hint}")
     return loss.exit_code
@@ -66,8 +65,8 @@ def told(loss: feed.FeedLost) -> int:
 async def print_lines(socket_path: str, *, is_ascii: bool) -> None:
     """Print a line for each frame, event and loss of the daemon.
 
-    It goes on for ever once there has been a frame, for a daemon that was there comes back; before
-    it raises FeedLost.
+    It never ends once there has been a frame, since a daemon may come back; before, it raises
+    FeedLost.
     """
     view, seen = View(), _Seen()
 
@@ -103,7 +102,7 @@ class _Seen:
 
 
 def page(view: View, width: int) -> list[str]:
-    """Every panel of the overview below each other, as text."""
+    """Write every panel of the overview below each other, as text."""
     frame = view.frame
     kv_height = _POOL_LINES * len(frame.pools) if frame else 0
     columns = table.columns_for(width, has_meter(frame))

@@ -1,9 +1,8 @@
-"""Track where a replay stands and how its time passes.
+"""Track a replay's position and speed.
 
-Owns: the place among the moments, and the speed.
-Invariant: the place is always one of the moments: the newest that is not after the time asked
-for, or the first. A Playback never changes; every move makes another.
-Never: reads a recording.
+Owns: the position among the moments, and the speed. Invariant: the position is always one of the
+moments: the newest up to the wanted time, or the first. A Playback never changes; every move makes
+another. Never: reads a recording.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ EXIT_USAGE = 2
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MAX_PAUSE_MS = 10_000
-"""Longer stretches without a frame are skipped while it plays."""
+"""Longest gap without a frame that is played; longer ones are skipped."""
 _OFFSET = re.compile(r"([+-])(\d{1,6})([smh])", re.ASCII)
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?", re.ASCII)
 _UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000}
@@ -27,7 +26,7 @@ _UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000}
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """A place in a recording."""
+    """A position in a recording."""
 
     moments_ms: Sequence[int]
     """Unix times of the frames, sorted, at least one."""
@@ -35,42 +34,42 @@ class Playback:
     """Unix times of warnings and errors, sorted."""
     index: int = 0
     now_ms: float = 0.0
-    """Where time stands while it plays: at this frame, or between it and the next."""
+    """The time while it plays: this frame's, or up to the next."""
     speed: float = 1.0
     is_playing: bool = False
 
     @property
     def at_ms(self) -> int:
-        """When the frame was made."""
+        """The frame's time."""
         return self.moments_ms[self.index]
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no frame comes after it."""
+        """Whether this is the last frame."""
         return self.index == len(self.moments_ms) - 1
 
     def seek(self, time_ms: float) -> Playback:
-        """To the newest frame that is not after a time."""
+        """Move to the newest frame up to a time."""
         return self._to(bisect_right(self.moments_ms, time_ms) - 1)
 
     def step(self, num_frames: int) -> Playback:
-        """Over so many frames, back if it is negative."""
+        """Move by a number of frames, back if negative."""
         return self._to(self.index + num_frames)
 
     def skip(self, offset_ms: int) -> Playback:
-        """Over a stretch of time, and at least to the next frame that way."""
+        """Move by a time, and at least to the next frame in that direction."""
         sought = self.seek(self.at_ms + offset_ms)
         if offset_ms > 0:
             return sought if sought.index > self.index else self.step(1)
         return sought if sought.index < self.index else self.step(-1)
 
     def next_mark(self) -> Playback:
-        """To the first frame that can know of the next warning or error; stays if there is none."""
+        """Move to the first frame after the next warning or error; stay if there are no more."""
         later = bisect_right(self.marks_ms, self.at_ms)
         return self._first_after(self.marks_ms[later]) if later < len(self.marks_ms) else self
 
     def previous_mark(self) -> Playback:
-        """To the last warning or error that an earlier frame was the first to know."""
+        """Move to the frame of the previous warning or error."""
         for mark_ms in reversed(self.marks_ms[: bisect_right(self.marks_ms, self.at_ms)]):
             found = self._first_after(mark_ms)
             if found.index < self.index:
@@ -78,17 +77,17 @@ class Playback:
         return self
 
     def faster(self, num_steps: int) -> Playback:
-        """Another of SPEEDS, as many steps up, or down if it is negative."""
+        """Change the speed by steps in SPEEDS, down if negative."""
         place = SPEEDS.index(self.speed) + num_steps
         return replace(self, speed=SPEEDS[max(0, min(place, len(SPEEDS) - 1))])
 
     def toggled(self) -> Playback:
-        """Played if it was paused, from the beginning if it was at the end; else paused."""
+        """Play if paused, from the beginning if at the end; otherwise pause."""
         start = self._to(0) if self.is_at_end and not self.is_playing else self
         return replace(start, is_playing=not self.is_playing)
 
     def after(self, elapsed_s: float) -> Playback:
-        """What it shows when so much of the viewer's time has passed; the end stops it."""
+        """Advance by the viewer's elapsed time; stop at the end."""
         if not self.is_playing:
             return self
         now_ms = self.now_ms + elapsed_s * 1000 * self.speed
@@ -109,9 +108,9 @@ class Playback:
 
 
 def parse_moment(text: str, now_ms: int) -> int | None:
-    """A time as people give it, in Unix milliseconds; None if it is none.
+    """Parse a time as people type it, into Unix milliseconds; None: invalid.
 
-    `14:02` or `14:02:11` of the day of `now_ms`, `-5m` or `+30s` from there, or ISO 8601; all UTC.
+    `14:02` or `14:02:11` on the day of `now_ms`, `-5m` or `+30s` from there, or ISO 8601; all UTC.
     """
     text = text.strip()
     if offset := _OFFSET.fullmatch(text):
@@ -129,11 +128,11 @@ def parse_moment(text: str, now_ms: int) -> int | None:
 
 
 def unix_ms(at: datetime) -> int:
-    """Milliseconds since 1970, without rounding through floats."""
+    """Return the milliseconds since 1970, without rounding through floats."""
     return (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
 
 
 def iso(time_ms: int) -> str:
-    """The time in the form of frames and rows; the inverse of unix_ms(fromisoformat())."""
+    """Format a time as in frames and rows; the inverse of unix_ms(fromisoformat())."""
     at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=time_ms)
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,10 +1,8 @@
 """Play a recording as a source of frames, from any second.
 
-Owns: the open recording, the place in it and the pace; what a row of the log tells of the time
-before its request ended.
-Invariant: a frame is shown with the requests and events of its own time; one that is damaged is
-passed over and counted, never guessed.
-Never: writes; needs a daemon; imports Textual.
+Owns: the open recording, the position in it and the pace. Invariant: a frame is shown with the
+requests and events of its own time; a damaged one is skipped and counted, never guessed. Never:
+writes; needs a daemon; imports Textual.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _HAPPENED = (
     "SELECT min(received_at) FROM requests UNION ALL SELECT min(at) FROM events"
     " WHERE at >= ? AND code NOT IN ('worker.ready')"
 )
-"""What there is to see in a recording; it has only requests that were live in its span."""
+"""The first request or event; a recording has only requests that were live in its span."""
 _REQUESTS = (
     "SELECT * FROM requests WHERE run_id = ? AND received_at >= ? AND received_at <= ?"
     " ORDER BY received_at"
@@ -56,10 +54,10 @@ _EVENTS = (
 
 
 class Replay:
-    """An open recording.
+    """Read an open recording.
 
     Raises:
-        RecordingError: as open_recording(), or its contents are no times.
+        RecordingError: as open_recording(), or its times cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +95,7 @@ class Replay:
 
     @property
     def opening(self) -> Playback:
-        """The first frame that has a request or a new event in it; the first if none has."""
+        """The first frame with a request or a new event; the first frame if none has."""
         start, first = self.start, iso(self._moments_ms[0])
         with self._damage_named():
             begun = [_ms(at) for (at,) in self._db.execute(_HAPPENED, (first,)) if at is not None]
@@ -108,15 +106,15 @@ class Replay:
 
     @property
     def num_damaged(self) -> int:
-        """Frames met so far that could not be read."""
+        """Frames found damaged so far."""
         return len(self._damaged)
 
     def view_at(self, index: int, before: tuple[int, View] | None = None) -> View:
-        """The view of one frame, with the history that led to it.
+        """Build the view of one frame, with the history that led to it.
 
         Args:
             index: of the frame, in the order of Playback.
-            before: another index and its view; from one shortly before, the history goes on.
+            before: another index and its view, to continue its history from.
         """
         begin, view = max(0, index - HISTORY_FRAMES), View()  # one more, for rates
         if before is not None and begin <= before[0] <= index:
@@ -132,10 +130,10 @@ class Replay:
         return replace(view, frame=frame, link=DaemonLink(REPLAY, why))
 
     def finished_at(self, index: int) -> tuple[RequestFrame, ...]:
-        """The requests that had ended by a frame's time, the newest end first.
+        """List the requests that had ended by a frame's time, the newest end first.
 
         Raises:
-            RecordingError: a row makes no sense.
+            RecordingError: a row cannot be read.
         """
         now_ms = self._moments_ms[index]
         with self._damage_named():
@@ -145,10 +143,10 @@ class Replay:
             return tuple(ended(row) for _, row in past[:MAX_FRAME_REQUESTS])
 
     def request_at(self, request_id: str, index: int) -> RequestFrame | None:
-        """One request as it stood at a frame's time; None if it had not come or is not known.
+        """Rebuild one request at a frame's time; None: unknown, or not yet received.
 
         Raises:
-            RecordingError: its row makes no sense.
+            RecordingError: its row cannot be read.
         """
         now_ms = self._moments_ms[index]
         with self._damage_named():
@@ -166,7 +164,7 @@ class Replay:
             raise RecordingError(f"is a damaged recording: {error}", where=self._where) from error
 
     def views(self, begin: int = 0) -> Iterator[View]:
-        """Every frame's view from one on, in order."""
+        """Yield every frame's view from an index on, in order."""
         before = None
         for index in range(begin, len(self._moments_ms)):
             view = self.view_at(index, before)
@@ -174,9 +172,9 @@ class Replay:
             yield view
 
     def num_unlogged(self, view: View) -> int:
-        """Requests that were live then and have no row: they had not ended when it was made.
+        """Count the live requests without a row: they had not ended when the recording was made.
 
-        None are counted where more were live than a frame lists.
+        The count is 0 where more were live than a frame lists.
         """
         frame = view.frame
         if frame is None or len(frame.requests) >= MAX_FRAME_REQUESTS:
@@ -184,7 +182,7 @@ class Replay:
         return max(0, frame.num_requests - len(frame.requests))
 
     def _gauges(self, index: int) -> Frame | None:
-        """The frame of one row, without requests and events; None if it is damaged."""
+        """Read the frame of one row, without requests and events; None: damaged."""
         if index in self._damaged:
             return None
         key = iso(self._moments_ms[index]), self._run_ids[index], self._seqs[index]
@@ -206,7 +204,7 @@ class Replay:
         return self._packers[template_id]
 
     def _whole(self, frame: Frame, run_id: int) -> Frame:
-        """The frame with the requests and events of its time, as far as rows tell."""
+        """Add the requests and events of its time to a frame, as far as rows have them."""
         with self._damage_named():
             requests: list[RequestFrame] = list(self._requests(frame, run_id))
             rows = self._db.execute(_EVENTS, (run_id, frame.at)).fetchall()
@@ -227,10 +225,10 @@ class Replay:
 
 
 def open_at(path: Path, at: str) -> tuple[Replay, Playback]:
-    """Open a recording at a time as parse_moment() takes it; empty is the first frame.
+    """Open a recording at a time for parse_moment(); empty: the first frame.
 
     Raises:
-        RecordingError: as Replay, or the time is none.
+        RecordingError: as Replay, or the time is invalid.
     """
     replay = Replay(path)
     start = replay.start
@@ -245,10 +243,10 @@ def open_at(path: Path, at: str) -> tuple[Replay, Playback]:
 
 
 def _end_ms(row: sqlite3.Row) -> float:
-    """When a row's request ended, in Unix milliseconds."""
+    """Return when a row's request ended, in Unix milliseconds."""
     return float(_ms(row["received_at"]) + (row["t_finished_us"] or 0) / 1000)
 
 
 def _ms(at: str) -> int:
-    """Unix milliseconds of a time in the log's form."""
+    """Parse the log's time into Unix milliseconds."""
     return unix_ms(datetime.fromisoformat(at))

@@ -1,8 +1,7 @@
 """Draw the bar under a replay.
 
-Owns: nothing; pure.
-Invariant: place, marks and notes are told by glyph and word, never by colour alone.
-Never: tells anything by colour alone.
+Owns: nothing; pure. Invariant: position, marks and notes have glyphs and words. Never: uses colour
+as the only sign.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from tui.playback import Playback, iso
 _TRACK, _PLACE, _MARK = "░", "█", "▲"
 _LEAST_TRACK = 8
 _FRAME_MS = 2000
-"""A frame is shown until the next, which comes after a second, or a little later."""
+"""Maximum time that a frame is shown before the next."""
 
 
 def bar(playback: Playback, notes: list[str], width: int) -> Line:
-    """`PAUSED 1x  14:00:00Z ░░▲░█░░ 14:30:00Z`, and what is to be known of the frame."""
+    """Draw `PAUSED 1x 14:00:00Z ░░▲░█░░ 14:30:00Z`, then notes about the frame."""
     word = "PLAYING" if playback.is_playing else "PAUSED"
     first_ms, last_ms = playback.moments_ms[0], playback.moments_ms[-1]
     left: Line = [
@@ -36,19 +35,19 @@ def bar(playback: Playback, notes: list[str], width: int) -> Line:
 
 
 def landing(playback: Playback, asked_ms: int) -> str:
-    """Where a replay has gone that was asked for a time: there, or why somewhere else."""
+    """Describe where a replay has gone for a wanted time, and why if it is elsewhere."""
     at, asked = _clock(playback.at_ms), _clock(asked_ms)
     if asked_ms < playback.moments_ms[0]:
-        return f"the recording begins at {at}, after {asked}: this is its first frame"
+        return f"the recording begins at {at}, after {asked}; showing its first frame"
     if playback.is_at_end and asked_ms - playback.at_ms >= _FRAME_MS:
-        return f"the recording ends at {at}, before {asked}: this is its last frame"
+        return f"the recording ends at {at}, before {asked}; showing its last frame"
     if asked_ms - playback.at_ms >= _FRAME_MS:
         return f"nothing was recorded at {asked}; the last frame before it is of {at}"
     return f"at {at}"
 
 
 def track(playback: Playback, num_cells: int) -> Line:
-    """The whole recording in so many cells: its marks, and over them the place."""
+    """Draw the recording in `num_cells` cells with its marks and the position."""
     if num_cells < 1:
         return []
     first_ms = playback.moments_ms[0]

@@ -1,8 +1,7 @@
 """Show a recording in the console, with a time bar.
 
-Owns: the place in the recording, and the keys that move it.
-Invariant: what is on screen is one frame of the recording, with its own requests and events.
-Never: asks a daemon.
+Owns: the position in the recording, and the keys that move it. Invariant: the screen shows one
+frame of the recording, with its own requests and events. Never: asks a daemon.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ TICK_S = 0.25
 
 
 class ReplayConsole(Console, inherit_bindings=False):
-    """`penstock top --replay`.
+    """Run `penstock top --replay`.
 
     Args:
-        replay: what is shown; who opened it closes it.
+        replay: what is shown; the caller closes it.
         playback: where to begin.
         is_ascii: draw with ASCII only.
         now_s: a monotonic clock.
@@ -72,17 +71,17 @@ class ReplayConsole(Console, inherit_bindings=False):
         self._shown_s = now_s()
 
     async def on_ready(self) -> None:
-        """Put the bar above the keys, and let time pass."""
+        """Put the bar above the keys, and start the clock."""
         await self.main.mount(
             Panel(self._paint_bar, id="replay", classes="-fresh"), before="#footer"
         )
         self.set_interval(TICK_S, self._play)
 
     async def _feed(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: no frames arrive."""
 
     def _tick(self) -> None:
-        """There is no link to lose."""
+        """Do nothing: no link can be lost."""
 
     def _paint_bar(self, width: int, height: int) -> list[Line]:
         notes = []
@@ -112,13 +111,13 @@ class ReplayConsole(Console, inherit_bindings=False):
             self.exit(return_code=error.exit_code, message=clean(str(error)))
 
     def _find_finished(self) -> None:
-        """Find what had ended by this time, as much as the page shows."""
+        """Find the requests that had ended by this time, as many as the page shows."""
         if num := self.main.num_finished_wanted:
             finished = self._replay.finished_at(self._playback.index)[:num]
             self._latest = replace(self._latest, finished=finished)
 
     def _fetch_finished_if_newer(self) -> None:
-        """The page has changed, not the time."""
+        """Find the ended requests again after a change of page."""
         try:
             self._find_finished()
         except RecordingError as error:
@@ -126,20 +125,20 @@ class ReplayConsole(Console, inherit_bindings=False):
         self._show()
 
     def action_pause(self) -> None:
-        """Let time pass, or hold it."""
+        """Start or stop the clock."""
         self._shown_s = self._now_s()
         self._move(self._playback.toggled())
 
     def action_step(self, num_frames: int) -> None:
-        """To the next or the last frame."""
+        """Move to the next or the previous frame."""
         self._move(self._playback.step(num_frames))
 
     def action_skip(self, num_s: int) -> None:
-        """Over a stretch of time."""
+        """Move by a time."""
         self._move(self._playback.skip(num_s * 1000))
 
     def action_mark(self, direction: int) -> None:
-        """To the next or the previous warning or error."""
+        """Move to the next or the previous warning or error."""
         here = self._playback
         there = here.next_mark() if direction > 0 else here.previous_mark()
         if there.index == here.index:
@@ -147,7 +146,7 @@ class ReplayConsole(Console, inherit_bindings=False):
         self._move(there)
 
     def action_speed(self, num_steps: int) -> None:
-        """How fast time passes."""
+        """Change the speed."""
         self._move(self._playback.faster(num_steps))
 
     def action_first(self) -> None:
@@ -170,7 +169,7 @@ class ReplayConsole(Console, inherit_bindings=False):
             return
         at_ms = parse_moment(text, self._playback.at_ms)
         if at_ms is None:
-            about = f"{clean(text)} is no time; give 14:02:11, -5m or +30s"
+            about = f"{clean(text)} is not a time; give 14:02:11, -5m or +30s"
             self.notify(about, severity="error", markup=False)
         else:
             self._move(self._playback.seek(at_ms))

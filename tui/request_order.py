@@ -24,16 +24,16 @@ class RequestListing:
 
     sort: str = "time"
     is_reversed: bool = False
-    """The least first."""
+    """Whether the least comes first."""
     filter: Filter = field(default_factory=Filter)
 
     def sorted_by_next(self, is_metered: bool = True) -> RequestListing:
-        """The same by the next of SORTS, of which energy needs a meter."""
+        """Sort by the next of SORTS; energy needs a meter."""
         names = [name for name in SORTS if is_metered or name != "j"]
         return replace(self, sort=names[(names.index(self.sort) + 1) % len(names)])
 
     def of(self, requests: Iterable[RequestFrame]) -> list[RequestFrame]:
-        """The requests that the filter admits, in order."""
+        """List the requests that pass the filter, in order."""
         read = SORTS[self.sort]
         admitted = [request for request in requests if self.filter.admits(request)]
         known = [request for request in admitted if read(request) is not None]
@@ -49,9 +49,9 @@ class RequestListing:
     def arranged(
         self, live: Sequence[RequestFrame], finished: Iterable[RequestFrame]
     ) -> list[RequestFrame]:
-        """Live requests in order, then finished ones, by age the newest first.
+        """List live requests in order, then finished ones, the newest first.
 
-        One that is in both is still live: the two are not asked for at the same time.
+        A request in both lists is still live: the daemon is asked for them at different times.
         """
         ordered = self.of(live)
         ids = {request.id for request in live}

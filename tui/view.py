@@ -1,10 +1,7 @@
 """Hold what the console shows: a frame, its history, the request order.
 
-Owns: the grammar of a filter (`user:ana state:queued in>4096 !bench`), and the orders to sort by;
-which readings are kept, for how long, and what counts as a stall of decode; the state of the link,
-who the console acts for, and how the operator wants to see things.
-Invariant: a view never changes; the same view always gives the same screen.
-Never: reads a clock or a socket.
+Owns: the state of the link, the caller's role, and the operator's display settings. Invariant: a
+view never changes; equal views give equal screens. Never: reads a clock or a socket.
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ from tui.request_order import RequestListing
 
 WINDOWS_S = (60, 300)
 READ_ONLY = "read-only"
-"""The role of whoever asked for a console that changes nothing."""
+"""The role in a console started read-only."""
 REPLAY = "REPLAY"
-"""The link of a view that comes from a recording."""
+"""The link's word in a replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonLink:
-    """How the console stands with the daemon."""
+    """The console's link to the daemon."""
 
     word: str = "LIVE"
     """`LIVE`, `REPLAY`, `CONNECTING`, `DISCONNECTED` or `INCOMPATIBLE`."""
@@ -33,7 +30,7 @@ class DaemonLink:
     down_s: float | None = None
     retry_in_s: float | None = None
     is_absent: bool = False
-    """Nothing listens where the daemon is looked for."""
+    """Whether nothing listens on the daemon's socket."""
 
     @property
     def is_live(self) -> bool:
@@ -43,15 +40,15 @@ class DaemonLink:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom the daemon takes this console for."""
+    """The user and role that the daemon sees behind this console."""
 
     name: str
     role: str
-    """`viewer`, `user` or `operator`; `read-only` if the console shall change nothing."""
+    """`viewer`, `user` or `operator`; `read-only` in a read-only console."""
 
     @property
     def is_operator(self) -> bool:
-        """Whether drain, roles and targets are theirs to change."""
+        """Whether the caller may drain and change roles and targets."""
         return self.role == "operator"
 
     def may_cancel(self, request: RequestFrame) -> bool:
@@ -62,7 +59,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that the panels may look at."""
+    """Everything that the panels may read."""
 
     frame: Frame | None = None
     history: History = field(default_factory=History)
@@ -70,15 +67,15 @@ class View:
     paused_s: float | None = None
     """Age of the frame shown, by the daemon's clock; None unless paused."""
     finished: tuple[RequestFrame, ...] = ()
-    """The newest finished requests, as many as the page has asked for."""
+    """The newest finished requests, as many as the page needs."""
     caller: Caller | None = None
-    """None until the daemon has said."""
+    """The caller; None until the daemon has answered."""
     listing: RequestListing = field(default_factory=RequestListing)
     window_s: int = WINDOWS_S[0]
     """Time that the graphs span; frames come once a second."""
 
     def after(self, frame: Frame) -> View:
-        """The live view of one more frame; of a daemon that died nothing is kept."""
+        """Add one more frame; a restarted daemon's view starts over."""
         is_same = self.frame is not None and self.frame.pid == frame.pid
         return replace(
             self,
@@ -89,11 +86,11 @@ class View:
         )
 
     def over(self, link: DaemonLink) -> View:
-        """The same reading over another state of the link."""
+        """Replace the state of the link."""
         return replace(self, link=link)
 
     def held(self, reading: View) -> View:
-        """The settings of this view over an older reading, which says how old it is."""
+        """Put this view's settings on an older reading, and note its age."""
         if self.frame is None or reading.frame is None:
             return self
         return replace(
@@ -109,13 +106,13 @@ class View:
 
 
 def workers_for(frame: Frame | None, role: str) -> list[WorkerFrame]:
-    """The workers that play a role: those named after it, or the one that plays all."""
+    """List the workers of a role, including colocated ones."""
     workers = [] if frame is None else frame.workers
     return [worker for worker in workers if worker.name.startswith((role, "colocated"))]
 
 
 def alert_of(frame: Frame, code: str, subject: str | None = None) -> AlertFrame | None:
-    """The alert whose code begins so, about that subject, or about any."""
+    """Find the alert with this beginning of its code, about this subject or any."""
     alerts: Sequence[AlertFrame] = frame.alerts
     return next(
         (a for a in alerts if a.code.startswith(code) and subject in (None, a.subject)), None
@@ -123,7 +120,7 @@ def alert_of(frame: Frame, code: str, subject: str | None = None) -> AlertFrame 
 
 
 def pool_counts(pool: PoolFrame) -> dict[str, int]:
-    """Blocks of the pool by state."""
+    """Count the pool's blocks by state."""
     return {
         "active": pool.active,
         "reserved": pool.reserved,

@@ -60,7 +60,9 @@ class Arms:
         self._place_by_label = dict(named)
         if len(self._place_by_label) < len(named):
             raise ConfigError(
-                "two arms have one name", where=" ".join(specs), hint="name them: NAME=ADDRESS"
+                "two servers have the same name",
+                where=" ".join(specs),
+                hint="name them: NAME=ADDRESS",
             )
         self._model = model
         self._is_text = is_text

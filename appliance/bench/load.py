@@ -51,7 +51,7 @@ async def exchange(
                     await loop.create_connection(lambda: line, host, port, ssl=is_tls or None)
                 case _:
                     raise ConfigError(
-                        "a benchmark does not go through ssh",
+                        "a benchmark cannot run over ssh",
                         where=str(address),
                         hint="run it on that machine",
                     )

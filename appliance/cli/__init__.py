@@ -1,4 +1,4 @@
-"""The command line. `main` is the entry point; the verbs are in the files beside this one."""
+"""Run the command line: `main` is the entry point, the verbs are in the files beside it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Show current and past activity: ps, show, top, log, events, usage, whoami, version.
 
-Owns: their parameters, following, and the choice between the daemon and the log's file.
-Invariant: the daemon and the file answer the same parameters alike; whoever reads the file is told.
-Never: changes anything in the daemon or the log.
+Owns: their parameters, following, and the choice between the daemon and the log's file. Invariant:
+the daemon and the file take equal parameters; a reader of the file is told so. Never: changes
+anything in the daemon or the log.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ def usage(
 def request_from_file(
     request_id: str, client: Client, state_dir: str | None, error: DaemonUnreachable
 ) -> dict[str, Any]:
-    """A request as the daemon would show it, from the log's file.
+    """Read a request from the log's file, in the daemon's form.
 
     Raises:
-        DaemonUnreachable: `error`, if there is no file either.
+        DaemonUnreachable: `error`, if the file is missing, too.
         ReplyError: the log does not know it.
         AmbiguousId: it is the beginning of several.
     """
@@ -152,7 +152,7 @@ def request_from_file(
 
 
 class _Source:
-    """The rows behind one verb: the daemon's, or the file's when no daemon answers."""
+    """Read a verb's rows from the daemon, or from the file if no daemon answers."""
 
     def __init__(
         self, verb: str, client: Client, state_dir: str | None, wanted: dict[str, str | None]
@@ -164,10 +164,10 @@ class _Source:
         self._file: Path | None = None
 
     def read(self, **more: str) -> Rows:
-        """Rows as the parameters and `more` of them say.
+        """Read the rows for the parameters and `more`.
 
         Raises:
-            ClientError: a parameter is wrong, or there is neither daemon nor file.
+            ClientError: a parameter is wrong, or neither daemon nor file is available.
             PenstockError: the file cannot be read.
         """
         query = {**self._wanted, **more}
@@ -182,9 +182,9 @@ class _Source:
 
 
 def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, follow: bool) -> None:
-    """The rows there are, and if they are followed those that come, until a signal."""
+    """Print the rows, and if they are followed the new ones, until a signal."""
     if follow and form is Format.JSON:
-        raise typer.BadParameter("-f has no end, and a document has: use -o ndjson")
+        raise typer.BadParameter("-f never ends, so it prints lines: use -o ndjson")
     listing = terminal.listing(source.verb, columns, form)
     rows = source.read()
     terminal.write(listing.render(reversed(rows)))
@@ -193,7 +193,7 @@ def _print(source: _Source, columns: tuple[TableColumn, ...], form: Format, foll
 
 
 def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
-    """What is written after these rows, as it comes."""
+    """Print the rows written after these, as they come."""
     cursor = max((row["cursor"] for row in rows), default=0)
     while True:
         time.sleep(POLL_S)
@@ -204,7 +204,7 @@ def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
 
 
 def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:
-    """The file of the daemon that does not answer, if it is this machine's, and not another's."""
+    """Return the log's file of a silent daemon, if it belongs to this machine's daemon."""
     folder = config.state_dir(state_dir, warn=terminal.passed_over)
     path = config.log_path(folder)
     if not isinstance(client.address, UnixAddress) or not os.path.exists(path):

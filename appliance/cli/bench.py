@@ -192,7 +192,7 @@ def step(
         typer.Option(metavar="BxN", help="B sequences of N tokens. May be repeated."),
     ] = None,
     roles: Annotated[
-        str, typer.Option(help="colocated: all cores; static: those of a decode worker.")
+        str, typer.Option(help="colocated: all cores; static: a decode worker's cores.")
     ] = ("colocated"),
     rounds: Rounds = 3,
     save: Save = None,
@@ -226,7 +226,7 @@ def _figures(measured: Measured, slo: GoodputTargets) -> Figures:
 
 
 def _statuses(samples: Sequence[Sample]) -> dict[str, int]:
-    """How often each HTTP status came; `none` where no reply did."""
+    """Count each HTTP status; `none` stands for no reply."""
     return dict(Counter("none" if s.status is None else str(s.status) for s in samples))
 
 
@@ -268,7 +268,7 @@ def _with_samples(about: Row, measured: Sequence[msgspec.Struct]) -> dict[str, A
 
 
 def _cpu_name() -> str | None:
-    """As the kernel has it."""
+    """Return the CPU's name from the kernel."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -290,14 +290,14 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _check_any(samples: Sequence[Sample]) -> None:
-    """Raises GenerationFailed where no reply was whole, which no figure says loudly enough."""
+    """Raise GenerationFailed if no reply completed."""
     if samples and not any(sample.is_completed for sample in samples):
-        hint = "what went wrong is told above; lengths and rate are this command's options"
-        raise GenerationFailed("no reply came to its end", hint=hint)
+        hint = "see the errors above; check lengths and rate"
+        raise GenerationFailed("no reply completed", hint=hint)
 
 
 def _tell_errors(samples: Sequence[Sample]) -> None:
-    """What went wrong, most frequent first."""
+    """Print the errors, the most frequent first."""
     seen = Counter(sample.error for sample in samples if sample.error is not None)
     for error, number in seen.most_common(_MAX_ERRORS_TOLD):
         terminal.note(f"penstock: {number} x {printable(error)}")

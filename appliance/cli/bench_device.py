@@ -58,10 +58,7 @@ def transports(model: Model = None, small: Small = False, output: Output = Forma
     _measure("transports", model, small, output)
 
 
-_ABOVE = (
-    "more than 100% of a ceiling: something else disturbed it while it was timed, or a cache held"
-    " what was read; on an idle machine, with a model that no cache holds, shares are below"
-)
+_ABOVE = "above 100%: another load disturbed the ceiling's timing, or a CPU cache held the data"
 
 
 def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
@@ -69,8 +66,8 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
 
     if model is None and not is_small:
         terminal.note(
-            "penstock: no folder is named, so the shape is Llama 3.1 8B's with the layers that fit;"
-            " on a CPU this takes minutes, and --small seconds"
+            "penstock: using the shape of Llama 3.1 8B (default). On a CPU this takes minutes; "
+            "--small takes seconds"
         )
     found = measure_device(kind, None if model is None else a_path(model), is_small=is_small)
     if output is Format.JSON:

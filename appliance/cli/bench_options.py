@@ -91,7 +91,7 @@ def _load(
     output_tokens: Annotated[str, typer.Option(help="Reply length, in the same forms.")] = "64",
     seed: Seed = 0,
 ) -> Load:
-    """The load that the options describe."""
+    """Build the load from the options."""
     given = [each for each in (concurrency, rate, trace) if each is not None]
     if len(given) > 1:
         raise typer.BadParameter("give one of --concurrency, --rate and --trace")
@@ -99,7 +99,7 @@ def _load(
         raise typer.BadParameter("--speed and --length-scale are of a --trace")
     arrivals = None
     if trace is not None:
-        # within their ticks in an order of the seed's, so that all arms have the same
+        # the seed orders requests within their ticks, so that all servers get equal loads
         ticked = spread(read_trace(trace), random.Random(f"{seed}/ticks"))
         arrivals = tuple(scaled(ticked, speed, length_scale))
     whole_s = DEFAULT_SECONDS if arrivals is None else max(arrivals[-1].at_s, 1.0)

@@ -32,7 +32,7 @@ BAR_CELLS = 24
 
 
 def right(text: Any) -> str:
-    """What is in words already, as numbers stand in a table: at the right."""
+    """Align text to the right, like numbers."""
     return str(text)
 
 
@@ -77,7 +77,7 @@ TRANSPORTS = (
 
 
 def run_page(content: Row) -> str:
-    """`penstock bench run`: quantiles of each time, then the rest, one a line."""
+    """Write the page of `penstock bench run`: quantiles of each time, then the other figures."""
     figures = content["figures"]
     quantiles = (TableColumn(q.upper(), q, measured_ms) for q in QUANTILES)
     columns = [TableColumn("", "name"), *quantiles]
@@ -94,7 +94,7 @@ def run_page(content: Row) -> str:
 
 
 class Bar:
-    """How far the measurement is: on a terminal one line that changes, else one line a turn."""
+    """Show a measurement's progress: on a terminal one changing line, otherwise a line per turn."""
 
     def __init__(self, num_turns: int) -> None:
         self._num_turns = num_turns
@@ -102,7 +102,7 @@ class Bar:
         self._line = ProgressLine()
 
     def turn(self, label: str) -> Callable[[float], None]:
-        """Begin the next turn; the result takes the share of it that is done."""
+        """Begin the next turn; the returned function takes its finished share."""
         self._turn += 1
         about = f"{self._turn}/{self._num_turns} {printable(label)}"
         if not sys.stderr.isatty():

@@ -1,12 +1,10 @@
-"""Define run and chat: one reply, or a conversation, each interruptible.
+"""Define chat: a conversation with the model, with commands.
 
-Owns: the options of generation, and the path from them to a request's body; which of run's words
-is the model and which the prompt; chat's loop, its messages, settings and commands, the history of
-what was typed, and the file of `/save` and `/load`.
-Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it. From a
-pipe every line is one turn and none is a command.
-Never: writes the model's words anywhere but to stdout and to the file of /save. What was typed on a
-terminal goes to `chat_history` in the state folder, which is for its owner alone.
+Owns: chat's loop, its messages, settings and commands, the history of typed lines, and the file of
+`/save` and `/load`. Invariant: Ctrl-C ends a reply or a line, never the chat; Ctrl-D leaves it.
+From a pipe every line is a turn and never a command. Never: writes the model's words anywhere
+except to stdout and the file of /save. Lines typed on a terminal go to `chat_history` in the state
+folder, readable only by its owner.
 """
 
 from __future__ import annotations
@@ -77,16 +75,16 @@ def _chat_at_terminal(
 
 
 class Command(NamedTuple):
-    """What can be typed after a slash."""
+    """A command after a slash."""
 
     takes: str
     does: str
-    """Empty for another word for the same."""
+    """Its description; empty for a synonym."""
     act: Callable[[str], str]
 
 
 class Session:
-    """A conversation with the daemon, and the commands that are typed in between."""
+    """A conversation with the daemon, with typed commands in between."""
 
     def __init__(
         self, client: Client, model: ChosenModel, conversation: Conversation, *, has_stats: bool
@@ -102,7 +100,7 @@ class Session:
             "system": Command("[TEXT]", "give instructions to the model, or none", self._system),
             "set": Command("[NAME [VALUE]]", "show settings, change one, or unset it", self._set),
             "save": Command("FILE", "write the conversation to a file", self._save),
-            "load": Command("FILE", "go on with a conversation that was saved", self._load),
+            "load": Command("FILE", "continue a saved conversation", self._load),
             "stats": Command("", "show the timings of the last reply", self._stats),
             "retry": Command("", "have the last question answered again", self._retry),
             "exit": Command("", "leave, as Ctrl-D does; quit and bye, too", self._exit),
@@ -116,17 +114,17 @@ class Session:
         return bool(self._last.text)
 
     def greet(self) -> None:
-        """Say who answers, how replies are sampled, and what else there is to know."""
+        """Print the model's name, the sampling settings and hints."""
         shown = ", ".join(self._setting(name) for name in ("temperature", "top_p"))
         model = printable(self._model.about["id"])
         terminal.note(f"{model}: {shown}; /set changes settings, /help lists all")
 
     def turn(self, text: str) -> None:
-        """Say something, and print the answer as far as it comes.
+        """Say something, and print the answer as it comes.
 
         Raises:
-            ClientError: there is no answer, or only a part; that part stays in the conversation.
-            KeyboardInterrupt: likewise, by the person.
+            ClientError: no answer, or only a part; that part stays in the conversation.
+            KeyboardInterrupt: the user interrupted it; the part stays, too.
         """
         self._conversation.say(text)
         self._answer()
@@ -135,7 +133,7 @@ class Session:
         """Carry out `/name argument`.
 
         Raises:
-            Refused: it cannot be.
+            Refused: it is impossible.
             EOFError: it was /exit.
         """
         name, _, argument = line.removeprefix("/").partition(" ")
@@ -183,7 +181,7 @@ class Session:
         return "\n".join(self._setting(each) for each in ([name] if name else SETTINGS))
 
     def _setting(self, name: str) -> str:
-        """A setting's value in force, and where that comes from."""
+        """Describe a setting's value in force, and its source."""
         chosen = self._conversation.settings.get(name)
         if chosen is not None:
             return f"{name} {printable(chosen)} (set here)"
@@ -203,7 +201,7 @@ class Session:
 
     def _load(self, argument: str) -> str:
         if not argument:
-            raise Refused("say from where: /load FILE")
+            raise Refused("name the file: /load FILE")
         self._conversation.load(argument)
         return things(len(self._conversation.turns), "message")
 
@@ -223,7 +221,7 @@ class Session:
 
 
 def _converse(session: Session) -> None:
-    """Turns and commands until Ctrl-D or /exit; what goes wrong is said, and the chat goes on."""
+    """Run turns and commands until Ctrl-D or /exit; print errors and continue."""
     while True:
         try:
             text = _read_text()
@@ -240,7 +238,7 @@ def _converse(session: Session) -> None:
 
 
 def _read_text() -> str:
-    """A line, or what stands between two marks of three quotes.
+    """Read a line, or the text between two marks of three quotes.
 
     Raises:
         Refused: it is not UTF-8.
@@ -267,7 +265,7 @@ def _read_line(prompt: str) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """The turns on stdin; empty lines are none."""
+    """Yield the turns on stdin, without empty lines."""
     for line in sys.stdin.buffer:
         try:
             text = line.decode().rstrip("\r\n")
@@ -279,7 +277,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _history(path: Path) -> Iterator[None]:
-    """Lines typed before are at hand, and those typed now will be; for their owner alone."""
+    """Load the history of typed lines, and save it at the end, readable only by its owner."""
     import readline  # gives input() its line editing
 
     try:

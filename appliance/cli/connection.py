@@ -1,10 +1,9 @@
 """Connect run and chat to a daemon with the wanted model; wait for it or start it.
 
-Owns: which words name a model; whether a daemon may be started; the sampling of run and chat where
-neither the model nor the user says any.
-Invariant: a daemon started here ends with the command. Nothing is downloaded without a line that
-says what, from where and how large.
-Never: starts a daemon for a script: only where a person reads stderr, and no daemon was named.
+Owns: which words name a model; whether a daemon may be started; the default sampling of run and
+chat if neither the model nor the user sets any. Invariant: a daemon started here ends with the
+command. A download is announced with its name, source and size. Never: starts a daemon for a
+script: only if a user reads stderr, and no daemon was named.
 """
 
 from __future__ import annotations
@@ -32,33 +31,33 @@ from appliance.models.names import HubName, NoSuchModel, is_model_file
 from appliance.models.short_names import SHORT_NAMES
 
 SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
-"""At the API's temperature of 1 small models ramble."""
+"""Default sampling; at the API's temperature of 1 small models ramble."""
 Answer = TypeVar("Answer")
 POLL_S = 0.2
 _WITH_TAG = re.compile(r"[a-z][a-z0-9.-]*:[\w.-]+")
-"""`llama3.2:1b`, known or not."""
+"""Matches a short name such as `llama3.2:1b`, known or not."""
 
 
 class ChosenModel(NamedTuple):
     """The model that requests go to."""
 
     name: str | None
-    """What requests say; None: nothing, whichever is served."""
+    """The model's name in requests; None: any served model."""
     about: Mapping[str, Any]
     """Its entry of /v1/models."""
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What to ask for where the user says nothing, and the model has no value of its own."""
+        """Default sampling for values that neither the user nor the model sets."""
         own = self.about.get("sampling") or {}
         return {n: v for n, v in SAMPLING.items() if own.get(n, {}).get("source") != "model"}
 
 
 class Connection:
-    """The daemon that answers, or will.
+    """Connect to the daemon, starting one if needed.
 
     Args:
-        host: as the option --host has it.
+        host: the option --host.
     """
 
     def __init__(self, host: str | None) -> None:
@@ -72,7 +71,7 @@ class Connection:
             self._absent = error
 
     def names_model(self, word: str) -> bool:
-        """Whether a first word is a model's name, and no prompt."""
+        """Say whether a first word names a model and is not a prompt."""
         if not word or any(char.isspace() for char in word):
             return False
         if any(word == model["id"] for model in self._models) or _WITH_TAG.fullmatch(word):
@@ -83,11 +82,11 @@ class Connection:
 
     @contextmanager
     def with_model(self, asked: str | None) -> Iterator[ChosenModel]:
-        """Have the model served until the `with` ends; None: whichever the daemon serves.
+        """Have the model served until the `with` ends; None: the daemon's current one.
 
         Raises:
             ClientError: no daemon runs, and none may be started.
-            NoSuchModel: there is no such model, or the daemon serves another.
+            NoSuchModel: the model does not exist, or the daemon serves another.
         """
         self.check(asked)
         if self._absent is None:
@@ -98,10 +97,10 @@ class Connection:
             yield ChosenModel(None, self._models[0])
 
     def check(self, asked: str | None) -> None:
-        """Refuse a model that cannot be had, before anything is started for it.
+        """Refuse an unavailable model before anything is started for it.
 
         Raises:
-            NoSuchModel: there is none of this name, or the daemon that runs serves another.
+            NoSuchModel: no model has this name, or the running daemon serves another.
         """
         if asked is not None and self._absent is None:
             self._found(asked)
@@ -109,12 +108,12 @@ class Connection:
             _check_exists(asked, config.model_named(asked, terminal.passed_over))
 
     def _listed(self) -> list[dict[str, Any]]:
-        """The models of the daemon, the one that is served first."""
+        """List the daemon's models, the one served first at the beginning."""
         reply = when_loaded(self.client, lambda: self.client.get("/v1/models"))
         return reply.get("data") or [{"id": ""}]
 
     def _chosen(self, asked: str | None) -> ChosenModel:
-        """The model that is meant, loaded if the daemon knows it and serves another now."""
+        """Choose the model, loading it if the daemon knows it and serves another now."""
         if asked is None:
             return ChosenModel(None, self._models[0])
         about = self._found(asked)
@@ -129,7 +128,7 @@ class Connection:
         return ChosenModel(name, about)
 
     def _found(self, asked: str) -> dict[str, Any]:
-        """The daemon's entry of a model that has been typed in any of the ways to name one.
+        """Find the daemon's entry of a model by any kind of name.
 
         Raises:
             NoSuchModel: it has none.
@@ -152,7 +151,7 @@ class Connection:
             raise NoSuchModel(
                 f"the daemon serves {self._models[0]['id']}",
                 where=asked,
-                hint="`penstock stop` ends it, then run this again; or name both in [models.NAME]",
+                hint="run `penstock stop` and try again; or name both models in [models.NAME]",
             ) from error
 
     @contextmanager
@@ -186,7 +185,7 @@ class Connection:
 
 
 def when_loaded(client: Client, ask: Callable[[], Answer]) -> Answer:
-    """Ask the daemon something; where its model still loads, again when that is done.
+    """Ask the daemon something; while its model loads, wait and ask again.
 
     Raises:
         ClientError: as `ask`.

@@ -66,7 +66,7 @@ def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _decls(name: str) -> list[str]:
-    """How an option is written, where that is not its name alone."""
+    """Return the option's spellings, if it has more than its name."""
     return ["--model", "-m"] if name == "model" else []
 
 
@@ -135,7 +135,7 @@ def _check(settings: config.ServeConfig) -> None:
     caches = [each for each in asked if each is not None]
     verdict = "the configuration is good"
     if any(each.is_missed for each in caches):
-        verdict = "a start would serve, without a cache that was asked for"
+        verdict = "a start would serve, but without a configured cache"
     lines = (f"{verdict}; {sentence}", *where, *(each.text for each in caches), *others)
     terminal.write("".join(f"{printable(line)}\n" for line in lines))
 
@@ -152,7 +152,7 @@ def cancel(
 ) -> None:
     """Cancel requests; exits with 5 if one is not live."""
     if bool(ids) == (user is not None):
-        raise typer.BadParameter("give ids, or a user with --user")
+        raise typer.BadParameter("give request ids, or a user with --user")
     client = terminal.client(host)
 
     def end(request_id: str) -> str:
@@ -226,7 +226,7 @@ def stop(
         raise NoSuchModel(f"the daemon serves {served}", where=model)
     if not isinstance(client.address, UnixAddress) or client.address.listener_pid() != pid:
         raise UsageError(
-            "no command on this machine has started the daemon",
+            "the daemon was not started by a command on this machine",
             where=str(client.address),
             hint="systemctl stop penstock.socket penstock.service, or stop it on its machine",
         )
@@ -255,7 +255,7 @@ def new_key(
     """Make a key; its line for the file goes to stdout, the key itself to stderr, once."""
     key, line = api_keys.new_key(name, role)
     terminal.write(line + "\n")
-    terminal.note(f"the key, which is shown only now: {key}")
+    terminal.note(f"the key (shown only this once): {key}")
 
 
 @keys.command("add")
@@ -274,7 +274,7 @@ def dial_stdio(host: Host = None) -> None:
     """Carry stdin and stdout to the daemon's socket; what ssh:// addresses run."""
     address = terminal.address(host)
     if not isinstance(address, UnixAddress):
-        raise typer.BadParameter("only a socket of this machine can be dialled")
+        raise typer.BadParameter("only a Unix socket of this machine can be dialled")
     connection = _dial(address)
     threading.Thread(target=_copy_in, args=(connection,), daemon=True).start()
     try:
@@ -374,9 +374,7 @@ def worker(
 ) -> None:
     """Join a multi-node cluster (NVIDIA Dynamo) until stopped."""
     if not dynamo:
-        raise UsageError(
-            "of which system?", where="penstock worker", hint="say --dynamo; there is no other"
-        )
+        raise UsageError("of which system?", where="penstock worker", hint="--dynamo is required")
     address = terminal.address(host)
     if not isinstance(address, UnixAddress):
         raise UsageError(
@@ -389,7 +387,9 @@ def worker(
         os.environ[FILE_VARIABLE] = str(Path(folder).expanduser().absolute())
     elif kind not in ("etcd", "kubernetes") or folder:
         raise UsageError(
-            f"{discovery!r} is no way to find others" if discovery else "how are others found?",
+            f"{discovery!r} is not a discovery backend"
+            if discovery
+            else "the discovery backend is missing",
             where="--discovery",
             hint="give file:FOLDER, etcd or kubernetes",
         )
@@ -413,7 +413,7 @@ async def _run(socket: Path, names: object, drain_s: float) -> int:
     try:
         await adapter.run()
         is_drained = await adapter.drained(drain_s)
-        log.info("ended" if is_drained else "ended, with replies cut")
+        log.info("ended" if is_drained else "ended; some replies were cut off")
         code = 0 if is_drained else 1
     except PenstockError as error:
         code = terminal.report(error)
@@ -450,6 +450,6 @@ def install_service(
         elif step.text:
             terminal.write("".join(f"    {line}\n" for line in step.text.splitlines()))
     if dry_run:
-        check_reach(program)  # after the plan, which can be read all the same
+        check_reach(program)  # after the plan, so that it is printed even if this fails
     else:
         terminal.write("serving; penstock status, journalctl -fu penstock\n")

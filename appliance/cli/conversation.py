@@ -1,9 +1,8 @@
 """Hold a chat's messages and settings.
 
-Owns: the order of messages, and the settings' values.
-Invariant: messages take turns, a user's and the model's, after at most one system message; a
-command that is refused changes nothing.
-Never: talks to the daemon or the terminal.
+Owns: the order of messages, and the settings' values. Invariant: messages alternate between user
+and model, after at most one system message; a refused command changes nothing. Never: talks to the
+daemon or the terminal.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
     "frequency_penalty": float,
     "repetition_penalty": float,
 }
-"""What `/set` knows, as the API's fields."""
+"""The settings of `/set`, as the API's fields."""
 UNSET: Mapping[str, str] = {
     "max_tokens": "as many as fit into the model's context",
     "seed": "another for each reply; the log keeps it",
@@ -40,7 +39,7 @@ UNSET: Mapping[str, str] = {
     "presence_penalty": "0 (default)",
     "frequency_penalty": "0 (default)",
 }
-"""What holds for a setting that neither the chat nor the model has a value of."""
+"""The meaning of a setting without a value of the chat or the model."""
 
 
 class Refused(PenstockError):
@@ -48,7 +47,7 @@ class Refused(PenstockError):
 
 
 class Conversation:
-    """A chat as far as it has come.
+    """Hold a chat up to now.
 
     Args:
         settings: fields of the request's body, beside the messages.
@@ -62,16 +61,16 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """What the model reads for its next turn."""
+        """Return the messages that the model reads for its next turn."""
         instructions = [{"role": "system", "content": self.system}] if self.system else []
         return [*instructions, *self.turns]
 
     def say(self, text: str) -> None:
-        """Add a turn of the user's."""
+        """Add the user's turn."""
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """The model's turn; one without a word takes the user's back."""
+        """Add the model's turn; an empty one removes the user's."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         else:
@@ -82,7 +81,7 @@ class Conversation:
         self.turns.clear()
 
     def retry(self) -> None:
-        """Take the last answer back.
+        """Remove the last answer.
 
         Raises:
             Refused: nothing has been answered yet.
@@ -128,10 +127,10 @@ class Conversation:
         return path
 
     def load(self, name: str) -> None:
-        """Go on with a conversation that was saved.
+        """Continue a saved conversation.
 
         Raises:
-            Refused: it cannot be read, or is none.
+            Refused: it cannot be read, or is not a conversation.
         """
         path = Path(name).expanduser()
         try:
@@ -165,5 +164,5 @@ def _is_conversation(content: Any) -> bool:
 
 
 def _in_turns(messages: list[Any]) -> list[tuple[str, Any]]:
-    """Each message with the role whose turn it is."""
+    """Pair each message with the role that must have written it."""
     return [("user" if i % 2 == 0 else "assistant", msg) for i, msg in enumerate(messages)]

@@ -1,9 +1,8 @@
 """Ask the starter model about a long document while short chats stream.
 
-Owns: the story and its figures.
-Invariant: every answer is compared with the one right answer; every figure was measured in this
-run, and the daemon, which is the demo's own, is gone afterwards.
-Never: uses a running daemon, or a model other than the starter.
+Owns: the story and its figures. Invariant: every answer is compared with the correct one; every
+figure was measured in this run, and the demo's own daemon is stopped afterwards. Never: uses a
+running daemon, or a model other than the starter.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from appliance.frame.figures import duration, size
 from appliance.frame.latency import quantile
 
 _MACHINE = re.compile(r"[a-z]+-[a-z]+-\d+")
-"""`amber-web-42`: how the runbook's machines are called."""
+"""Matches the names of the runbook's machines, such as `amber-web-42`."""
 NUM_CHATS = 2
 QUIET_S = 3.0
 _CHATS = ("Who are you?", "What can you do?", "Tell me a joke.", "What is the capital of France?")
@@ -42,10 +41,10 @@ class TokenGap:
 
 
 class DemoChats:
-    """Short chats that stream one after another until the `with` ends.
+    """Stream short chats one after another until the `with` ends.
 
     Args:
-        client: where to.
+        client: of the daemon.
     """
 
     def __init__(self, client: Client) -> None:
@@ -65,7 +64,7 @@ class DemoChats:
             thread.join()
 
     def gaps_between(self, start_s: float, end_s: float) -> list[float]:
-        """Gaps between tokens that ended in this time, in milliseconds."""
+        """Return the token times that ended in this span, in milliseconds."""
         return [gap.ms for gap in list(self.gaps) if start_s <= gap.ended_s <= end_s]
 
     def _talk(self, first: int) -> None:
@@ -128,13 +127,13 @@ def _opening(state: dict[str, Any], text: str) -> str:
 
 
 def _made_up(text: str, questions: list[dict[str, str]]) -> str:
-    """What of the names is in the document, and what the demo asks about that is nowhere."""
+    """Say that the names are made up, and which of them the document lacks."""
     asked = [name for one in questions for name in _MACHINE.findall(one["question"])]
     nowhere = [name for name in asked if name not in text]
     told = "Every name and number in it was made up for the demo."
     if nowhere:
         verb = "is" if len(nowhere) == 1 else "are"
-        told += f" {', '.join(nowhere)} {verb} not even in it: the right answer says so."
+        told += f" {', '.join(nowhere)} {verb} not in it; the right answer says so."
     return told
 
 
@@ -178,7 +177,7 @@ _QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
 
 
 def _pieces(events: Stream) -> Iterator[str]:
-    """What the reply adds, piece by piece."""
+    """Yield the reply piece by piece."""
     for event in events:
         if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
             yield piece

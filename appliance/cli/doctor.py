@@ -1,9 +1,8 @@
 """Define doctor, devices and config: problems, hardware, settings.
 
-Owns: how findings, devices and the links between them are listed; how a setting's value is written,
-for people as one would type it.
-Invariant: doctor ends with 8 if something was bad, else with 0.
-Never: looks at anything itself.
+Owns: how findings, devices and links are listed; how a setting's value is written, in the form that
+a user would type. Invariant: doctor ends with 8 if something was bad, otherwise with 0. Never:
+checks anything itself.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def doctor(
 
 
 _READING_S = 0.25
-"""Between two readings of an energy counter; power is their difference."""
+"""Seconds between two readings of an energy counter; their difference gives the power."""
 
 
 def _reasons(value: Any) -> str:
@@ -147,7 +146,7 @@ def devices(output: Output = Format.TABLE) -> None:
 
 
 def drawing(inventory: Inventory) -> Iterator[str]:
-    """NUMA nodes with what is near them; the links between GPUs, as a matrix with its legend."""
+    """Draw NUMA nodes with their devices, and the links between GPUs as a matrix with a legend."""
     from appliance.fleet.placement import cpu_names
 
     for node in inventory.nodes:
@@ -217,12 +216,12 @@ def _row(found: FoundSetting, written: Callable[[FoundSetting], Any]) -> dict[st
 
 
 def _setting(found: FoundSetting) -> Setting:
-    """What it is; `models.small.dtype` is the setting `dtype` of one model."""
+    """Find the setting; `models.small.dtype` is the setting `dtype` of one model."""
     return SETTINGS[found.name.rpartition(".")[2]]
 
 
 def _for_people(found: FoundSetting) -> Any:
-    """As one would type it: a size or a time with its unit."""
+    """Format the value as a user would type it: a size or a time with its unit."""
     parse = _setting(found).parse
     if parse is a_duration:
         return f"{found.value:g}s"
@@ -234,7 +233,7 @@ def _for_people(found: FoundSetting) -> Any:
 
 
 def _plain(found: FoundSetting) -> Any:
-    """As JSON has it; an address and a list as the file and the environment have them."""
+    """Format the value for JSON; an address and a list as in the file and the environment."""
     match found.value:
         case None | bool() | int() | float():
             return found.value

@@ -1,9 +1,8 @@
 """Plan and check the installation of the systemd service.
 
-Owns: which files go where, and the commands that are run.
-Invariant: nothing is written before everything that can be checked has been; what is there
-already as it should be is not touched; drop-ins and settings are the operator's.
-Never: removes a file, or changes one that is not ours.
+Owns: the files' places, and the commands to run. Invariant: all checks come before the first write;
+unchanged files are left alone; drop-ins and settings are the operator's. Never: removes a file, or
+changes one that is not ours.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ PLACES = {
     "penstock.tmpfiles.conf": "/etc/tmpfiles.d/penstock.conf",
 }
 _PROGRAM = "@PENSTOCK@"
-"""Stands in the unit for the path of our command."""
+"""The placeholder in the unit for the path of our command."""
 _TOOLS = ("systemctl", "systemd-sysusers", "systemd-tmpfiles")
 
 
 class Step(NamedTuple):
-    """One thing to do: a file to write, or a command to run."""
+    """One step: a file to write, or a command to run."""
 
     about: str
     path: Path | None = None
@@ -44,10 +43,10 @@ class Step(NamedTuple):
 
 
 def install_steps(program: Path | None = None) -> Iterator[Step]:
-    """What an installation does here, in order; the files that are as they should be are left out.
+    """Yield the steps of an installation here, in order, without up-to-date files.
 
     Args:
-        program: the `penstock` command that the unit starts; None: that of this Python.
+        program: the `penstock` command for the unit; None: this Python's.
     """
     program = program or own_program()
     is_update = Path(PLACES[UNIT_NAME]).exists()
@@ -63,29 +62,29 @@ def install_steps(program: Path | None = None) -> Iterator[Step]:
     )
     for command in commands:
         yield Step(f"run {' '.join(command)}", command=command)
-    if is_update:  # whoever asks meanwhile waits at the socket
+    if is_update:  # new clients wait at the socket meanwhile
         restart = ("systemctl", "restart", UNIT_NAME)
         yield Step(f"run {' '.join(restart)}", command=restart)
 
 
 def own_program() -> Path:
-    """The `penstock` command beside this Python."""
+    """Return the `penstock` command beside this Python."""
     return Path(sys.executable).parent / "penstock"
 
 
 def check_program(program: Path) -> None:
-    """Refuse what could not run as a service.
+    """Refuse a program that cannot run as a service.
 
     Raises:
         PenstockError: systemd does not run here, or we may not change the machine.
-        ConfigError: the service's user, who is nobody in particular, could not run the program.
+        ConfigError: the service's unprivileged user could not run the program.
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing or not Path("/run/systemd/system").exists():
         raise PenstockError(
-            "systemd does not run this machine",
+            "systemd is not running on this machine",
             where=", ".join(missing),
-            hint="start `penstock serve` by whatever does",
+            hint="start `penstock serve` from your init system",
         )
     if os.geteuid() != 0:
         raise PenstockError("this takes root", hint="sudo penstock install-service")
@@ -96,11 +95,11 @@ def check_reach(program: Path) -> None:
     """Refuse a program, or a Python behind it, that other users cannot run.
 
     Raises:
-        ConfigError: naming the folder or file that shuts them out.
+        ConfigError: naming the folder or file that denies access.
     """
     if not program.exists():
         raise ConfigError(
-            "there is no such command",
+            "the command does not exist",
             where=str(program),
             hint="install Penstock into an environment of its own: python3 -m venv /opt/penstock",
         )
@@ -111,7 +110,7 @@ def check_reach(program: Path) -> None:
                 raise ConfigError(
                     f"the service's user cannot enter it, and {path} leads through it",
                     where=str(each),
-                    hint="make the environment under /opt, with a Python that everybody may run",
+                    hint="make the environment under /opt, with a Python that every user may run",
                 )
 
 
@@ -119,7 +118,7 @@ def do_step(step: Step) -> None:
     """Do one step.
 
     Raises:
-        PenstockError: it failed; those before it stay done, and may be done again.
+        PenstockError: it failed; the earlier steps stay done, and may be repeated.
     """
     try:
         if step.path is not None:
@@ -129,10 +128,10 @@ def do_step(step: Step) -> None:
         else:
             subprocess.run(step.command, check=True)
     except OSError as error:
-        hint = "it takes root; --dry-run says every step"
+        hint = "it needs root; --dry-run prints every step"
         raise FileError(f"cannot {step.about}", error, where="", hint=hint) from error
     except subprocess.CalledProcessError as error:
         raise PenstockError(
             f"`{' '.join(step.command)}` failed with {error.returncode}",
-            hint="journalctl -u penstock says why, if the daemon did not start",
+            hint="if the daemon did not start, journalctl -u penstock says why",
         ) from error

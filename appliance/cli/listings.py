@@ -1,9 +1,8 @@
 """Define the columns of the CLI's lists and pages.
 
-Owns: which fields of a row are shown, under which title.
-Invariant: pure; a csv file gets a column's `key` as its heading, so keys and their order are kept;
-a request is told in the console's words (appliance.frame.figures).
-Never: computes a figure that the daemon did not send.
+Owns: which fields of a row are shown, under which title. Invariant: pure; a csv file has a column's
+`key` as its heading, so keys and their order stay; a request is described in the console's words
+(appliance.frame.figures). Never: computes a figure that the daemon did not send.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ CHECKSUMS = (
 
 
 def usage(by: str) -> tuple[TableColumn, ...]:
-    """Sums by `user`, `model` or `day`."""
+    """List the columns of sums by `user`, `model` or `day`."""
     return (
         TableColumn(by.upper(), by),
         TableColumn("REQUESTS", "requests", count),
@@ -153,7 +152,7 @@ def usage(by: str) -> tuple[TableColumn, ...]:
 
 
 def stats_line(frame: Row) -> str:
-    """`penstock run --stats`, from the request as the daemon measured it."""
+    """Write the line of `penstock run --stats` from the request as the daemon measured it."""
     parts = [f"in {count(frame.get('prompt_tokens'))} out {count(frame.get('output_tokens'))}"]
     before = _reached(frame, TTFT_STAGES)
     parts.append(f"ttft {duration(frame.get('ttft_ms'))} ({' '.join(before)})")
@@ -171,7 +170,7 @@ _PLAIN = ("uid", "migration")
 
 
 def facts(content: Row) -> str:
-    """Names and values, one a line."""
+    """List names and values, one a line."""
     named = {_label(name): _fact(name, value) for name, value in flat(content).items()}
     width = max(map(len, named), default=0)
     return "\n".join(f"{printable(name):<{width}}  {value}" for name, value in named.items())
@@ -184,7 +183,7 @@ def _label(name: str) -> str:
 
 
 def _fact(name: str, value: Any) -> str:
-    """A value; what its name says to be bytes, as a size; what it counts, with commas."""
+    """Format a value: bytes as a size, counts with commas."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if "_bytes" in name and is_number:
         return size(value)
@@ -192,7 +191,7 @@ def _fact(name: str, value: Any) -> str:
 
 
 def roles_text(frame: Row) -> str:
-    """What the workers are for, and the targets that somebody has set."""
+    """Describe the workers' roles and the configured targets."""
     path = frame.get("transport")
     named = (("ttft", frame.get("slo_ttft_ms")), ("itl", frame.get("slo_itl_ms")))
     targets = [f"{name} {duration(value)}" for name, value in named if value is not None]
@@ -208,13 +207,13 @@ _NUMBER_WIDTH = 8
 
 
 def request_page(frame: Row, *, width: int, bar: str, room: int | None = None) -> str:
-    """`penstock show`, from a request as the daemon has it.
+    """Write the page of `penstock show` for a request.
 
     Args:
         frame: a RequestFrame.
         width: columns that the bars may fill, labels included.
         bar: one cell of a bar.
-        room: columns beyond which a fact goes on below itself; None: it may have any length.
+        room: the maximum columns of a line; longer facts are wrapped; None: no limit.
     """
     facts = {"request": frame.get("id") or figures.ABSENT, **figures.request_facts(frame)}
     lines = [
@@ -225,7 +224,7 @@ def request_page(frame: Row, *, width: int, bar: str, room: int | None = None) -
 
 
 def waterfall(frame: Row, *, width: int, bar: str) -> list[str]:
-    """A line for each stage reached, then the sum, the whole and what is between them."""
+    """Draw a line for each stage reached, then the sum, the whole and the difference."""
     bars, sums = figures.waterfall(frame, width - _LABEL_WIDTH - _NUMBER_WIDTH - 3)
     lines = [
         _line(f"{each.stage}..." if each.is_open else each.stage, each.ms)

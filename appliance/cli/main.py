@@ -73,35 +73,35 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "dial-stdio": "control",
     },
 }
-"""Each verb's file in this folder; its function or group of verbs there, if not of its name."""
+"""Each verb's file in this folder; its function or group there, if named differently."""
 VERBS = {name: place for group in GROUPS.values() for name, place in group.items()}
 _HIDDEN = ("dial-stdio",)
 HOST_OPTIONS = ("--host", "-H", "--socket")
-"""Of most verbs; they may stand before the verb as well."""
+"""Options of most verbs that may also stand before the verb."""
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("int", "integer", "int range", "integer range"), "whole number"),
     **dict.fromkeys(("float", "float range"), "number"),
     **dict.fromkeys(("str", "text"), "text"),
 }
-"""Of values, by what typer calls them, in help and where one is refused."""
+"""Names of value types in help and errors, by typer's names."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a full disk says to whoever prints there."""
+"""Errors of a full disk."""
 _LONGEST = 1000
-"""Characters of a sentence; none is cut."""
+"""Maximum characters of a sentence in help."""
 
 
 class Verbs(TyperGroup):
-    """A group whose help has the first sentence of each verb, whole."""
+    """A group with a help text of each verb's first sentence."""
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """A verb, whose values are of kinds that have names in English, and are given once."""
+        """Return a verb with plain names of value types; each option may be given once."""
         verb = super().get_command(ctx, name)
         for param in [] if verb is None else verb.params:
             param.type.name = KINDS.get(param.type.name, param.type.name)
         return verb
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a paragraph for each verb that is not hidden; those of the command in groups."""
+        """Write a paragraph for each visible verb, in groups."""
         verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         shown = {name: verb for name, verb in verbs.items() if not verb.hidden}
         groups = GROUPS if ctx.parent is None else {"Commands": shown}
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def _verb_first(words: list[str]) -> list[str]:
-    """`--host X ps` as `ps --host X`: many write it so, and nothing else can be meant."""
+    """Turn `--host X ps` into `ps --host X`."""
     name, has_value, _ = words[0].partition("=") if words else ("", "", "")
     if name not in HOST_OPTIONS:
         return words
@@ -142,9 +142,9 @@ def _verb_first(words: list[str]) -> list[str]:
 
 
 def build(asked: str) -> typer.Typer:
-    """The command with the verb that is asked for, or with all of them where it is none.
+    """Build the command with the wanted verb, or with all verbs if none is known.
 
-    Importing and describing them all would double the start of a small one such as `status`.
+    Importing and describing all would double the start of a small one such as `status`.
     """
     app = typer.Typer(
         cls=Verbs,
@@ -182,4 +182,4 @@ def _group(
         ),
     ] = False,
 ) -> None:
-    """Without it typer would take an app of one verb for the verb itself."""
+    """Make typer treat an app of one verb as a group."""

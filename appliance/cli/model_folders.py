@@ -1,9 +1,7 @@
 """Find models on this machine, and check and describe their files.
 
-Owns: where checkpoints are looked for, and the sums that their files are compared with.
-Invariant: a folder that cannot be served is described with the reason, not left
-out.
-Never: downloads, changes or prints anything.
+Owns: where checkpoints are searched, and the checksums to compare with. Invariant: an unsupported
+folder is described with the reason, not left out. Never: downloads, changes or prints anything.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ _READ_BYTES = 4 << 20
 
 
 class FoundModel(NamedTuple):
-    """A folder with a config.json, or a GGUF file, and the name that people know it by."""
+    """A folder with a config.json, or a GGUF file, and its name for users."""
 
     name: str
     folder: Path
 
 
 def in_hub_cache(root: Path) -> Iterator[FoundModel]:
-    """Snapshots of models, as owner/name@revision."""
+    """List the models' snapshots, as owner/name@revision."""
     for snapshot in cache.snapshots(root):
         if (snapshot.folder / "config.json").exists():
             yield FoundModel(snapshot.name, snapshot.folder)
@@ -49,7 +47,7 @@ def in_hub_cache(root: Path) -> Iterator[FoundModel]:
 
 
 def under(root: Path) -> Iterator[FoundModel]:
-    """The folder itself, its folders, and theirs."""
+    """Yield the models in the folder and in two levels below."""
     for pattern in ("config.json", "*/config.json", "*/*/config.json"):
         for path in sorted(root.glob(pattern)):
             name = root.name if path.parent == root else str(path.parent.relative_to(root))
@@ -60,7 +58,7 @@ def under(root: Path) -> Iterator[FoundModel]:
 
 
 def describe(found: FoundModel) -> dict[str, Any]:
-    """What `models list` says of a folder."""
+    """Describe a folder for `models list`."""
     unknown = dict.fromkeys(("family", "num_parameters", "dtype", "max_model_len"))
     try:
         checkpoint = Checkpoint.open(found.folder)
@@ -70,7 +68,7 @@ def describe(found: FoundModel) -> dict[str, Any]:
 
 
 def detail(found: FoundModel) -> dict[str, Any]:
-    """What `models show` says of a folder.
+    """Describe a folder for `models show`.
 
     Raises:
         CheckpointError: it cannot be served.
@@ -95,7 +93,7 @@ def detail(found: FoundModel) -> dict[str, Any]:
 
 
 def need_of(found: FoundModel) -> fits.MemoryNeed:
-    """What serving it takes, by the tensors that it has, whatever its config.json says of those.
+    """Estimate the memory to serve it from its tensors rather than its config.json.
 
     Raises:
         CheckpointError: it cannot be served.
@@ -113,20 +111,20 @@ def _as_stored(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights of a checkpoint that can be served, in order.
+    """List the weight files of a supported checkpoint, in order.
 
     Raises:
-        CheckpointError: it cannot be.
+        CheckpointError: it cannot be served.
     """
     return sorted(Checkpoint.open(folder).files)
 
 
 def sha256(path: Path, on_read: Callable[[int], None]) -> str:
-    """The sum of a file's bytes, all of which are read.
+    """Compute the checksum of a whole file.
 
     Args:
         path: the file.
-        on_read: told the number of bytes of each piece.
+        on_read: takes the number of bytes of each piece.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -143,10 +141,10 @@ def sha256(path: Path, on_read: Callable[[int], None]) -> str:
 
 
 def expected_sums(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
-    """The sums that someone has noted: in SHA256SUMS, in FILE.sha256, or in the hub's blob names.
+    """Find the expected checksums: in SHA256SUMS, in FILE.sha256, or in the hub's blob names.
 
     Raises:
-        CheckpointError: a file of sums cannot be read.
+        CheckpointError: a file of checksums cannot be read.
     """
     listed = _read_sums((folder if folder.is_dir() else folder.parent) / SUMS_FILE)
     sums: dict[Path, str] = {}
@@ -175,13 +173,13 @@ def _basics(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _read_sums(path: Path) -> dict[str, str]:
-    """By file name, in the form of sha256sum; a sum alone stands under the empty name."""
+    """Read checksums by file name, in sha256sum's form; one without a name under ""."""
     if not path.exists():
         return {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read the sums: {error}", where=str(path)) from error
+        raise CheckpointError(f"cannot read the checksums: {error}", where=str(path)) from error
     sums = {}
     for line in lines:
         digest, _, name = line.strip().partition(" ")

@@ -1,10 +1,8 @@
 """Define the verbs on models: pull, list, show, verify, rm.
 
-Owns: how a model is named on the command line; what is said before a download, and asked before a
-removal.
-Invariant: a model that cannot be served ends `pull`, `show` and `verify` with exit
-code 78, one that is not there with 5; `list` shows what cannot be served with its problem.
-Never: needs the daemon.
+Owns: how a model is named on the command line; the notes before a download, and the question before
+a removal. Invariant: an unsupported model ends `pull`, `show` and `verify` with exit code 78, a
+missing one with 5; `list` shows an unsupported model with its problem. Never: needs the daemon.
 """
 
 from __future__ import annotations
@@ -102,13 +100,13 @@ def remove(
 ) -> None:
     """Delete a model, or one revision of it (owner/name@revision), from Hugging Face's cache.
 
-    Other programs share that cache, so it asks first; --yes is needed where nobody can be asked.
+    Other programs share that cache, so it asks first; without a terminal, --yes is needed.
     """
     terminal.of_this_machine()
     name = _hub_name(model)
     root = cache.hub_cache(os.environ)
     if not cache.repository_folder(root, name.repository).is_dir():
-        hint = f"`penstock list` shows what there is; the cache is {root}"
+        hint = f"`penstock list` shows the models; the cache is {root}"
         raise NoSuchModel("not in the cache", where=str(name), hint=hint)
     commit = _commit_of(name, root) if "@" in model else None
     asked = name.repository if commit is None else f"{name.repository}@{commit[:7]}"
@@ -119,7 +117,7 @@ def remove(
 
 
 def _commit_of(name: HubName, root: Path) -> str:
-    """The one revision in the cache that begins as the name says."""
+    """Return the one revision in the cache that begins like the name."""
     fitting = [
         one.commit
         for one in cache.snapshots(root)
@@ -135,10 +133,10 @@ def _confirm(question: str) -> None:
     """Ask at the terminal; anything but yes ends the command.
 
     Raises:
-        UsageError: nobody can be asked.
+        UsageError: stdin is not a terminal.
     """
     if not sys.stdin.isatty():
-        raise UsageError("not done: nobody can be asked to confirm", hint=f"--yes: {question}")
+        raise UsageError("not deleted: no terminal to confirm on", hint=f"--yes: {question}")
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -203,7 +201,7 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
     """Check every byte of a model's weights; exits with 78 if it cannot be served or is damaged.
 
     Checksums come from SHA256SUMS or FILE.sha256 in the folder, or from the file names in Hugging
-    Face's cache. Where there is none, the file's own is shown.
+    Face's cache. Without an expected checksum, the file's own is shown.
     """
     terminal.of_this_machine()
     from appliance.cli import model_folders
@@ -216,7 +214,9 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
     for path in files:
         found = model_folders.sha256(path, lambda n: line.show(*reading.add(n)))
         wanted = expected.get(path)
-        result = "no sum to compare" if wanted is None else "ok" if found == wanted else "WRONG"
+        result = (
+            "no checksum to compare" if wanted is None else "ok" if found == wanted else "WRONG"
+        )
         rows.append(
             {
                 "file": path.name,
@@ -230,14 +230,14 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
     terminal.write(terminal.listing("verify", listings.CHECKSUMS, output).render(rows))
     if wrong := [row["file"] for row in rows if row["result"] == "WRONG"]:
         raise CheckpointError(
-            f"the sum is wrong of {', '.join(wrong)}",
+            f"checksum mismatch: {', '.join(wrong)}",
             where=str(folder),
             hint="download these files again",
         )
 
 
 def _show(about: dict[str, Any], output: Format) -> None:
-    """One model: its facts, and a table of where it fits."""
+    """Print one model: its facts, and a table of where it fits."""
 
     def page() -> str:
         facts = {name: value for name, value in about.items() if name != "fits"}
@@ -248,7 +248,7 @@ def _show(about: dict[str, Any], output: Format) -> None:
 
 
 def _gpus(text: str) -> tuple[int, int]:
-    """`2x80GiB`: how many, and bytes of each."""
+    """Parse `2x80GiB`: how many, and bytes of each."""
     count, times, each = text.rpartition("x")
     try:
         if times and not 1 <= int(count) <= 16:
@@ -259,24 +259,24 @@ def _gpus(text: str) -> tuple[int, int]:
 
 
 class _Reading:
-    """Bytes read so far, of how many, and their rate."""
+    """Count the bytes read, of how many, and their rate."""
 
     def __init__(self, total_bytes: int) -> None:
         self._done_bytes, self._total_bytes = 0, total_bytes
         self._since_s = time.monotonic()
 
     def add(self, num_bytes: int) -> tuple[int, int, float]:
-        """So many more have been read."""
+        """Add bytes read; return done, total and rate."""
         self._done_bytes += num_bytes
         elapsed_s = max(time.monotonic() - self._since_s, 1e-3)
         return self._done_bytes, self._total_bytes, self._done_bytes / elapsed_s
 
 
 def _hub_name(text: str) -> HubName:
-    """What is asked for must be a name on the hub.
+    """Parse a name on the hub.
 
     Raises:
-        UsageError: it is a folder, or nothing that could be a name.
+        UsageError: it is a folder, or no possible name.
     """
     name = config.model_named(text, terminal.passed_over)
     if isinstance(name, HubName):
@@ -286,7 +286,7 @@ def _hub_name(text: str) -> HubName:
 
 
 def _found(dirs: list[Path] | None) -> list[Any]:
-    """Every model folder there is to see, each once."""
+    """List every visible model folder once."""
     from appliance.cli import model_folders
 
     named, tables = config.models_named(terminal.passed_over)
@@ -303,7 +303,7 @@ def _found(dirs: list[Path] | None) -> list[Any]:
 
 
 def _configured(tables: Mapping[str, Path | HubName]) -> Iterator[Any]:
-    """Those of the tables [models.NAME] that are on this machine, by the names of the tables."""
+    """Yield the models of the tables [models.NAME] that are on this machine."""
     from appliance.cli import model_folders
     from appliance.fleet.boot import model_folder
 
@@ -313,7 +313,7 @@ def _configured(tables: Mapping[str, Path | HubName]) -> Iterator[Any]:
 
 
 def _named(name: str, dirs: list[Path] | None) -> Any:
-    """The folder at a path, or the one that list shows under this name."""
+    """Find the folder at a path, or the one that list shows under this name."""
     from appliance.cli import model_folders
 
     asked = config.model_named(name, terminal.passed_over)

@@ -80,7 +80,7 @@ def show_profile(state_dir: StateDir = None, output: Output = Format.TABLE) -> N
 
 @profile.command()
 def measure(
-    timeout: Annotated[float, typer.Option(help="Wait so many seconds at most.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds to wait.")] = 60.0,
     host: Host = None,
 ) -> None:
     """Have the daemon measure now what its profile lacks; requests go first."""
@@ -98,9 +98,9 @@ def measure(
 
 @profile.command("clear")
 def clear_profile(state_dir: StateDir = None) -> None:
-    """Forget every fact; the next start measures anew while idle."""
+    """Forget every fact; the next start measures again while idle."""
     if state_dir is None:
-        hint = "run it there; for this machine's profile name its folder: --state-dir"
+        hint = "run it there; for this machine's profile use --state-dir"
         terminal.needs_this_machine("what it forgets", hint)
     terminal.write(f"forgot {things(_store(state_dir).clear(), 'fact')}\n")
 

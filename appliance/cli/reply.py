@@ -1,9 +1,8 @@
 """Print one reply token by token, and stop it on Ctrl-C.
 
-Owns: the options of generation.
-Invariant: stdout is the completion to the byte, and a newline where it does not end with one,
-before anything else is said; on a terminal it is freed of control characters.
-Never: leaves a request running that is not read.
+Owns: the options of generation. Invariant: stdout is the exact completion, plus a newline if it
+does not end with one, before anything else is printed; on a terminal control characters are
+removed. Never: leaves a request running without reading it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ RANGES: Mapping[str, Range] = {
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0, 2, is_open=True),
 }
-"""What the API takes of each number."""
+"""Ranges of numbers that the API accepts."""
 
 
 def _number(name: str, about: str) -> Any:
@@ -72,12 +71,12 @@ FIELDS: Mapping[str, Any] = {
         list[str] | None, typer.Option(help="End the reply before this text. May be repeated.")
     ],
 }
-"""Of a request's body: each is an option of both verbs."""
+"""Fields of a request's body that are options of both verbs."""
 
 
 @dataclass
 class PrintedReply:
-    """How far a generation has come; what is known of it when it is interrupted."""
+    """The progress of a generation, also after an interruption."""
 
     request_id: str | None = None
     finish_reason: str | None = None
@@ -89,11 +88,11 @@ def _with_fields(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 ROOM_LEFT = -1
-"""In place of max_tokens: until the model's context is full."""
+"""The value of max_tokens for the whole context."""
 
 
 def given(fields: Mapping[str, object]) -> dict[str, Any]:
-    """What the user gave of FIELDS, but for the model."""
+    """Return the given FIELDS, without the model."""
     return {n: v for n, v in fields.items() if v not in (None, []) and n != "model"}
 
 
@@ -117,7 +116,7 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
         reply.request_id = events.request_id
         try:
             _print(events, reply)
-        except (SystemExit, KeyboardInterrupt) as ending:  # a signal, or nobody reads stdout
+        except (SystemExit, KeyboardInterrupt) as ending:  # a signal, or stdout is closed
             _cancel_after(client, reply, ending)
             raise
     if reply.finish_reason not in ("stop", "length", "tool_calls"):
@@ -127,7 +126,7 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
 
 
 def print_stats(client: Client, reply: PrintedReply) -> None:
-    """The request's timings as the daemon measured them, on stderr."""
+    """Print the request's timings on stderr, as the daemon measured them."""
     if reply.request_id is not None:
         terminal.note(listings.stats_line(client.request(reply.request_id)))
 
@@ -157,7 +156,7 @@ def _print(events: Stream, reply: PrintedReply) -> None:
 
 
 def _why_incomplete(client: Client, reply: PrintedReply) -> str:
-    """Whose doing it was, as far as the daemon says."""
+    """Say why the reply is incomplete, as far as the daemon knows."""
     frame: dict[str, Any] = {}
     if reply.request_id is not None:
         with suppress(ClientError):
@@ -169,7 +168,7 @@ def _why_incomplete(client: Client, reply: PrintedReply) -> str:
 
 
 def _cancel_after(client: Client, reply: PrintedReply, ending: BaseException) -> None:
-    """Tell the daemon, so that it need not find out, and the person what was generated."""
+    """Cancel the request at the daemon, and tell the user what was generated."""
     if reply.request_id is None:
         return  # hanging up, which the caller does next, cancels as well
     quick = Client(client.address, timeout_s=1.0)

@@ -80,7 +80,7 @@ def run(
 def _model_and_prompt(
     words: list[str], model: str | None, connection: Connection
 ) -> tuple[str | None, str | None]:
-    """Which word is the model and which the prompt; None for what is not there.
+    """Tell the model from the prompt; None: not given.
 
     Raises:
         NoSuchModel: two words, and the first is no model.
@@ -123,7 +123,7 @@ def _reply(
 
 
 def _from_stdin() -> str:
-    """All of it; one newline at its end is no part of the prompt."""
+    """Read stdin without one newline at its end."""
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:

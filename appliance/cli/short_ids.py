@@ -1,9 +1,7 @@
 """Complete and expand shortened request ids.
 
-Owns: which request a few characters mean; the verb completion, and the patience of one who has
-pressed Tab.
-Invariant: an id that is complete is never taken for the beginning of another; characters with
-which several begin are refused with all of them.
+Owns: the meaning of a shortened id; the verb completion, and its timeouts. Invariant: a complete id
+is never taken for the beginning of another; an ambiguous beginning is refused with all matches.
 Never: guesses.
 """
 
@@ -36,17 +34,17 @@ class AmbiguousId(ClientError):
 
 
 def with_id(text: str, act: Callable[[str], Answer], *sources: Callable[[], list[str]]) -> Answer:
-    """Do something with the request that is meant.
+    """Do something with the request of a shortened id.
 
     Args:
         text: an id, or its beginning.
-        act: called with the text, and if there is no such request with the id that begins so.
-        sources: of the ids that may be meant, asked in this order until one of them has it.
+        act: called with the text, then, if no such request exists, with the id that begins so.
+        sources: of possible ids, asked in this order until one matches.
 
     Raises:
         UsageError: the text is empty.
         AmbiguousId: several begin so.
-        ReplyError: what `act` raised, where none does.
+        ReplyError: raised by `act`, if no id matches.
     """
     if not text.strip():
         raise UsageError("it is empty", where="ID", hint=_IDS)
@@ -64,7 +62,7 @@ def with_id(text: str, act: Callable[[str], Answer], *sources: Callable[[], list
 
 
 def the_one(text: str, ids: Iterable[str]) -> str | None:
-    """The one id that begins so, with its prefix or after it; None if none does.
+    """Return the one id with this beginning, with or without its prefix; None: no match.
 
     Raises:
         AmbiguousId: several do.
@@ -82,18 +80,18 @@ def the_one(text: str, ids: Iterable[str]) -> str | None:
 
 
 def live(client: Client) -> list[str]:
-    """Requests that can still be cancelled."""
+    """List requests that can still be cancelled."""
     frames = client.get("/v1/requests").get("data", [])
     return [frame["id"] for frame in frames if frame.get("phase") != "finished"]
 
 
 def recent(client: Client) -> list[str]:
-    """Requests that are live or lately ended."""
+    """List live and recently ended requests."""
     return [frame["id"] for frame in client.get("/v1/requests").get("data", [])]
 
 
 def logged(client: Client) -> list[str]:
-    """Those of the log's newest rows."""
+    """List the ids of the log's newest rows."""
     rows = client.get("/v1/penstock/log", {"limit": str(SEARCHED_ROWS)}).get("data", [])
     return [row["id"] for row in rows]
 
@@ -114,7 +112,7 @@ VARIABLE = "_PENSTOCK_COMPLETE"
 
 
 class Shell(StrEnum):
-    """The shells that there is a script for."""
+    """The supported shells."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -132,10 +130,10 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
 
 
 def prepare() -> None:
-    """Teach typer the shells, if it is one that runs us to complete a line.
+    """Teach typer the shells, if a shell runs us to complete a line.
 
-    Typer does so by itself only for its own options --install-completion and --show-completion,
-    which the verb replaces.
+    Typer does so only for its own options --install-completion and --show-completion, which the
+    verb replaces.
     """
     if VARIABLE in os.environ:
         from typer import completion as typers

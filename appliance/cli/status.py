@@ -19,7 +19,7 @@ from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, GenerationFailed
 
 FAULT_EXIT_CODE = 8
-_ENDED = "its journal, and `penstock events` from the log's file, say why"
+_ENDED = "the journal and `penstock events` say why"
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 
 
@@ -51,7 +51,7 @@ def metrics(host: Host = None) -> None:
 
 
 def _check(frame: dict[str, Any], form: Format) -> None:
-    """The alerts, and the state if that is the trouble."""
+    """Print the alerts, and the state if that is the fault."""
     state = frame.get("state")
     faults = list(frame.get("alerts") or ())
     if state != "ready" and not any(each.get("code") == f"state.{state}" for each in faults):
@@ -67,15 +67,15 @@ def _check(frame: dict[str, Any], form: Format) -> None:
 
 
 def _watch(client: Client, form: Format) -> None:
-    """Each frame as it comes: redrawn on a screen, a line elsewhere; until a signal."""
+    """Print each frame as it comes: redrawn on a screen, otherwise a line; until a signal."""
     if form in (Format.JSON, Format.CSV):
-        raise typer.BadParameter("--watch has no end, and a document has: use -o ndjson")
+        raise typer.BadParameter("--watch never ends, so it prints lines: use -o ndjson")
     try:
         with client.stream("/v1/penstock/stream") as frames:
             for frame in frames:
                 terminal.write(_shown(frame, form))
     except GenerationFailed as error:
-        what = "the daemon is gone"
+        what = "the daemon is not reachable"
         raise DaemonUnreachable(what, where=str(client.address), hint=_ENDED) from error
     raise DaemonUnreachable("the daemon has ended", where=str(client.address), hint=_ENDED)
 

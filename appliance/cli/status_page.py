@@ -33,7 +33,7 @@ _STATE_COLOURS = {"ready": _GREEN, "loading": _YELLOW, "draining": _YELLOW, "deg
 
 
 def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
-    """`penstock status`: one subject a line; what is longer than `room` goes on below itself."""
+    """Write the page of `penstock status`, one subject a line, wrapped at `room` columns."""
     state = printable(frame.get("state"))
     lines = [("model", _model_text(frame))]
     if frame.get("weights"):
@@ -66,7 +66,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
 
 
 def line(frame: Row) -> str:
-    """One frame of `penstock status --watch` where no screen is: a line."""
+    """Write one frame as a line, for `penstock status --watch` without a screen."""
     queue, latency = frame.get("queue") or {}, frame.get("latency") or {}
     parts = [f"{frame.get('at')} {frame.get('state')}", _phases_text(queue)]
     for pool in frame.get("pools") or ():
@@ -107,7 +107,7 @@ def _model_text(frame: Row) -> str:
 
 
 def _swaps_text(swaps: Row) -> str:
-    """`to small now, 3 wait; 2 swaps, the last in 2.1s; knows small`."""
+    """Describe the swaps: `to small now, 3 wait; 2 swaps, the last in 2.1s; knows small`."""
     now = f"to {swaps['next']} now, " if swaps.get("next") else ""
     last = swaps.get("last_swap_ms")
     took = "" if last is None else f", the last in {duration(last)}"

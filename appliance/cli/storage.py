@@ -1,10 +1,9 @@
 """Define the verbs on stored data: cache, db, record.
 
-Owns: how ages and sizes are written on the command line; what is said of the files; a recording's
-way to its name.
-Invariant: what only looks works with and without a running daemon; clear touches nothing that a
-daemon has; a recording is there whole, or not at all.
-Never: overwrites a file; prints a hash, or anything from which a prompt could be guessed.
+Owns: how ages and sizes are written on the command line; the descriptions of the files; writing a
+recording. Invariant: reading verbs work with and without a running daemon; clear touches nothing of
+a running daemon; a recording is complete, or absent. Never: overwrites a file; prints a hash, or
+anything that reveals a prompt.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ cache = typer.Typer(
 
 
 class Damaged(PenstockError):
-    """Something in the cache is not what was stored."""
+    """A cached block differs from what was stored."""
 
     exit_code = 8
 
@@ -90,7 +89,7 @@ def cache_stats(
 def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
     """Read every block on disk; exits with 8 if one is damaged.
 
-    A daemon finds the same out before it uses a block. What it writes meanwhile may look damaged.
+    A daemon finds damage before it uses a block. Blocks that it writes meanwhile may look damaged.
     """
     from engine.offload.files import check_records, survey
 
@@ -112,7 +111,7 @@ def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
     line.end()
     if num_damaged:
         what = f"{num_damaged} damaged, {things(num_sound, 'block')} sound"
-        hint = "the daemon drops them when it meets them; see the kernel log for the disk"
+        hint = "the daemon drops them when it reads them; check the disk in the kernel log"
         raise Damaged(what, where=str(folder), hint=hint)
     terminal.write(f"{things(num_sound, 'block')} sound\n")
 
@@ -123,7 +122,7 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
     from engine.offload.files import BusyError, delete_slabs
 
     if ssd_dir is None and state_dir is None:
-        hint = "run it there; for this machine's cache name its folder: --ssd-dir"
+        hint = "run it there; for this machine's cache use --ssd-dir"
         terminal.needs_this_machine("what it deletes", hint)
     folder = _folder(ssd_dir, state_dir)
     try:
@@ -138,14 +137,14 @@ def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 
 
 def _folder(ssd_dir: str | None, state_dir: str | None) -> Path:
-    """Where the blocks are; a folder that is named has to be there, the usual one need not."""
+    """Return the folder of blocks; a named folder must exist, the default need not."""
     for named in filter(None, (ssd_dir, state_dir)):
         terminal.named_folder(named)
     return config.ssd_folder(ssd_dir, state_dir, warn=terminal.passed_over)
 
 
 def _guarded(found: Iterator[_T], where: Path) -> Iterator[_T]:
-    """The same, with what the disk refuses as an error for people."""
+    """Yield the items, turning the disk's errors into errors for people."""
     try:
         yield from found
     except OSError as error:
@@ -209,9 +208,9 @@ def prune(
 ) -> None:
     """Delete old requests and events, and free their space."""
     if older_than is None and max_size is None:
-        raise typer.BadParameter("say what to forget: --older-than, --max-size")
+        raise typer.BadParameter("name a limit: --older-than or --max-size")
     if state_dir is None:
-        hint = "run it there; for this machine's log name its folder: --state-dir"
+        hint = "run it there; for this machine's log use --state-dir"
         terminal.needs_this_machine("what it forgets", hint)
     from appliance.log import store as log_store
 
@@ -235,7 +234,7 @@ def _path(state_dir: str | None) -> Path:
 def _days(text: str) -> int:
     match = re.fullmatch(r"(\d{1,6})([dwmy])", text, re.ASCII)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no age; give 30d, 8w, 6m or 1y")
+        raise typer.BadParameter(f"{text!r} is not an age; give 30d, 8w, 6m or 1y")
     return int(match[1]) * _DAYS_BY_UNIT[match[2]]
 
 
@@ -243,7 +242,7 @@ def _num_bytes(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no size; give {error}") from error
+        raise typer.BadParameter(f"{text!r} is not a size; give {error}") from error
 
 
 # `penstock record`: an incident into one file, which the console replays anywhere.
@@ -268,7 +267,7 @@ def record(
     """
     if str(file) == "-":
         hint = "name a file, as -o incident.rec"
-        raise UsageError("a recording is a file, and goes to no pipe", where="-o -", hint=hint)
+        raise UsageError("a recording cannot be written to a pipe", where="-o -", hint=hint)
     asked = {"since": since, "until": until}
     query = {name: value for name, value in asked.items() if value is not None}
     client = terminal.client(host, timeout_s=BUILD_TIMEOUT_S)
@@ -299,7 +298,7 @@ def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
 
 
 def _summary(path: Path) -> str:
-    """What is in it, by opening it as the console will."""
+    """Summarise a recording by opening it as the console will."""
     from appliance.frame.recording import open_recording
 
     with closing(open_recording(path)) as db:
@@ -317,13 +316,13 @@ def _summary(path: Path) -> str:
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A private file beside the path, which gets its name when the block ends well.
+    """Make a private file beside the path, renamed to it when the block succeeds.
 
     Raises:
-        FileError: the path is taken, or nothing can be written there.
+        FileError: the path exists, or nothing can be written there.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    hint = "name a file that does not exist yet, in a folder that you may write to"
+    hint = "name a new file in a folder that you can write to"
     try:
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))

@@ -40,7 +40,7 @@ def for_terminal(text: str) -> str:
 
 
 def folded(line: str, room: int | None, column: int = 0) -> str:
-    """The line cut between words where it is longer than `room`; it goes on at `column`."""
+    """Wrap the line between words at `room`; it continues at `column`."""
     if room is None or len(line) <= room or len(line) <= column:
         return line
     head, text = line[:column], line[column:]
@@ -58,22 +58,22 @@ def word(value: object) -> str:
 
 
 def yes_or_no(value: bool | None) -> str:
-    """A truth as an answer."""
+    """Format a boolean as yes or no."""
     return ABSENT if value is None else "yes" if value else "no"
 
 
 def in_unit(unit: str, scale: float = 1.0) -> Callable[[Any], str]:
-    """How a column shows whole numbers of a unit."""
+    """Return a formatter of whole numbers of a unit."""
     return lambda value: ABSENT if value is None else f"{value * scale:.0f} {unit}"
 
 
 class Range(NamedTuple):
-    """What a number may be."""
+    """The allowed range of a number."""
 
     least: float = -math.inf
     most: float = math.inf
     is_open: bool = False
-    """`least` itself is not taken."""
+    """Whether `least` itself is excluded."""
 
     def __str__(self) -> str:
         low = f"{'above' if self.is_open else 'at least'} {_bound(self.least)}"
@@ -83,7 +83,7 @@ class Range(NamedTuple):
         return f"{between} {_bound(self.most)}"
 
     def refusal(self, value: float) -> str:
-        """What is wrong with a value; empty if nothing is. NaN is in no range."""
+        """Explain why a value is out of range; empty: it is inside. NaN never is."""
         is_in = self.least <= value <= self.most and not (self.is_open and value == self.least)
         return "" if is_in else f"{value:,} is out of range: it must be {self}"
 
@@ -95,7 +95,7 @@ def _bound(value: float) -> str:
 def within(
     least: float = -math.inf, most: float = math.inf, is_open: bool = False
 ) -> Callable[[Any], Any]:
-    """Of an option: refuses a number that is not in the range, by its words."""
+    """Return an option's callback that refuses a number out of range."""
     allowed = Range(least, most, is_open)
 
     def checked(value: Any) -> Any:
@@ -107,23 +107,23 @@ def within(
 
 
 class WordWrap:
-    """Streamed text for a terminal: a word that does not fit goes to the next line, whole.
+    """Wrap streamed text for a terminal between words.
 
-    Every character is written when it comes; a word that turns out too long for its line is taken
-    back and written on the next one. Code (between fences, or indented) and words longer than a
-    line are left to the terminal.
+    Every character is written when it comes; a word that turns out too long for its line is erased
+    and written on the next one. Code (between fences, or indented) and words longer than a line are
+    left to the terminal.
     """
 
     def __init__(self) -> None:
         self._begin = ""
-        """Of the line as the model wrote it, as much as tells what it is."""
+        """The beginning of the model's line, enough to recognise code."""
         self._is_fenced = False
         self._column = 0
         self._word = ""
         self._word_cells = 0
 
     def of(self, text: str, width: int) -> str:
-        """What to write for the next text; the last column stays free."""
+        """Return what to write for the next text; the last column stays free."""
         return "".join(self._written(char, width - 1) for char in text)
 
     def _written(self, char: str, room: int) -> str:
@@ -165,7 +165,7 @@ class WordWrap:
 _FENCE = "```"
 _TAB_CELLS = 8
 _TELLING = 12
-"""Characters that tell of a line whether it is code."""
+"""Characters of a line that show whether it is code."""
 
 
 Row = Mapping[str, Any]
@@ -183,7 +183,7 @@ class Format(StrEnum):
 
     @property
     def is_for_people(self) -> bool:
-        """True for aligned columns."""
+        """Whether columns are aligned."""
         return self in (Format.TABLE, Format.WIDE)
 
 
@@ -194,30 +194,30 @@ class TableColumn(NamedTuple):
     key: str
     show: Callable[[Any], str] = word
     is_wide: bool = False
-    """Left out of `table`."""
+    """Whether `table` leaves it out."""
     instead: str | None = None
-    """A field that a table shows in place of `key` once it has a value."""
+    """A field shown in place of `key` once it has a value."""
     short: Callable[[Any], str] | None = None
-    """What `table` shows in place of `show` where the terminal is too narrow."""
+    """The formatter of `table` on a narrow terminal."""
     rank: int = 0
-    """Where it is still too narrow the highest ranks are left out first; 0 stays."""
+    """On a still narrower terminal the highest ranks are left out first; 0 stays."""
 
     def cell(self, row: Row, *, is_short: bool = False) -> str:
-        """The text of this column in a table's row."""
+        """Format this column's cell of a row."""
         value = row.get(self.instead) if self.instead else None
         show = self.short if is_short and self.short else self.show
         return printable(show(row.get(self.key) if value is None else value))
 
 
 class Listing:
-    """Rows in one format, in one batch or, when they are followed, in many.
+    """Print rows in one format, in one batch or, when they are followed, in many.
 
     Args:
         verb: names the schema of the JSON document.
         columns: in order; csv has them all, json and ndjson every field that the daemon sends.
-        form: what was asked for with -o.
+        form: the value of -o.
         colour: whether the header may be painted.
-        room: the columns of the terminal that `table` is to fit; None: as wide as it gets.
+        room: the terminal's columns for `table`; None: no limit.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Listing:
         self._has_header = False
 
     def render(self, rows: Iterable[Row]) -> str:
-        """The next rows; the first call writes the header, too. Lines end with a newline."""
+        """Format the next rows; the first call writes the header, too."""
         rows = list(rows)
         if self._form is Format.JSON:
             return document(self._verb, {"data": rows}) + "\n"
@@ -258,7 +258,7 @@ class Listing:
         return out.getvalue()
 
     def _table(self, rows: Sequence[Row]) -> str:
-        """Columns two spaces apart, as wide as their longest cell so far; numbers to the right."""
+        """Align columns two spaces apart, as wide as their longest cell so far."""
         if self._room is not None and not self._has_header:
             self._fit(rows, self._room)
         cells = self._cells(rows)
@@ -270,7 +270,7 @@ class Listing:
         return "".join(f"{line}\n" for line in [*lines, *rows_of_text])
 
     def _fit(self, rows: Sequence[Row], room: int) -> None:
-        """Shorten the table to the terminal; what is then in it stays when more rows come."""
+        """Shorten the table to the terminal; the chosen columns stay for later rows."""
         while sum(self._wide_enough(self._cells(rows))) + 2 * (len(self._columns) - 1) > room:
             if not self._is_short:
                 self._is_short = True
@@ -301,12 +301,12 @@ class Listing:
 
 
 def document(verb: str, content: Row) -> str:
-    """One JSON document; keys are only ever added within a schema's number."""
+    """Write one JSON document; keys are only added within a schema's number."""
     return json.dumps({"schema": f"penstock.{verb}/1", **content}, indent=2)
 
 
 def one(verb: str, content: Row, form: Format) -> str:
-    """A single thing for programs: a document, a line, or `key,value` with dotted keys."""
+    """Write a single thing for programs: a document, a line, or `key,value` with dotted keys."""
     if form is Format.JSON:
         return document(verb, content) + "\n"
     if form is Format.NDJSON:
@@ -318,10 +318,9 @@ def one(verb: str, content: Row, form: Format) -> str:
 
 
 def csv_cell(value: object) -> object:
-    """A value that neither a terminal nor a spreadsheet obeys.
+    """Make a value safe for terminals and spreadsheets.
 
-    Control characters are escaped, and text that a spreadsheet would take for a formula begins
-    with an apostrophe.
+    Control characters are escaped, and text that looks like a formula begins with an apostrophe.
     """
     if value is None or isinstance(value, int | float):
         return value
@@ -332,12 +331,12 @@ def csv_cell(value: object) -> object:
 
 
 def painted(shown: str, code: str | None, colour: bool) -> str:
-    """Text in a colour of the terminal, where it has any."""
+    """Colour a text, if the terminal has colours."""
     return f"\x1b[{code}m{shown}\x1b[0m" if colour and code else shown
 
 
 def flat(content: Any, prefix: str = "") -> dict[str, object]:
-    """Nested objects and lists as one, with dotted keys."""
+    """Flatten nested objects and lists into dotted keys."""
     if isinstance(content, Mapping):
         items: Iterable[tuple[object, Any]] = content.items()
     elif isinstance(content, list):

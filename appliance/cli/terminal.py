@@ -1,10 +1,8 @@
 """Print a verb's output: formats, progress, errors, signals.
 
-Owns: what table, wide, json, ndjson and csv mean; which characters from elsewhere may reach a
-terminal; colour, and the options that most verbs share.
-Invariant: stdout carries the answer alone; progress, notes and errors go to
-stderr as `penstock: ...` and `hint: ...`.
-Never: decides what an answer says.
+Owns: colour, progress, and the options that most verbs share. Invariant: stdout carries the answer
+alone; progress, notes and errors go to stderr as `penstock: ...` and `hint: ...`. Never: decides
+what an answer says.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from engine.errors import FileError, PenstockError, SeveralWrong, UsageError
 BROKEN_PIPE = 141
 WIDTH_WITHOUT_TERMINAL = 100
 WIDEST = 1000
-"""Columns that are believed; COLUMNS may say anything."""
+"""Maximum columns to believe; COLUMNS may say anything."""
 
 _told = set[str]()
 
@@ -74,39 +72,42 @@ def prepare() -> None:
 
 
 def client(host: str | None, *, timeout_s: float = 10.0) -> Client:
-    """A client of the daemon that the options and the environment name."""
+    """Make a client of the daemon named by the options and the environment."""
     where = address(host)
-    said = f"penstock: no answer from {printable(where)} yet; waiting on, Ctrl-C ends it"
+    said = f"penstock: no answer from {printable(where)} yet; still waiting, Ctrl-C stops"
     return Client(where, timeout_s=timeout_s, on_silence=lambda: note(said))
 
 
 def address(host: str | None) -> Address:
-    """Where the daemon is that the options and the environment name."""
+    """Return the address of the daemon named by the options and the environment."""
     return find(host, warn=passed_over)
 
 
 def of_this_machine() -> None:
-    """Say that a verb tells of this machine's files where the user has named a daemon elsewhere."""
+    """Note that a verb shows this machine's files although another machine's daemon is named."""
     host = os.environ.get("PENSTOCK_HOST")
     if host and not is_of_this_machine(address(None)):
-        note(f"penstock: this is of this machine's files, not of {printable(host)} (PENSTOCK_HOST)")
+        note(
+            f"penstock: reading this machine's files, not the ones at {printable(host)} "
+            "(PENSTOCK_HOST)"
+        )
         note("hint: run it on that machine")
 
 
 def needs_this_machine(what: str, hint: str, host: str | None = None) -> None:
-    """Refuse what is about this machine's files where the user has named a daemon elsewhere.
+    """Refuse a verb on this machine's files if another machine's daemon is named.
 
     Raises:
-        UsageError: the daemon that options or PENSTOCK_HOST name is another machine's.
+        UsageError: the options or PENSTOCK_HOST name another machine's daemon.
     """
     named = address(host)
     if not is_of_this_machine(named):
-        problem = f"{what} is of this machine, and the daemon is on another"
+        problem = f"{what} is on this machine, the daemon on another"
         raise UsageError(problem, where=str(named), hint=hint)
 
 
 def passed_over(error: PenstockError) -> None:
-    """Say once what is wrong in the config file, which concerns no client."""
+    """Report once a fault of the config file that concerns no client."""
     if str(error) not in _told:
         _told.add(str(error))
         note(f"penstock: warning: {printable(error)}")
@@ -115,59 +116,59 @@ def passed_over(error: PenstockError) -> None:
 
 
 def named_folder(path: str | Path) -> Path:
-    """A folder that somebody has named, made absolute.
+    """Return a folder named by the user, made absolute.
 
     Raises:
-        FileError: it is not there, no folder, or not ours to look into.
+        FileError: it is missing, no folder, or not readable.
     """
     try:
         os.scandir(found := Path(path).expanduser().absolute()).close()
     except OSError as error:
-        hint = "name a folder that is there, and that you may read"
+        hint = "name an existing folder that you can read"
         raise FileError("cannot look there", error, where=str(path), hint=hint) from error
     return found
 
 
 def listing(verb: str, columns: tuple[TableColumn, ...], form: Format) -> Listing:
-    """An empty list in a format, with colour where the terminal has it, fitted to its width."""
+    """Make an empty list in a format, coloured and fitted to the terminal."""
     return Listing(verb, columns, form, colour=has_colour(), room=room())
 
 
 def show(verb: str, content: Row, form: Format, page: Callable[[], str]) -> None:
-    """Print one thing: as its page for people, else in the format asked for."""
+    """Print one thing: as its page for people, otherwise in the wanted format."""
     write(page() + "\n" if form.is_for_people else one(verb, content, form))
 
 
 def has_colour() -> bool:
-    """True where stdout is a terminal that takes colour from us."""
+    """Say whether stdout is a terminal with colours."""
     return has_screen() and not os.environ.get("NO_COLOR")
 
 
 def has_screen() -> bool:
-    """True where stdout is a terminal whose cursor can be moved."""
+    """Say whether stdout is a terminal with a movable cursor."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def width() -> int:
-    """Columns of the terminal, or a fixed number where there is none."""
+    """Return the terminal's columns, or a fixed number without one."""
     if not sys.stdout.isatty():
         return WIDTH_WITHOUT_TERMINAL
     return min(shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns, WIDEST)
 
 
 def room() -> int | None:
-    """Columns of the terminal; None: what is written goes where lines may have any length."""
+    """Return the terminal's columns; None: lines may have any length."""
     return width() if sys.stdout.isatty() else None
 
 
 def bar() -> str:
-    """One cell of a bar that stdout's encoding has."""
+    """Return one cell of a bar that stdout's encoding has."""
     is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
     return "█" if is_utf8 else "#"
 
 
 def write(text: str) -> None:
-    """Write to stdout and flush: a reader sees each token. Ends quietly if there is none left."""
+    """Write to stdout and flush, so that a reader sees each token; exit quietly if it is closed."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -177,12 +178,12 @@ def write(text: str) -> None:
 
 
 def drop_output() -> None:
-    """Let stdout lead nowhere: what is still buffered would raise again at the process's end."""
+    """Discard further output: buffered data would raise again at the process's end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note(text: str) -> None:
-    """A line on stderr; on a terminal it is cut between words."""
+    """Print a line on stderr; on a terminal it is wrapped between words."""
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns
         text = "\n".join(folded(line, columns) for line in text.split("\n"))
@@ -191,7 +192,7 @@ def note(text: str) -> None:
 
 
 def report(error: PenstockError) -> int:
-    """Print an error and its hint, or each of several; returns the exit code."""
+    """Print an error and its hint, or several; return the exit code."""
     import logging  # most verbs have nothing to report
 
     from appliance import process
@@ -206,10 +207,10 @@ def report(error: PenstockError) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Give the process the three streams that its starter may have closed.
+    """Open the three standard streams that the parent process may have closed.
 
-    Without this the next file that is opened, a socket or the log, would be descriptor 1 or 2, and
-    take what anyone prints.
+    Otherwise the next opened file, a socket or the log, would become descriptor 1 or 2, and receive
+    all printed text.
     """
     for number in range(3):
         try:
@@ -231,7 +232,7 @@ PAUSE_WITHOUT_TERMINAL_S = 10.0
 
 
 class ProgressLine:
-    """How far something is: text, or bytes done of a total and their rate.
+    """Show progress: text, or bytes done of a total and their rate.
 
     Args:
         verb: stands before bytes.
@@ -244,14 +245,14 @@ class ProgressLine:
         self._is_shown = False
 
     def show(self, done_bytes: int, total_bytes: int, bytes_per_s: float) -> None:
-        """Say how many bytes are done."""
+        """Show how many bytes are done."""
         line = f"{self._verb} {size(done_bytes)} of {size(total_bytes)} at {size(bytes_per_s)}/s"
         if bytes_per_s > 0 and done_bytes < total_bytes:
             line += f", {duration((total_bytes - done_bytes) / bytes_per_s * 1000)} left"
         self.say(line)
 
     def say(self, text: str) -> None:
-        """Say it, if it is long enough since something was said."""
+        """Show a text, if the last one is old enough."""
         now_s = time.monotonic()
         if now_s - self._said_s < (PAUSE_S if self._is_terminal else PAUSE_WITHOUT_TERMINAL_S):
             return
@@ -261,7 +262,7 @@ class ProgressLine:
         sys.stderr.flush()
 
     def wait(self, text: str) -> None:
-        """Say what is waited for, and since when."""
+        """Show what is waited for, and since when."""
         self.say(f"{text}, {time.monotonic() - self._since_s:.0f} s")
 
     def end(self) -> None:

@@ -1,1 +1,1 @@
-"""Settings, where files lie, and how values are read."""
+"""Read settings, and locate the daemon's files."""

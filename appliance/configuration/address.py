@@ -1,8 +1,7 @@
-"""Parse a daemon's address (Unix socket, TCP or ssh), and dial it.
+"""Parse a daemon's address (Unix socket, TCP or ssh), and connect to it.
 
-Owns: the forms of PENSTOCK_HOST and --host, and their order.
-Invariant: whatever the way, a dialled line carries plain HTTP to one daemon.
-Never: speaks HTTP, or keeps a line open by itself.
+Owns: the forms of PENSTOCK_HOST and --host, and their order. Invariant: each kind of address yields
+a line that carries plain HTTP to one daemon. Never: speaks HTTP, or keeps a line open by itself.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ HTTPS_PORT = 443
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 _NO_HOST = re.compile(r"[\x00-\x20\x7f]")
 SSH_PATIENCE_S = 30.0
-"""Logging in takes longer than any daemon needs for an answer."""
+"""Maximum seconds to log in by ssh, which is slower than any daemon's answer."""
 
 
 class DaemonLine(NamedTuple):
-    """An open connection, and the process that carries it if there is one."""
+    """An open connection, and the process that carries it, if any."""
 
     socket: socket.socket
     process: subprocess.Popen[bytes] | None = None
 
     def hang_up(self) -> None:
-        """End both; the process ends by itself when its input does."""
+        """Close the connection; its process ends when its input does."""
         self.socket.close()
         if self.process is not None:
             import subprocess  # most lines need none, and every client verb passes here
@@ -66,7 +65,7 @@ class UnixAddress:
         """Open a connection to the daemon.
 
         Raises:
-            OSError: there is no way through; dial() of the other addresses likewise.
+            OSError: the daemon cannot be reached; dial() of the other addresses raises it, too.
         """
         line = DaemonLine(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         line.socket.settimeout(timeout_s)
@@ -78,7 +77,7 @@ class UnixAddress:
         return line
 
     def listener_pid(self) -> int:
-        """The process that has opened the socket: the daemon, or systemd, which starts it.
+        """Return the pid that opened the socket: the daemon's, or systemd's.
 
         Raises:
             OSError: nothing listens there.
@@ -93,7 +92,7 @@ class UnixAddress:
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A daemon that listens on TCP, which asks for a key."""
+    """A daemon that listens on TCP and asks for a key."""
 
     host: str
     port: int
@@ -110,7 +109,7 @@ class TcpAddress:
         if self.is_tls:
             import ssl  # few need it, and it takes a moment
 
-            # roots are this machine's, and those that SSL_CERT_FILE names
+            # trusted roots: this machine's, and SSL_CERT_FILE's
             context = ssl.create_default_context()
             connection = context.wrap_socket(connection, server_hostname=self.host)
         return DaemonLine(connection)
@@ -121,17 +120,17 @@ class SshAddress:
     """A daemon on another machine: ssh runs `penstock dial-stdio` there."""
 
     destination: str
-    """As ssh takes it: a host of ~/.ssh/config, with the user's name if need be."""
+    """The destination for ssh: a host of ~/.ssh/config, optionally with a user."""
     port: int | None = None
     path: str = ""
-    """Of the socket there; empty leaves it to that machine's configuration."""
+    """The socket's path there; empty: from that machine's configuration."""
 
     def __str__(self) -> str:
         port = "" if self.port is None else f":{self.port}"
         return f"ssh://{self.destination}{port}{self.path}"
 
     def command(self, *verb: str, options: tuple[str, ...] = ()) -> list[str]:
-        """The ssh command that runs a verb there, on that machine's socket."""
+        """Build the ssh command that runs a verb there, on that machine's socket."""
         import shlex
 
         port = [] if self.port is None else ["-p", str(self.port)]
@@ -159,7 +158,7 @@ Address = UnixAddress | TcpAddress | SshAddress
 
 
 def is_of_this_machine(address: Address) -> bool:
-    """Whether the daemon there has this machine's files: by its socket, or over loopback."""
+    """Say whether the daemon runs on this machine: by its socket, or over loopback."""
     if isinstance(address, TcpAddress):
         return (
             address.host == "localhost" or address.host.startswith("127.") or address.host == "::1"
@@ -170,18 +169,18 @@ def is_of_this_machine(address: Address) -> bool:
 def find(
     host: str | None, environ: Mapping[str, str] = os.environ, warn: Warn | None = None
 ) -> Address:
-    """The daemon that a client verb speaks to.
+    """Find the daemon's address for a client verb.
 
-    --host, PENSTOCK_HOST, and then as socket_path() finds it. What is no URL is the path of a
-    socket, or `host:port`.
+    It comes from --host, PENSTOCK_HOST, or socket_path(). Text that is not a URL is a socket's path
+    or `host:port`.
 
     Args:
-        host: what --host says.
+        host: the value of --host.
         environ: the variables.
-        warn: told what is wrong in the config file, if it is not the socket; None: it is raised.
+        warn: takes faults of the config file that do not concern the socket; None: they are raised.
 
     Raises:
-        ConfigError: it cannot be an address, or the configuration file is wrong.
+        ConfigError: the text is no address, or the configuration file is wrong.
     """
     text = host or environ.get("PENSTOCK_HOST")
     if text is not None and _HOST_AND_PORT.fullmatch(text):
@@ -194,13 +193,13 @@ def find(
 def socket_path(
     given: str | None, environ: Mapping[str, str] = os.environ, warn: Warn | None = None
 ) -> Path:
-    """Where clients look for the daemon's socket.
+    """Find the path where clients look for the daemon's socket.
 
-    --host, PENSTOCK_SOCKET, the config file, then as paths.client_socket() says. The file is not
-    read unless needed; `warn` as in find().
+    It comes from --host, PENSTOCK_SOCKET, the config file, or paths.client_socket(). The file is
+    only read if needed; `warn` as in find().
 
     Raises:
-        ConfigError: the config file is wrong, or the folder in /tmp is someone else's.
+        ConfigError: the config file is wrong, or the folder in /tmp is another user's.
     """
     if given or environ.get("PENSTOCK_SOCKET"):
         return a_path(given or environ["PENSTOCK_SOCKET"])
@@ -214,16 +213,16 @@ def socket_path(
 
 
 def parse(text: str, *, where: str) -> Address:
-    """An address from its URL.
+    """Parse an address from its URL.
 
     Args:
         text: `unix:///path`, `http://host:port`, `https://host:port` or
-            `ssh://[user@]host[:port][/path]`. The second and third may end with `/v1`, as the base
-            of OpenAI's API does.
-        where: what set it, for the error: a flag or a variable.
+            `ssh://[user@]host[:port][/path]`. HTTP URLs may end with `/v1`, like the base URL of
+            OpenAI's API.
+        where: the flag or variable that set it, for the error.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it has another form.
     """
     from urllib.parse import unquote, urlsplit
 

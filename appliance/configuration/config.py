@@ -1,10 +1,9 @@
 """Read the daemon's settings: flag, environment, TOML file, default.
 
-Owns: what the settings of the table in settings are by default, and who sets them; the folders that
-they name, and their modes. The only file that knows TOML.
-Invariant: a ServeConfig that exists is valid; every refusal names the setting, its value, what is
-allowed and where it was set, to the line.
-Never: imports anything slow: each `penstock status` pays for it.
+Owns: the defaults of the settings and their sources; the folders that they name, and the folders'
+modes. The only file that knows TOML. Invariant: a ServeConfig that exists is valid; every error
+names the setting, its value, the allowed values and its source, to the line. Never: imports
+anything slow: each `penstock status` pays for it.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"
 SSD_FOLDER = "kv"
-"""Of a state folder: where blocks are kept on disk."""
+"""The subfolder of the state folder for blocks on disk."""
 Warn = Callable[[ConfigError], None]
 _STATEMENT = re.compile(r"""\s*(\[|["']?[\w.-]+["']?\s*=)""")
-"""How a line begins with which a new one does."""
+"""Matches the beginning of a new TOML statement."""
 PREFIX = "PENSTOCK_"
 MAX_FILE_BYTES = 1 << 20
 DEFAULT_OPERATORS = ("@penstock-admin",)
-"""The unit's group; most machines have none of its name."""
+"""The unit's group; most machines have no such group."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Everything the daemon is told; built by load(), or by hand in tests. See SETTINGS."""
+    """All settings of the daemon; built by load(), or by hand in tests. See SETTINGS."""
 
     socket: Path
     state_dir: Path
@@ -96,7 +95,7 @@ class ServeConfig:
     log_max_bytes: int = 2 << 30
     min_stay_s: float = 10.0
     models: Mapping[str, ServeConfig] = field(default_factory=dict)
-    """Others that a request may name, by the name that it gives; each as it would be served."""
+    """The other models that a request may name, each with its own settings."""
 
     def __post_init__(self) -> None:
         if self.place != ONE_OF_EACH and self.roles == "colocated":
@@ -135,18 +134,18 @@ class ServeConfig:
 
     @property
     def tls(self) -> tuple[Path, Path] | None:
-        """The certificate and its key that TCP is spoken with."""
+        """The certificate and key for TLS on TCP."""
         both = self.tls_cert, self.tls_key
         return None if both[0] is None or both[1] is None else (both[0], both[1])
 
     @property
     def is_open_to_network(self) -> bool:
-        """Whether others than this machine can reach it."""
+        """Whether other machines can reach it."""
         return self.listen is not None and not is_loopback(self.listen[0])
 
     @property
     def ssd_folder(self) -> Path:
-        """Where blocks are kept on disk."""
+        """The folder of blocks on disk."""
         return self.ssd_dir or self.state_dir / SSD_FOLDER
 
     @property
@@ -162,11 +161,11 @@ OTHER_VARIABLES = (
     "PENSTOCK_BUILD_KERNELS",
     "PENSTOCK_MEASURE",
 )
-"""Variables that are not settings: the settings' file, what clients, setup.py and tests use."""
+"""Variables that are not settings, used by clients, setup.py and tests."""
 
 
 class FoundSetting(NamedTuple):
-    """A setting as it stands, and the place that set it: a flag, a variable, a line, `default`."""
+    """A setting's value, and its source: a flag, a variable, a line, `default`."""
 
     name: str
     value: Any
@@ -174,7 +173,7 @@ class FoundSetting(NamedTuple):
 
 
 class _Sources(NamedTuple):
-    """Where settings come from, in order."""
+    """The sources of settings, in order."""
 
     flags: Mapping[str, str | None]
     environ: Mapping[str, str]
@@ -182,12 +181,12 @@ class _Sources(NamedTuple):
     table: Mapping[str, object]
     text: str
     wrong: tuple[ConfigError, ...] = ()
-    """What of the file is no TOML, or no setting."""
+    """Parts of the file that are not TOML or not a setting."""
     unread: Mapping[str, ConfigError] = MappingProxyType({})
-    """Of those the ones in place of a setting's value, by its name."""
+    """The errors in place of a setting's value, by its name."""
 
     def lookup(self, name: str) -> FoundSetting | None:
-        """The first source that sets it, unparsed; None leaves the default."""
+        """Find the first source that sets it, unparsed; None: the default applies."""
         if (flag := self.flags.get(name)) is not None:
             return FoundSetting(name, flag, f"--{name.replace('_', '-')}")
         if value := self.environ.get(variable(name)):
@@ -199,13 +198,13 @@ class _Sources(NamedTuple):
         return None
 
     def parser(self, name: str) -> Callable[[object], object]:
-        """How a setting's value is read; a model may have a short name of the user's own."""
+        """Return the parser of a setting; for models it knows the user's short names."""
         parse = SETTINGS[name].parse
         return partial(a_model, own_names=self.own_names) if parse is a_model else parse
 
     @property
     def own_names(self) -> dict[str, str]:
-        """The table [short_names] of the file.
+        """Read the file's table [short_names].
 
         Raises:
             ConfigError: it is not a table of names.
@@ -220,7 +219,7 @@ class _Sources(NamedTuple):
         return names
 
     def place_of(self, where: str) -> str:
-        """What set the setting or path, or wrote the table, that an error names; else as it is."""
+        """Return the source of the setting, path or table of an error; otherwise unchanged."""
         if where in SETTINGS:
             found = self.lookup(where)
             return where if found is None else found.origin
@@ -229,7 +228,7 @@ class _Sources(NamedTuple):
         return f"{self.file}:{_line_of(self.text, where.partition(':')[0])}: {where}"
 
     def _of_path(self, path: str) -> Iterator[FoundSetting]:
-        """The settings that name a path, or a model."""
+        """Yield the settings with this path or model as their value."""
         for name, setting in SETTINGS.items():
             found = self.lookup(name) if setting.parse in (a_path, a_model) else None
             with suppress(ValueError):
@@ -237,7 +236,7 @@ class _Sources(NamedTuple):
                     yield found
 
     def checked(self, name: str) -> FoundSetting | None:
-        """The setting with its value checked, whatever else is in the file."""
+        """Return the setting with its value parsed, ignoring other faults of the file."""
         if (found := self.lookup(name)) is None:
             if name in self.unread:
                 raise self.unread[name]
@@ -257,8 +256,8 @@ def named_by_source(
     """Name the flag, variable or line that set a wrong setting, in errors raised meanwhile.
 
     Args:
-        flags: as load() has them.
-        environ: likewise.
+        flags: as for load().
+        environ: as for load().
     """
     try:
         yield
@@ -274,7 +273,7 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
     """Build the daemon's configuration.
 
     Args:
-        flags: from the command line, by setting name, and `config`, the file; None is not given.
+        flags: from the command line, by setting name, and `config`, the file; None: not given.
         environ: PENSTOCK_* settings, XDG and systemd directories.
 
     Raises:
@@ -291,7 +290,7 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
 
 
 def _all_parsed(sources: _Sources) -> list[FoundSetting]:
-    """Every setting that is set; all that is wrong is told at once, tables of models too."""
+    """Parse every given setting; raise all errors together, including the models' tables."""
     given, wrong = list[FoundSetting](), list(sources.wrong)
     for name in SETTINGS:
         try:
@@ -308,7 +307,7 @@ def _all_parsed(sources: _Sources) -> list[FoundSetting]:
 
 
 def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
-    """The tables [models.NAME], each over the settings that all share."""
+    """Build the configuration of each table [models.NAME] over the shared settings."""
     defaults: dict[str, Any] = {each.name: each.default for each in fields(ServeConfig)}
     shared = replace(config, **{key: defaults[key] for key in OWN_SETTINGS})
     return {
@@ -318,7 +317,7 @@ def _models(sources: _Sources, config: ServeConfig) -> dict[str, ServeConfig]:
 
 
 def _model_tables(sources: _Sources) -> dict[str, dict[str, Any]]:
-    """What the tables [models.NAME] say themselves."""
+    """Parse the tables [models.NAME] alone."""
     return _tables_read(sources, sources.table.get(MODELS, {}))
 
 
@@ -334,9 +333,9 @@ def _where(sources: _Sources, key: str) -> str:
 def explain(
     flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
 ) -> list[FoundSetting]:
-    """Every setting as load() would have it, with its origin; then those of the models' tables.
+    """List every setting with its source, then the settings of the models' tables.
 
-    Where the daemon that a client would ask is the unit's, its folders are what is shown.
+    If a client would ask the unit's daemon, the unit's folders are shown.
 
     Raises:
         ConfigError: as load().
@@ -359,24 +358,24 @@ def explain(
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A sentence for each PENSTOCK_* variable that sets nothing, as those that are misspelt.
+    """Describe each PENSTOCK_* variable that sets nothing, such as a misspelt one.
 
-    They are no reason not to start, as a misspelt key of the file is: others set such variables,
-    too. A service of this name on Kubernetes gives every container a PENSTOCK_PORT.
+    They do not prevent a start, unlike misspelt keys of the file: other programs may set them. For
+    example, a service of this name on Kubernetes gives every container a PENSTOCK_PORT.
     """
     known = {*(variable(name) for name in SETTINGS), *OTHER_VARIABLES}
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-    about = "is set, and is no setting; "
+    about = "is set, but is no setting; "
     return [f"{name} {about}{is_meant(name, known)}".rstrip("; ") for name in unknown]
 
 
 def variable(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return f"{PREFIX}{name.upper()}"
 
 
 def changes(old: ServeConfig, new: ServeConfig) -> tuple[list[str], list[str]]:
-    """Settings that differ: those that a running daemon can take over, and those it cannot."""
+    """List the changed settings: the reloadable ones, then the ones that need a restart."""
     changed = [
         name
         for name, setting in SETTINGS.items()
@@ -388,13 +387,13 @@ def changes(old: ServeConfig, new: ServeConfig) -> tuple[list[str], list[str]]:
 
 
 def _tables(config: ServeConfig) -> dict[str, list[object]]:
-    """What the tables [models.NAME] come to."""
+    """Return the values of the tables [models.NAME]."""
     own = [SETTINGS[key].field or key for key in MODEL_SETTINGS]
     return {name: [getattr(each, f) for f in own] for name, each in config.models.items()}
 
 
 def take_over(old: ServeConfig, new: ServeConfig) -> ServeConfig:
-    """The new configuration as far as a running daemon can have it."""
+    """Apply the reloadable changes of a new configuration."""
     kept = {field.name: getattr(old, field.name) for field in fields(old)}
     for name in changes(old, new)[0]:
         field_name = SETTINGS[name].field or name
@@ -405,7 +404,7 @@ def take_over(old: ServeConfig, new: ServeConfig) -> ServeConfig:
 def load_asked(
     flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
 ) -> ServeConfig:
-    """load(), of the daemon that a client here would ask: the unit's, or one's own."""
+    """Load the configuration of the daemon that a client would ask: the unit's, or the user's."""
     return load(flags, _environ_of_asked(flags, environ))
 
 
@@ -423,7 +422,7 @@ def _environ_of_asked(
 def state_dir(
     flag: str | None, environ: Mapping[str, str] = os.environ, warn: Warn | None = None
 ) -> Path:
-    """Where the request log is of the daemon that a client here would ask; `warn` as in find()."""
+    """Find the state folder of the daemon that a client would ask; `warn` as in find()."""
     environ = _environ_of_asked({}, environ)
     found = _one({"state_dir": flag}, environ, "state_dir", warn)
     return paths.default_state_dir(environ) if found is None else Path(found.value)
@@ -435,7 +434,7 @@ def ssd_folder(
     environ: Mapping[str, str] = os.environ,
     warn: Warn | None = None,
 ) -> Path:
-    """Where blocks are on disk of the daemon that a client here would ask; `warn` likewise."""
+    """Find the folder of blocks on disk of the daemon that a client would ask."""
     environ = _environ_of_asked({}, environ)
     found = _one({"ssd_dir": ssd_dir}, environ, "ssd_dir", warn)
     if found is None:
@@ -446,9 +445,9 @@ def ssd_folder(
 def models_named(
     warn: Warn, environ: Mapping[str, str] = os.environ
 ) -> tuple[Path | HubName | None, dict[str, Path | HubName]]:
-    """The model that is served first, if one is set, and those of the tables by their names.
+    """Return the model served first, if set, and the models of the tables by name.
 
-    `warn` is told what is wrong in the file; what is said there of models is left out where it is.
+    `warn` takes faults of the file; faulty models are left out.
     """
     sources, first = _read({}, environ), None
     wrong, tables = [*sources.wrong], dict[str, Path | HubName]()
@@ -483,16 +482,16 @@ def model_named(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) 
 
 
 def ids_of(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) -> set[str]:
-    """Find by which ids a daemon may serve a model that was named as for model_named()."""
+    """List the ids under which a daemon may serve a model named as for model_named()."""
     meant = model_named(text, warn, environ)
     tables = models_named(warn, environ)[1]
     return {text, model_name(meant), *(name for name, model in tables.items() if model == meant)}
 
 
 def own_state_dir(environ: Mapping[str, str] = os.environ, warn: Warn | None = None) -> Path:
-    """Where what this user alone keeps goes: the state folder, where that may be written.
+    """Return a writable state folder for this user's own files.
 
-    The settings of a machine name a folder that is the service's. `warn` as in find().
+    The machine's settings may name a folder of the service. `warn` as in find().
     """
     found = _one({}, environ, "state_dir", warn)
     folder = paths.default_state_dir(environ) if found is None else Path(found.value)
@@ -502,19 +501,19 @@ def own_state_dir(environ: Mapping[str, str] = os.environ, warn: Warn | None = N
 
 
 def log_path(folder: Path) -> Path:
-    """The request log's file in a state folder."""
+    """Return the request log's file in a state folder."""
     return folder / "requests.db"
 
 
 def configured_socket(environ: Mapping[str, str], warn: Warn | None = None) -> Path | None:
-    """The socket that the config file names; None if it names none.
+    """Return the socket that the config file names; None: it names none.
 
     Args:
-        environ: where the file may be named.
-        warn: told what else is wrong in the file, which stops no client; None: it is raised.
+        environ: may name the file.
+        warn: takes other faults of the file, which stop no client; None: they are raised.
 
     Raises:
-        ConfigError: the file cannot be read, or what it says of the socket is wrong.
+        ConfigError: the file cannot be read, or its socket is invalid.
     """
     found = _one({}, environ, "socket", warn)
     return None if found is None else Path(found.value)
@@ -523,7 +522,7 @@ def configured_socket(environ: Mapping[str, str], warn: Warn | None = None) -> P
 def _one(
     flags: Mapping[str, str | None], environ: Mapping[str, str], name: str, warn: Warn | None
 ) -> FoundSetting | None:
-    """A single setting, for a client, which is not stopped by what is wrong with the others."""
+    """Read a single setting for a client, despite faults of other settings."""
     sources = _read(flags, environ)
     if warn is None:
         refuse(sources.wrong)
@@ -540,7 +539,7 @@ def _socket(sources: _Sources) -> FoundSetting:
 
 
 def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sources:
-    """The sources, with the config file that applies; no file is an empty table."""
+    """Read the sources with the config file that applies; a missing file is an empty table."""
     named = flags.get("config") or environ.get("PENSTOCK_CONFIG")
     path = a_path(named) if named else paths.config_file(environ)
     if path is None:
@@ -550,9 +549,9 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
     text = None
     wrong, unread = list[ConfigError](), dict[str, ConfigError]()
     try:
-        if path.is_fifo():  # a reader of one that nobody writes to would wait for ever
+        if path.is_fifo():  # a reader of a pipe without a writer would wait for ever
             raise ConfigError(
-                "it is a pipe, and a reload reads the settings once more",
+                "it is a pipe, which a reload cannot read again",
                 where=str(path),
                 hint="write them to a file",
             )
@@ -563,13 +562,11 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
         text = raw.decode()
         table = tomllib.loads(text)
     except OSError as error:
-        hint = (
-            "--config, PENSTOCK_CONFIG or its usual place names it: correct that, or leave it out"
-        )
+        hint = "correct --config or PENSTOCK_CONFIG, or leave it out"
         raise ConfigError(f"cannot read: {error.strerror}", where=str(path), hint=hint) from error
     except (ValueError, RecursionError) as error:  # malformed (names its line) or not UTF-8
         if text is None:
-            hint = 'it is a text of lines as dtype = "bfloat16"'
+            hint = 'it is a TOML file with lines such as dtype = "bfloat16"'
             raise ConfigError(f"not valid TOML: {error}", where=str(path), hint=hint) from error
         table, wrong, unread = _salvaged(path, text)
     unknown = _unknown(path, table, text)
@@ -579,10 +576,10 @@ def _read(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> _Sourc
 def _salvaged(
     path: Path, text: str
 ) -> tuple[dict[str, object], list[ConfigError], dict[str, ConfigError]]:
-    """What can be read of a file that is no TOML, statement by statement.
+    """Read the valid statements of a file that is not valid TOML.
 
     Returns:
-        the table of what is good, what is wrong, and by key what is wrong in place of a value.
+        the valid part, the errors, and the errors of setting values by key.
     """
     import tomllib
 
@@ -610,7 +607,7 @@ def _salvaged(
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Each `key = value` and `[table]` with all its lines, and how many lines stand before it."""
+    """Yield each `key = value` and `[table]` with its lines, and the number of lines before it."""
     start, lines = 0, list[str]()
     for number, line in enumerate(text.split("\n")):
         if _STATEMENT.match(line) and lines:
@@ -621,18 +618,18 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _not_toml(path: Path, reason: str, start: int) -> ConfigError:
-    """What TOML's reader says of a statement; where it saw the end of that is where it begins."""
+    """Make the error of an invalid TOML statement, with the line of the file."""
     reason = reason.replace("(at end of document)", f"(at line {start + 1})")
     at = re.search(r"\(at line (\d+)", reason)
     return ConfigError(
         f"not valid TOML: {reason}",
         where=f"{path}:{at[1] if at else start + 1}",
-        hint='text stands in quotes, as dtype = "bfloat16"; numbers, true and false do not',
+        hint='put text in quotes: dtype = "bfloat16"; not numbers, true and false',
     )
 
 
 def _unknown(path: Path, table: Mapping[str, object], text: str) -> list[ConfigError]:
-    """What to say of the keys of a file that are no settings."""
+    """Make the errors for a file's unknown keys."""
     return [
         ConfigError(
             f"unknown setting {key!r}",
@@ -646,23 +643,21 @@ def _unknown(path: Path, table: Mapping[str, object], text: str) -> list[ConfigE
 
 
 def _line_of(text: str, key: str) -> int:
-    """The line on which a key of the file's one flat table begins."""
+    """Find the line on which a key of the file begins."""
     name = r"""["']?\s*\.\s*["']?""".join(map(re.escape, key.split(".", 1)))
     start = re.compile(rf"""\s*\[*\s*["']?{name}["']?\s*[\].=]""")
     numbered = enumerate(text.splitlines(), start=1)
     return next((number for number, line in numbered if start.match(line)), 1)
 
 
-# The folders that the daemon writes to: made where they are missing.
-# Invariant: what is there stays as it is; what is made is for its owner, and the socket's group.
-# Never: chooses a place.
+# Folders: existing ones stay unchanged; new ones are for their owner and the socket's group.
 
 
 def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Create the folders that the daemon writes to; those that exist stay as they are.
+    """Create the missing folders that the daemon writes to; existing ones stay unchanged.
 
-    They are for their owner alone, but one that is named for the socket may be entered by the
-    group, as the socket itself may be.
+    Only their owner may enter them, but a folder configured for the socket may be entered by the
+    group, like the socket itself.
 
     Raises:
         ConfigError: one cannot be created.
@@ -684,15 +679,14 @@ def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.env
 
 
 def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Look whether prepare_directories() could do its work, and files be made there.
+    """Check that prepare_directories() would succeed, and that files can be made there.
 
-    A socket that is there needs no folder that takes files: systemd, which listens on it for a
-    daemon, made it in a folder of its own. A folder that somebody has named for the socket has to
-    be there, for a socket elsewhere than was meant is found by nobody; below those for sockets,
-    which are empty after each boot, it is made.
+    An existing socket needs no writable folder: systemd may have made it in a folder of its own. A
+    folder configured for the socket must exist, since no client would find a socket elsewhere.
+    Below the system's folders for sockets, which are empty after each boot, it is made.
 
     Raises:
-        ConfigError: all that could not be.
+        ConfigError: all faults together.
     """
     wrong = list[ConfigError]()
     folders, run_dir = [config.state_dir], config.socket.parent
@@ -716,7 +710,7 @@ def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.envir
 
 
 def _make_folder(folder: Path, mode: int) -> None:
-    """Make a folder and those above it that are missing, whatever the umask."""
+    """Make a folder and its missing parents, with any umask."""
     if folder.is_dir():
         return
     _make_folder(folder.parent, mode)

@@ -1,9 +1,8 @@
 """Define the default paths of sockets, state, cache and configuration.
 
-Owns: the order in which folders are looked for, and the check that one in /tmp is ours alone.
-Invariant: daemon and clients look in the same places; where the unit is stopped
-clients name its socket.
-Never: reads a setting, or makes a folder.
+Owns: the order in which folders are searched, and the check that a folder in /tmp is ours alone.
+Invariant: daemon and clients search the same folders; while the unit is stopped, clients name its
+socket. Never: reads a setting, or makes a folder.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ UNIT_DIRS = (Path("/etc/systemd/system"), Path("/usr/lib/systemd/system"))
 SOCKET_NAME = "penstock.sock"
 TEMPORARY_DIR = Path("/tmp")
 LOCK_BYTES = 4096
-"""A daemon writes its pid and its socket there, which are fewer."""
+"""Maximum bytes of a lock file, with the daemon's pid and socket."""
 
 
 def config_file(environ: Mapping[str, str]) -> Path | None:
-    """The configuration file that applies where none is named; None if there is none."""
+    """Return the default configuration file; None: there is no such file."""
     home = _xdg(environ, "XDG_CONFIG_HOME", ".config") / "penstock" / "penstock.toml"
     return next((path for path in (SYSTEM_CONFIG, home) if os.path.exists(path)), None)
 
 
 def default_socket(environ: Mapping[str, str]) -> Path:
-    """Systemd's RUNTIME_DIRECTORY, the system socket if there is one, XDG_RUNTIME_DIR, /tmp.
+    """Return the socket in RUNTIME_DIRECTORY, the system's, XDG_RUNTIME_DIR or /tmp, in this order.
 
     Raises:
-        ConfigError: the folder in /tmp is someone else's.
+        ConfigError: the folder in /tmp is another user's.
     """
     if runtime := _systemd_dir(environ, "RUNTIME_DIRECTORY"):
         return runtime / SOCKET_NAME
@@ -51,9 +50,9 @@ def default_socket(environ: Mapping[str, str]) -> Path:
 
 
 def client_socket(environ: Mapping[str, str]) -> Path:
-    """Where clients look: as default_socket(), and where nobody listens there, the unit's place.
+    """Return the socket that clients use: default_socket(), or the unit's if that is absent.
 
-    Without a unit it is where this user's daemon says that it listens, which may have been started
+    Without a unit it is the socket in the lock of this user's daemon, which may have been started
     with another XDG_RUNTIME_DIR, as by cron or su.
 
     Raises:
@@ -66,7 +65,7 @@ def client_socket(environ: Mapping[str, str]) -> Path:
 
 
 def socket_of(state_dir: Path) -> str:
-    """Where its daemon listens, or did at its end, by its lock; empty if that does not say."""
+    """Return the socket named in the state folder's lock; empty: unknown."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(os.open(state_dir / "lock", flags), "rb") as file:
@@ -78,9 +77,9 @@ def socket_of(state_dir: Path) -> str:
 
 
 def _told_socket(environ: Mapping[str, str]) -> Path | None:
-    """The socket that is named in the lock of the state directory, if it is ours or root's.
+    """Return the socket named in the state folder's lock, if it is ours or root's.
 
-    A daemon that has ended leaves its lock behind, and anybody might then listen where it did.
+    An ended daemon leaves its lock behind, and another user might then listen on its path.
     """
     path = socket_of(default_state_dir(environ))
     try:
@@ -92,24 +91,24 @@ def _told_socket(environ: Mapping[str, str]) -> Path | None:
 
 
 def has_unit() -> bool:
-    """Whether the daemon is installed as a service here, running or not."""
+    """Say whether the daemon is installed as a service here, running or not."""
     return any((folder / UNIT_NAME).exists() for folder in UNIT_DIRS)
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
-    """Systemd's STATE_DIRECTORY, or this user's."""
+    """Return systemd's STATE_DIRECTORY, or this user's state folder."""
     given = _systemd_dir(environ, "STATE_DIRECTORY")
     return given or _xdg(environ, "XDG_STATE_HOME", ".local/state") / "penstock"
 
 
 def private_dir(environ: Mapping[str, str]) -> Path:
-    """This user's folder for a socket of their own, there or not."""
+    """Return this user's folder for sockets; it may not exist."""
     runtime_home = environ.get("XDG_RUNTIME_DIR")
     return Path(runtime_home, "penstock") if runtime_home else own_temporary_dir()
 
 
 def is_for_sockets(folder: Path, environ: Mapping[str, str]) -> bool:
-    """Whether a folder is, or is below, one that the system gives for sockets, and empties."""
+    """Say whether a folder is, or is below, a system folder for sockets that a boot empties."""
     roots = [own_temporary_dir(), SYSTEM_SOCKET.parent]
     if runtime := _systemd_dir(environ, "RUNTIME_DIRECTORY"):
         roots.append(runtime)
@@ -119,37 +118,37 @@ def is_for_sockets(folder: Path, environ: Mapping[str, str]) -> bool:
 
 
 def own_temporary_dir() -> Path:
-    """This user's folder in /tmp, there or not."""
+    """Return this user's folder in /tmp; it may not exist."""
     return TEMPORARY_DIR / f"penstock-{os.getuid()}"
 
 
 def check_private(folder: Path) -> None:
     """Refuse a folder in a place where everyone may write, unless it is ours alone.
 
-    Whoever made it could put a socket of theirs there and read every prompt.
+    Another user could put a socket there and read every prompt.
     """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(
-            f"not a folder of yours (owner uid {status.st_uid})",
+            f"it is not a folder of this user (owner uid {status.st_uid})",
             where=str(folder),
             hint="remove it, or choose another socket with --socket",
         )
     if status.st_mode & 0o077:
         raise ConfigError(
-            f"other users may enter it (mode {stat.S_IMODE(status.st_mode):04o})",
+            f"other users can enter it (mode {stat.S_IMODE(status.st_mode):04o})",
             where=str(folder),
             hint=f"chmod 700 {folder}",
         )
 
 
 def _systemd_dir(environ: Mapping[str, str], variable: str) -> Path | None:
-    """What systemd made for the unit: a list, separated by colons; ours has one entry."""
+    """Return the unit's folder from systemd, the first entry of a list with colons."""
     first = environ.get(variable, "").split(":")[0]
     return Path(first) if first else None
 
 
 def _xdg(environ: Mapping[str, str], variable: str, default: str) -> Path:
-    """The standard says to ignore a relative path."""
+    """Return an XDG folder; the standard says to ignore a relative path."""
     given = environ.get(variable, "")
     return Path(given) if given.startswith("/") else Path.home() / default

@@ -1,9 +1,7 @@
 """Parse setting values from text or TOML types.
 
-Owns: what is allowed, in words, and what was probably meant; the language of --place: how many
-workers of each role, and on which cores, GPUs or MIG instances.
-Invariant: a value of the right type, or a ValueError whose text says what is allowed.
-Never: knows which settings there are.
+Owns: the allowed values, in words, and guesses at misspelt names. Invariant: returns a value of the
+right type, or raises a ValueError that names the allowed values. Never: knows which settings exist.
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _WEIGHT = re.compile(r"\d{1,3}(?:\.\d{1,3})?", re.ASCII)
 MIN_BYTES = 1 << 20
 _NEAR = 0.75
-"""How alike names are of which one may be meant: kv_memroy and kv_memory, not any two words."""
+"""Minimum similarity of a name suggested for a misspelt one, as kv_memory for kv_memroy."""
 _OF_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens")
 _GONE = {
-    "cache_dir": "cache_dir is gone, for nothing is made at first start any more: leave it out",
+    "cache_dir": "cache_dir no longer exists; remove it",
 }
-"""Settings of earlier releases, and what to write in their place."""
+"""Settings of earlier releases, and their replacements."""
 
 
 def parse_bytes(text: object) -> int:
-    """`2GiB`, `512MiB`, `4G` and plain bytes; K M G T are powers of 1024, KB MB GB TB of 1000."""
+    """Parse `2GiB`, `512MiB`, `4G` or bytes; K M G T are powers of 1024, KB MB GB TB of 1000."""
     match = _BYTES.fullmatch(str(text).strip())
     if match is None or isinstance(text, bool):
         raise ValueError("a size such as 2GiB, 512MiB or 4G")
@@ -45,7 +43,7 @@ def parse_bytes(text: object) -> int:
 
 
 def size_setting(num_bytes: int) -> str:
-    """A size as parse_bytes() reads it, rounded up so that it is enough: 1.25GiB, 300MiB."""
+    """Format a size for parse_bytes(), rounded up: 1.25GiB, 300MiB."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= factor:
             return f"{math.ceil(100 * num_bytes / factor) / 100:g}{unit}"
@@ -66,7 +64,7 @@ def a_size_or(*words: str) -> Callable[[object], int | str]:
 
 
 def a_duration(value: object) -> float:
-    """`90s`, `2m`, `1h`, `500ms` or plain seconds, in seconds."""
+    """Parse `90s`, `2m`, `1h`, `500ms` or seconds, into seconds."""
     match = _DURATION.fullmatch(str(value).strip())
     if match is None or isinstance(value, bool):
         raise ValueError("a time such as 90s, 2m or 1h")
@@ -74,7 +72,7 @@ def a_duration(value: object) -> float:
 
 
 def one_of(*allowed: str) -> Callable[[object], str]:
-    """A setting that is one of these words."""
+    """Return the parser of one of these words."""
 
     def parse(value: object) -> str:
         if value not in allowed:
@@ -85,7 +83,7 @@ def one_of(*allowed: str) -> Callable[[object], str]:
 
 
 def at_least(low: int, what: str) -> Callable[[object], int]:
-    """A whole number; `what` names the things that it counts."""
+    """Return the parser of a whole number; `what` names the things that it counts."""
 
     def parse(value: object) -> int:
         text = str(value)
@@ -98,14 +96,14 @@ def at_least(low: int, what: str) -> Callable[[object], int]:
 
 
 def a_path(value: object) -> Path:
-    """A path, made absolute; ~ is home."""
+    """Parse a path and make it absolute; ~ is the home folder."""
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise ValueError("a path")
     return Path(value).expanduser().absolute()
 
 
 def an_address(value: object) -> tuple[str, int]:
-    """An address of this machine and a port."""
+    """Parse an address of this machine with a port."""
     host, colon, port = str(value).rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
     bare = host.removeprefix("[").removesuffix("]")
@@ -122,12 +120,12 @@ def _is_address(text: str, is_in_brackets: bool) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it; `host` as an_address() has it."""
+    """Say whether only this machine reaches the address `host`."""
     return host == "localhost" or ipaddress.ip_address(host).is_loopback
 
 
 def names(value: object) -> tuple[str, ...]:
-    """User names and @groups: a list, or text with commas."""
+    """Parse user names and @groups: a list, or text with commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(name, str) for name in parts):
         raise ValueError("a list of user names and @groups")
@@ -135,7 +133,7 @@ def names(value: object) -> tuple[str, ...]:
 
 
 def aliases(value: object) -> tuple[str, ...]:
-    """Names of a model, in which * is any text, and nothing else stands for what it is not."""
+    """Parse names of a model; * in them matches any text, other wildcards are refused."""
     try:
         found = names(value)
     except ValueError:
@@ -146,7 +144,7 @@ def aliases(value: object) -> tuple[str, ...]:
 
 
 def origins(value: object) -> tuple[str, ...]:
-    """Whose pages may ask, as browsers name them: no path, not even a / at the end."""
+    """Parse web origins as browsers send them: no path, not even a trailing /."""
     try:
         found = names(value)
     except ValueError:
@@ -157,7 +155,7 @@ def origins(value: object) -> tuple[str, ...]:
 
 
 def some_devices(value: object) -> str:
-    """auto, cpu, or GPUs by their names."""
+    """Parse auto, cpu, or GPU names."""
     text = str(value).replace(" ", "")
     if text not in {"auto", "cpu"} and not all(map(GPU_NAME.fullmatch, text.split(","))):
         raise ValueError("auto, cpu, or GPUs by name, such as gpu0, cuda:1 or MIG-...")
@@ -165,7 +163,7 @@ def some_devices(value: object) -> str:
 
 
 def a_flag(value: object) -> bool:
-    """A setting that is true or false, also as 1, yes, 0, no."""
+    """Parse true or false, 1 or 0, yes or no."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if str(value).lower() not in words:
         raise ValueError("true or false")
@@ -173,7 +171,7 @@ def a_flag(value: object) -> bool:
 
 
 def some_weights(value: object) -> tuple[tuple[str, float], ...]:
-    """Users and keys with their share of the turns: `ann=4,key:batch=0.5`, or a list of such."""
+    """Parse users' and keys' shares of the queue: `ann=4,key:batch=0.5`, or a list of them."""
     parts = value.split(",") if isinstance(value, str) else value
     found: dict[str, float] = {}
     for part in parts if isinstance(parts, list) else [None]:
@@ -186,7 +184,7 @@ def some_weights(value: object) -> tuple[tuple[str, float], ...]:
 
 
 def on_or_off(value: object) -> bool:
-    """A flag that reads better so; TOML's own booleans go, too."""
+    """Parse on or off; TOML's booleans are accepted."""
     words = {"on": True, "true": True, "off": False, "false": False}
     if str(value).lower() not in words:
         raise ValueError("on or off")
@@ -194,7 +192,7 @@ def on_or_off(value: object) -> bool:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The one that was probably meant; empty if none is near."""
+    """Find the name that was probably meant; empty: no name is similar."""
     from difflib import get_close_matches  # for mistakes only
 
     by_lower = {each.lower().removeprefix("penstock_"): each for each in names}
@@ -204,9 +202,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def is_meant(name: str, names: Iterable[str]) -> str:
-    """`is kv_memory meant? `, to stand before all the names; empty if none is near.
+    """Suggest a misspelt name, `is kv_memory meant? `; empty: no name is similar.
 
-    Of a setting of an earlier release: what there is in its place.
+    For a setting of an earlier release, name its replacement.
     """
     gone = _GONE.get(name.lower().removeprefix("penstock_"))
     if gone is not None:
@@ -214,5 +212,5 @@ def is_meant(name: str, names: Iterable[str]) -> str:
     known = list(names)
     near = nearest(name, [*_OF_REQUESTS, *known])
     if near in _OF_REQUESTS and near not in known:
-        return f"{near} is said by a request, or by the model's generation_config.json; "
+        return f"{near} is set by a request or the model's generation_config.json; "
     return f"is {near} meant? " if near else ""

@@ -1,7 +1,7 @@
 """List every setting: how it is read and what it means.
 
-Owns: every setting's name, allowed values and meaning.
-Never: reads a file or a variable; imports anything slow.
+Owns: every setting's name, allowed values and meaning. Never: reads a file or a variable; imports
+anything slow.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ TOOL_PARSERS = (
     *("hermes", "qwen3_coder", "mistral", "mistral_list", "llama", "pythonic", "granite"),
     *("harmony", "deepseek_v3", "glm", "gemma", "functiongemma"),
 )
-"""Those of api.tool_format, which a test compares: importing that here would be slow."""
+"""The names in api.tool_format, compared by a test: importing it here would be slow."""
 REASONING_PARSERS = ("think", "mistral", "gemma", "granite")
 
 
 class Setting(NamedTuple):
-    """One setting: how it is read, what it means, whether a running daemon can change it."""
+    """One setting: its parser, its meaning, whether a running daemon can change it."""
 
     parse: Callable[[object], object]
     about: str
     is_reloadable: bool = False
     field: str | None = None
-    """Of ServeConfig, where it is not the setting's own name."""
+    """The field of ServeConfig, if it has another name than the setting."""
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -74,8 +74,8 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "roles": Setting(
         one_of("auto", *ROLES),
-        "what workers do: elastic routes each prompt to the better worker, static has one for each "
-        "phase, colocated has a single worker; auto: elastic, or colocated on one GPU",
+        "worker roles: elastic: best worker per prompt; static: one worker per phase; "
+        "colocated: one worker; auto: elastic, or colocated on one GPU",
     ),
     "place": Setting(
         parse_place,
@@ -94,21 +94,21 @@ SETTINGS: Mapping[str, Setting] = {
         "ITL target in ms; 0: relative to an undisturbed decode step",
         True,
     ),
-    "max_model_len": Setting(at_least(2, "tokens"), "most tokens of prompt and reply together"),
+    "max_model_len": Setting(at_least(2, "tokens"), "maximum tokens of prompt and reply together"),
     "kv_memory": Setting(
         parse_bytes, "memory for the KV cache, e.g. 2GiB", field="kv_memory_bytes"
     ),
     "default_max_tokens": Setting(
         at_least(1, "tokens"),
-        "most tokens of a chat's reply if the client sets no limit; default: the room left",
+        "maximum tokens of a chat's reply if the client sets no limit; default: the context left",
     ),
     "prefix_cache": Setting(
         on_or_off,
-        "reuse KV of prompts that begin alike: on or off",
+        "reuse KV of prompts with equal beginnings: on or off",
     ),
     "cache_isolation": Setting(
         one_of("none", "user"),
-        "who shares the prefix cache: none: shared by all; user: separate per user, which prevents "
+        "prefix cache sharing: none: shared by all; user: separate per user, which prevents "
         "timing leaks",
     ),
     "dram_cache": Setting(
@@ -122,7 +122,7 @@ SETTINGS: Mapping[str, Setting] = {
     "state_dir": Setting(a_path, "folder of the request log and of KV on disk"),
     "listen": Setting(
         an_address,
-        "TCP address to listen on as well, e.g. 127.0.0.1:8000; beyond loopback only with TLS",
+        "TCP address to listen on besides, e.g. 127.0.0.1:8000; beyond loopback TLS is required",
     ),
     "tls_cert": Setting(a_path, "certificate chain (PEM) for TLS on TCP; read again at a reload"),
     "tls_key": Setting(a_path, "private key (PEM) of the certificate; read again at a reload"),
@@ -135,8 +135,8 @@ SETTINGS: Mapping[str, Setting] = {
         names, "users and @groups who may cancel any request and drain, separated by commas", True
     ),
     "viewers": Setting(names, "users and @groups who may only read, separated by commas", True),
-    "max_queued": Setting(at_least(1, "sequences"), "most sequences in the queue", True),
-    "max_queued_tokens": Setting(at_least(1, "tokens"), "most prompt tokens in the queue", True),
+    "max_queued": Setting(at_least(1, "sequences"), "maximum sequences in the queue", True),
+    "max_queued_tokens": Setting(at_least(1, "tokens"), "maximum prompt tokens in the queue", True),
     "max_connections": Setting(at_least(1, "connections"), "most open connections", True),
     "max_body": Setting(parse_bytes, "largest request body, e.g. 8MiB", True, "max_body_bytes"),
     "model_aliases": Setting(
@@ -174,10 +174,11 @@ SETTINGS: Mapping[str, Setting] = {
         "max_drain_s",
     ),
     "log_text": Setting(a_flag, "store prompts in the request log: true or false", True),
-    "log_keep_days": Setting(at_least(1, "days"), "days that the log keeps a request", True),
+    "log_keep_days": Setting(at_least(1, "days"), "days to keep a request in the log", True),
     "min_stay": Setting(
         a_duration,
-        "shortest time that a busy model stays before a swap, e.g. 10s; an idle one goes at once",
+        "minimum time that a busy model stays before a swap, e.g. 10s; an idle one is swapped at "
+        "once",
         True,
         "min_stay_s",
     ),
@@ -188,4 +189,4 @@ SETTINGS: Mapping[str, Setting] = {
         "log_max_bytes",
     ),
 }
-"""By the one name that a setting has in the file, as a flag and as PENSTOCK_NAME."""
+"""Settings by name, used in the file, as a flag and as PENSTOCK_NAME."""

@@ -1,9 +1,8 @@
 """Parse --place: how many workers of each role, and on which devices.
 
-Owns: the language of --place.
-Invariant: no core has two workers unless that is `forced`, which tests on small machines need,
-or there is one core only and one worker of each role.
-Never: looks at the machine.
+Owns: the language of --place. Invariant: no core has two workers unless that is `forced`, which
+tests on small machines need, or the machine has one core and one worker of each role. Never:
+examines the machine.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from engine.errors import ConfigError
 _COUNTS = re.compile(r"([1-9]\d?)x([1-9]\d?)")
 _CPUS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 GPU_NAME = re.compile(r"cuda:\d{1,3}|gpu\d{1,3}(?:/mig\d{1,2})?|(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
-"""How a GPU can be named: by CUDA's number, as readings have it, or by its UUID."""
+"""Matches a GPU's CUDA number, its name in readings, or its UUID."""
 _FORCED = "forced"
 _SAY = "2x1, cores by role as 'prefill=0,1 decode=2-3', or GPUs as 'prefill=cuda:0 decode=cuda:1'"
 
 Spot = tuple[int, ...] | str
-"""Where a worker is to be: cores, or a GPU by name."""
+"""A worker's place: cores, or a GPU by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedWorkers:
-    """Workers by role; each with its cores or its GPU, or None: a share of what there is."""
+    """The configured workers by role; each with its cores or its GPU, or None: an equal share."""
 
     prefill: tuple[Spot | None, ...] = (None,)
     decode: tuple[Spot | None, ...] = (None,)
     is_forced: bool = False
-    """Workers may have cores in common."""
+    """Whether workers may share cores."""
     text: str = field(default="auto", compare=False)
 
     def __str__(self) -> str:
@@ -40,12 +39,12 @@ class WantedWorkers:
 
     @property
     def is_auto(self) -> bool:
-        """True if nobody has said anything."""
+        """Whether --place is not configured."""
         return self.text == "auto"
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """Names of the workers that prefill and that decode; numbered where there are several."""
+        """The names of the workers that prefill and that decode; numbered if there are several."""
         return _names(PREFILL, len(self.prefill)), _names(DECODE, len(self.decode))
 
     @property
@@ -53,14 +52,14 @@ class WantedWorkers:
         return [spot for spot in self._spots if isinstance(spot, str)]
 
     def of_each(self, num_prefill: int, num_decode: int) -> WantedWorkers:
-        """So many workers of each role, whose places are left open."""
+        """Want this number of workers per role, without fixed places."""
         return replace(self, prefill=(None,) * num_prefill, decode=(None,) * num_decode)
 
     def cores(self, available: list[int]) -> dict[str, tuple[int, ...]]:
-        """The cores of each worker that is not on a GPU, by name.
+        """Return the cores of each worker that is not on a GPU, by name.
 
         Raises:
-            ConfigError: there are fewer cores than workers, or some are not there or named twice.
+            ConfigError: too few cores for the workers, or some do not exist or are named twice.
         """
         spots = zip((n for role in self.names for n in role), self._spots, strict=True)
         by_name = {name: spot for name, spot in spots if not isinstance(spot, str)}
@@ -75,11 +74,11 @@ class WantedWorkers:
             raise ConfigError(
                 f"core {', '.join(map(str, missing))} cannot be used",
                 where="place",
-                hint=f"those that can, one of each physical core: {', '.join(map(str, available))}",
+                hint=f"usable cores, one of each physical core: {', '.join(map(str, available))}",
             )
         if len(set(named)) < len(named) and not self.is_forced:
             raise ConfigError(
-                "a core is given to two workers", where="place", hint="give each cores of its own"
+                "two workers share a core", where="place", hint="give each cores of its own"
             )
         return {name: cpus or () for name, cpus in by_name.items()}
 
@@ -88,9 +87,9 @@ class WantedWorkers:
         return (*self.prefill, *self.decode)
 
     def _shares(self, available: list[int], names: list[str]) -> list[tuple[int, ...]]:
-        """As even as they can be; those that prefill, which computes, come first.
+        """Divide the cores evenly; prefill workers, being compute-bound, come first.
 
-        Where workers have to share, those of one role do: no prompt disturbs who decodes.
+        If workers must share cores, workers of one role do: no prompt then slows decode.
         """
         num_cores, num_workers = len(available), len(names)
         if num_cores >= num_workers:
@@ -116,7 +115,7 @@ class WantedWorkers:
 
 
 def parse_place(value: object) -> WantedWorkers:
-    """The text of --place; `forced` at its end lets workers share cores."""
+    """Parse the text of --place; `forced` at its end lets workers share cores."""
     text, _, forced = str(value).strip().partition(f" {_FORCED}")
     if forced or not isinstance(value, str):
         raise ValueError(_SAY)

@@ -1,1 +1,1 @@
-"""What the machine's devices report of themselves: RAPL for CPU packages, NVML for GPUs."""
+"""Read the machine's devices: RAPL for CPU packages, NVML for GPUs."""

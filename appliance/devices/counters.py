@@ -1,12 +1,8 @@
 """Turn growing counters into rates and energy.
 
-Owns: the last reading of each counter.
-Invariant: the frame is there with the same name from the first reading to the last, whatever the
-GPU does not support and also when it has fallen off the bus; an instance has memory and activity
-of its own, while power, clocks and energy are the GPU's.
-Invariant: a reading that fails loses nothing, the next one covers its time too; a counter that
-has begun again is None for one interval, never a huge or a negative figure.
-Never: reads a clock or a device.
+Owns: the last reading of each counter. Invariant: a failed reading loses nothing, the next one
+covers its time too; a counter that restarts is None for one interval, never a huge or a negative
+figure. Never: reads a clock or a device.
 """
 
 from __future__ import annotations
@@ -15,31 +11,31 @@ from typing import NamedTuple
 
 
 class CounterGain(NamedTuple):
-    """What a counter has gained between two readings."""
+    """The growth of a counter between two readings."""
 
     amount: int
     seconds: float
 
     @property
     def per_s(self) -> float:
-        """How fast it grew, per second."""
+        """The growth per second."""
         return self.amount / self.seconds
 
 
 class Counter:
-    """A device's counter that only grows, but for wraps and resets."""
+    """A device's counter that only grows, except for wraps and resets."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None
 
     def growth(self, now_ns: int, value: int | None, size: int | None = None) -> CounterGain | None:
-        """Since the last reading; None without one.
+        """Return the growth since the last reading; None without one.
 
         Args:
             now_ns: CLOCK_MONOTONIC.
-            value: as read; None if that failed.
-            size: where it wraps to 0. Gains of more than that between two readings are not seen.
-                None: it does not, so that a smaller value means that it has begun again.
+            value: as read; None: the reading failed.
+            size: where it wraps to 0; larger growth between two readings is not seen. None: it
+                does not wrap, so a smaller value means a restart.
         """
         if value is None:
             return None
@@ -55,16 +51,16 @@ class Counter:
 
 
 class EnergyReading(NamedTuple):
-    """What one device has reported of its energy and power."""
+    """One device's energy and power."""
 
     energy_j: float | None = None
-    """Since its first reading."""
+    """Joules since its first reading."""
     power_w: float | None = None
-    """Mean since the reading before."""
+    """Mean power since the previous reading."""
 
 
 class EnergyMeter:
-    """Joules of one device since the first reading."""
+    """Add up the joules of one device since the first reading."""
 
     def __init__(self) -> None:
         self._counter = Counter()
@@ -74,7 +70,7 @@ class EnergyMeter:
     def count(
         self, now_ns: int, value: int | None, *, unit_j: float, size: int | None = None
     ) -> EnergyReading:
-        """By an energy counter; value and size as Counter.growth() takes them."""
+        """Read an energy counter; value and size as in Counter.growth()."""
         if value is None:
             return EnergyReading()
         growth = self._counter.growth(now_ns, value, size)
@@ -84,7 +80,7 @@ class EnergyMeter:
         return EnergyReading(self._energy_j, growth.per_s * unit_j)
 
     def integrate(self, now_ns: int, power_w: float | None) -> EnergyReading:
-        """By power at this moment, taken to have changed evenly since the last reading."""
+        """Add the present power, assumed to change evenly between two readings."""
         if power_w is None:
             return EnergyReading()
         last, self._last_power = self._last_power, (now_ns, power_w)

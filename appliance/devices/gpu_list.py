@@ -1,8 +1,7 @@
 """List the GPUs that a server could use.
 
-Owns: the names of GPUs.
-Invariant: names are those of the readings.
-Never: keeps a handle of the driver.
+Owns: the names of GPUs. Invariant: names equal the names in readings. Never: keeps a handle of the
+driver.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ class Gpu:
     """A GPU that could serve."""
 
     name: str
-    """As its readings have it: `gpu0`."""
+    """The name in readings: `gpu0`."""
     model: str
     uuid: str
     memory_bytes: int
     capability: tuple[int, int] | None = None
-    """CUDA's version of what its processors can do; None: the driver does not say."""
+    """CUDA's compute capability; None: not reported."""
     obstacle: str | None = None
     """Why no process can compute on it; None: one can."""
     free_bytes: int | None = None
     cuda_index: int | None = None
-    """CUDA's number of it, which goes by what it is told to see; None: CUDA does not see it."""
+    """CUDA's number for it among the visible ones; None: CUDA does not see it."""
     node: int | None = None
-    """The NUMA node that it is near; None: the driver does not say."""
+    """The nearest NUMA node; None: not reported."""
 
     @property
     def is_instance(self) -> bool:
-        """True of a part of a GPU that MIG has divided."""
+        """True for an instance of a GPU divided by MIG."""
         return self.uuid.startswith("MIG-")
 
     @property
     def board(self) -> str:
-        """The whole GPU's name: its own, or that of the one that it is a part of."""
+        """The name of the whole GPU."""
         return self.name.partition("/")[0]
 
 
 def list_gpus(
     nvml: Nvml | None = None, visible: str | None = os.environ.get("CUDA_VISIBLE_DEVICES")
 ) -> list[Gpu]:
-    """All that answer, in the driver's order, and of a divided one its instances.
+    """List all GPUs that answer, in the driver's order; for a divided one its instances.
 
     Args:
         nvml: the driver's library; None: it is opened.
-        visible: what CUDA is told to see, as CUDA_VISIBLE_DEVICES has it; None: everything.
+        visible: the value of CUDA_VISIBLE_DEVICES; None: everything.
     """
     nvml = nvml or open_nvml()
     gpus: list[Gpu] = []
@@ -70,7 +69,7 @@ def list_gpus(
             gpus.append(gpu)
             continue
         instances = list(_instances(nvml, gpu, handle))
-        about = "it is divided by MIG, and has no instance: nvidia-smi mig -cgi 0 -C"
+        about = "MIG is on but has no instance: nvidia-smi mig -cgi 0 -C"
         gpus += instances or [replace(gpu, obstacle=about)]
     seen = _seen(gpus, visible)
     about = f"{_VISIBLE} hides it"
@@ -95,7 +94,7 @@ def _listed(nvml: Nvml, name: str, handle: Any) -> Gpu | None:
 
 
 def _instances(nvml: Nvml, gpu: Gpu, handle: Any) -> Iterator[Gpu]:
-    """Of a divided GPU, which computes as a whole no more."""
+    """Yield the instances of a divided GPU."""
     for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         part = nvml.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
         found = None if part is None else _listed(nvml, f"{gpu.name}/mig{index}", part)
@@ -104,7 +103,7 @@ def _instances(nvml: Nvml, gpu: Gpu, handle: Any) -> Iterator[Gpu]:
 
 
 def _seen(gpus: list[Gpu], visible: str | None) -> list[str]:
-    """UUIDs of those that CUDA sees, in its order: up to the first name that it does not know."""
+    """List the UUIDs that CUDA sees, in its order: up to the first unknown name."""
     if visible is None:
         return [gpu.uuid for gpu in gpus if gpu.obstacle is None]
     seen: list[str] = []

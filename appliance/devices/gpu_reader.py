@@ -1,9 +1,10 @@
 """Read a GPU and its MIG instances as frames.
 
-Owns: the samples that activity is computed from.
-Invariant: the first sample shows nothing, and a window so long that it says nothing of now
-begins anew; none is too short to tell, as machine reads no device twice within 200 ms.
-Never: asks often for what seldom changes.
+Owns: the samples that activity is computed from. Invariant: the frame keeps its name from the first
+reading to the last, whatever the GPU supports, also after it has fallen off the bus; an instance
+has memory and activity of its own, while power, clocks and energy are the GPU's. Invariant: the
+first sample shows nothing, and a too long window starts again. Never: asks often for values that
+seldom change.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _METRICS = {
     "nvlink_rx_bytes_per_s": (60, _MIB),
     "nvlink_tx_bytes_per_s": (61, _MIB),
 }
-"""By field of DeviceFrame: the metric's id, and its unit in ours."""
+"""The metric's id and its unit in ours, by field of DeviceFrame."""
 
 Activity = dict[str, float | None]
 
 
 class Gpm:
-    """One device, or one MIG instance of it.
+    """Measure the activity of one device, or of one MIG instance.
 
     Args:
         device: the GPU, also for an instance.
@@ -47,10 +48,10 @@ class Gpm:
         self._instance_id = instance_id
         self._samples = [nvml.ask("nvmlGpmSampleAlloc") for _ in range(2)]
         self._taken_ns: int | None = None
-        """When the newest sample was, which is the first of the two."""
+        """The time of the newest sample."""
 
     def read(self, now_ns: int) -> Activity:
-        """The metrics since the last call, as fields of DeviceFrame; empty if there are none."""
+        """Return the metrics since the last call, as fields of DeviceFrame; empty: none."""
         before, spare = self._samples
         if spare is None or not self._nvml.gpm_sample(self._device, self._instance_id, spare):
             self._taken_ns = None
@@ -67,7 +68,7 @@ class Gpm:
         }
 
     def close(self) -> None:
-        """Give the samples back."""
+        """Free the samples."""
         for sample in self._samples:
             if sample is not None:
                 self._nvml.ask("nvmlGpmSampleFree", sample)
@@ -75,7 +76,7 @@ class Gpm:
 
 
 LOOK_INTERVAL_NS = 10_000_000_000
-"""Between two looks at what seldom changes: limits, MIG instances, a GPU that was lost."""
+"""Interval of reading slow values: limits, MIG instances, a lost GPU."""
 _KIB = 1024
 _TRAFFIC = (
     ("pcie_tx_bytes_per_s", api.FIELD_PCIE_TX_BYTES, 1),
@@ -83,15 +84,15 @@ _TRAFFIC = (
     ("nvlink_tx_bytes_per_s", (api.FIELD_NVLINK_TX_KIB, api.ALL_LINKS), _KIB),
     ("nvlink_rx_bytes_per_s", (api.FIELD_NVLINK_RX_KIB, api.ALL_LINKS), _KIB),
 )
-"""Field of DeviceFrame, NVML's counter, its unit in bytes."""
+"""The field of DeviceFrame, NVML's counter, its unit in bytes."""
 _THROTTLE_REASONS = (
     (0x04, "power cap"),
     (0x08, "hardware slowdown"),
-    (0x20, "thermal, by the driver"),
-    (0x40, "thermal, by the hardware"),
+    (0x20, "thermal limit of the driver"),
+    (0x40, "thermal limit of the hardware"),
     (0x80, "power brake"),
 )
-"""Bits that mean slower than asked for; idling and locked clocks are none of them."""
+"""Bits that mean a slowdown; idling and locked clocks are not among them."""
 
 
 class _Instance:
@@ -141,17 +142,17 @@ class GpuReader:
         self._traffic = {name: Counter() for name, _, _ in _TRAFFIC}
 
     def read(self, now_ns: int) -> list[DeviceFrame]:
-        """Its frame and those of its instances, without activity."""
+        """Read its frame and its instances' frames, without activity."""
         if self._looked_ns is None or now_ns - self._looked_ns >= LOOK_INTERVAL_NS:
             self._looked_ns = now_ns
             self._look()
         return [self._frame(now_ns), *(each.frame() for each in self._instances.values())]
 
     def add_activity(self, frames: list[DeviceFrame], now_ns: int) -> list[DeviceFrame]:
-        """The frames of read() with what GPM measures.
+        """Add GPM's metrics to the frames of read().
 
-        Apart, because a monitor of others has seen GPM calls spoil the memory that the next calls
-        report: all GPUs are read before the first of these.
+        It is a separate step because GPM calls have been seen to spoil the memory that the next
+        calls report: all GPUs are read before the first of these.
         """
         gpms = [self._gpm, *(each.gpm for each in self._instances.values())]
         return [
@@ -160,7 +161,7 @@ class GpuReader:
         ]
 
     def _look(self) -> None:
-        """At what seldom changes."""
+        """Read the values that seldom change."""
         nvml = self._nvml
         if self.handle is None:
             self.handle = nvml.ask("nvmlDeviceGetHandleByIndex", self._index)
@@ -182,7 +183,7 @@ class GpuReader:
             self._gpm = None
 
     def _find_instances(self, *, is_divided: bool) -> None:
-        """Keep those that are still there, so that their windows go on."""
+        """Find the instances; known ones keep their windows."""
         nvml, known, self._instances = self._nvml, self._instances, {}
         count = nvml.ask("nvmlDeviceGetMaxMigDeviceCount", self.handle) if is_divided else 0
         for index in range(count or 0):
@@ -231,7 +232,7 @@ class GpuReader:
         )
 
     def _energy(self, now_ns: int, instant_w: float | None) -> EnergyReading:
-        """By the counter if there has ever been one: two ways would count some joules twice."""
+        """Read the energy counter if it ever worked: a second method would count twice."""
         energy_mj = self._nvml.ask("nvmlDeviceGetTotalEnergyConsumption", self.handle)
         self._has_counter |= energy_mj is not None
         if self._has_counter:
@@ -244,7 +245,7 @@ class GpuReader:
         return "energy counter" if self._has_counter else "instant field"
 
     def _traffic_rates(self, now_ns: int, found: list[Field | None]) -> dict[str, Any]:
-        """Bytes a second; a counter of 32 bits is right up to 4 GiB between two readings."""
+        """Return bytes per second; a 32-bit counter is right up to 4 GiB between readings."""
         rates = {}
         for (name, _, unit), field in zip(_TRAFFIC, found, strict=False):
             if field is not None:

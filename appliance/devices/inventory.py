@@ -1,9 +1,8 @@
 """List the hardware to place workers on: GPUs, links, NUMA nodes, cores.
 
-Owns: the record, and how it is taken.
-Invariant: whatever is decided from it depends on the record alone, so that any machine can be
-placed anywhere; what the driver does not say is None.
-Never: makes a CUDA context, changes anything, decides.
+Owns: the record, and how it is taken. Invariant: placement depends on the record alone, so that any
+machine can be placed anywhere; an unreported value is None. Never: makes a CUDA context, changes
+anything, decides.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ PATHS = {
     40: ("NODE", "PCIe within a NUMA node"),
     50: ("SYS", "the link between sockets"),
 }
-"""By nvmlGpuTopologyLevel_t: as `nvidia-smi topo` calls it, and in words."""
+"""Names in `nvidia-smi topo` and in words, by nvmlGpuTopologyLevel_t."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLink:
-    """How two GPUs are joined: NVLink or PCIe, and whether P2P works."""
+    """The link between two GPUs: NVLink or PCIe, and whether P2P works."""
 
     one: str
     other: str
     num_nvlinks: int = 0
-    """Each way, directly or by switches."""
+    """NVLinks each way, directly or through switches."""
     nvlink_bytes_per_s: float | None = None
-    """All of them together, one way; None: not reported, or there is none."""
+    """The rate of all NVLinks together, one way; None: not reported, or no NVLink."""
     level: int | None = None
-    """Of PATHS: their nearest common ancestor; None: not reported."""
+    """Their nearest common ancestor, a key of PATHS; None: not reported."""
     can_reach: bool | None = None
-    """Each can read and write the other's memory (P2P); None: the driver does not say."""
+    """Whether each can read and write the other's memory (P2P); None: not reported."""
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """A key by which links sort: the larger, the faster."""
+        """A key that sorts links: larger is faster."""
         level = 99 if self.level is None else self.level
         return (bool(self.can_reach), self.nvlink_bytes_per_s or float(self.num_nvlinks), -level)
 
@@ -61,7 +60,7 @@ class GpuLink:
 
     @property
     def words(self) -> str:
-        """For people: `18 NVLinks, 445 GiB/s each way`."""
+        """A description for people: `18 NVLinks, 445 GiB/s each way`."""
         if self.num_nvlinks:
             links = "1 NVLink" if self.num_nvlinks == 1 else f"{self.num_nvlinks} NVLinks"
             rate = self.nvlink_bytes_per_s
@@ -71,28 +70,28 @@ class GpuLink:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A NUMA node: cores and the memory that is near them."""
+    """A NUMA node: its cores, and memory near them."""
 
     number: int
     cores: tuple[int, ...]
-    """One logical cpu of each physical core that may be used; none: it is memory alone."""
+    """One logical CPU of each usable physical core; empty: memory alone."""
     memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A machine, as far as placement depends on it."""
+    """The hardware facts that placement depends on."""
 
     gpus: tuple[Gpu, ...] = ()
     links: tuple[GpuLink, ...] = ()
-    """Between any two boards that `gpus` are, or are parts of."""
+    """The links between the boards of `gpus`."""
     nodes: tuple[Node, ...] = (Node(0, (0,)),)
     memory_bytes: int = 0
-    """Of the host, that can be used."""
+    """Usable bytes of host memory."""
     has_mps: bool = False
-    """The control daemon of MPS runs: processes on one GPU compute at the same time."""
+    """Whether the MPS control daemon runs, so that processes on one GPU compute at once."""
     driver: str | None = None
-    """The version of the GPUs' driver; None: there is none, or it does not say."""
+    """The version of the GPUs' driver; None: no driver, or not reported."""
 
     @property
     def cores(self) -> list[int]:
@@ -100,10 +99,10 @@ class Inventory:
         return sorted(core for node in self.nodes for core in node.cores)
 
     def link(self, one: Gpu, other: Gpu) -> GpuLink:
-        """What joins two of the GPUs, in either order.
+        """Return the link of two GPUs, in either order.
 
-        MIG instances reach nobody else's memory, not even that of the same GPU's other instances;
-        what they have of a link is how near their boards are.
+        A MIG instance reaches no other memory, not even that of the same GPU's other instances; its
+        links only say how near the boards are.
         """
         names = {one.board, other.board}
         unknown = GpuLink(one.name, other.name, level=0 if len(names) == 1 else None)
@@ -113,7 +112,7 @@ class Inventory:
         return found
 
     def cores_near(self, gpu: Gpu) -> tuple[int, ...]:
-        """Those of its NUMA node; all, where its node is not known or has none."""
+        """List the cores of its NUMA node; all cores if the node is unknown or has none."""
         near = [core for node in self.nodes if node.number == gpu.node for core in node.cores]
         return tuple(sorted(near or self.cores))
 
@@ -125,11 +124,11 @@ def read_inventory(
     visible: str | None = os.environ.get("CUDA_VISIBLE_DEVICES"),
     nodes: Path = NODES,
 ) -> Inventory:
-    """GPUs, links and NUMA nodes of this machine.
+    """Read GPUs, links and NUMA nodes of this machine.
 
     Args:
-        cores: that may be used, one logical cpu each.
-        memory_bytes: of the host, that can be used.
+        cores: that may be used, one logical CPU each.
+        memory_bytes: usable bytes of host memory.
         nvml: the driver's library; None: it is opened.
         visible: what CUDA is told to see; None: everything.
         nodes: where the kernel describes NUMA nodes.
@@ -142,13 +141,13 @@ def read_inventory(
 
 
 def mps_runs() -> bool:
-    """True if the control daemon of MPS has its pipe where clients look for it."""
+    """Say whether the MPS control daemon has its pipe where clients look for it."""
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     return (Path(folder) / "control").exists()
 
 
 def read_nodes(cores: Iterable[int], root: Path = NODES) -> tuple[Node, ...]:
-    """Nodes with a core that may be used; one of all cores where the kernel names none."""
+    """List the nodes with a usable core; one node of all cores where the kernel names none."""
     usable = set(cores)
     found = []
     for folder in sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
@@ -164,7 +163,7 @@ def read_nodes(cores: Iterable[int], root: Path = NODES) -> tuple[Node, ...]:
 
 
 def _cpus(text: str) -> list[int]:
-    """`0-3,8` as the kernel writes it."""
+    """Parse `0-3,8` as the kernel writes it."""
     cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

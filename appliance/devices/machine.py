@@ -1,9 +1,8 @@
 """Read all of the machine's devices together: GPUs, MIG instances, CPU energy.
 
-Owns: each device's handle and the last reading of its counters, from which rates and energy follow;
-the newest critical error.
-Invariant: a device keeps its place and name from one reading to the next; None means not reported.
-Never: needs a driver; is read so often that a counter's difference says nothing.
+Owns: each device's handle and the last reading of its counters, which yield rates and energy; the
+newest critical error. Invariant: a device keeps its index and name from one reading to the next;
+None means not reported. Never: needs a driver; reads too often for a counter to have moved.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Package:
 
 
 def find_packages(root: Path = ROOT) -> list[Package]:
-    """Every package that the kernel knows, in its order."""
+    """List every package that the kernel knows, in its order."""
     zones = (path for path in sorted(root.glob("intel-rapl:[0-9]*")) if path.name.count(":") == 1)
     return [package for package in map(Package, zones) if package.name != "psys"]
 
@@ -61,26 +60,26 @@ def _number(path: Path) -> int | None:
 
 
 MIN_INTERVAL_NS = 200_000_000
-"""Energy counters move every 20 to 100 ms; sooner than this the last reading is given again."""
+"""Minimum interval of readings; energy counters move every 20 to 100 ms."""
 
 
 class Devices:
-    """CPU packages, then GPUs, each followed by its MIG instances."""
+    """Read CPU packages, then GPUs, each followed by its MIG instances."""
 
     def __init__(self, packages: list[Package], gpus: list[GpuReader]) -> None:
         self._packages = packages
         self._gpus = gpus
         self._frames: list[DeviceFrame] = []
         self.read_ns = -MIN_INTERVAL_NS
-        """When the newest reading was; at first so long ago that the next may be at once."""
+        """The time of the newest reading; at first early enough for an immediate one."""
 
     @classmethod
     def of_machine(cls) -> Devices:
-        """The devices of this machine: CPUs with RAPL, GPUs with NVML."""
+        """Find the devices of this machine: CPUs with RAPL, GPUs with NVML."""
         return cls(find_packages(), find_gpus(open_nvml()))
 
     def read(self, now_ns: int) -> list[DeviceFrame]:
-        """One frame per device, also where it reports nothing."""
+        """Return one frame per device, even where it reports nothing."""
         if now_ns - self.read_ns >= MIN_INTERVAL_NS:
             self.read_ns = now_ns
             self._frames = [package.read(now_ns) for package in self._packages]
@@ -91,7 +90,7 @@ class Devices:
 
 
 def find_gpus(nvml: Nvml | None) -> list[GpuReader]:
-    """Every GPU that the driver counts, also one that it has lost; none without a driver."""
+    """List every GPU that the driver counts, even a lost one; none without a driver."""
     if nvml is None:
         return []
     return [GpuReader(nvml, index) for index in range(nvml.ask("nvmlDeviceGetCount") or 0)]

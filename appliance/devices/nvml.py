@@ -1,8 +1,8 @@
 """Read the NVIDIA driver's library, with None in place of errors.
 
-Owns: the initialised library, and its C structures: none gets past this file.
-Invariant: whatever is not supported, not permitted or lost is None, never an exception.
-Never: changes a clock, a limit or a mode; blocks.
+Owns: the initialised library, and its C structures, which stay in this file. Invariant: an
+unsupported, forbidden or lost value is None, never an exception. Never: changes a clock, a limit or
+a mode; blocks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ FIELD_POWER_INSTANT = 186
 FIELD_PCIE_TX_BYTES = 197
 FIELD_PCIE_RX_BYTES = 198
 FIELD_NVLINK_MB_PER_S = 90
-"""Of each active link, one way."""
+"""The rate of each active link, one way."""
 FIELD_NVLINK_TX_KIB = 138
 FIELD_NVLINK_RX_KIB = 139
 ALL_LINKS = 0xFFFFFFFF
-"""As the scope of a field that is about a link."""
+"""The scope of a field for all links."""
 P2P_READ, P2P_WRITE = 0, 1
 _XID_CRITICAL_ERROR = 0x8
 _MAX_NVLINKS = 36
 _REMOTE_GPU, _REMOTE_SWITCH = 0, 2
 _AFFINITY_OF_NODE = 0
 _NODE_WORDS = 4
-"""Of 64 bits each, for the numbers of NUMA nodes."""
+"""64-bit words for the numbers of NUMA nodes."""
 _MAX_EVENTS = 16
 _VALUES = (
     ("dVal", 64),
@@ -43,7 +43,7 @@ _VALUES = (
     ("siVal", 32),
     ("usVal", 16),
 )
-"""Of nvmlValueType_t, in order: member of the union, and its width."""
+"""Member of the union and its width, in the order of nvmlValueType_t."""
 
 FieldId = int | tuple[int, int]
 """A field, or a field and its scope."""
@@ -54,7 +54,7 @@ class Field(NamedTuple):
 
     value: int
     bits: int
-    """Its width: where it wraps, if it is a counter."""
+    """Its width in bits, where a counter wraps."""
 
 
 PciAddress = tuple[int, int, int]
@@ -66,13 +66,13 @@ class NvLinks(NamedTuple):
 
     to_switches: int
     by_gpu: Counter[PciAddress]
-    """Those that end at another GPU, by its address."""
+    """Links to another GPU, by its address."""
     bytes_per_s: float | None
-    """Of one link, one way; None: not reported."""
+    """Rate of one link, one way; None: not reported."""
 
 
 class Nvml:
-    """libnvidia-ml: readings, or None in place of every error.
+    """Read libnvidia-ml, with None in place of every error.
 
     Args:
         library: the pynvml module, initialised.
@@ -82,24 +82,24 @@ class Nvml:
         self._library = library
 
     def ask(self, function: str, *args: Any) -> Any:
-        """What a function of the library returns; None in place of every error."""
+        """Call a function of the library; None in place of every error."""
         try:
             return getattr(self._library, function)(*args)
         except self._library.NVMLError:
             return None
 
     def fields(self, device: Any, ids: Sequence[FieldId]) -> list[Field | None]:
-        """Several fields in one call, in the order of `ids`."""
+        """Read several fields in one call, in the order of `ids`."""
         found = self.ask("nvmlDeviceGetFieldValues", device, list(ids))
         return [None] * len(ids) if found is None else [_field(each) for each in found]
 
     def address(self, device: Any) -> PciAddress | None:
-        """Where a GPU is on the PCI bus."""
+        """Return a GPU's address on the PCI bus."""
         found = self.ask("nvmlDeviceGetPciInfo", device)
         return None if found is None else (found.domain, found.bus, found.device)
 
     def nvlinks(self, device: Any) -> NvLinks:
-        """Those that are up, by where they end."""
+        """Count the active links by their other end."""
         to_switches, by_gpu = 0, Counter[PciAddress]()
         for link in range(_MAX_NVLINKS):
             if not self.ask("nvmlDeviceGetNvLinkState", device, link):
@@ -115,7 +115,7 @@ class Nvml:
         return NvLinks(to_switches, by_gpu, rate)
 
     def can_reach(self, one: Any, other: Any) -> bool | None:
-        """True if each may read and write the other's memory; None: the driver does not say."""
+        """Say whether each may read and write the other's memory; None: not reported."""
         states = [
             self.ask("nvmlDeviceGetP2PStatus", *pair, caps)
             for pair in ((one, other), (other, one))
@@ -126,13 +126,13 @@ class Nvml:
         return None if None in states else True
 
     def node(self, device: Any) -> int | None:
-        """The NUMA node whose memory a GPU is nearest to; None: not reported, or several are."""
+        """Return the NUMA node nearest to a GPU; None: not reported, or several are."""
         words = self.ask("nvmlDeviceGetMemoryAffinity", device, _NODE_WORDS, _AFFINITY_OF_NODE)
         mask = sum(int(word) << 64 * place for place, word in enumerate(words or ()))
         return mask.bit_length() - 1 if mask.bit_count() == 1 else None
 
     def xid_events(self, device: Any) -> Any:
-        """What newest_xid() asks; None where critical errors are not told."""
+        """Register for critical errors; None: not supported."""
         events = self.ask("nvmlEventSetCreate")
         if events is None:
             return None
@@ -144,7 +144,7 @@ class Nvml:
         return events
 
     def newest_xid(self, events: Any) -> int | None:
-        """The newest critical error since the last call; does not wait for one."""
+        """Return the newest critical error since the last call, without waiting."""
         newest = None
         for _ in range(_MAX_EVENTS):
             event = self.ask("nvmlEventSetWait_v2", events, 0)
@@ -154,18 +154,18 @@ class Nvml:
         return newest
 
     def has_gpm(self, device: Any) -> bool:
-        """True if the device measures how busy its parts are."""
+        """Say whether the device measures how busy its parts are."""
         support = self.ask("nvmlGpmQueryDeviceSupport", device)
         return support is not None and bool(support.isSupportedDevice)
 
     def gpm_sample(self, device: Any, instance_id: int | None, sample: Any) -> bool:
-        """Fill a sample for a device or one of its MIG instances; False if that failed."""
+        """Fill a sample for a device or one of its MIG instances; False: it failed."""
         if instance_id is None:
             return self.ask("nvmlGpmSampleGet", device, sample) is not None
         return self.ask("nvmlGpmMigSampleGet", device, instance_id, sample) is not None
 
     def gpm_metrics(self, first: Any, second: Any, ids: Sequence[int]) -> list[float | None]:
-        """Metrics over the time between two samples, in the order of `ids`."""
+        """Compute metrics over the time between two samples, in the order of `ids`."""
         wanted = self._library.c_nvmlGpmMetricsGet_t()
         wanted.version = self._library.NVML_GPM_METRICS_GET_VERSION
         wanted.numMetrics = len(ids)
@@ -179,7 +179,7 @@ class Nvml:
 
 
 def open_nvml() -> Nvml | None:
-    """The library; None without a driver."""
+    """Open the library; None without a driver."""
     import pynvml
 
     try:

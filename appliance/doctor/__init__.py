@@ -1,1 +1,1 @@
-"""What keeps a machine from serving well, and what a report needs."""
+"""Check this machine for faults, and collect reports."""

@@ -1,10 +1,9 @@
 """Collect a problem report in one file, without prompts, replies or keys.
 
-Owns: the file in the state folder that every process of a daemon writes its stacks to; what goes
-into it, and what is taken out of that.
-Invariant: what cannot be had is said in its place; nothing else is missing for it. Only numbers,
-names and times of requests are in it, from columns that are named here.
-Never: asks the daemon to change anything; needs it to answer, or to run.
+Owns: the contents of the report, and what is removed from them. Invariant: an unavailable part is
+replaced by the reason, and the others are complete. Requests contribute only numbers, names and
+times, from columns that are named here. Never: asks the daemon to change anything; needs it to
+answer, or to run.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from engine.errors import FileError, PenstockError
 NUM_EVENTS = 1000
 NUM_REQUESTS = 200
 RECORDED_S = 600
-"""Of the last frames that were recorded."""
+"""Seconds of recorded frames to include."""
 FOLDER = "penstock-report"
 _LEFT_OUT = ("client_rid", "peer_pid")
-"""Of a row: what a client has written itself, and what helps nobody."""
+"""Columns left out: the client's own text, and a useless one."""
 _KEYS = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{20,}}")
 _SECRETS = ("PENSTOCK_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -52,7 +51,7 @@ def write_bundle(
     findings: Iterable[Finding],
     client: Callable[[], Client],
 ) -> list[str]:
-    """Write the report, for its owner alone; what is in it, and what could not be had.
+    """Write the report, readable only by its owner; return its parts and the missing ones.
 
     Args:
         path: a new file, a gzipped tar.
@@ -61,7 +60,7 @@ def write_bundle(
         client: of the daemon that the command would ask.
 
     Raises:
-        PenstockError: the file is there already, or cannot be written.
+        PenstockError: the file exists already, or cannot be written.
     """
     parts: dict[str, Callable[[], object]] = {
         "versions.json": _versions,
@@ -84,13 +83,13 @@ def write_bundle(
                 archive.addfile(info, io.BytesIO(data))
                 said.append(f"{name}: {problem}" if problem else name)
     except OSError as error:
-        hint = "name a file that is not there yet, in a folder of yours"
+        hint = "name a new file in a folder of yours"
         raise FileError("cannot write", error, where=str(path), hint=hint) from error
     return said
 
 
 def _made(make: Callable[[], object]) -> tuple[bytes, str | None]:
-    """A part; where it could not be had, why."""
+    """Make a part, or explain why it is unavailable."""
     try:
         made = make()
     except (PenstockError, OSError) as error:
@@ -103,7 +102,7 @@ def _made(make: Callable[[], object]) -> tuple[bytes, str | None]:
 
 
 def _without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Nothing here quotes a key; an error message or a path still might."""
+    """Remove keys that an error message or a path might quote."""
     for name in _SECRETS:
         if value := environ.get(name):
             text = text.replace(value, f"[{name}]")
@@ -143,7 +142,7 @@ def _requests(settings: dict[str, str | None]) -> list[dict[str, object]]:
 
 
 def _recording(settings: dict[str, str | None]) -> bytes:
-    """The last frames, with their requests and events, as `penstock top --replay` shows them."""
+    """Record the last frames, with their requests and events, for `penstock top --replay`."""
     since = log_time(datetime.now(UTC) - timedelta(seconds=RECORDED_S))
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         path = Path(folder) / "recording"

@@ -1,9 +1,7 @@
 """Check what keeps this machine, or a model, from being served well.
 
-Owns: what `models show` and doctor say of a model that is not here; the checks.
-Invariant: a check changes nothing but for a probe file that it removes; what could not be looked at
-is said, never taken for good.
-Never: starts a worker, imports torch, or raises.
+Owns: the checks. Invariant: a check changes nothing except for a probe file that it removes; what
+cannot be checked is reported, never assumed good. Never: starts a worker, imports torch, or raises.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from engine.profile.product_ways import choose_ways
 from engine.units import part_text, size_text, without_figures
 
 MIN_FREE_BYTES = 1 << 30
-_IF_MEANT = "that is meant if other machines are to use it: mind who can reach it, and who has keys"
+_IF_MEANT = "intended if other machines use it; check which networks reach it and which keys exist"
 
 
 def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
-    """Every finding, in the order in which one would set the machine up.
+    """Yield every finding, in the order in which one would set the machine up.
 
     Args:
         settings: as the flags of serve.
@@ -110,7 +108,7 @@ def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], F
 
 
 def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | PenstockError:
-    """What a start would go by, or what is wrong with it."""
+    """Load the configuration of a start, or return its error."""
     try:
         return config.load_asked(settings)
     except PenstockError as error:
@@ -118,7 +116,7 @@ def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | Pens
 
 
 def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:
-    """The model that a start would serve; None if it cannot be read, which its own check says."""
+    """Open the model of a start; None: unreadable, which its own check reports."""
     from appliance.fleet.boot import model_folder  # half of a second
 
     try:
@@ -128,7 +126,7 @@ def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:
 
 
 def _model_bytes(checkpoint: Checkpoint | None) -> tuple[int | None, int | None]:
-    """Of weights and of a position's KV."""
+    """Return the bytes of the weights and of a position's KV."""
     if checkpoint is None:
         return None, None
     return checkpoint.num_bytes, checkpoint.config.kv_block_bytes(1, "bfloat16")
@@ -148,7 +146,7 @@ def _packages() -> Finding:
 
 
 def _dynamo() -> Finding:
-    """What `penstock worker --dynamo` lacks here, which most machines do not need."""
+    """Check what `penstock worker --dynamo` needs; most machines do not use it."""
     what = runtime.missing()
     if what is None:
         return Finding("dynamo", "ok", f"{runtime.PACKAGE} {runtime.VERSION}")
@@ -159,12 +157,12 @@ def _dynamo() -> Finding:
 
 
 def _kernels(state_dir: Path | None, model: Checkpoint | None = None) -> Finding:
-    """Tell of the kernels, and what the profile in a state folder says of products."""
+    """Check the kernels, and show the profile's products."""
     try:
         kernels, level = load_kernels()
     except ImportError as error:
         return Finding(
-            "kernels", "note", f"torch does their work, several times slower: {error}",
+            "kernels", "note", f"torch replaces them, several times slower: {error}",
             "apt install gcc python3-dev, then pip install --force-reinstall --no-deps -e .",
         )  # fmt: skip
     if level != (best := kernels.supported()[0]):
@@ -176,12 +174,12 @@ def _kernels(state_dir: Path | None, model: Checkpoint | None = None) -> Finding
         chosen = choose_ways(Known.of(state_dir, machine_scope()).profile, level).why
         about += f"; {without_figures(chosen)}" if chosen else ""
     if model is not None and (share := _quantised_ratio(model)) > 0.5:
-        about += f" (this says little of this model: {share:.0%} of its bytes are quantised)"
+        about += f" (says little about this model: {share:.0%} of its bytes are quantised)"
     return Finding("kernels", "ok", about)
 
 
 def _quantised_ratio(model: Checkpoint) -> float:
-    """Bytes of quantised matrices among those of all weights."""
+    """Return the share of quantised matrices in the bytes of all weights."""
     quantised = [tensor for tensor in model.tensors.values() if tensor.is_quantised]
     num_bytes = sum(piece.num_bytes for each in quantised for piece in each.pieces.values())
     return num_bytes / model.num_bytes
@@ -204,13 +202,13 @@ def _devices(devices: Devices) -> Iterator[Finding]:
         yield Finding("power", "ok", "CPU packages report energy")
     else:
         yield Finding(
-            "power", "note", "no CPU package reports energy: what requests use is not shown",
-            "where /sys/class/powercap exists it may be for root only; virtual machines have none",
+            "power", "note", "no CPU package reports energy: requests show none",
+            "/sys/class/powercap may need root; virtual machines have none",
         )  # fmt: skip
 
 
 def _open_files(wanted: int) -> Finding:
-    """The daemon raises the soft limit itself, so that the hard one counts."""
+    """Check the hard limit of open files; the daemon raises the soft one itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, fit = f"{hard} open files allowed", max_connections(wanted, hard)
     if fit < wanted:
@@ -222,7 +220,7 @@ def _open_files(wanted: int) -> Finding:
 def _open_daemon(
     state: dict[str, Any] | PenstockError, client: Callable[[], Client]
 ) -> Finding | None:
-    """That the daemon that runs is open to the network, by what it said at its start."""
+    """Report if the running daemon said at its start that it is open to the network."""
     if isinstance(state, PenstockError):
         return None
     began = datetime.fromisoformat(state["at"]) - timedelta(seconds=state["uptime_s"] + 1)
@@ -230,14 +228,14 @@ def _open_daemon(
     try:
         events = client().get("/v1/penstock/events", query)["data"]
     except PenstockError as error:
-        about = f"whether the daemon is open to the network could not be asked: {error}"
+        about = f"could not ask whether the daemon is open to the network: {error}"
         return Finding("network", "note", about, error.hint)
     said = [event["message"] for event in events if event["code"] == OPEN_CODE]
     return Finding("network", "note", f"the daemon: {said[0]}", _IF_MEANT) if said else None
 
 
 def _network(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
-    """Who can reach what the settings name on TCP, and what they must show."""
+    """Check the configured TCP address and its access rules."""
     policy = AccessPolicy.from_config(found)
     assert found.listen is not None
     where = TcpAddress(*found.listen, is_tls=policy.tls is not None)
@@ -253,7 +251,7 @@ def _network(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -
 def _whose(
     folder: Path, state: dict[str, Any] | PenstockError, client: Callable[[], Client]
 ) -> str:
-    """Words for a state folder that is not seen to be that of the daemon that runs."""
+    """Say whose state folder it is, unless it is known to be the running daemon's."""
     if isinstance(state, PenstockError):
         return ""
     address, other = client().address, paths.socket_of(folder)
@@ -269,7 +267,7 @@ def _model(found: config.ServeConfig) -> Finding:
     from appliance.fleet import boot  # half of a second
 
     if isinstance(found.model, HubName) and boot.is_to_be_fetched(found.model):
-        hint = "serve downloads it first, or penstock pull does"
+        hint = "penstock serve or penstock pull downloads it"
         return Finding("model", "note", in_a_sentence(found.model), hint)
     placed, folder = boot.place(found), boot.model_folder(found.model)
     about, dram = boot.check_plan(found, placed)[0], boot.dram_forecast(found, placed)
@@ -281,10 +279,10 @@ def _model(found: config.ServeConfig) -> Finding:
 
 
 def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
-    """What the daemon that runs serves, and that a start would serve another, if it would.
+    """Compare the model that the running daemon serves with the configured one.
 
     Raises:
-        ConfigError: a start would fail; memory is the daemon's now, and not looked at.
+        ConfigError: a start would fail; the memory, now the daemon's, is not checked.
     """
     from appliance.fleet.boot import check_files, is_to_be_fetched
 
@@ -305,7 +303,7 @@ def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
 
 def _state_dir(folder: Path) -> Finding:
     parent = next(path for path in (folder, *folder.parents) if path.exists())
-    hint = "name another with --state-dir, or make it yours"
+    hint = "choose another with --state-dir, or change its owner"
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return Finding("state", "bad", f"{folder}: {parent} takes no new files", hint)
     if parent == folder:
@@ -329,13 +327,13 @@ def _log(path: Path) -> Finding:
     about = f"{path}: sound, {rows['requests']:,} requests"
     if kept := log_file.damaged_logs(path):
         names = ", ".join(each.name for each in kept)
-        hint = "`sqlite3 FILE .dump` writes out what can be read; delete it when nobody needs it"
+        hint = "`sqlite3 FILE .dump` saves the readable rows; then delete the file"
         return Finding("log", "note", f"{about}; a damaged one before it is kept: {names}", hint)
     return Finding("log", "ok", about)
 
 
 def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
-    """Of the daemon that runs, or as these settings would have it."""
+    """Check the SSD cache of the running daemon, or of the settings."""
     from appliance.fleet.ssd_cache import HINT, allowance
     from engine.offload.files import slab_bytes
 
@@ -346,11 +344,11 @@ def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Fi
     allowed = allowance(folder, found.ssd_cache)
     if isinstance(allowed, str):
         if found.ssd_cache == "off":
-            return Finding("ssd", "ok", "no SSD cache, as the settings say")
+            return Finding("ssd", "ok", "SSD cache: off by the settings")
         return Finding("ssd", "note", f"no SSD cache: {allowed}", HINT)
     used = f"{part_text(slab_bytes(folder), allowed.cap_bytes)} used"
     if allowed.words:
-        hint = "ask for less with --ssd-cache, or name another disk: --ssd-dir"
+        hint = "choose a smaller --ssd-cache, or another disk with --ssd-dir"
         return Finding("ssd", "note", f"{folder}: {used}; {allowed.words}", hint)
     return Finding("ssd", "ok", f"{folder}: {used}")
 
@@ -360,11 +358,11 @@ def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
     match ssd["state"]:
         case "on":
             used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} of KV used"
-            way = "; to and from GPUs by way of the host's memory, unproven" if has_gpus else ""
+            way = "; to and from GPUs through host memory, unproven" if has_gpus else ""
             if others := sum((ssd.get("other_models") or {}).values()):
                 way = f"; {size_text(others)} of other models are kept{way}"
             if limit := ssd.get("limit"):
-                hint = "make room on that disk, or name another: --ssd-dir"
+                hint = "free space on that disk, or choose another with --ssd-dir"
                 return Finding("ssd", "note", f"{ssd['folder']}: {used}; {limit}{way}", hint)
             return Finding("ssd", "ok", f"{ssd['folder']}: {used} by the daemon{way}")
         case "down":
@@ -372,13 +370,13 @@ def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
             return Finding("ssd", "note", f"{about}: {ssd['reason']}", hint)
         case "failed":
             about = f"{about}: {ssd['reason']}"
-            return Finding("ssd", "note", about, "mend that, and start the daemon again")
+            return Finding("ssd", "note", about, "correct that and restart the daemon")
         case _:
             return Finding("ssd", "ok", f"{about}: {ssd['reason']}")
 
 
 def _state(client: Callable[[], Client]) -> dict[str, Any] | PenstockError:
-    """The daemon's frame, or why there is none."""
+    """Fetch the daemon's frame, or return the error."""
     try:
         state: dict[str, Any] = client().get("/v1/penstock/state")
     except PenstockError as error:
@@ -387,7 +385,7 @@ def _state(client: Callable[[], Client]) -> dict[str, Any] | PenstockError:
 
 
 def _elsewhere(client: Callable[[], Client]) -> Finding | None:
-    """Whose the other findings are, where the daemon that is asked is another machine's."""
+    """Note if the daemon is on another machine, unlike the other findings."""
     try:
         address = client().address
     except PenstockError:
@@ -395,16 +393,16 @@ def _elsewhere(client: Callable[[], Client]) -> Finding | None:
     if is_of_this_machine(address):
         return None
     about = f"the daemon is asked at {address}; what is not said of it is of this machine"
-    return Finding("machine", "note", about, "run penstock doctor there for the other's")
+    return Finding("machine", "note", about, "run penstock doctor on that machine for its facts")
 
 
 def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
-    """What `status` shows as wrong now."""
+    """List the raised alerts, as `status` does."""
     for alert in [] if isinstance(state, PenstockError) else state.get("alerts", []):
         about = f"{alert['code']} since {alert['since']}: {alert['message']}"
-        hint = "penstock events says what came before"
+        hint = "see penstock events for what came before"
         if alert["code"] == "link.down":
-            hint = "it is tried again when its first worker starts; the kernel log may say more"
+            hint = "it retries when a worker starts; see also the kernel log"
         yield Finding("alert", "note", about, hint)
 
 
@@ -416,6 +414,6 @@ def _daemon(state: dict[str, Any] | PenstockError) -> Finding:
     if state["state"] != "ready":
         verdict = "bad" if state["state"] == "degraded" else "note"  # as `status` grades it
         found = f"{found}; {state['state_reason']}"
-        return Finding("daemon", verdict, found, "penstock events says more")
+        return Finding("daemon", verdict, found, "see penstock events")
     quantised = "".join(f"; {state[name]}" for name in ("weights", "kv") if state.get(name))
     return Finding("daemon", "ok", found + quantised)

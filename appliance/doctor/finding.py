@@ -1,8 +1,7 @@
 """Describe one finding of doctor.
 
-Owns: the record.
-Invariant: what is not good has a hint, a command where there is one.
-Never: looks at anything itself.
+Owns: the record. Invariant: a finding that is not ok has a hint, with a command if possible. Never:
+checks anything itself.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     verdict: str
-    """`ok`; `note`: it serves, slower or with less to show; `bad`: it does not serve."""
+    """`ok`; `note`: it serves, but slower or with less information; `bad`: it does not serve."""
     found: str
     hint: str = ""

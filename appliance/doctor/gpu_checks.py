@@ -1,9 +1,8 @@
-"""Check what would fail at the first run on a GPU, with commands that mend it.
+"""Check what would fail at the first run on a GPU, with commands that correct it.
 
-Owns: the record; the record of a machine with GPUs, how it is taken, and the checks over it.
-Invariant: checks look at the record alone, so that any machine can be looked at anywhere; what the
-driver does not say is not taken for bad.
-Never: makes a CUDA context, changes anything.
+Owns: the record of a machine with GPUs, how it is read, and the checks of it. Invariant: checks
+read the record alone, so that any machine can be checked anywhere; an unreported value is not
+assumed bad. Never: makes a CUDA context, changes anything.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _PROFILE = re.compile(r"MIG (\d)g\.(\d+)gb")
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A size of MIG instance, as NVIDIA names and divides it."""
+    """A size of MIG instance in NVIDIA's terms."""
 
     num_slices: int
-    """Of seven, of the processors."""
+    """Sevenths of the processors."""
     num_eighths: int
-    """Of the memory."""
+    """Eighths of the memory."""
     most: int
-    """Instances of it on one GPU."""
+    """Maximum instances of it on one GPU."""
 
     def named(self, gpu_memory_bytes: int) -> str:
-        """As `nvidia-smi mig` has it: by its part of the size under which the GPU is sold."""
+        """Return the name in `nvidia-smi mig`, by its part of the GPU's nominal memory."""
         gib = gpu_memory_bytes / 2**30
         sold = next((size for size in _SIZES if size >= gib), math.ceil(gib))
         return f"{self.num_slices}g.{math.floor(sold * self.num_eighths / 8 + 0.5)}gb"
@@ -59,11 +58,11 @@ class Profile:
 
 
 PROFILES = (Profile(3, 4, 2), Profile(2, 2, 3), Profile(1, 2, 4), Profile(1, 1, 7))
-"""Those of which there can be two, the largest first."""
+"""The profiles with at least two instances, the largest first."""
 
 
 def memory_to_divide(gpus: list[Gpu]) -> int | None:
-    """Bytes of a GPU here that MIG can divide, or has divided; None: there is none."""
+    """Return the bytes of a GPU that MIG can divide; None: no such GPU here."""
     for gpu in gpus:
         found = _PROFILE.search(gpu.model)
         if found is not None:
@@ -78,7 +77,7 @@ def memory_to_divide(gpus: list[Gpu]) -> int | None:
 def layouts(
     gpu_memory_bytes: int, weights_bytes: int, kv_token_bytes: int
 ) -> Iterator[tuple[str, str, bool]]:
-    """Each layout: its profiles, what it means for the model, and whether it is of use."""
+    """Yield each layout: its profiles, its meaning for the model, and whether it is useful."""
     for profile in PROFILES:
         name = f"{profile.most} x {profile.named(gpu_memory_bytes)}"
         memory = profile.bytes_of(gpu_memory_bytes)
@@ -92,35 +91,35 @@ def layouts(
 
 
 _RING_BYTES = 1 << 30
-"""Locked by the shm transport, about."""
+"""Approximate bytes that the shm transport locks."""
 _UVM = Path("/dev/nvidia-uvm")
 _P2P_READ, _P2P_WRITE = 0, 1
-"""Of nvmlGpuP2PCapsIndex_t."""
+"""Values of nvmlGpuP2PCapsIndex_t."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuHost:
-    """A machine with GPUs, as far as a first run depends on it."""
+    """The facts of a machine with GPUs that a first run depends on."""
 
     gpus: list[Gpu]
     torch: str | None
     torch_cuda: tuple[int, int] | None = None
-    """CUDA that torch is built for; None: it is not known."""
+    """The CUDA version that torch is built for; None: unknown."""
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
-    """The newest CUDA that the driver knows."""
+    """The newest CUDA version that the driver supports."""
     triton_fault: str | None = None
     flash_attn_fault: str | None = None
     has_uvm: bool = True
     memlock_bytes: int | None = None
-    """None: unlimited."""
+    """The limit of locked memory; None: unlimited."""
     has_mps: bool = False
     parted: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of GPUs that cannot reach each other's memory."""
 
     @classmethod
     def of_machine(cls) -> GpuHost:
-        """What this machine's GPUs, driver and libraries are."""
+        """Read this machine's GPUs, driver and libraries."""
         nvml = open_nvml()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         cuda = None if nvml is None else nvml.ask("nvmlSystemGetCudaDriverVersion_v2")
@@ -141,7 +140,7 @@ class GpuHost:
 
 
 def _torch_cuda() -> tuple[int, int] | None:
-    """By torch's own version, or by the runtime that was installed with it."""
+    """Find the CUDA version of torch, or of the runtime installed with it."""
     for name in ("torch", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
             version = metadata.version(name)
@@ -174,12 +173,12 @@ def _parted(nvml: Nvml) -> list[tuple[str, str]]:
 def gpu_findings(
     host: GpuHost, weights_bytes: int | None = None, kv_token_bytes: int | None = None
 ) -> Iterator[Finding]:
-    """Everything about GPUs, in the order in which a first run would meet it.
+    """Yield all findings about GPUs, in the order in which a first run would meet them.
 
     Args:
         host: the machine.
-        weights_bytes: of the model to be served, as stored; None: it is not known.
-        kv_token_bytes: of its KV, likewise.
+        weights_bytes: of the model to be served, as stored; None: unknown.
+        kv_token_bytes: of its KV; None: unknown.
     """
     if not host.gpus:
         yield Finding("gpu", "ok", "no NVIDIA driver; it serves on CPU cores")
@@ -208,21 +207,21 @@ def gpu_findings(
 def _layouts(
     host: GpuHost, weights_bytes: int | None, kv_token_bytes: int | None
 ) -> Iterator[Finding]:
-    """What MIG could make of a GPU here, for this model."""
+    """Yield what MIG could make of a GPU here, for this model."""
     memory = memory_to_divide(host.gpus)
     if memory is None or not weights_bytes or not kv_token_bytes:
         return
     found = list(layouts(memory, weights_bytes, kv_token_bytes))
     fitting = "; ".join(f"{name}: {about}" for name, about, is_of_use in found if is_of_use)
     others = "; ".join(f"{name}: {about}" for name, about, is_of_use in found if not is_of_use)
-    suits = f"this model suits {fitting}" if fitting else "no two instances would hold this model"
+    suits = f"this model suits {fitting}" if fitting else "no two instances can hold this model"
     yield Finding("mig layouts", "ok", f"{suits}{f' (not {others})' if others else ''}")
 
 
 def _driver(host: GpuHost) -> Finding:
     driver, built = f"driver {host.driver or 'unknown'}", host.torch_cuda
     if host.driver_cuda is None or built is None:
-        return Finding("driver", "ok", f"{driver}; whether it fits torch is not known")
+        return Finding("driver", "ok", f"{driver}; torch's compatibility is unknown")
     knows = f"{driver} knows CUDA {'.'.join(map(str, host.driver_cuda))}"
     needs = f"torch {host.torch} is built for {'.'.join(map(str, built))}"
     if host.driver_cuda[0] < built[0]:  # within a major version any driver runs any build
@@ -239,7 +238,7 @@ def _uvm(host: GpuHost) -> Finding:
     if host.has_uvm:
         return Finding("uvm", "ok", f"{_UVM} is there")
     return Finding(
-        "uvm", "bad", f"{_UVM} is not there: a worker without privileges cannot start CUDA",
+        "uvm", "bad", f"{_UVM} is missing: an unprivileged worker cannot start CUDA",
         "sudo nvidia-modprobe -u -c 0 (penstock-gpu.service does so; a container needs the device)",
     )  # fmt: skip
 
@@ -258,7 +257,7 @@ def _kernels(host: GpuHost, gpu: Gpu) -> Iterator[Finding]:
         }[host.triton_fault]
         yield Finding(
             "triton", "note",
-            f"{host.triton_fault}: torch does its kernels' work, several times slower", hint,
+            f"{host.triton_fault}: torch replaces its kernels, several times slower", hint,
         )  # fmt: skip
     else:
         yield Finding("triton", "ok", "triton has a C compiler and Python's headers")
@@ -280,12 +279,12 @@ def _memory(gpu: Gpu, weights_bytes: int | None) -> Iterator[Finding]:
     free, needed = gpu.free_bytes, weights_bytes + WORKER_BYTES
     found = f"{part_text(free, gpu.memory_bytes)} free, weights {size_text(weights_bytes)}"
     if weights_bytes >= free:
-        end = "end what else uses it: nvidia-smi --query-compute-apps=pid,used_memory --format=csv"
+        end = "end other processes: nvidia-smi --query-compute-apps=pid,used_memory --format=csv"
         hint = end if needed < gpu.memory_bytes else "serve a smaller model, or with --devices cpu"
-        yield Finding("gpu memory", "bad", f"{found}: they do not fit, and the worker ends", hint)
+        yield Finding("gpu memory", "bad", f"{found}: they do not fit, so the worker ends", hint)
     elif needed >= free:
         yield Finding(
-            "gpu memory", "note", f"{found}: little or no room is left for KV",
+            "gpu memory", "note", f"{found}: almost no memory is left for KV",
             "serve a smaller model; nvidia-smi shows what else uses the GPU",
         )  # fmt: skip
     else:
@@ -294,7 +293,7 @@ def _memory(gpu: Gpu, weights_bytes: int | None) -> Iterator[Finding]:
 
 def _memlock(host: GpuHost) -> Finding:
     if host.memlock_bytes is None or host.memlock_bytes >= _RING_BYTES:
-        return Finding("memlock", "ok", "enough memory may be locked")
+        return Finding("memlock", "ok", "the limit of locked memory is high enough")
     return Finding(
         "memlock", "note", f"{size_text(host.memlock_bytes)} may be locked: a staging buffer for "
         "--transport shm may be refused", "ulimit -l unlimited (in a unit: LimitMEMLOCK=infinity)",
@@ -304,7 +303,7 @@ def _memlock(host: GpuHost) -> Finding:
 def _sharing(host: GpuHost, gpu: Gpu) -> Iterator[Finding]:
     if host.has_mps:
         found = (
-            "MPS runs: two workers on a GPU compute at the same time, the one that prefills on "
+            "MPS runs: two workers compute at once on a GPU, prefill on "
             f"{PREFILL_PERCENT} % of its processors"
         )
         yield Finding("mps", "ok", found)
@@ -318,6 +317,8 @@ def _sharing(host: GpuHost, gpu: Gpu) -> Iterator[Finding]:
     if host.parted:
         pairs = ", ".join(f"{one} and {other}" for one, other in host.parted)
         yield Finding(
-            "p2p", "note", f"{pairs} cannot reach each other's memory: blocks would go by way of "
-            "the host", "nvidia-smi topo -p2p r; virtual machines and IOMMUs are the usual cause",
+            "p2p",
+                "note",
+                f"{pairs} cannot reach each other's memory: blocks go through the host",
+                "nvidia-smi topo -p2p r; virtual machines and IOMMUs are the usual cause",
         )  # fmt: skip

@@ -1,8 +1,7 @@
 """Describe a model on the hub and where it would fit, without its weights.
 
-Owns: what `models show` and doctor say of it.
-Invariant: nothing of it stays in the cache.
-Never: downloads weights.
+Owns: the words of `models show` and doctor about it. Invariant: the cache stays unchanged. Never:
+downloads weights.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from engine.units import size_text
 
 
 def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.ServingPlace]:
-    """This machine's memory and GPUs, and GPUs that one thinks of.
+    """List this machine's memory and GPUs, and imagined GPUs.
 
     Args:
         imagined: how many, and bytes of each.
@@ -41,11 +40,11 @@ def places(imagined: Sequence[tuple[int, int]] = ()) -> list[fits.ServingPlace]:
 
 
 def on_hub(name: HubName, where: Sequence[fits.ServingPlace]) -> dict[str, Any]:
-    """What `models show` says of a model that is on the hub.
+    """Describe a model on the hub for `models show`.
 
     Raises:
-        HubError: the hub does not say.
-        CheckpointError: it is nothing that could be served; its hint says what there is.
+        HubError: the hub does not describe it.
+        CheckpointError: it cannot be served; the hint names alternatives.
     """
     repository = hub.look_up(name)
     weights = hub_http.weight_files(repository)
@@ -69,7 +68,7 @@ def on_hub(name: HubName, where: Sequence[fits.ServingPlace]) -> dict[str, Any]:
 
 
 def described(config: ModelConfig, need: fits.MemoryNeed) -> dict[str, Any]:
-    """A model on the hub, in the words of its configuration."""
+    """Describe a model by its configuration."""
     return {
         "family": config.family.name,
         "num_parameters": need.num_parameters,
@@ -81,7 +80,7 @@ def described(config: ModelConfig, need: fits.MemoryNeed) -> dict[str, Any]:
 
 
 def in_a_sentence(name: HubName) -> str:
-    """For doctor: what would come, and whether it fits here."""
+    """Describe the download of a model and whether it fits here, for doctor."""
     about = on_hub(name, places())
     row = about["fits"][-1]
     return (

@@ -1,9 +1,8 @@
 """Show the stacks of the daemon and its workers, even when they hang.
 
-Owns: the file that every process writes its stacks to.
-Invariant: only a process that waits for the signal is sent it; what does not answer is shown as
-the kernel sees it. A stack names functions and lines, never a value.
-Never: ends a process.
+Owns: the file that every process writes its stacks to. Invariant: only a process that waits for the
+signal receives it; a silent process is shown as the kernel sees it. A stack names functions and
+lines, never a value. Never: ends a process.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from engine.errors import PenstockError
 SIGNAL = signal.SIGUSR1
 FILE_NAME = "stacks"
 PATIENCE_S = 2.0
-"""For an answer, which takes milliseconds if it comes."""
+"""Maximum seconds to wait for an answer, which normally takes milliseconds."""
 _SETTLED_S = 0.1
 _POLL_S = 0.02
 
 
 def wait_for_signal(state_dir: Path) -> int:
-    """Write this process's stacks to the file whenever SIGNAL comes; the open file, for workers."""
+    """Write this process's stacks to the file at each SIGNAL; return the open file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     fd = os.open(state_dir / FILE_NAME, flags, 0o600)
     faulthandler.register(SIGNAL, fd, all_threads=True)
@@ -33,9 +32,9 @@ def wait_for_signal(state_dir: Path) -> int:
 
 
 def daemon_pid(state_dir: Path) -> int | None:
-    """The pid of the daemon that has the folder; None if none has."""
+    """Return the pid of the daemon that holds the folder; None: no daemon."""
     try:
-        # what is no file is not waited for
+        # a pipe in its place would block
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as lock:
             pid = int(lock.read(20).split()[0])
@@ -45,7 +44,7 @@ def daemon_pid(state_dir: Path) -> int | None:
 
 
 def stacks(state_dir: Path) -> str:
-    """Stacks of the daemon and of its workers, each beneath its process's name.
+    """Return the stacks of the daemon and of its workers, each under its process's name.
 
     Raises:
         PenstockError: no daemon runs, or its processes are another user's.
@@ -72,13 +71,15 @@ def _stacks_of(pid: int, state_dir: Path) -> str:
         return "it is gone\n"
     except PermissionError as error:
         hint = "run it as the user of the daemon, or as root"
-        raise PenstockError("may not ask for its stacks", where=f"pid {pid}", hint=hint) from error
+        raise PenstockError(
+            "not allowed to ask for its stacks", where=f"pid {pid}", hint=hint
+        ) from error
     said = _answer(path, before)
     return said or f"no answer within {PATIENCE_S:g} s\n{_threads(pid)}"
 
 
 def _answer(path: Path, before: int) -> str:
-    """What is written behind `before`, once nothing more comes."""
+    """Return what is written after `before`, once it stops growing."""
     now = time.monotonic()
     deadline, settled_at, size = now + PATIENCE_S, now + PATIENCE_S, before
     while (now := time.monotonic()) < min(deadline, settled_at):
@@ -91,7 +92,7 @@ def _answer(path: Path, before: int) -> str:
 
 
 def _threads(pid: int) -> str:
-    """What the kernel says of each thread: its name, its state, and where in the kernel it is."""
+    """Describe each thread as the kernel does: its name, its state, its place in the kernel."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         try:
@@ -109,7 +110,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _field(pid: int, name: str) -> str | None:
-    """A line of /proc/PID/status; None if the process is gone."""
+    """Return a line of /proc/PID/status; None: the process has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

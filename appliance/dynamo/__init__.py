@@ -1,1 +1,1 @@
-"""The adapter that makes an appliance a worker of NVIDIA Dynamo: a process beside the daemon."""
+"""Make an appliance a worker of NVIDIA Dynamo, in a process beside the daemon."""

@@ -1,7 +1,7 @@
 """Translate Dynamo's requests into bodies of /v1/completions.
 
-Owns: which of Dynamo's fields cannot be done.
-Never: guesses: what is not done is refused by name.
+Owns: which of Dynamo's fields are supported. Never: guesses: an unsupported field is refused by
+name.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 from appliance.dynamo.served_model import ServedModel
 
 MAX_PROMPTS = 1 << 16
-"""Requests of which is kept how long their prompts are; of the oldest it is forgotten."""
+"""Maximum requests with a remembered prompt length; the oldest is forgotten."""
 
 Json = dict[str, Any]
 
 
 class UnsupportedRequest(Exception):
-    """What was asked cannot be done; the message is for the client."""
+    """The request is unsupported; the message is for the client."""
 
 
 class Prompts:
-    """How long the prompt of each request was when it first came, here or at another worker.
+    """Remember the prompt length of each request when it first came, here or at another worker.
 
-    Whoever takes a dead worker's request gets prompt and output as one prompt: only who knows the
-    prompt's length can tell them apart.
+    The worker that takes over a dead worker's request gets prompt and output as one prompt. Only
+    the prompt's length tells them apart.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class CompletionBody:
-    """A body for the daemon."""
+    """A request body for the daemon."""
 
     body: Json
     num_alternatives: int | None
-    """Log-probabilities that are wanted beside each token's own; None: not even that."""
+    """Alternatives wanted beside each token's log-probability; None: no log-probabilities."""
 
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -70,16 +70,16 @@ _FORMS = ("json", "regex", "choice", "grammar")
 def completion_body(
     request: Json, request_id: str, num_output: int, served: ServedModel
 ) -> CompletionBody:
-    """The body for a request of Dynamo's.
+    """Build the daemon's request for a request of Dynamo's.
 
     Args:
         request: a PreprocessedRequest of 1.6.
-        request_id: the same when it comes again.
-        num_output: of its token ids, how many at the end are output.
+        request_id: stays unchanged when the request comes again.
+        num_output: the number of its token ids, at the end, that are output.
         served: what the daemon serves.
 
     Raises:
-        Refused: it asks for what is not done here.
+        UnsupportedRequest: it asks for something unsupported.
     """
     sampling, stop = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
     options, routing = request.get("output_options") or {}, request.get("routing") or {}
@@ -130,7 +130,7 @@ def _check(request: Json, sampling: Json, options: Json, routing: Json) -> None:
 
 
 def _constraint(guided: Json) -> Json:
-    """The form that an answer must have."""
+    """Build the required form of an answer."""
     if guided.get("structural_tag") is not None:
         raise UnsupportedRequest("`structural_tag` is not supported")
     forms = {name: guided[name] for name in _FORMS if guided.get(name) is not None}
@@ -138,7 +138,7 @@ def _constraint(guided: Json) -> Json:
 
 
 def _stop_ids(request: Json, stop: Json) -> list[int]:
-    """Those that end the output beside the model's own ends."""
+    """Collect the token ids that end the output, besides the model's own."""
     eos = set(request.get("eos_token_ids") or ())
     hidden = (one for one in stop.get("stop_token_ids_hidden") or () if one not in eos)
     asked = (*(stop.get("stop_token_ids") or ()), *(stop.get("stop_token_ids_visible") or ()))
@@ -146,5 +146,5 @@ def _stop_ids(request: Json, stop: Json) -> list[int]:
 
 
 def _seed_of(request_id: str) -> int:
-    """Of a request without a seed: another for each, and the same wherever it goes on."""
+    """Derive a request's seed from its id, so that it continues exactly elsewhere."""
     return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1

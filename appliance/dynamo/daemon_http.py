@@ -1,10 +1,7 @@
 """Call the daemon from Dynamo's adapter: its card, completions, tokens.
 
-Owns: how Dynamo's words become the daemon's, and which of its fields cannot be done; the one
-connection of each request; which ends are answers, which are the client's fault, and which another
-worker can make good.
-Invariant: whatever goes wrong on the way is a LostError; hanging up makes the daemon cancel.
-Never: tries again.
+Owns: the one connection of each request. Invariant: every failure of the connection is a LostError;
+hanging up makes the daemon cancel. Never: tries again.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ CONNECT_S = 5.0
 
 
 class DaemonExchange:
-    """One exchange; use it as a context manager.
+    """Exchange one request and its reply with the daemon; use it as a context manager.
 
     Args:
         socket: of the daemon.
-        silence_s: of a reply that is more than that is taken for a death; None: it may wait.
+        silence_s: maximum silence within a reply; None: unlimited.
     """
 
     def __init__(self, socket: Path, silence_s: float | None = None) -> None:
@@ -55,7 +52,7 @@ class DaemonExchange:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """End it now; whoever reads it gets a LostError."""
+        """End it now; its reader gets a LostError."""
         self._is_hung_up = True
         if self._writer is not None:
             self._writer.transport.abort()
@@ -75,7 +72,7 @@ class DaemonExchange:
         self.status = event.status_code
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """The reply's body, line by line as they come, without empty ones."""
+        """Yield the reply's body line by line, without empty ones."""
         rest = b""
         while isinstance(event := await self._next_event(), h11.Data):
             *lines, rest = (rest + bytes(event.data)).split(b"\n")
@@ -99,21 +96,21 @@ class DaemonExchange:
                     raise LostError("hung up")
                 self._parser.receive_data(data)
         except (OSError, TimeoutError) as error:
-            raise LostError("the daemon is silent or gone") from error
+            raise LostError("the daemon does not answer") from error
         except h11.RemoteProtocolError as error:  # an end inside a reply
-            raise LostError("the daemon went away") from error
+            raise LostError("the connection to the daemon was lost") from error
         if isinstance(event, h11.ConnectionClosed):
-            raise LostError("the daemon went away")
+            raise LostError("the connection to the daemon was lost")
         if not isinstance(event, h11.Event):
-            raise LostError("this is not the daemon")
+            raise LostError("the answer is not the daemon's")
         return event
 
 
 async def get(socket: Path, target: str, silence_s: float = 10.0) -> Any:
-    """GET one answer of the daemon's, decoded.
+    """GET one answer of the daemon, decoded.
 
     Raises:
-        LostError: there is none, or it is a refusal.
+        LostError: no answer, or an error.
     """
     with contextlib.suppress(msgspec.DecodeError):
         async with DaemonExchange(socket, silence_s) as line:

@@ -1,9 +1,7 @@
 """Tell Dynamo's router which blocks the prefix cache holds.
 
-Owns: the blocks that the router has been told of.
-Invariant: the router knows of a block as long as the daemon has it, and of none whose parent it
-does not know.
-Never: reads a socket.
+Owns: the set of announced blocks. Invariant: the router knows of a block as long as the daemon has
+it, and always knows its parent. Never: reads a socket.
 """
 
 from __future__ import annotations
@@ -14,20 +12,20 @@ Json = dict[str, Any]
 
 
 class KvEventPublisher(Protocol):
-    """Where to tell it: Dynamo's, which makes the router's own hashes of the tokens."""
+    """Publish block events to Dynamo, which hashes the tokens for its router."""
 
     def stored(self, token_ids: list[int], block_ids: list[int], parent_id: int | None) -> None:
-        """A row of blocks, each after the one before it, has come."""
+        """Announce new blocks in a row, each the parent of the next."""
 
     def removed(self, block_ids: list[int]) -> None:
-        """Tell the router that these blocks are gone."""
+        """Announce that these blocks are gone."""
 
 
 class KvEvents:
-    """What one daemon's prefix cache holds, told to Dynamo's router as it changes.
+    """Announce the changes of one daemon's prefix cache to Dynamo's router.
 
     Args:
-        publisher: is told.
+        publisher: takes the events.
     """
 
     def __init__(self, publisher: KvEventPublisher) -> None:
@@ -39,7 +37,7 @@ class KvEvents:
         return len(self._known)
 
     def read(self, line: Json) -> None:
-        """One line of the daemon's /v1/penstock/cache."""
+        """Take in one line of the daemon's /v1/penstock/cache."""
         if line.get("cleared"):
             self.forget_all()
         self._stored(line.get("stored") or [])
@@ -49,13 +47,13 @@ class KvEvents:
             self._publisher.removed(gone)
 
     def forget_all(self) -> None:
-        """The daemon is gone, or begins anew: the router is to know nothing of it."""
+        """Withdraw all blocks: the daemon has ended or restarts."""
         if self._known:
             self._publisher.removed(list(reversed(self._known)))
             self._known.clear()
 
     def _stored(self, blocks: list[Json]) -> None:
-        """Rows of blocks that follow each other are told together."""
+        """Announce new blocks; blocks in a row are announced together."""
         row: list[Json] = []
         for block in blocks:
             if row and block["parent"] != row[-1]["id"]:

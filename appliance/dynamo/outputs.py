@@ -1,8 +1,7 @@
 """Read the daemon's streamed outputs as Dynamo wants them.
 
-Owns: which ends another worker can make good.
-Invariant: every token id that came is told once, in order.
-Never: reads a socket.
+Owns: which failures another worker can take over. Invariant: every token id is passed on once, in
+order. Never: reads a socket.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ _ENDS = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "can
 
 
 class LostError(Exception):
-    """The daemon cannot go on with this; another worker can."""
+    """The daemon cannot continue this request; another worker can."""
 
 
 def output_of(line: bytes) -> Json | None:
-    """The output in a line of the stream; None: it has none.
+    """Decode the output in a line of the stream; None: no output.
 
     Raises:
-        Refused: the daemon found that what was asked cannot be done.
+        UnsupportedRequest: the daemon does not support the request.
         LostError: the daemon failed, or ends.
     """
     if not line.startswith(_DATA):
@@ -49,11 +48,11 @@ def output_of(line: bytes) -> Json | None:
 
 
 def raise_error(error: Json) -> None:
-    """What an error object of the daemon's means for whoever asked.
+    """Raise the exception for an error object of the daemon.
 
     Raises:
-        Refused: the client can mend it.
-        LostError: nobody but another worker can.
+        UnsupportedRequest: the client can correct it.
+        LostError: another worker may serve it.
     """
     message = str(error.get("message") or "the daemon failed")
     if error.get("type") in ("invalid_request_error", "not_found_error"):
@@ -62,7 +61,7 @@ def raise_error(error: Json) -> None:
 
 
 def _logprobs(columns: Json) -> Json:
-    """Each token's own, and those of the likeliest at its place, the likeliest first."""
+    """Return each token's log-probability, and its alternatives, the likeliest first."""
     told: Json = {"log_probs": columns["token_logprobs"]}
     if any(columns.get("top_logprobs") or ()):
         told["top_logprobs"] = [_ranked(place or {}) for place in columns["top_logprobs"]]

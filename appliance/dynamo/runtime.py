@@ -1,8 +1,7 @@
 """Wrap the parts of Dynamo 1.6 that the adapter needs.
 
-Owns: the names in Dynamo, the forms of its calls, and its errors.
-Invariant: none of its types leaves this file.
-Never: speaks to the daemon.
+Owns: the names in Dynamo, the forms of its calls, and its errors. Invariant: its types stay in this
+file. Never: speaks to the daemon.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ log = logging.getLogger("penstock.dynamo")
 
 
 class DynamoNames(NamedTuple):
-    """Where it is in Dynamo, and how its parts find each other."""
+    """The adapter's names in Dynamo, and the discovery backend."""
 
     namespace: str = "penstock"
     component: str = "worker"
@@ -40,11 +39,11 @@ class DynamoNames(NamedTuple):
     discovery: str = "file"
     """`file` (a folder, DYN_FILE_KV), `etcd` or `kubernetes`."""
     model_name: str | None = None
-    """What clients call the model; None: as the daemon does."""
+    """The model's name for clients; None: the daemon's."""
 
 
 def missing() -> str | None:
-    """What is not here that the adapter needs; None: all of it is."""
+    """Name the package that the adapter lacks; None: complete."""
     try:
         found = metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -55,10 +54,10 @@ def missing() -> str | None:
 
 
 class DynamoRuntime:
-    """The adapter's registration with Dynamo: its endpoint, its KV events, its load.
+    """Register the adapter with Dynamo: its endpoint, its KV events, its load.
 
     Raises:
-        ConfigError: its wheels are not there, or others.
+        ConfigError: its wheels are missing or of another version.
     """
 
     def __init__(self, names: DynamoNames) -> None:
@@ -78,7 +77,7 @@ class DynamoRuntime:
         self._events: Any = None
         self._metrics: Any = None
         self.adapter: Adapter
-        """Serves what comes; set before register()."""
+        """Serves the requests; set before register()."""
 
     async def register(self, served: ServedModel) -> None:
         """Tell frontends of the model, and serve requests from now on."""
@@ -112,11 +111,11 @@ class DynamoRuntime:
         self._tasks.append(asyncio.ensure_future(self._endpoint.serve_endpoint(self._generate)))
 
     async def join(self) -> None:
-        """The router may choose it."""
+        """Let the router choose this worker."""
         await self._endpoint.register_endpoint_instance()
 
     async def leave(self) -> None:
-        """The router may not choose it any more."""
+        """Stop the router from choosing this worker."""
         await self._endpoint.unregister_endpoint_instance()
 
     async def tell_peers(self, request_id: str, num_tokens: int) -> None:
@@ -132,12 +131,12 @@ class DynamoRuntime:
             self._metrics.publish(None, used_blocks, used_blocks)
 
     def stored(self, token_ids: list[int], block_ids: list[int], parent_id: int | None) -> None:
-        """A row of blocks, each after the one before it, has come."""
+        """Announce new blocks in a row, each the parent of the next."""
         sizes = [self._block_size] * len(block_ids)
         self._events.publish_stored(token_ids, sizes, block_ids, parent_id)
 
     def removed(self, block_ids: list[int]) -> None:
-        """Tell Dynamo's router that these blocks are gone."""
+        """Announce that these blocks are gone."""
         self._events.publish_removed(block_ids)
 
     def close(self) -> None:
@@ -145,7 +144,7 @@ class DynamoRuntime:
         self._runtime.shutdown()
 
     async def _tell(self, peer: int, told: Json) -> None:
-        # who is gone meanwhile will not take the request over
+        # an adapter that ended meanwhile will not take the request over
         with contextlib.suppress(Exception):
             async for _ in await self._client.direct(told, peer):
                 pass
@@ -162,18 +161,18 @@ class DynamoRuntime:
             raise self._errors.InvalidArgument(str(refusal)) from refusal
         except LostError as error:
             if context.is_stopped():
-                return  # nobody waits for it
+                return  # the client has left
             raise self._errors.Disconnected(str(error)) from error
 
 
 class _RequestContext:
-    """Dynamo's context."""
+    """Dynamo's context of one request."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
 
     def id(self) -> str:
-        """The request's, wherever it goes."""
+        """Return the request's id, which stays unchanged when it moves."""
         return str(self._context.id())
 
     def on_stop(self, call: Callable[[], None]) -> Callable[[], None]:

@@ -1,10 +1,7 @@
 """Describe to Dynamo what a daemon serves.
 
-Owns: the names of parsers in Dynamo's words.
-Invariant: a request that comes again after a death goes on exactly: its seed, penalties, minimum
-and grammar follow all of the output, however much of that stands in its prompt by now.
-Invariant: two that are equal need one registration.
-Never: asks the daemon.
+Owns: Dynamo's names of parsers. Invariant: equal descriptions need one registration. Never: asks
+the daemon.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ TOOL_PARSERS = {
     "glm": "glm45",
     "gemma": "gemma4",
 }
-"""Our formats of tool calls, by the names of Dynamo's parsers; others it has none for."""
+"""Dynamo's parsers by our formats of tool calls; other formats have none."""
 REASONING_PARSERS = {
     "think": "qwen3",
     "mistral": "mistral",
@@ -44,21 +41,21 @@ class ServedModel:
 
     model_id: str
     folder: Path
-    """With its config.json, tokenizer and chat template, which the frontend reads."""
+    """The folder with config.json, tokenizer and chat template, which the frontend reads."""
     max_model_len: int
     block_size: int
     num_blocks: int
-    """Of all pools together."""
+    """Blocks of all pools together."""
     tool_parser: str | None = None
-    """Dynamo's names; None: the model writes no calls that it could read."""
+    """Dynamo's parser of tool calls; None: none fits."""
     reasoning_parser: str | None = None
 
 
 def served_model(models: dict[str, Any], frame: dict[str, Any]) -> ServedModel:
-    """Read /v1/models and a frame.
+    """Describe the model from /v1/models and a frame.
 
     Raises:
-        ConfigError: the model is of a kind that Dynamo's frontend cannot read.
+        ConfigError: Dynamo's frontend cannot read this kind of model.
     """
     model = models["data"][0]
     folder = Path(model["root"])
@@ -66,7 +63,7 @@ def served_model(models: dict[str, Any], frame: dict[str, Any]) -> ServedModel:
         raise ConfigError(
             "Dynamo's frontend needs a folder with tokenizer.json and config.json",
             where=str(folder),
-            hint="serve the model as safetensors in Hugging Face's form instead of a GGUF file",
+            hint="serve the model as safetensors in Hugging Face format instead of GGUF",
         )
     pools = [pool for pool in frame["pools"] if pool["name"] != "ring"]
     tools, reasoning = _parsers(folder, model["tool_parser"], model["reasoning_parser"])
@@ -82,13 +79,13 @@ def served_model(models: dict[str, Any], frame: dict[str, Any]) -> ServedModel:
 
 
 def used_blocks(frame: dict[str, Any]) -> int:
-    """Blocks that new work cannot have."""
+    """Count the blocks that new work cannot have."""
     pools = [pool for pool in frame["pools"] if pool["name"] != "ring"]
     return sum(pool["num_blocks"] - pool["free"] - pool["cached"] for pool in pools)
 
 
 def _parsers(folder: Path, tools: str, reasoning: str) -> tuple[str | None, str | None]:
-    """Dynamo's names for how the model writes calls and reasoning."""
+    """Return Dynamo's parsers for tool calls and reasoning."""
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.chat_template is None:
         return None, None

@@ -1,10 +1,9 @@
 """Join a Dynamo cluster as a worker, through the daemon's own socket.
 
-Owns: which blocks the router has been told of; whether the router may choose this appliance, and
-the replies under way.
-Invariant: who asked gets every token once; what another worker can make good is never an answer.
-While the daemon drains, is gone or silent the router does not know of it.
-Never: keeps a request that the daemon has lost; speaks to Dynamo but through its Plane.
+Owns: the registration with the router, and the running replies. Invariant: a client gets every
+token once, also when a request continues at another worker after a failure. While the daemon
+drains, is down or silent, the router does not choose it. Never: keeps a request that the daemon has
+lost; speaks to Dynamo except through its Runtime.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from appliance.dynamo.served_model import ServedModel, served_model, used_blocks
 from engine.errors import PenstockError
 
 SILENCE_S = 5.0
-"""Without a frame, of which one comes each second: the daemon hangs, or was stopped."""
+"""Maximum seconds without a frame; they come each second."""
 RETRY_S = 0.5
 LEAVE_S = 1.0
-"""From leaving the router until it has heard of it."""
+"""Seconds until the router has noticed that this worker left."""
 PEERS_S = 1.0
-"""For other adapters to note a prompt; who takes longer is not waited for."""
+"""Maximum seconds to wait for other adapters to note a prompt."""
 
 log = logging.getLogger("penstock.dynamo")
 
@@ -40,23 +39,23 @@ class RequestContext(Protocol):
     """Dynamo's context of one request: its id, and whether it was cancelled."""
 
     def id(self) -> str:
-        """The request's id: the same when it comes again, here or elsewhere."""
+        """Return the request's id, which stays unchanged when it comes again."""
 
     def on_stop(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call something when it does not want the answer any more; returns what undoes that."""
+        """Call something when the request is cancelled; return a function that undoes this."""
 
 
 class Runtime(KvEventPublisher, Protocol):
-    """What the adapter needs of Dynamo."""
+    """The parts of Dynamo that the adapter needs."""
 
     async def register(self, served: ServedModel) -> None:
         """Tell frontends of the model, and serve requests from now on."""
 
     async def join(self) -> None:
-        """The router may choose it."""
+        """Let the router choose this worker."""
 
     async def leave(self) -> None:
-        """The router may not choose it any more."""
+        """Stop the router from choosing this worker."""
 
     async def tell_peers(self, request_id: str, num_tokens: int) -> None:
         """Let other adapters know how long a request's prompt is."""
@@ -66,7 +65,7 @@ class Runtime(KvEventPublisher, Protocol):
 
 
 class Adapter:
-    """Serves Dynamo's requests with one daemon.
+    """Serve Dynamo's requests with one daemon.
 
     Args:
         socket: of the daemon.
@@ -88,10 +87,10 @@ class Adapter:
     # The daemon's state
 
     async def run(self) -> None:
-        """Follow the daemon, through any number of its lives, until end() is called.
+        """Follow the daemon through its restarts until end() is called.
 
         Raises:
-            PenstockError: it serves what cannot be told to Dynamo, or another model than before.
+            PenstockError: the model cannot be announced to Dynamo, or has changed.
         """
         following = asyncio.create_task(self._follow())
         ended = asyncio.create_task(self._ended.wait())
@@ -103,11 +102,11 @@ class Adapter:
         await self._leave("told to end")
 
     def end(self) -> None:
-        """Leave the router; replies under way go on."""
+        """Leave the router; running replies continue."""
         self._ended.set()
 
     async def drained(self, limit_s: float) -> bool:
-        """Wait for the replies under way; False if some are left after so long."""
+        """Wait for the running replies; False: some are left after this time."""
         await asyncio.sleep(LEAVE_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), limit_s)
@@ -153,8 +152,8 @@ class Adapter:
             self._served = served
         elif served != self._served:
             raise PenstockError(
-                f"the daemon serves {served.model_id} otherwise than before, or another model",
-                hint="start the adapter again: it tells Dynamo of one model",
+                f"the daemon now serves {served.model_id} with other settings, or another model",
+                hint="restart the adapter: it announces one model to Dynamo",
             )
         if not self._is_joined:
             self._is_joined = True
@@ -168,10 +167,10 @@ class Adapter:
             log.info("left the router: %s", why)
 
     async def _lost(self, why: str) -> None:
-        """The daemon is gone: its replies go on elsewhere, and nothing is cached.
+        """Hand the replies of a lost daemon to other workers, and withdraw its blocks.
 
-        What comes meanwhile is sent elsewhere, too. Only then it leaves: a router that is choosing
-        it at that moment would wait for an answer that nobody gives.
+        New requests are handed on, too. Only then the worker leaves: a router that is choosing it
+        at that moment would otherwise get no answer.
         """
         for line in list(self._open):
             line.hang_up()
@@ -197,15 +196,15 @@ class Adapter:
     # Requests
 
     def peer_told(self, request_id: str, num_tokens: int) -> None:
-        """Another adapter has got a request, whose prompt is so long."""
+        """Note the prompt length of a request that another adapter got."""
         self.prompts.came(request_id, num_tokens)
 
     async def generate(self, request: Json, asker: RequestContext) -> AsyncIterator[Json]:
-        """Outputs for one request, the last with a finish reason.
+        """Yield a request's outputs, the last with a finish reason.
 
         Raises:
-            Refused: its client can mend it.
-            LostError: another worker can.
+            UnsupportedRequest: its client can correct it.
+            LostError: another worker can serve it.
         """
         request_id, num_tokens = asker.id(), len(request["token_ids"])
         is_new = self.prompts.came(request_id, num_tokens)
@@ -238,7 +237,7 @@ class Adapter:
                     else:
                         yield output
                 if last is None:
-                    raise LostError("the daemon broke off its reply")
+                    raise LostError("the daemon's reply was cut off")
                 yield last
         finally:
             self._open.discard(line)
@@ -249,12 +248,12 @@ class Adapter:
                 telling.cancel()
 
     def _asked(self, request: Json, request_id: str) -> CompletionBody:
-        """What the daemon is asked, where it stands."""
+        """Build the daemon's request for a new or continued one."""
         if self._served is None:
-            raise LostError("the daemon is not there yet")
+            raise LostError("the daemon does not answer yet")
         num_output = self.prompts.num_output(request_id, len(request["token_ids"]))
         if num_output:
-            log.info("%s goes on here after %d tokens", request_id, num_output)
+            log.info("%s continues here after %d tokens", request_id, num_output)
         return completion_body(request, request_id, num_output, self._served)
 
     async def _tell_peers(self, request_id: str, num_tokens: int) -> None:
@@ -262,4 +261,6 @@ class Adapter:
             async with asyncio.timeout(PEERS_S):
                 await self._plane.tell_peers(request_id, num_tokens)
         except TimeoutError:
-            log.warning("another adapter does not answer: a death now may not be gone on exactly")
+            log.warning(
+                "another adapter does not answer: a failure now may not be continued exactly"
+            )

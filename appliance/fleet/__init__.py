@@ -1,1 +1,1 @@
-"""Workers: where each is put, started, watched over and replaced."""
+"""Place, start, watch and restart the workers."""

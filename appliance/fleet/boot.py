@@ -58,12 +58,12 @@ from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
 
 log = logging.getLogger("penstock")
 
-STARTER_NOTE = "starter model: it looks up facts in a document, and knows nothing else"
+STARTER_NOTE = "starter model: finds facts in a document, knows nothing else"
 
 
 @dataclass(frozen=True, slots=True)
 class BootPlan:
-    """What the daemon will serve, with what, where."""
+    """The model, workers and memory that the daemon will serve with."""
 
     model_id: str
     """The hub's name of the model, or its folder's."""
@@ -72,53 +72,53 @@ class BootPlan:
     dtype: str
     placement: Placement
     roles: str
-    """Those to start with."""
+    """The roles at start."""
     workers: list[tuple[WorkerPlan, Setup]]
     inherited_fds: list[int]
     arena: PoolSpec | None = None
-    """Below the pools, in the host's memory; None: there is none."""
+    """The DRAM cache and staging memory below the pools; None: not used."""
     num_staging: int = 0
-    """Blocks at the end of it, by way of which the disk reaches pools on GPUs; 0: it needs none."""
+    """Blocks at the arena's end that move KV between GPU pools and disk; 0: not needed."""
     aliases: tuple[str, ...] = ()
     """Other names of the model."""
     default_max_tokens: int | None = None
-    """Most output tokens of a chat that names no limit; None: the room left."""
+    """Maximum output tokens of a chat that sets no limit; None: the context left."""
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
-    """How the model writes calls and reasoning, as the settings say."""
+    """The format of tool calls and reasoning, from the settings."""
     others: Mapping[str, ModelFacts | None] = field(default_factory=dict)
-    """Models that a request may name, which are swapped in then."""
+    """Models that a request may name; they are swapped in on demand."""
     weights: str = "stored"
     """What matrices are quantised to at start; `stored`: nothing."""
     weights_words: str = ""
-    """What the weights are in memory, where that is not what the files have."""
+    """A description of the weights in memory, where they differ from the files."""
     kv_dtype: str = "auto"
-    """Of the pools, as the settings say."""
+    """The KV dtype of the pools, from the settings."""
     choices: tuple[str, ...] = ()
-    """What was chosen for this machine by its profile, and the figures."""
+    """What the machine's profile chose, with the figures."""
     product_ways: str = ""
-    """How products are computed, where that changes what a block holds; empty: exactly."""
+    """How products are computed, if that changes the bytes of a block; empty: exactly."""
     known: Known | None = None
-    """What steps of the model take here; None: nothing is kept."""
+    """Measured step times of the model; None: nothing is stored."""
     step_sizes: tuple[int, ...] = ()
-    """Of prompts' steps that may be chosen, the default first."""
+    """Step sizes to choose from for prompts, the default first."""
 
     def close(self) -> None:
-        """Give back what its workers were to share: they have ended, or never began."""
+        """Close the shared memory; the workers have ended or never began."""
         for fd in self.inherited_fds:
             os.close(fd)
 
 
 def lock_state_dir(state_dir: Path, socket: Path) -> int:
-    """Take the state directory for this daemon; the lock lives as long as the returned fd.
+    """Lock the state directory for this daemon; the lock lives as long as the returned fd.
 
     Args:
-        state_dir: what is taken.
-        socket: where this daemon will be found; for whoever comes second.
+        state_dir: the directory to lock.
+        socket: this daemon's socket, written into the lock for a second daemon's error.
 
     Raises:
-        AlreadyRunning: another daemon has it.
-        ConfigError: it cannot be made or written.
+        AlreadyRunning: another daemon holds the lock.
+        ConfigError: the directory cannot be made or written.
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
@@ -133,7 +133,7 @@ def lock_state_dir(state_dir: Path, socket: Path) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise ConfigError(
-            "lock is no file of ours there",
+            "its lock file is not ours",
             where=str(state_dir),
             hint="remove it, or choose another with --state-dir",
         )
@@ -154,16 +154,16 @@ def lock_state_dir(state_dir: Path, socket: Path) -> int:
 
 
 class PlacedModel(NamedTuple):
-    """A model that can be served here, and where; nothing has been made or timed for it yet."""
+    """A model that can be served here and its placement; nothing is made or timed yet."""
 
     model_id: str
     """The hub's name of the model, or its folder's."""
     checkpoint: Checkpoint
     dtype: str
-    """To serve it in."""
+    """The serving dtype."""
     placement: Placement
     num_arena_blocks: int
-    """Of a DRAM cache; 0: there is none."""
+    """Blocks of the DRAM cache; 0: no cache."""
 
 
 def place(config: ServeConfig) -> PlacedModel:
@@ -205,20 +205,20 @@ def place(config: ServeConfig) -> PlacedModel:
 
 
 def _model_id(config: ServeConfig, folder: Path) -> str:
-    """The name of the model for clients, which no other may have."""
+    """Return the model's name for clients; raise if another model has it."""
     model_id = model_name(config.model if isinstance(config.model, HubName) else folder)
     if model_id in config.models:
-        what = "the model that is served first has this name, too"
+        what = "the model served first has this name, too"
         raise ConfigError(what, where=f"models.{model_id}", hint="give it another")
     return model_id
 
 
 def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPlan:
-    """Time what is chosen by its speed, and make the memory that workers share.
+    """Time the choices that depend on speed, and make the memory that workers share.
 
     Args:
         config: the settings.
-        placed: what place() has said of them; None: it is asked.
+        placed: the result of place(); None: place() is called.
 
     Raises:
         ConfigError: as place().
@@ -279,7 +279,7 @@ def _keep(known: Known) -> None:
     try:
         known.save()
     except ProfileUnusable as error:
-        log.warning("the profile is not kept: %s", error)
+        log.warning("the profile cannot be saved: %s", error)
 
 
 def _with_prompt_steps(
@@ -288,12 +288,12 @@ def _with_prompt_steps(
     """Choose how many prompt tokens a step computes, and whether prompts borrow cores.
 
     Args:
-        placement: of workers; on GPUs each finds out itself.
-        config: the model's shape: an expert gets but a few tokens of a step.
-        profile: what steps took here.
+        placement: of workers; a worker on a GPU measures its own step size.
+        config: the model's shape; each expert gets only a few tokens of a step.
+        profile: measured step times.
 
     Returns:
-        The placement, the sizes that there are to choose from, and what it was chosen by.
+        The placement, the step sizes to choose from, and the reason for the choice.
     """
     if any(plan.gpu is not None for plan in placement.workers):
         return placement, (placement.max_num_batched_tokens,), ""
@@ -310,20 +310,20 @@ def _with_prompt_steps(
     return chosen, sizes, choice.why
 
 
-NO_PREFIX_CACHE = "it keeps the prefix cache, which is off"
-"""Why there is no cache below the pools."""
+NO_PREFIX_CACHE = "it extends the prefix cache, which is off"
+"""The reason for having no cache below the pools."""
 
 
 class CacheForecast(NamedTuple):
-    """What is to be said of a cache before anything is served."""
+    """What a start would say about a cache."""
 
     text: str
     is_missed: bool = False
-    """It was asked for, and there would be none."""
+    """True if the cache was configured but would not be available."""
 
 
 def dram_forecast(config: ServeConfig, placed: PlacedModel) -> CacheForecast | None:
-    """What there would be of a DRAM cache; None: nobody wants one."""
+    """Predict the DRAM cache of a start; None: not configured."""
     placement = placed.placement
     if placed.num_arena_blocks:
         held = capacity_text(placement, placed.num_arena_blocks)
@@ -351,7 +351,7 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
     about = "".join(f"; {each}" for each in words if each)
     if num_staging := _num_staging_blocks(config, placement):
         size = size_text(num_staging * placement.block_bytes)
-        about += f"; {size} of the host's memory between GPUs and the SSD cache"
+        about += f"; {size} of host memory between GPUs and the SSD cache"
     return (
         f"it serves {checkpoint.folder} in {dtype}, "
         f"up to {placement.max_model_len} tokens per request{attention}{about}"
@@ -359,17 +359,17 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
 
 
 class NotPulled(ConfigError):
-    """The model is named rightly, and has yet to come from the hub."""
+    """The model's name is valid, but its files are not downloaded yet."""
 
     exit_code = 3  # as without a hub: it can be mended elsewhere than in the configuration
 
 
 def model_folder(model: Path | HubName | None) -> Path:
-    """Where the model lies, its folder or its GGUF file: nowhere else than on this machine.
+    """Return the model's folder or GGUF file on this machine.
 
     Raises:
-        NotPulled: it has to be pulled first.
-        ConfigError: it is of a kind that is not served.
+        NotPulled: it must be downloaded first.
+        ConfigError: this kind of model is not supported.
     """
     if model is None:
         return STARTER_FOLDER
@@ -384,7 +384,7 @@ def model_folder(model: Path | HubName | None) -> Path:
 
 
 def is_to_be_fetched(model: Path | HubName | None) -> bool:
-    """True of a name whose files are not all on this machine."""
+    """Say whether the model is a hub name whose files are not all on this machine."""
     if not isinstance(model, HubName):
         return False
     return cache.resolve(cache.hub_cache(os.environ), model) is None
@@ -401,7 +401,7 @@ def check_others(config: ServeConfig) -> list[str]:
     """
     sentences, wrong = list[str](), list[ConfigError]()
     for name, each in config.models.items():
-        about = f"{each.model}, which is fetched when it is asked for"
+        about = f"{each.model}, downloaded on the first request"
         try:
             if not is_to_be_fetched(each.model):
                 placed = place(each)
@@ -416,7 +416,7 @@ def check_others(config: ServeConfig) -> list[str]:
 
 
 def facts_by_name(configs: Mapping[str, ServeConfig]) -> dict[str, ModelFacts | None]:
-    """Read what each model's files say of it; None of one that is not here, or cannot be read."""
+    """Read each model's facts from its files; None: not here, or unreadable."""
     return {name: _facts_of(each.model) for name, each in configs.items()}
 
 
@@ -439,10 +439,10 @@ def _of_table(name: str, error: ConfigError) -> ConfigError:
 
 
 def check_files(config: ServeConfig) -> Tokenizer:
-    """Look at a model's files alone: memory is another's as long as that one is served.
+    """Check a model's files alone; another served model may hold the memory for now.
 
     Returns:
-        what they hold of it that is used as it is.
+        The facts read from the files.
 
     Raises:
         ConfigError: it cannot be served.
@@ -463,7 +463,7 @@ def _setups(
     kv_dtype: str,
     attention_way: int,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
-    """One Setup per worker, and the memfds that all of them inherit."""
+    """Make one Setup per worker, and the memfds that all workers inherit."""
     topology = placement.topology
     specs: dict[str, PoolSpec] = {}
     fds = [] if arena is None or arena.fd is None else [arena.fd]
@@ -512,7 +512,7 @@ def _arena(num_blocks: int, block_bytes: int) -> PoolSpec | None:
 
 
 def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
-    """Blocks by way of which the disk's threads reach pools that are on devices; 0: none is."""
+    """Count the blocks that stage KV between disk and device pools; 0: not needed."""
     is_on_device = any(pool.home is not None for pool in placement.topology.pools)
     if not is_on_device or config.ssd_cache == "off" or not config.prefix_cache:
         return 0
@@ -520,24 +520,24 @@ def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
 
 
 def _num_arena_blocks(config: ServeConfig, placement: Placement) -> int:
-    """How many blocks an arena holds; 0: there is none.
+    """Count the blocks of the DRAM cache; 0: no cache.
 
     Raises:
-        ConfigError: there is less memory than was asked for.
+        ConfigError: less memory is free than configured.
     """
     asked, free_bytes = config.dram_cache, available_memory_bytes()
     if not isinstance(asked, int) or not config.prefix_cache:
         return 0
     if asked > free_bytes:
         what = f"{size_text(asked)} of DRAM cache, and {size_text(free_bytes)} of memory free"
-        raise ConfigError(what, where="dram_cache", hint="ask for less, or for off")
+        raise ConfigError(what, where="dram_cache", hint="set a smaller dram_cache, or off")
     return asked // placement.block_bytes
 
 
 def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec]:
-    """Converted weights for the workers on cores; none: files are mapped.
+    """Make arenas of converted weights for workers on cores; none: files are mapped.
 
-    Those of one NUMA node share an arena; where there are several nodes each has one.
+    Workers of one NUMA node share an arena; each node has its own.
     """
     if weights.layout is None:
         return {}
@@ -557,10 +557,10 @@ def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec
 def _staged(
     checkpoint: Checkpoint, dtype: str, placement: Placement, *, packing: str
 ) -> dict[str, WeightsSpec]:
-    """Memory of the host through which several devices get weights that are read from disk once.
+    """Make host memory through which several GPUs get weights that are read from disk once.
 
-    It stays, so that a worker that starts again reads nothing either. None: one device alone, or
-    the host has no room for it, and each worker reads all files.
+    It stays, so that a restarted worker reads nothing from disk. None: one device alone, or too
+    little host memory, so each worker reads all files.
     """
     names = [p.name for p in placement.workers if p.gpu is not None and p.shares != "maps"]
     num_bytes = gpu_layout(checkpoint, dtype, packing).num_bytes
@@ -569,12 +569,12 @@ def _staged(
         return {}
     if num_bytes > room_bytes:
         log.warning(
-            "each of %d workers reads all weights: sharing them takes %s of the host, "
-            "and half of what is free is %s",
+            "each of %d workers reads all weights: sharing needs %s of host memory; half of the "
+            "free memory is %s",
             len(names), size_text(num_bytes), size_text(room_bytes),
         )  # fmt: skip
         return {}
-    log.info("weights are read once, by %d workers, into memory of the host", len(names))
+    log.info("%d workers read the weights once, into host memory", len(names))
     fd = _memfd("penstock-weights-staged", num_bytes)
     return {
         name: WeightsSpec(fd, num_bytes, index, len(names), is_filled=False)
@@ -603,7 +603,7 @@ def _memfd(name: str, num_bytes: int) -> int:
 
 
 def model_info(plan: BootPlan) -> ModelInfo:
-    """What the api must know of the model that the plan serves."""
+    """Collect what the API needs to know about the model."""
     config, facts = plan.checkpoint.config, facts_of(plan.checkpoint)
     return ModelInfo(
         model_id=plan.model_id,

@@ -1,12 +1,10 @@
 """Derive the key and model identity that KV block hashes are made with.
 
-Two blocks of the same tokens are alike only where weights, rotation, dtype and layout are. Weights
-are known by their bytes: a file's name or time says nothing of what is in it. Reading them all
-takes a while, so what a file was found to hold is remembered as long as it is the same file, of the
-same size and time.
-Owns: `prefix.key` and `weights.json` in the state folder.
-Invariant: the key is read by nobody but this user; a file that has changed is read again.
-Never: tells a key to anybody.
+KV blocks of equal tokens are equal only if weights, rotation, dtype and layout are equal. Weights
+are identified by their bytes, not by a file's name or time. Reading them all takes a while, so a
+file's digest is remembered while its size and time stay unchanged. Owns: `prefix.key` and
+`weights.json` in the state folder. Invariant: only this user can read the key; a changed file is
+read again. Never: reveals the key.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ log = logging.getLogger("penstock")
 KEY_NAME = "prefix.key"
 WEIGHTS_NAME = "weights.json"
 LAYOUT_VERSION = 1
-"""Grows whenever the bytes of a block come to mean something else."""
+"""Increase it whenever the bytes of a block change their meaning."""
 MAX_REMEMBERED = 1024
 _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -40,11 +38,11 @@ _NUM_THREADS = 2
 
 
 class PromptHasher:
-    """Makes the hashes of prompts' blocks; who may share them is in them.
+    """Hash prompts into block hashes that include the group of users sharing them.
 
     Args:
-        hasher: of this model's blocks, served like this.
-        isolates_users: no user finds what another has left.
+        hasher: of this model's blocks, as served here.
+        isolates_users: each user finds only blocks of their own prompts.
     """
 
     def __init__(self, hasher: PrefixHasher, *, isolates_users: bool) -> None:
@@ -53,18 +51,18 @@ class PromptHasher:
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes of key and model, by which a cache's blocks on disk are known as its own."""
+        """32 bytes of key and model that identify a cache's blocks on disk."""
         return self._hasher.fingerprint
 
     def chain(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain:
-        """Hashes of a prompt's blocks, found only by prompts of its salt; from any thread."""
+        """Hash a prompt's blocks for prompts with an equal salt; callable from any thread."""
         chain = self._hasher.chain(token_ids, salt or "", user if self._isolates_users else "")
         chain.is_secret = bool(salt)
         return chain
 
 
 def make_hasher(config: ServeConfig, plan: BootPlan) -> PromptHasher | None:
-    """What the prefix cache of a model is kept by; None: it is off.
+    """Make the hasher of the model's prefix cache; None: the cache is off.
 
     Raises:
         ConfigError: the state folder or the weights cannot be read.
@@ -77,14 +75,14 @@ def make_hasher(config: ServeConfig, plan: BootPlan) -> PromptHasher | None:
         raise ConfigError(
             f"no prefix cache can be kept: {error.strerror}",
             where=str(error.filename or config.state_dir),
-            hint="it needs the state folder and the weights; --prefix-cache off does without",
+            hint="it needs the state folder and the weights; or set --prefix-cache off",
         ) from error
     hasher = PrefixHasher(key, extra, plan.placement.block_size)
     return PromptHasher(hasher, isolates_users=config.cache_isolation == "user")
 
 
 def identity(plan: BootPlan, state_dir: Path) -> bytes:
-    """All that the bytes of a block depend on beside tokens.
+    """Digest everything besides tokens that the bytes of a block depend on.
 
     Raises:
         OSError: the weights cannot be read.
@@ -108,13 +106,13 @@ def identity(plan: BootPlan, state_dir: Path) -> bytes:
 
 
 def _config_sum(folder: Path) -> str:
-    """Of what describes the model beside its weights; a GGUF file has that in itself."""
+    """Digest the model's config.json; a GGUF file includes its configuration."""
     path = folder / "config.json"
     return blake2b(path.read_bytes()).hexdigest() if folder.is_dir() else ""
 
 
 def load_key(state_dir: Path) -> bytes:
-    """The daemon's key, made where there is none, or none that is only ours.
+    """Read the daemon's key; make a new one if it is missing or others can read it.
 
     Raises:
         OSError: it cannot be written.
@@ -129,7 +127,7 @@ def load_key(state_dir: Path) -> bytes:
     is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
     if is_ours and not status.st_mode & 0o077 and len(key) == KEY_BYTES:
         return key
-    log.warning("%s is not a key that only this user can read; a new one is made", path)
+    log.warning("%s is not a key readable only by this user; a new one is made", path)
     path.unlink()
     return _make_key(path)
 
@@ -141,7 +139,7 @@ def _make_key(path: Path) -> bytes:
 
 
 def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
-    """A digest of the bytes of weight files, in order of their names.
+    """Digest the bytes of weight files in the order of their names.
 
     Raises:
         OSError: a file cannot be read.
@@ -163,15 +161,16 @@ def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
 
 
 def _about(file: Path) -> list[int]:
-    """Device, inode, size and time: while all are the same, so are the bytes."""
+    """Return device, inode, size and time; while they stay unchanged, so do the bytes."""
     status = file.stat()
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
 
 
 def _digest(file: Path, num_bytes: int) -> str:
-    """Of a file's bytes: of the digests of its parts, so that several are read at once.
+    """Digest a file as the digest of its parts' digests, reading several parts at once.
 
-    As long as any part goes on, the calling thread does: by its CPU time a disk counts as alive.
+    The calling thread keeps using CPU time while parts are read, which shows that the disk
+    responds.
     """
     is_reading = SimpleQueue[bool]()
 
@@ -215,7 +214,7 @@ def _digest(file: Path, num_bytes: int) -> str:
 
 
 def _remembered(path: Path) -> dict[str, list[object]]:
-    """What was found before; nothing where that cannot be read."""
+    """Read the remembered digests; empty if the file cannot be read."""
     try:
         known = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -230,7 +229,7 @@ def _remembered(path: Path) -> dict[str, list[object]]:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read: whole, or not at all."""
+    """Write a file that only this user can read, whole or not at all."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

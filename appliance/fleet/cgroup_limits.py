@@ -18,7 +18,7 @@ _UNLIMITED_V1 = 1 << 60
 
 
 def cpu_quota(proc: Path = PROC) -> float | None:
-    """Cores that the quotas amount to; None without one."""
+    """Return the cores that the CPU quotas allow; None: no quota."""
     quotas = []
     for folder in _folders("", proc):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -32,7 +32,7 @@ def cpu_quota(proc: Path = PROC) -> float | None:
 
 
 def num_throttled(proc: Path = PROC) -> int:
-    """Count the periods in which a quota was used up, since the groups were made."""
+    """Count the periods in which a CPU quota was used up, since the groups exist."""
     counts = []
     for folder in (*_folders("", proc), *_folders("cpu", proc)):
         found = re.search(r"^nr_throttled (\d+)$", _read(folder / "cpu.stat"), re.M)
@@ -41,9 +41,9 @@ def num_throttled(proc: Path = PROC) -> int:
 
 
 def free_memory_bytes(proc: Path = PROC) -> int | None:
-    """How much more memory we may have; None where no group limits it.
+    """Return the memory left below the groups' limits; None: no limit.
 
-    Pages of files that were read once count as used there, and are given up first: as free here.
+    Cached file pages count as used in the groups but are freed first, so they count as free here.
     """
     free = []
     for folder in _folders("", proc):
@@ -59,7 +59,7 @@ def free_memory_bytes(proc: Path = PROC) -> int | None:
 
 
 def _folders(controller: str, proc: Path) -> Iterator[Path]:
-    """Our group of a controller of version 1, or of version 2 (""), and those above it."""
+    """List our group of a version 1 controller, or of version 2 (""), and its parents."""
     group = _group(controller, proc)
     for root, mount_point in _mounts(controller, proc):
         if group is None:
@@ -84,7 +84,7 @@ def _group(controller: str, proc: Path) -> str | None:
 
 
 def _mounts(controller: str, proc: Path) -> Iterator[tuple[str, Path]]:
-    """Root and place of each mount; a controller of version 1 is an option of its mount."""
+    """List root and mount point of each mount; a version 1 controller is a mount option."""
     for line in _read(proc / "mountinfo").splitlines():
         fields, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")

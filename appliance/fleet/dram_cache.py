@@ -27,11 +27,11 @@ from engine.schedule.router import Router
 from engine.units import size_text
 
 PATIENCE = CopyDeadlines(load_ms=60_000, store_s=60, counts_waiting=False)
-"""Copies come behind steps, which may be long; of a worker that hangs the watchdog takes care."""
+"""Copies wait behind steps, which may be long; the watchdog handles hung workers."""
 
 
 class DramCache:
-    """The DRAM cache of one daemon: its arena, and what frames tell of it.
+    """Hold the daemon's DRAM cache: its arena, and its figures in frames.
 
     Args:
         tell: takes severity, code and message of an event.
@@ -40,20 +40,20 @@ class DramCache:
     def __init__(self, tell: Callable[[str, str, str], None]) -> None:
         self.tier: Tier | None = None
         self._reason: str | None = None
-        """Why there is none although there is to be one."""
+        """Why the configured cache is unavailable; None: it is available or off."""
         self._tell = tell
 
     def open(
         self, plan: BootPlan, router: Router, workers: Supervisor, copies: WorkerCopies
     ) -> None:
-        """Attach it to the router, if the plan has room for it; the workers are ready."""
+        """Attach the cache to the router if the plan has one; the workers are ready."""
         self.tier = self._reason = None
         num_blocks = 0 if plan.arena is None else plan.arena.num_blocks - 1 - plan.num_staging
         if not num_blocks:
             return
         rates = [state.probes.get(DRAM, 0.0) for state in workers.workers.values()]
         if not all(rates):
-            self._reason = "what came back from it at start is not what was sent"
+            self._reason = "the trial copy came back changed"
             self._tell("warning", "dram.off", f"there is no DRAM cache: {self._reason}")
             return
         costs, block_bytes = Costs(min(rates)), plan.placement.block_bytes
@@ -64,13 +64,13 @@ class DramCache:
         self._tell(severity, "dram.on", f"DRAM cache of {held}, copied to and from at {rate}")
 
     def frame(self) -> TierFrame | None:
-        """How it stands; None: nobody wants one."""
+        """Return the cache's state for a frame; None: not configured."""
         if self.tier is not None:
             return frame_of(self.tier)
         return None if self._reason is None else TierFrame("failed", self._reason, "")
 
     def close(self) -> None:
-        """The router is about to go: end its jobs, and unmap."""
+        """Close the cache before the router goes: end its jobs and unmap it."""
         self.tier = self._reason = None
 
 

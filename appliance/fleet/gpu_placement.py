@@ -1,12 +1,11 @@
 """Place workers on GPUs, MIG instances or cores of their own.
 
-On one GPU it is measured whether two processes gain more by not waiting for each other's steps
-than they lose by taking turns: a model's first start tries two, and what it finds holds after that.
-Two share weights and pool, or, if that is asked for, copy blocks by way of the host.
+On one GPU, two processes avoid waiting for each other's steps but share the GPU's time. The first
+start of a model tries two and measures; later starts use the better choice. The two share weights
+and pool, or, if configured, copy blocks through the host.
 
-Owns: nothing; pure.
-Invariant: whatever is asked for and cannot be had is an error, or said, never replaced silently.
-Never: asks a driver (devices does), allocates.
+Owns: nothing; pure. Invariant: an unavailable choice is an error or is reported, never replaced
+silently. Never: asks a driver (devices does), allocates.
 """
 
 from __future__ import annotations
@@ -37,26 +36,28 @@ from engine.kernels.attention_backends import (
 from engine.kernels.attention_needs import triton_fault
 
 PREFILL_PERCENT = 70
-"""Of a GPU's processors for the worker that prefills, where MPS lets two compute at once: its
-products gain little from the rest, and the short kernels of decoding find room at any time."""
+"""Share of the GPU's processors for the prefill worker under MPS.
+
+Its products gain little from the rest. Short decode kernels then find free processors at any time.
+"""
 WORKER_BYTES = 4 << 30
-"""That a worker may need beside weights and pool: its context, libraries, steps and graphs."""
+"""Bytes that a worker may need besides weights and pool: context, libraries, steps, graphs."""
 
 
 def choose_gpus(
     asked: str, found: list[Gpu], torch_version: str | None
 ) -> tuple[list[Gpu], str | None]:
-    """The GPUs to serve on, none for the CPU, and what the operator should be told.
+    """Choose the GPUs to serve on, none for the CPU, and a note for the operator.
 
-    Without being told, all that are like the largest: pools of one daemon have one layout.
+    With `auto`, all GPUs like the largest are chosen: the pools of one daemon have one layout.
 
     Args:
         asked: `auto`, `cpu`, or GPUs by name with commas.
         found: by the driver.
-        torch_version: as installed; None if it is not.
+        torch_version: as installed; None: not installed.
 
     Raises:
-        ConfigError: a GPU is asked for that is not there, or that torch could not use.
+        ConfigError: a named GPU is missing, or torch cannot use it.
     """
     if asked == "cpu" or (asked == "auto" and not found):
         return [], None
@@ -78,16 +79,16 @@ def choose_gpus(
 def name_gpus(
     names: Sequence[str], found: list[Gpu], torch_version: str | None, where: str
 ) -> list[Gpu]:
-    """Those that an operator names, as often as they are named differently.
+    """Find the GPUs that an operator names, each once.
 
     Args:
-        names: as readings have them, by CUDA's number (`cuda:0`), or by the beginning of a UUID.
+        names: names in readings, CUDA numbers (`cuda:0`), or beginnings of UUIDs.
         found: by the driver.
-        torch_version: as installed; None if it is not.
+        torch_version: as installed; None: not installed.
         where: the setting that names them.
 
     Raises:
-        ConfigError: one is not there, or torch could not use it.
+        ConfigError: one is missing, or torch cannot use it.
     """
     there = ", ".join(gpu.name for gpu in found) or "no GPU with a driver"
     chosen = []
@@ -122,7 +123,7 @@ def _is_for_cpu(torch_version: str | None) -> bool:
 
 
 def installed_torch() -> str | None:
-    """Torch's version without importing it."""
+    """Return torch's version without importing it."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -130,10 +131,10 @@ def installed_torch() -> str | None:
 
 
 def packing_on(gpus: Iterable[Gpu]) -> tuple[str, str | None]:
-    """What becomes of quantised matrices on these GPUs, as gpu_layout() has it; why not better.
+    """Choose the layout of quantised matrices on these GPUs, and say why not a better one.
 
     Triton's kernels read them from compute capability 8.0 on, and 8.9 multiplies FP8 by FP8. All
-    GPUs have one layout, for weights may be read once for all of them.
+    GPUs get one layout, because weights may be read once for all of them.
     """
     fault = triton_fault()
     if fault is not None:
@@ -149,17 +150,17 @@ def packing_on(gpus: Iterable[Gpu]) -> tuple[str, str | None]:
 
 
 def attention_for(checkpoint: Checkpoint, dtype: str, machine: Machine) -> AttentionChoice:
-    """What computes attention, with blocks as large as it likes them."""
+    """Choose the attention backend and its preferred block size."""
     return choose_attention(AttentionNeeds.of(checkpoint.config, dtype), machine)
 
 
 def _room_of_one(checkpoint: Checkpoint, gpu: Gpu) -> int:
-    """Bytes that a pool has beside the weights, at most; it is made when steps have been run."""
+    """Return the maximum bytes of a pool beside the weights; steps run before it is made."""
     return gpu.memory_bytes - checkpoint.num_bytes - GPU_OVERHEAD_BYTES
 
 
 def _room_of_two(checkpoint: Checkpoint, gpu: Gpu) -> int:
-    """Bytes for pools where each of two workers has weights of its own; each checks it again."""
+    """Return the bytes for pools where both workers hold weights; each checks it again."""
     return gpu.memory_bytes - 2 * (checkpoint.num_bytes + WORKER_BYTES)
 
 
@@ -185,13 +186,13 @@ def place_on_gpu(
     has_mps: bool = False,
     why: str | None = None,
 ) -> Placement:
-    """One worker, or two that share the GPU's memory; blocks are counted when they are made.
+    """Place one worker, or two that share the GPU's memory; blocks are counted when they are made.
 
     A block is as large as the attention wants it that the machine gets. Two workers with the `shm`
     transport share nothing but the staging buffer. `why` says what has been measured, or is to be.
 
     Raises:
-        ConfigError: the KV memory holds nothing.
+        ConfigError: the KV memory does not hold a block.
     """
     config = checkpoint.config
     block_size = attention_for(checkpoint, dtype, machine).backend.default_block_size
@@ -229,7 +230,7 @@ def place_on_gpu(
 def _two(
     topology: Topology, gpu: Gpu, cores: list[int], *, is_copied: bool, has_mps: bool
 ) -> list[WorkerPlan]:
-    """Both workers on one GPU."""
+    """Plan both workers on one GPU."""
     return [
         WorkerPlan(
             name,
@@ -249,7 +250,7 @@ def _why(gpu: Gpu, why: str | None, *, has_two: bool, is_copied: bool, has_mps: 
     if not has_two:
         return f"one worker on {gpu.name}: {why or 'asked for'}; roles static makes two"
     how = "copy blocks through the host" if is_copied else "share its memory: no block is copied"
-    turns = "they take turns, for MPS does not run"
+    turns = "they take turns: MPS does not run"
     if has_mps:
         turns = f"by MPS they compute at once, prefill on {PREFILL_PERCENT} % of the processors"
     return f"two workers on {gpu.name}: {why or 'asked for'}; they {how}; {turns}"

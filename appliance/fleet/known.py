@@ -24,7 +24,7 @@ from engine.profile.machine import Scope, kernels_build, machine_name
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The facts of one scope, and where they are kept."""
+    """The facts of one scope, and their store."""
 
     store: ProfileStore
     scope: Scope
@@ -36,7 +36,7 @@ class Known:
         return cls(store, scope, store.load(scope))
 
     def save(self) -> None:
-        """Write what has changed since the last call; blocking.
+        """Write the facts that changed since the last call; blocking.
 
         Raises:
             ProfileUnusable: it cannot be written.
@@ -46,7 +46,7 @@ class Known:
 
 
 def machine_scope() -> Scope:
-    """The scope of facts that depend on this machine alone."""
+    """Return the scope of facts that depend on this machine alone."""
     try:
         build = kernels_build(load_kernels()[1])
     except ImportError:
@@ -55,7 +55,7 @@ def machine_scope() -> Scope:
 
 
 def model_scope(machine: Scope, checkpoint: Checkpoint, dtype: str, devices: str) -> Scope:
-    """The scope of facts about a model as it is served on some devices."""
+    """Return the scope of facts about a model served on some devices."""
     shapes = [(name, t.shape, t.dtype) for name, t in sorted(checkpoint.tensors.items())]
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=4).hexdigest()
     name = f"{checkpoint.folder.name} [{digest}]"

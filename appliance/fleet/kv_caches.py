@@ -1,9 +1,8 @@
 """Open, maintain and close the KV caches in DRAM and on disk.
 
-Owns: their sizes when nobody says, and what of a disk stays free; the slabs and the threads of the
-disk, from start to end; the tiers, as long as the router whose pools they are below.
-Invariant: they are opened when the workers are ready, and closed before they end.
-Never: decides which block is stored or loaded; engine.offload does.
+Owns: the default sizes and the reserved disk space; the slabs and disk threads, from start to end;
+the tiers, as long as the router above them. Invariant: they open when the workers are ready, and
+close before the workers end. Never: decides which block is stored or loaded; engine.offload does.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class KvCaches:
     async def open(
         self, plan: BootPlan, hasher: PromptHasher | None, router: Router, workers: Supervisor
     ) -> None:
-        """Attach them to the router; what is wrong is said.
+        """Attach the caches to the router, and report faults.
 
         Args:
             plan: what is served.
-            hasher: of its prompts; None: there is no prefix cache, so none of these.
+            hasher: of its prompts; None: the prefix cache is off, so no caches open.
             router: gets the tiers.
             workers: that are ready.
         """
@@ -55,10 +54,10 @@ class KvCaches:
         return {"dram": self._dram.frame(), "ssd": self._ssd.frame()}
 
     async def flush(self) -> None:
-        """Nobody computes any more: what is warm is stored where it outlives the daemon."""
+        """Store recently used blocks on disk; no worker computes any more."""
         await self._ssd.flush()
 
     async def close(self) -> None:
-        """End both caches: store what is warm, then close."""
+        """Store recently used blocks, then close both caches."""
         self._dram.close()
         await self._ssd.close()

@@ -1,10 +1,8 @@
-"""Tell workers where other GPU workers' memory is, and when to let go of it.
+"""Tell GPU workers where other workers' memory is, and when to unmap it.
 
-Owns: what each worker has exported, and who maps it.
-Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
-memory that is gone.
-Invariant: a worker is told once in each of its lives, and never of memory that is gone.
-Never: looks into what it passes on, or ends a process.
+Owns: what each worker has exported, and which workers map it. Invariant: a worker is told of a pool
+once in each life of the pool and of its own, and never of memory that no longer exists. Never:
+looks into the handles that it passes on, or ends a process.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from engine.wire.messages import (
 
 
 class MemorySharing:
-    """Handles of shared GPU memory, passed between workers by way of the daemon.
+    """Pass handles of shared GPU memory from the exporting worker to the mapping ones.
 
     Args:
         plans: of all workers; most share nothing.
@@ -36,10 +34,10 @@ class MemorySharing:
         self._send = send
         self._memory: SharedMemory | None = None
         self._waiting: set[str] = set()
-        """Mappers that have been let on, and have no memory yet."""
+        """Mapping workers whose weights are complete, but that have no memory yet."""
 
     def waits(self, worker: str) -> bool:
-        """Whether it can only go on when the exporter has made its pool."""
+        """Say whether the worker waits for the exporter's pool."""
         return worker in self._waiting
 
     def on_weights_complete(self, worker: str) -> None:
@@ -49,12 +47,12 @@ class MemorySharing:
             self._tell()
 
     def exported(self, memory: SharedMemory | None) -> None:
-        """The exporter has made its pool."""
+        """Pass on the pool that the exporter has made."""
         self._memory = memory
         self._tell()
 
     def ended(self, worker: str) -> list[str]:
-        """A worker is dead; the workers that have to end with it."""
+        """Forget a dead worker; return the workers that must end with it."""
         self._waiting.discard(worker)
         if self._roles[worker] != "exports":
             return []
@@ -71,14 +69,14 @@ class MemorySharing:
 log = logging.getLogger("penstock")
 
 LET_GO_S = 10.0
-"""A worker that has not let go by then is hung, or makes a long step; others do not wait longer."""
+"""Seconds to wait for a worker to unmap; a slower one hangs or runs a long step."""
 
 
 class PeerPools:
-    """What passes between workers of different GPUs by way of the daemon.
+    """Pass handles of pools between workers of different GPUs.
 
     Args:
-        setups: of all workers; those on cores map pools by their memfds.
+        setups: of all workers; workers on cores map pools by their memfds.
         send: passes a command to a worker.
     """
 
@@ -86,7 +84,7 @@ class PeerPools:
         setups = list(setups)
         self._pool_of = {setup.worker: setup.pool.name for setup in setups}
         self._writers: dict[str, list[str]] = {}
-        """By pool."""
+        """The workers that write to each pool."""
         for setup in setups:
             for spec in setup.other_pools:
                 if spec.fd is None:
@@ -95,11 +93,11 @@ class PeerPools:
         self._memory: dict[str, SharedMemory] = {}
         self._up: set[str] = set()
         self._told: dict[str, set[str]] = {pool: set() for pool in self._writers}
-        """Who may have mapped a pool, by its name."""
+        """The workers that may have mapped each pool."""
         self._let_go = asyncio.Event()
 
     def waits(self, worker: str) -> bool:
-        """Whether one that starts can only go on when others have made their pools."""
+        """Say whether a starting worker waits for the pools of others."""
         mine = (pool for pool, writers in self._writers.items() if worker in writers)
         return worker in self._up and any(worker not in self._told[pool] for pool in mine)
 
@@ -120,15 +118,15 @@ class PeerPools:
                 self._tell(writer, pool, memory)
 
     def unmapped(self, worker: str, pool: str) -> None:
-        """A worker has let go of a pool."""
+        """Note that a worker has unmapped a pool."""
         self._told[pool].discard(worker)
         self._let_go.set()
 
     async def ended(self, worker: str) -> list[str]:
-        """A worker is dead: what it had mapped is let go of, and so is what it had made.
+        """Unmap a dead worker's pool everywhere, and forget what it had mapped.
 
         Returns:
-            those who have not let go of its pool in time.
+            The workers that did not unmap its pool in time.
         """
         self._up.discard(worker)
         for pool in self._told:

@@ -1,10 +1,9 @@
 """Divide cores and memory between workers, within control group limits.
 
-Owns: which cores and how much memory each worker and pool gets, with the reasons as lines; what
-control groups of both versions allow.
-Invariant: each worker has cores of its own (with one core both share it), one thread per physical
-core; the pools together never exceed the KV memory.
-Never: starts a process, allocates memory.
+Owns: the cores and memory of each worker and pool, with the reasons as lines; the limits of control
+groups of both versions. Invariant: each worker has cores of its own (with one core both share it),
+one thread per physical core; the pools together never exceed the KV memory. Never: starts a
+process, allocates memory.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from engine.units import size_text
 
 BLOCK_SIZE = 64
 MIN_BLOCKS = 2
-"""One for padding, and one to use."""
+"""Minimum blocks per pool: one for padding, and one to use."""
 CPU_STEP_TOKENS = 512
-"""Where matrix products are within a tenth of their best rate on a CPU."""
+"""Tokens per step; a CPU's matrix products come within 10 % of their best rate."""
 MAX_DEFAULT_KV_BYTES = 4 << 30
 MAX_STAGING_BYTES = 64 << 20
 MAX_STAGING_SLOTS = 64
@@ -48,33 +47,33 @@ MIN_STAGING_SLOTS = 4
 MIN_COPIED_BLOCKS = 12
 """Of two pools and the staging buffer between them."""
 DEFAULT_FULL_LENGTH_SEQUENCES = 64
-"""Without --kv-memory a pool holds at most this many sequences of full length."""
+"""Maximum full-length sequences per pool without --kv-memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker: its name, its cores, its pool, and its GPU if it computes on one."""
+    """A worker's name, cores, pool, and GPU if it has one."""
 
     name: str
     cpus: tuple[int, ...]
     pool: str
     gpu: Gpu | None = None
     shares: str | None = None
-    """As GpuSpec has it."""
+    """How it shares GPU memory, as in GpuSpec."""
     node: int | None = None
-    """The NUMA node that its pool and weights are to be on; None: wherever."""
+    """The NUMA node of its pool and weights; None: any."""
     mps_percent: int | None = None
-    """Of the GPU's processors, at most; None: all, or it does not share them."""
+    """Maximum percent of the GPU's processors; None: all, or not shared."""
 
     @property
     def device(self) -> str:
-        """What it computes on, for people: `cpu 0-1` or `gpu0`."""
+        """The device's name for people: `cpu 0-1` or `gpu0`."""
         return cpu_names(self.cpus) if self.gpu is None else self.gpu.name
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which workers there are, on which devices, with which pools; see place()."""
+    """The workers with their devices and pools; place() makes it."""
 
     topology: Topology
     workers: tuple[WorkerPlan, ...]
@@ -83,11 +82,11 @@ class Placement:
     max_num_batched_tokens: int = CPU_STEP_TOKENS
     block_size: int = BLOCK_SIZE
     reasons: tuple[str, ...] = ()
-    """For what was chosen, in words."""
+    """The reasons for the choices, in words."""
     is_trial: bool = False
-    """Two workers share a device to be timed; by that it is decided whether both go on."""
+    """Two workers share a device to be timed; the result decides whether both stay."""
     lends_for_prompts: bool = True
-    """A second core makes a prompt faster, where there is one that has nothing to do."""
+    """Whether idle cores are lent to prefill."""
 
     def pools(self) -> list[BlockPool]:
         return self.topology.new_block_pools(self.block_size)
@@ -98,7 +97,7 @@ def available_cores(
     topology_root: Path = Path("/sys/devices/system/cpu"),
     quota_cpus: float | None = None,
 ) -> list[int]:
-    """One logical cpu of each physical core that we may use, respecting affinity and cpu quota."""
+    """List one logical CPU of each usable physical core, within affinity and CPU quota."""
     cpus = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     cores: dict[str, int] = {}
     for cpu in cpus:
@@ -118,7 +117,7 @@ def num_machine_cores() -> int:
 
 
 def cpu_names(cpus: tuple[int, ...]) -> str:
-    """Cores in words, as `cpu 0-2,5`."""
+    """Name cores in words, such as `cpu 0-2,5`."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -129,7 +128,7 @@ def cpu_names(cpus: tuple[int, ...]) -> str:
 
 
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
-    """Cores of prefill and decode; prefill is compute-bound and gets the odd one."""
+    """Split cores between prefill and decode; prefill, being compute-bound, gets the odd one."""
     if len(cores) == 1:
         return cores, cores
     num_decode = len(cores) // 2
@@ -137,7 +136,7 @@ def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can be used without swapping, respecting control groups."""
+    """Return the memory usable without swapping, within control groups."""
     free: int = psutil.virtual_memory().available
     allowed = free_memory_bytes()
     return free if allowed is None else min(free, allowed)
@@ -201,7 +200,7 @@ def place(
 
 
 def _too_little(topology: Topology, kv_memory_bytes: int, block_bytes: int) -> ConfigError:
-    """What to say of KV memory that holds no useful sequence in every pool."""
+    """Make the error for KV memory that holds no useful sequence in every pool."""
     is_one = len({worker.pool for worker in topology.workers}) == 1
     min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(topology.workers) // 2
     num_blocks = max(kv_memory_bytes // block_bytes, 0)
@@ -217,7 +216,7 @@ def _too_little(topology: Topology, kv_memory_bytes: int, block_bytes: int) -> C
 def _cores_by_node(
     wanted: WantedWorkers, nodes: tuple[Node, ...], transport: str
 ) -> tuple[WantedWorkers, dict[str, tuple[int, ...]]] | None:
-    """A worker for each NUMA node, if nobody says otherwise and there are several; or None."""
+    """Give each of several NUMA nodes a worker; None: one node, or placed by the operator."""
     if len(nodes) == 1 or not wanted.is_auto or transport == "alias":
         return None
     num_decode = len(nodes) // 2
@@ -227,7 +226,7 @@ def _cores_by_node(
 
 
 def _nodes_of(cores_of: dict[str, tuple[int, ...]], nodes: tuple[Node, ...]) -> dict[str, int]:
-    """The node of each worker, if each is within one and they are on several; or none."""
+    """Return each worker's node if every worker is within one and they differ; else empty."""
     found = {
         name: node.number
         for name, cpus in cores_of.items()
@@ -241,9 +240,9 @@ def _nodes_of(cores_of: dict[str, tuple[int, ...]], nodes: tuple[Node, ...]) -> 
 def _reasons(topology: Topology, nodes: tuple[Node, ...], node_of: dict[str, int]) -> Iterator[str]:
     if node_of:
         each = ", ".join(f"{name} on node {node}" for name, node in node_of.items())
-        yield f"{len(set(node_of.values()))} NUMA nodes: weights and pool are near to each ({each})"
+        yield f"{len(set(node_of.values()))} NUMA nodes: weights and pool are on each ({each})"
     elif len(nodes) > 1:
-        yield f"{len(nodes)} NUMA nodes, but not a worker for each: memory lies where it is touched"
+        yield f"{len(nodes)} NUMA nodes, fewer workers: memory lies where first touched"
     if topology.transport == "alias" and not topology.is_colocated:
         yield "workers share one KV pool (zero-copy)"
     elif topology.transport is not None:
@@ -251,7 +250,7 @@ def _reasons(topology: Topology, nodes: tuple[Node, ...], node_of: dict[str, int
 
 
 def default_kv_bytes(full_length_bytes: int, memory_bytes: int) -> int:
-    """How much of the host's memory KV gets when nobody says."""
+    """Return the default KV memory in the host."""
     useful = full_length_bytes * DEFAULT_FULL_LENGTH_SEQUENCES
     return min(MAX_DEFAULT_KV_BYTES, memory_bytes // 4, useful)
 
@@ -263,13 +262,13 @@ def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: in
         raise ConfigError(
             f"{size_text(asked)} of KV memory, but only {size_text(memory_bytes)} are available",
             where="kv_memory",
-            hint="leave room for the weights as well",
+            hint="leave memory for the weights as well",
         )
     return asked
 
 
 def pool_counts(topology: Topology, num_blocks: int, block_bytes: int) -> dict[str, int]:
-    """Blocks by pool: all to one, or a third to those that prefill and the rest to the others.
+    """Divide blocks between pools: a third to prefill workers and the rest to the others.
 
     A staging buffer comes first, with at most an eighth.
     """
@@ -290,25 +289,25 @@ def pool_counts(topology: Topology, num_blocks: int, block_bytes: int) -> dict[s
 
 
 MIN_CACHED_BLOCKS = 16
-"""A cache below the pools that holds fewer is hardly of use, which is said."""
+"""Minimum blocks of a useful cache below the pools; a smaller one is reported."""
 
 
 def capacity_text(placement: Placement, num_blocks: int, files_bytes: int | None = None) -> str:
-    """What a cache of so many blocks holds: `1.5 GiB (1,024 blocks, 65,536 tokens)`.
+    """Describe a cache's capacity: `1.5 GiB (1,024 blocks, 65,536 tokens)`.
 
     Args:
-        placement: whose blocks.
+        placement: of the workers.
         num_blocks: that fit.
         files_bytes: on disk, where blocks have headers and files are whole; None: in memory.
     """
     said = size_text(num_blocks * placement.block_bytes)
     said += "" if files_bytes is None else f" of KV in {size_text(files_bytes)} of files"
     said += f" ({things(num_blocks, 'block')}, {num_blocks * placement.block_size:,} tokens)"
-    return f"{said}, which is hardly of use" if num_blocks < MIN_CACHED_BLOCKS else said
+    return f"{said}, which is too small to help" if num_blocks < MIN_CACHED_BLOCKS else said
 
 
 def placement_lines(placement: Placement) -> list[str]:
-    """The placement in lines for people: who computes where with which pool, and why."""
+    """Describe each worker's device, pool and the reasons, in lines for people."""
     rows = [list(_cells(placement, plan)) for plan in placement.workers]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

@@ -1,9 +1,8 @@
 """Choose a placement from the settings and the machine.
 
-Owns: which of those ways is taken, and the sentences about what is not used.
-Invariant: what --place names is what is used; whatever is asked for and cannot be had is an error
-that says what could.
-Never: starts or measures anything.
+Owns: the choice between placements, and the sentences about unused devices. Invariant: what --place
+names is used; an unavailable choice is an error that names the possible ones. Never: starts or
+measures anything.
 """
 
 from __future__ import annotations
@@ -46,24 +45,24 @@ class PlacedModel:
     dtype: str
     placement: Placement
     about: str | None
-    """What is there and not used."""
+    """Devices that exist but are not used."""
 
 
 def this_inventory() -> Inventory:
-    """What this machine has for a daemon."""
+    """Read the devices, cores and memory of this machine."""
     return read_inventory(available_cores(), available_memory_bytes())
 
 
 class Placer:
-    """Finds the placement of one model on one machine.
+    """Find the placement of one model on one machine.
 
     Args:
         config: the settings.
         checkpoint: of the model.
         inventory: of the machine.
-        torch_version: as installed; None if it is not.
-        machine: which attention could be computed.
-        known: reads the facts of the model on some GPUs, in a dtype; None: there are none.
+        torch_version: as installed; None: not installed.
+        machine: what attention backends depend on.
+        known: reads the facts of the model on some GPUs, in a dtype; None: no facts.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class Placer:
         """Decide the devices, transports and pools of every worker.
 
         Args:
-            dtype: to serve in; None: as the settings say, or the hardware likes it.
+            dtype: the serving dtype; None: from the settings or the hardware.
 
         Raises:
-            ConfigError: naming what cannot be, and what could.
+            ConfigError: naming what is impossible, and what is possible.
         """
         config, wanted = self._config, self._config.place
         found, version = list(self._inventory.gpus), self._torch_version
@@ -131,7 +130,7 @@ class Placer:
             )
 
     def _dtype(self, gpus: list[Gpu], given: str | None) -> str:
-        """The same for all: the oldest GPU decides."""
+        """Choose one dtype for all GPUs; the oldest decides."""
         return given or choose_dtype(
             self._config.dtype,
             self._checkpoint,
@@ -140,7 +139,7 @@ class Placer:
         )
 
     def _shape(self, gpus: list[Gpu], dtype: str) -> ModelShape:
-        """Of the model; blocks are as large as suits the attention of all these GPUs."""
+        """Return the model's shape, with blocks that suit the attention of all these GPUs."""
         checkpoint = self._checkpoint
         sizes = [
             attention_for(checkpoint, dtype, self._machine_with(gpu)).backend.default_block_size
@@ -169,7 +168,7 @@ class Placer:
         )
 
     def _on_one_by_measure(self, gpu: Gpu, shape: ModelShape, dtype: str) -> Placement:
-        """Place one worker or two, as they were timed here; two where they never were."""
+        """Place one worker or two, by the measured step times; two if never measured."""
         config = self._config
         if not (config.roles == config.transport == "auto" and config.place == ONE_OF_EACH):
             return self._on_one(gpu, shape, dtype)
@@ -178,11 +177,11 @@ class Placer:
             has_two, why = measured
             return self._on_one(gpu, shape, dtype, "elastic" if has_two else None, why)
         if known.value(*STARTED_TWO):
-            why = "two processes were started, and that start failed"
+            why = "two processes were started, and the start failed"
             return self._on_one(gpu, shape, dtype, why=why)
         if shape.room_bytes(gpu) - WORKER_BYTES < shape.full_length_bytes:
-            return self._on_one(gpu, shape, dtype, why="it has no room for a second process")
-        why = "both are timed while idle; the next start keeps one or two by that"
+            return self._on_one(gpu, shape, dtype, why="no memory for a second process")
+        why = "both are timed while idle; the next start keeps the better"
         return replace(self._on_one(gpu, shape, dtype, "elastic", why), is_trial=True)
 
     def _on_one(
@@ -224,7 +223,7 @@ class Placer:
     def _on_several(
         self, gpus: list[Gpu], shape: ModelShape, dtype: str
     ) -> tuple[Placement, str | None]:
-        """A worker on each, or on as many as are wanted."""
+        """Place a worker on each GPU, or on as many as configured."""
         config = self._config
         check_weights(gpus, shape, "devices")
         names, reasons = config.place.names, []
@@ -288,7 +287,7 @@ class Placer:
             raise ConfigError(
                 f"{', '.join(twice)} is given to several workers",
                 where="place",
-                hint="give each a GPU or a MIG instance of its own, or one GPU to one of each role",
+                hint="give each its own GPU or MIG instance, or one GPU to both roles",
             )
         if dtype == "float16" and any(spot.gpu is None for spot in (*prefill, *decode)):
             raise ConfigError(

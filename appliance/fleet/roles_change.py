@@ -1,4 +1,4 @@
-"""Change roles and targets while requests run.
+"""Change roles and latency targets while requests run.
 
 Owns: what an operator can change, and the words for what has changed.
 Invariant: a change is made whole or refused whole.
@@ -16,17 +16,17 @@ from engine.schedule.router import Router
 
 @dataclass(frozen=True, slots=True)
 class RolesChange:
-    """What is wanted; None leaves a part as it is."""
+    """A wanted change; None leaves a part unchanged."""
 
     roles: str | None = None
     """`elastic`, `static` or `colocated`."""
     slo_ttft_ms: int | None = None
-    """A target of elastic roles; 0: relative to what the machine does undisturbed."""
+    """The TTFT target of elastic roles; 0: relative to undisturbed prefill."""
     slo_itl_ms: int | None = None
 
 
 def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
-    """Make a change; what has become different, in words, empty if nothing has.
+    """Make a change; return its description, empty if nothing changed.
 
     Raises:
         RequestError: 409 `one_worker`.
@@ -34,11 +34,11 @@ def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
     roles, before = router.roles, _standing(router)
     if change.roles not in (None, roles.roles) and router.topology.is_colocated:
         raise RequestError(
-            "there is one worker only, which was started colocated",
+            "the daemon has one worker, started colocated",
             code="one_worker",
             param="roles",
             status=409,
-            hint="start the daemon with roles elastic to switch while it runs",
+            hint="start the daemon with --roles elastic to switch while it runs",
         )
     roles.slo = Slo(
         _target(change.slo_ttft_ms, roles.slo.ttft_ms), _target(change.slo_itl_ms, roles.slo.itl_ms)
@@ -50,7 +50,7 @@ def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
 
 
 def roles_frame(router: Router) -> dict[str, object]:
-    """Roles and targets as they are; None is a target that is relative."""
+    """Return roles and targets for a frame; None: the target is relative."""
     slo = router.roles.slo
     return {
         "roles": router.roles.roles,

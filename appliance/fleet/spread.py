@@ -1,9 +1,8 @@
 """Spread workers over GPUs, MIG instances and cores, with links between them.
 
-Owns: how blocks pass between devices.
-Invariant: pools of one daemon have one layout and KV dtype; each choice has its reason in words;
-what cannot be is refused with what could.
-Never: asks a driver, or allocates.
+Owns: how blocks pass between devices. Invariant: pools of one daemon have one layout and KV dtype;
+each choice has its reason in words; an impossible setting is refused with the possible ones. Never:
+asks a driver, or allocates.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from engine.errors import ConfigError
 from engine.units import size_text
 
 GPU_STEP_TOKENS = 4096
-"""Prompt tokens in a step: where a GPU's matrix products are near their best rate."""
+"""Prompt tokens per step at which a GPU's products come near their best rate."""
 MAX_SEQUENCES = 256
-"""Of full length; a pool with room for more than can run at once is of no use."""
+"""Maximum full-length sequences per pool; more cannot run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +42,26 @@ class WorkerDevice:
     """The GPU or the cores that one worker computes on."""
 
     name: str
-    """The worker's."""
+    """The worker's name."""
     gpu: Gpu | None
     cpus: tuple[int, ...] = ()
-    """Its own; of one on a GPU they are chosen."""
+    """The worker's own cores; for a worker on a GPU they are chosen later."""
 
     @property
     def device(self) -> str:
-        """The name of its GPU or its cores, for people."""
+        """The name of its GPU or cores, for people."""
         return cpu_names(self.cpus) if self.gpu is None else self.gpu.name
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of the model placement depends on, in the dtype and with the blocks that it gets."""
+    """The model's sizes that placement depends on, in the chosen dtype and block size."""
 
     weights_bytes: int
     block_bytes: int
     block_size: int
     max_model_len: int
-    """The longest that is wanted."""
+    """The longest sequence to serve."""
 
     @classmethod
     def of(
@@ -73,44 +72,46 @@ class ModelShape:
         block_size: int,
         wanted: int | None,
     ) -> ModelShape:
-        """The shape of a model served in this dtype."""
+        """Compute the shape of a model served in this dtype."""
         longest = config.max_position_embeddings
         block_bytes = config.kv_block_bytes(block_size, dtype)
         return cls(weights_bytes, block_bytes, block_size, min(wanted or longest, longest))
 
     @property
     def full_length_bytes(self) -> int:
-        """Bytes of KV that one request of the greatest length takes."""
+        """KV bytes of one request of maximum length."""
         return -(-self.max_model_len // self.block_size) * self.block_bytes
 
     def room_bytes(self, gpu: Gpu) -> int:
-        """Bytes that a GPU has left for KV, about; the worker measures them later."""
+        """Estimate the bytes that a GPU has left for KV; the worker measures them later."""
         return gpu.memory_bytes - self.weights_bytes - GPU_OVERHEAD_BYTES
 
 
 def too_small(gpu: Gpu, shape: ModelShape) -> str | None:
-    """Why a GPU cannot even hold the weights; None: it can."""
+    """Explain why a GPU cannot hold even the weights; None: it can."""
     short_bytes = MIN_BLOCKS * shape.block_bytes - shape.room_bytes(gpu)
     if short_bytes <= 0:
         return None
     return (
-        f"{gpu.name} has {size_text(gpu.memory_bytes)}, and the weights of "
-        f"{size_text(shape.weights_bytes)} with what a worker needs beside them take "
+        f"{gpu.name} has {size_text(gpu.memory_bytes)}; the weights "
+        f"({size_text(shape.weights_bytes)}) and a worker's buffers need "
         f"{size_text(gpu.memory_bytes + short_bytes)}"
     )
 
 
 def check_weights(gpus: Sequence[Gpu], shape: ModelShape, where: str) -> None:
-    """Refuse a GPU that cannot even hold the weights.
+    """Refuse a GPU that cannot hold even the weights.
 
     Raises:
-        ConfigError: naming it, what is missing, and what would do.
+        ConfigError: naming it, the shortage and the alternatives.
     """
     for gpu in gpus:
         reason = too_small(gpu, shape)
         if reason is not None:
             what = "a larger MIG instance" if gpu.is_instance else "a larger GPU"
-            hint = f"{what}, a smaller or quantised model, or --devices cpu; penstock models show"
+            hint = (
+                f"{what}, a smaller or quantised model, or --devices cpu; see penstock models show"
+            )
             raise ConfigError(reason, where=where, hint=hint)
 
 
@@ -124,19 +125,19 @@ def spread(
     kv_memory_bytes: int | None,
     reasons: Sequence[str] = (),
 ) -> Placement:
-    """Places, cores and pools for workers of which at least one is on a GPU.
+    """Choose devices, cores and pools for workers of which at least one is on a GPU.
 
     Args:
-        prefill: those that prefill, no GPU twice.
-        decode: those that decode, likewise and none of the others.
+        prefill: devices that prefill, no GPU twice.
+        decode: devices that decode, no GPU twice and none of `prefill`.
         inventory: for links, cores and memory.
         shape: of the model.
         transport: `auto`, `peer` or `shm`.
-        kv_memory_bytes: of all pools together; None: as much as is of use.
-        reasons: for what has been chosen before.
+        kv_memory_bytes: of all pools together; None: as much as is useful.
+        reasons: for earlier choices.
 
     Raises:
-        ConfigError: a transport or a pool that cannot be.
+        ConfigError: a transport or a pool is impossible.
     """
     spots = [*prefill, *decode]
     gpus = [spot.gpu for spot in spots if spot.gpu is not None]
@@ -173,7 +174,7 @@ def spread(
 def _transport(
     one: WorkerDevice, other: WorkerDevice, inventory: Inventory, asked: str
 ) -> tuple[str, str]:
-    """How blocks go from the one to the other, and why so."""
+    """Choose how blocks go from one device to the other, and say why."""
     best, why = _best_transport(one, other, inventory)
     if asked in ("auto", best):
         return best, why
@@ -183,7 +184,7 @@ def _transport(
         f"blocks cannot go from {one.device} to {other.device} by {asked}: "
         + ("they do not share memory" if asked == "alias" else why),
         where="transport",
-        hint=f"leave it out; between these two there is {best}",
+        hint=f"leave out --transport; these two are linked by {best}",
     )
 
 
@@ -207,7 +208,7 @@ def _best_transport(
 def _rooms(
     spots: Sequence[WorkerDevice], inventory: Inventory, shape: ModelShape, asked: int | None
 ) -> dict[str, int]:
-    """Bytes by worker for its pool, at most."""
+    """Return the maximum pool bytes of each worker."""
     on_host = [spot for spot in spots if spot.gpu is None]
     useful = shape.full_length_bytes * MAX_SEQUENCES + shape.block_bytes
     host_bytes = default_kv_bytes(shape.full_length_bytes, inventory.memory_bytes)
@@ -251,7 +252,7 @@ def _counts(topology: Topology, rooms: Mapping[str, int], shape: ModelShape) -> 
 
 
 def _cores(spots: Sequence[WorkerDevice], inventory: Inventory) -> dict[str, tuple[int, ...]]:
-    """By worker: those on GPUs divide what is near their GPU and nobody else's."""
+    """Choose each worker's cores; workers on GPUs divide the free cores near their GPU."""
     found = {spot.name: spot.cpus for spot in spots if spot.gpu is None}
     taken = {cpu for cpus in found.values() for cpu in cpus}
     by_cores: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -269,7 +270,7 @@ def _cores(spots: Sequence[WorkerDevice], inventory: Inventory) -> dict[str, tup
 
 
 def _link_reasons(links: Mapping[tuple[str, str], tuple[str, str]]) -> list[str]:
-    """Pairs that are alike in one sentence."""
+    """Describe the links, equal pairs in one sentence."""
     pairs = Counter(links.values())
     reasons = []
     for (kind, why), count in pairs.items():
@@ -287,7 +288,7 @@ def _link_reasons(links: Mapping[tuple[str, str], tuple[str, str]]) -> list[str]
 def _core_reasons(
     spots: Sequence[WorkerDevice], cores: Mapping[str, tuple[int, ...]], inventory: Inventory
 ) -> list[str]:
-    """Which cores are near which GPU, where that makes a difference."""
+    """Say which cores are near which GPU, on machines with several NUMA nodes."""
     if len(inventory.nodes) == 1:
         return []
     near: defaultdict[int, list[str]] = defaultdict(list)

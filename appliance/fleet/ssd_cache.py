@@ -1,11 +1,8 @@
 """Open, maintain and close the SSD cache below the KV pools.
 
-Owns: its size, its slabs and its threads.
-Invariant: pure, but for what it is given.
-Invariant: what is asked for is granted only as far as the disk has it to spare.
-Invariant: whatever is wrong with the folder, the daemon serves, and says that it does so without
-this cache; at the end it waits for stores no longer than FLUSH_S.
-Never: decides which block is stored or loaded.
+Owns: its size, its slabs and its threads. Invariant: the cache gets at most the space that the disk
+can spare. Invariant: with a faulty folder the daemon serves without this cache and reports it; at
+the end it waits for stores at most FLUSH_S. Never: decides which block is stored or loaded.
 """
 
 from __future__ import annotations
@@ -45,13 +42,13 @@ from engine.units import size_text
 
 
 class Prediction:
-    """What a prompt takes, by what is known of the router's workers."""
+    """Predict prompt times from the router's workers."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     def prompt_ms(self, pool: str, num_tokens: int, num_before: int) -> float | None:
-        """The least of those workers that have their blocks in the pool; None: unknown."""
+        """Predict the fastest prefill among the pool's workers; None: unknown."""
         topology, roles = self._router.topology, self._router.roles
         names = [worker.name for worker in topology.workers if worker.pool == pool]
         known = [roles.prompt_ms(name, num_tokens, num_before) for name in names]
@@ -59,10 +56,10 @@ class Prediction:
 
 
 def worker_of(router: Router) -> Callable[[str], str | None]:
-    """Who of a router's workers would copy for a pool; None: nobody is ready."""
+    """Return a function that picks the worker to copy for a pool; None: none is ready."""
 
     def find(pool: str) -> str | None:
-        # of those who share it the last one, which decodes: its steps are short
+        # the last worker of the pool decodes: its steps are short
         names = [worker.name for worker in router.topology.workers if worker.pool == pool]
         return next((n for n in reversed(names) if n in router.roles.ready_workers), None)
 
@@ -70,12 +67,12 @@ def worker_of(router: Router) -> Callable[[str], str | None]:
 
 
 def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
-    """How a tier stands.
+    """Describe a tier for a frame.
 
     Args:
-        tier: that is there.
-        folder: where its files are.
-        num_damaged: blocks that were found damaged before it was there.
+        tier: the tier.
+        folder: of its files.
+        num_damaged: damaged blocks found before the tier existed.
     """
     costs, counts, index = tier.costs, tier.counts, tier.index
     return TierFrame(
@@ -105,14 +102,14 @@ def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
 
 
 FREE_SHARE = 10
-"""Without a size, this part of the free disk..."""
+"""Without a configured size, the cache takes this part of the free disk..."""
 MAX_DEFAULT_BYTES = 20 << 30
 """...and at most this."""
 ASKED_RESERVE_SHARE = 6
-"""Where somebody has said a size, this part of the free disk stays free..."""
+"""This part of the free disk stays free under a configured size..."""
 MIN_RESERVE_BYTES = 1 << 30
-"""...and at least this, and no more than RESERVE_BYTES."""
-HINT = "name another folder (ssd_dir), or do without (ssd_cache off)"
+"""...at least this, and at most RESERVE_BYTES."""
+HINT = "choose another folder (ssd_dir), or set ssd_cache off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +118,15 @@ class SsdAllowance:
 
     cap_bytes: int
     reserve_bytes: int
-    """Of the disk, that stays free."""
+    """Disk bytes that stay free."""
     asked_bytes: int | None = None
-    """What was asked for, where the disk allows less."""
+    """The configured size, if the disk allows less."""
     full: str = ""
-    """That the disk is full: there is what lies in the folder, and more when it has room again."""
+    """Set while the disk is full: the cache keeps its blocks and grows later."""
 
     @property
     def words(self) -> str:
-        """Why it is less than was asked for; empty where it is not."""
+        """Why the cache is smaller than configured; empty: it is not."""
         if self.asked_bytes is None:
             return self.full
         return (
@@ -138,14 +135,14 @@ class SsdAllowance:
 
 
 def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
-    """How large it may grow, or why there is none.
+    """Decide how large the cache may grow, or explain why it cannot exist.
 
     Args:
-        folder: of the cache, there or not.
+        folder: of the cache; it may not exist yet.
         asked: a size in bytes, `auto` or `off`.
 
     Raises:
-        OSError: the disk cannot be looked at.
+        OSError: the disk cannot be examined.
     """
     if asked == "off":
         return "switched off by ssd_cache"
@@ -172,12 +169,12 @@ def allowance(folder: Path, asked: int | str) -> SsdAllowance | str:
 
 
 def is_ssd_asked_for(config: ServeConfig) -> bool:
-    """True if somebody has said where it is, or how large, so that to have none is an alert."""
+    """Say whether the operator set its folder or size, so that losing it is an alert."""
     return config.ssd_dir is not None or isinstance(config.ssd_cache, int)
 
 
 def ssd_forecast(config: ServeConfig, placement: Placement) -> CacheForecast | None:
-    """What there would be of an SSD cache; None: nobody wants one."""
+    """Predict the SSD cache of a start; None: switched off."""
     folder, asked = config.ssd_folder, config.ssd_cache
     if asked == "off":
         return None
@@ -199,11 +196,11 @@ def ssd_forecast(config: ServeConfig, placement: Placement) -> CacheForecast | N
 def _slabs(
     folder: Path, asked: int | str, block_bytes: int, fingerprint: bytes, model: str = ""
 ) -> tuple[Slabs, SsdAllowance]:
-    """The folder's slabs, not yet opened, and how large they may be.
+    """Return the folder's slabs, not yet opened, and their maximum size.
 
     Raises:
-        PenstockError: why the disk can hold none.
-        OSError: it cannot be looked at.
+        PenstockError: the disk cannot hold any.
+        OSError: the disk cannot be examined.
     """
     allowed = allowance(folder, asked)
     if isinstance(allowed, str):
@@ -216,7 +213,7 @@ def _slabs(
 
 
 def _problem(folder: Path, there: Path) -> str | None:
-    """Why no file can be made where the folder is, or would be; None: one can."""
+    """Explain why no file can be made in the folder; None: one can."""
     about = str(folder) if there == folder else f"{there}, where {folder} would be made,"
     if not there.is_dir():
         return f"{about} is not a folder"
@@ -234,23 +231,23 @@ FLUSH_S = 5.0
 CLOSE_S = 2.0
 _DAY_S = 86_400
 STAGED_PATIENCE = CopyDeadlines(load_ms=1000, store_s=30)
-"""Where workers copy, which may be behind a step; a disk that hangs is found out later."""
+"""Workers copy, possibly after a step; a hung disk is noticed later."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Size and fingerprint of the served model's blocks, by which those on disk are judged."""
+    """Size and fingerprint of the served model's blocks; they identify usable blocks on disk."""
 
     fingerprint: bytes
-    """Of all that a block's bytes depend on."""
+    """A digest of everything that a block's bytes depend on."""
     num_bytes: int
-    """Of a block."""
+    """Bytes of a block."""
     pool_fds: Mapping[str, int]
-    """Memory of the pools, by name: those in the host's memory, and that of the slots."""
+    """Memory of the pools in the host and of the staging blocks, by name."""
     slots: range
-    """Blocks in the host's memory, by way of which those go that are on GPUs."""
+    """Blocks in host memory that stage the blocks of GPU pools."""
     model: str = ""
-    """Whose they are, for people."""
+    """The model's name, for people."""
 
 
 def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
@@ -272,10 +269,10 @@ def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
 
 
 class SsdCache:
-    """The SSD cache of one daemon: start, upkeep, end, and what frames tell of it.
+    """Open, maintain and close the daemon's SSD cache, and describe it in frames.
 
     Args:
-        config: where it is kept, how large it may be, and how long a block is kept: as the log.
+        config: its folder, its size, and the days to keep a block (as for the log).
         tell: takes severity, code and message of an event.
     """
 
@@ -284,21 +281,21 @@ class SsdCache:
         self.tier: Tier | None = None
         self.slabs: Slabs | None = None
         self.reason = "it is being opened"
-        """Why there is no tier."""
+        """Why the cache is not in use."""
         self.is_off = False
-        """For good."""
+        """True if the cache will not be opened any more."""
         self._is_asked_for = is_ssd_asked_for(config)
         self._has_failed = False
-        """There is none although somebody has asked for one."""
+        """True if the operator configured the cache but it is unavailable."""
         self._asked, self._keep_days = config.ssd_cache, config.log_keep_days
         self._tell = tell
         self._disk: Disk | None = None
         self._staged: StagedDisk | None = None
-        """In front of the disk, where pools are on GPUs."""
+        """The staging store in front of the disk, for pools on GPUs."""
         self._pool_fds: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
         self._settled: asyncio.Event | None = None
-        """Set when nothing is left to be stored."""
+        """Set when all stores have ended."""
 
     async def open(
         self,
@@ -308,7 +305,7 @@ class SsdCache:
         workers: Supervisor,
         copies: WorkerCopies,
     ) -> None:
-        """Read what is there, and attach it to the router; what is wrong is said."""
+        """Read the stored blocks and attach the cache to the router; report faults."""
         self.is_off = self._has_failed = False
         if hasher is None:
             self._off(NO_PREFIX_CACHE, is_wanted=False)
@@ -320,7 +317,7 @@ class SsdCache:
             return
         copied_per_s = min((w.probes.get(DRAM, 0.0) for w in workers.workers.values()), default=0.0)
         if blocks.slots and not copied_per_s:
-            self._off("what went from GPUs to the host's memory at start did not come back")
+            self._off("the trial copy from GPUs to host memory failed")
             return
         try:
             opened = await read_in_thread(
@@ -347,7 +344,7 @@ class SsdCache:
             self._say_what_is_there(slabs, opened.allowed, plan.placement)
 
     def frame(self) -> TierFrame:
-        """The state of the cache, as a part of a frame."""
+        """Describe the cache for a frame."""
         tier = self.tier
         if tier is None or self.slabs is None:
             off = "failed" if self._has_failed else "off"
@@ -367,7 +364,7 @@ class SsdCache:
     def _off(self, reason: str, *, is_wanted: bool = True) -> None:
         self.reason, self.is_off = reason, True
         self._has_failed = is_wanted and self._is_asked_for
-        if is_wanted and not self._has_failed:  # else there is an alert, which tells the same
+        if is_wanted and not self._has_failed:  # otherwise an alert reports it
             self._tell("warning", "ssd.off", f"there is no SSD cache: {reason}")
 
     def _attach(
@@ -420,15 +417,15 @@ class SsdCache:
 
     def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance, placement: Placement) -> None:
         if dropped := _dropped(slabs.reclaimed):
-            self._tell("warning", "ssd.reclaimed", f"the SSD cache has dropped {dropped}")
+            self._tell("warning", "ssd.reclaimed", f"the SSD cache deleted {dropped}")
         if allowed.words and not allowed.full:  # of which there is an alert
             self._tell("warning", "ssd.limited", f"SSD cache in {self.folder}: {allowed.words}")
         way = (
-            "" if slabs.is_direct else "; by the page cache, for the file system has no direct I/O"
+            "" if slabs.is_direct else "; through the page cache: the file system lacks direct I/O"
         )
         num_blocks = 0 if self.tier is None else len(self.tier.index)
         if self._staged is not None:
-            way += "; to and from GPUs by way of the host's memory, which no GPU has proved yet"
+            way += "; to and from GPUs through host memory, not yet tried on a GPU"
         about = f"{_things(num_blocks, 'block')}, {size_text(num_blocks * slabs.block_bytes)}"
         if others := sum(share.num_bytes for share in slabs.others.shares):
             way += f"; {size_text(others)} of other models are kept"
@@ -455,7 +452,7 @@ class SsdCache:
             self._timer = loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 
     async def flush(self) -> None:
-        """Nobody computes any more: store what is warm, as long as that takes, but for a limit."""
+        """Store recently used blocks before the daemon ends, within FLUSH_S."""
         if self.tier is None or self.tier.reason is not None:  # a disk that hangs is not waited for
             return
         self._settled = asyncio.Event()
@@ -465,7 +462,7 @@ class SsdCache:
                 await asyncio.wait_for(self._settled.wait(), FLUSH_S)
 
     async def close(self) -> None:
-        """Let go of the folder; a thread that is stuck in the disk keeps it until we exit."""
+        """Close the folder; a thread stuck in the disk holds it until the process exits."""
         if self._timer is not None:
             self._timer.cancel()
         self.reason = "it is being opened"
@@ -484,11 +481,11 @@ class _OpenedSlabs(NamedTuple):
     slabs: Slabs
     found: list[SlabContents]
     bytes_per_s: float
-    """At which they are read."""
+    """The measured read rate."""
     allowed: SsdAllowance
 
     def close(self) -> None:
-        """Nobody waits for them any more."""
+        """Close slabs that are no longer needed."""
         self.slabs.close()
 
 
@@ -507,7 +504,7 @@ def _open(folder: Path, asked: int | str, blocks: BlockFormat) -> _OpenedSlabs:
 
 
 def _dropped(reclaimed: Reclaimed) -> str:
-    """What was in the folder and is not kept, in words; empty: nothing."""
+    """Describe the files and blocks that were deleted at opening; empty: none."""
     counts = [
         (reclaimed.num_damaged_slabs, "damaged file", ""),
         (reclaimed.num_surplus_slabs, "old file", " beyond the cap"),

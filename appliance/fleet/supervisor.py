@@ -1,11 +1,9 @@
 """Start workers, share memory between them, and restart them.
 
 Owns: worker processes, their channels, and the memfds that outlive them (pools, weights); the
-record of each; what GPU memory each has exported, who knows of it, and who has to let go of it.
-Invariants: a worker's death is handled after everything that it sent, when its process is gone; no
-worker outlives the daemon; a restarted worker finds the pools and the converted weights as they
-were.
-Never: knows a sequence.
+record of each worker; the GPU memory that each has exported or mapped. Invariants: a worker's death
+is handled after all its messages, once its process has ended; no worker outlives the daemon; a
+restarted worker finds the pools and the converted weights unchanged. Never: knows a sequence.
 """
 
 from __future__ import annotations
@@ -49,35 +47,37 @@ from engine.wire.messages import (
 
 PROGRESS_S = 10.0
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
-"""By the number of short lives before; the last one for ever, so that what is mended is found."""
+"""Pauses by the number of short lives before; the last one repeats for ever."""
 ALONE_BACKOFF_S = 2.0
-"""The longest pause while no worker is ready, unless all have failed to start again and again."""
+"""Maximum pause while no worker is ready, unless all are in a crash loop."""
 BACKOFF_CHECK_S = 0.25
 """How often a waiting worker looks whether the others still serve."""
 SPARE_DESCRIPTORS = 8
 """A restart takes a pair of sockets, a pipe and /dev/null."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""A process that cannot be made for one of these says nothing of the worker."""
+"""Errors of the machine, not of the worker, that prevent a process."""
 SHORTAGE_PAUSE_S = 1.0
 MAX_FAILED_STARTS = 3
 STOP_GRACE_S = 2.0
 EXIT_GRACE_S = 0.2
-"""Between the end of a worker's channel and its exit."""
+"""Maximum time between the end of a worker's channel and its exit."""
 GOMP_SPIN_COUNT = "10000"
-"""Bounded spinning between parallel regions: passive waiting costs a futex wake in each small
-region, and endless spinning stalls as soon as anything else wants the core."""
+"""Bounded spinning between parallel regions.
+
+Passive waiting costs a futex wake in each small region. Endless spinning stalls when another thread
+needs the core."""
 
 OnReport = Callable[[str, Report], None]
 OnReady = Callable[[str], None]
 OnDied = Callable[[str, str], None]
-"""The worker's name, and what there is to say about it."""
+"""Takes the worker's name and the cause of its death."""
 
 
 WORKER_PROGRAM = (sys.executable, "-P", "-m", "engine.workers")
 
 
 class Supervisor:
-    """Starts the daemon's workers, hears them, and restarts those that die."""
+    """Start the daemon's workers, read their messages, and restart dead ones."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Supervisor:
 
     @property
     def is_lost(self) -> bool:
-        """True if every worker has failed to come back so often that nobody should wait for it."""
+        """True if every worker failed to restart too often to wait for it."""
         return all(w.num_failed_starts >= MAX_FAILED_STARTS for w in self.workers.values())
 
     @property
@@ -122,24 +122,24 @@ class Supervisor:
         return started.exception() is None
 
     def awaited(self, silence_s: float) -> list[str]:
-        """Workers that are not ready, and how far each is; none while lines say how they load."""
+        """List the starting workers with their progress; empty while log lines show it."""
         if time.monotonic() - self._logged_at_s < silence_s:
             return []
         return [f"worker {n} ({w.stage})" for n, w in self.workers.items() if w.state != "ready"]
 
     def waits_for_others(self, name: str) -> bool:
-        """Whether a worker that loads has done its part, and cannot go on before others have."""
+        """Say whether a loading worker has done its part and waits for others."""
         has_loaded = self.workers[name].has_loaded
         is_early = has_loaded and not all(w.has_loaded for w in self.workers.values())
         return is_early or self._sharing.waits(name) or self._peers.waits(name)
 
     def spawn_all(self) -> None:
-        """Start every process now; they import torch while the daemon goes on building."""
+        """Start every process now; they import torch while the daemon keeps building."""
         for worker in self.workers.values():
             self._spawn(worker)
 
     async def run(self) -> None:
-        """Talk to the spawned workers; returns when all of them are ready.
+        """Start the conversation with all spawned workers; return when all are ready.
 
         Raises:
             WorkerFailed: one of them could not load.
@@ -153,13 +153,13 @@ class Supervisor:
         await self._started
 
     def send(self, name: str, command: Command) -> None:
-        """Send a command; lost if the worker is dead, whose death ends all its commands."""
+        """Send a command; it is lost if the worker is dead, which ends all its commands."""
         channel = self.workers[name].channel
         if channel is not None:
             channel.send(command)
 
     async def stop(self) -> None:
-        """Close the channels; kill what has not exited within the grace."""
+        """Close the channels; kill workers that do not exit within the grace period."""
         self._is_stopping = True
         deadline = time.monotonic() + STOP_GRACE_S
         for worker in self.workers.values():
@@ -190,7 +190,7 @@ class Supervisor:
         worker.is_reaped.clear()
 
     def _start_process(self, worker: WorkerState) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Start a worker's process; it and our end of its channel."""
+        """Start a worker's process and open our end of its channel."""
         num_threads = str(len(worker.plan.cpus))
         reach = sorted({cpu for each in self.workers.values() for cpu in each.plan.cpus})
         env = {
@@ -230,9 +230,9 @@ class Supervisor:
         return process, ours
 
     def _visible_to(self, gpu: GpuSpec) -> str:
-        """The UUIDs that CUDA is told to see: an instance, or all whole GPUs that serve.
+        """Return the UUIDs that CUDA may see: one instance, or all whole GPUs in use.
 
-        Where any GPU is divided, CUDA sees one instance and no whole GPU unless they are named.
+        If any GPU is divided, CUDA sees one instance and no whole GPU unless they are named.
         """
         if gpu.uuid.startswith("MIG-"):
             return gpu.uuid
@@ -240,7 +240,7 @@ class Supervisor:
         return ",".join(dict.fromkeys(x.uuid for x in served if not x.uuid.startswith("MIG-")))
 
     async def _watch(self, worker: WorkerState) -> None:
-        """One worker's life after life, until the daemon stops."""
+        """Watch and restart one worker until the daemon stops."""
         while not self._is_stopping:
             await self._live(worker)
             if self._is_stopping:
@@ -256,10 +256,10 @@ class Supervisor:
             await self._respawn(worker)
 
     def _watch_ended(self, worker: WorkerState, task: asyncio.Task[None]) -> None:
-        """Nobody may wait for a worker that is not watched any more, which is a bug of ours."""
+        """Fail what waits for a worker after its watcher crashed, which is a bug."""
         if task.cancelled() or task.exception() is None:
             return
-        about = f"worker {worker.plan.name} is not watched any more: {task.exception()!r}"
+        about = f"worker {worker.plan.name} is no longer watched: {task.exception()!r}"
         log.error("%s", about, exc_info=task.exception())
         if worker.process is not None:
             worker.process.kill()
@@ -270,7 +270,7 @@ class Supervisor:
             self._on_lost(worker.plan.name, about)
 
     async def _respawn(self, worker: WorkerState) -> None:
-        """Start the process again, after a pause that grows; tries until it has one."""
+        """Start the process again after a growing pause; try until it runs."""
         is_told = False
         while True:
             await self._pause(worker)
@@ -293,7 +293,7 @@ class Supervisor:
                 return
 
     async def _pause(self, worker: WorkerState) -> None:
-        """Wait until a worker may start again: not for long while no other serves."""
+        """Pause before a restart; briefly while no other worker serves."""
         began_s = time.monotonic()
         while not self._is_stopping:
             is_served = any(each.state == "ready" for each in self.workers.values())
@@ -311,7 +311,7 @@ class Supervisor:
             self._on_lost(worker.plan.name, about)
 
     async def _live(self, worker: WorkerState) -> None:
-        """Talk to one process until its channel ends."""
+        """Read one process's messages until its channel ends."""
         assert worker.socket is not None
         channel = worker.channel = await DaemonChannel.open(worker.socket)
         weights = worker.setup.weights
@@ -356,7 +356,7 @@ class Supervisor:
             channel.close()
 
     def _log_progress(self) -> None:
-        """Print a line every PROGRESS_S of a load that takes longer, and one at its end."""
+        """Print a line every PROGRESS_S of a long load, and one at its end."""
         loaded, total = weights_progress(self.workers.values())
         is_known = all(w.total_bytes for w in self.workers.values())
         now_s = time.monotonic()
@@ -374,7 +374,7 @@ class Supervisor:
                 log.info("loaded %s of weights in %.1f s", size_text(total), took_s)
 
     def _weights_loaded(self, worker: WorkerState) -> None:
-        """Let workers go on once every share of the weights is in place."""
+        """Let workers continue once every share of the weights is loaded."""
         was_complete = all(w.has_loaded for w in self.workers.values())
         worker.has_loaded = True
         if was_complete:
@@ -389,7 +389,7 @@ class Supervisor:
         self._peers.on_weights_complete(name)
 
     def _pool_made(self, worker: WorkerState, num_blocks: int, memory: SharedMemory | None) -> None:
-        """From now on the pool has this size, also in the worker's next life."""
+        """Fix the pool's size for this and later lives of the worker."""
         gpu, pool = worker.setup.gpu, worker.setup.pool
         assert gpu is not None, "pools on cores are the daemon's"
         worker.setup = msgspec.structs.replace(
@@ -401,20 +401,20 @@ class Supervisor:
         self._peers.made(worker.plan.name, memory)
 
     def end_hung(self, name: str, about: str) -> None:
-        """End a worker that will not end by itself; it is started again like any that has died."""
+        """Kill a hung worker; it is restarted like any dead one."""
         worker = self.workers[name]
         if worker.state in ("ready", "loading") and worker.process is not None:
-            where = name if worker.state == "loading" else ""  # else who hears it knows
+            where = name if worker.state == "loading" else ""  # otherwise its reader adds the name
             worker.failure = WorkerFailed(about, where=where)
             worker.process.kill()
 
     async def _end_dependents(self, worker: WorkerState) -> None:
-        """End the workers whose memory or GPU state a dead one has taken along.
+        """End the workers that depend on a dead worker's memory or GPU state.
 
-        All of them are gone before one starts again.
+        All of them have ended before one restarts.
         """
         name = worker.plan.name
-        ending = dict.fromkeys(self._sharing.ended(name), f"its memory was that of worker {name}")
+        ending = dict.fromkeys(self._sharing.ended(name), f"it used the memory of worker {name}")
         for neighbour in self._mps_clients_hurt_by(worker):
             ending.setdefault(neighbour, f"worker {name} was killed on the GPU that MPS shares")
         for dependent, about in ending.items():
@@ -424,13 +424,13 @@ class Supervisor:
                 other.process.kill()
                 await other.is_reaped.wait()
         for dependent in await self._peers.ended(name):
-            self.end_hung(dependent, f"it held memory of worker {name}, which has died")
+            self.end_hung(dependent, f"it mapped memory of worker {name}, which died")
 
     def _mps_clients_hurt_by(self, worker: WorkerState) -> list[str]:
         """Name the workers that MPS leaves in an undefined state when this one was killed.
 
-        NVIDIA promises nothing for a server and its clients after a client ended with work under
-        way. A worker that exits by itself has waited for its work.
+        NVIDIA promises nothing for a server and its clients after a client died with work running.
+        A worker that exits by itself has waited for its work.
         """
         code = None if worker.process is None else worker.process.poll()
         gpu = worker.setup.gpu
@@ -449,10 +449,10 @@ class Supervisor:
             self._started.set_result(None)
 
     async def _reap(self, worker: WorkerState) -> None:
-        """The channel has ended: make sure that the process has, and tell the daemon.
+        """Wait for the process to end after its channel has, and tell the daemon.
 
-        Until it has, a copy that it began may still write another worker's blocks, so that its
-        commands stay open. A process can take long to end: a thread waits for it, not the loop.
+        Until it ends, a copy that it began may still write another worker's blocks, so its commands
+        stay open. A process can take long to end: a thread waits for it, not the loop.
         """
         assert worker.process is not None
         was_ready = worker.state == "ready"
@@ -477,19 +477,19 @@ class Supervisor:
         return WorkerFailed(
             f"the worker ended while loading ({_describe_exit(code)})",
             where=worker.plan.name,
-            hint="its last words are above; out of memory kills are in the kernel log",
+            hint="see its output above; the kernel log shows out-of-memory kills",
         )
 
 
 def _has_ended_well(report: Report) -> bool:
-    """Whether a report is of a step that computed numbers for all its sequences."""
+    """Say whether a report's step computed valid numbers for all its sequences."""
     if not isinstance(report, Stepped) or not any(e.num_scheduled_tokens for e in report.entries):
         return False
     return not any(entry.is_fault for entry in report.entries)
 
 
 def _backoff_s(num_short_lives: int) -> float:
-    """The first death after a stable life, and the first short one, are not waited for."""
+    """Return the pause before a restart; none after a stable life or the first short one."""
     place = min(max(num_short_lives - 1, 0), len(RESTART_BACKOFF_S) - 1)
     return RESTART_BACKOFF_S[place]
 

@@ -1,11 +1,11 @@
 """Swap models: decide which requests may enter and which wait.
 
-    B waits ── A's stay is over, or A idle ── nobody enters A ── A's last is out ── swap ── B in
+B waits ── A's stay is over, or A idle ── no request enters A ── A's last is out ── swap ── B in
 
-Owns: which model is served, and the requests on their way in.
-Invariant: a model is taken down only when none of its requests is under way; whoever waits longest
-decides which is next; everybody who waits gets in, or an error; who leaves gives its place free.
-Never: starts or stops a process itself.
+Owns: which model is served, and the requests on their way in. Invariant: a model is stopped only
+when none of its requests is running; the longest wait decides the next model; every waiting request
+is admitted or gets an error; a closed connection frees its place. Never: starts or stops a process
+itself.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ from engine.errors import PenstockError, RequestError, Unavailable
 from engine.schedule.waiting_limit import WaitingLimit
 
 IDLE_S = 1.0
-"""A model without a request for so long is taken down before its stay is over."""
+"""Idle seconds after which a model is swapped out before its stay is over."""
 REST_S = 30.0
-"""That a model is left alone which could not be served: a try takes the served one down, and while
-its files are looked at no other model has its turn."""
+"""Pause before retrying a model that failed.
+
+A try stops the served one. While its files are checked no other model can be swapped in."""
 
 
 class SwapLimits(NamedTuple):
-    """What the settings say; a reload may change it."""
+    """The limits from the settings; a reload may change them."""
 
     min_stay_s: float
-    """How long a model stays at least once it is there."""
+    """Minimum seconds that a busy model stays."""
     max_waiting: int
-    """Requests that may wait for another model."""
+    """Maximum requests that wait for another model."""
     max_waiting_bytes: int
-    """Their bodies together, which are in memory meanwhile."""
+    """Maximum bytes of their bodies, which stay in memory."""
     max_wait_s: float = 0.0
-    """How long each may; 0: for ever."""
+    """Maximum wait of a request; 0: no limit."""
 
 
 class _FailedModel(NamedTuple):
-    """Why a model could not be started, and until when it is left alone."""
+    """Why a model could not start, and when it may be tried again."""
 
     about: str
     until_s: float
 
 
 class IncomingRequest(NamedTuple):
-    """A request on its way in, as far as it is known before its body is read."""
+    """The facts of a request that are known before its body is read."""
 
     owner: str
     num_bytes: int
-    """Of its body."""
+    """Bytes of its body."""
     request_id: str = ""
     endpoint: str = ""
     received_at: str = ""
@@ -66,17 +67,17 @@ class IncomingRequest(NamedTuple):
 
 
 RefusedRequest = Callable[[IncomingRequest, RequestFrame | None, RequestError | None], None]
-"""Who asked; how it waited, None if it did not at all; what it is told, None if its client left."""
+"""Takes the request, its frame (None: it did not wait) and its error (None: disconnected)."""
 
 
 Swap = Callable[[], Awaitable[str | None]]
-"""Serves another model; where it cannot, it says why, and the old one is back."""
+"""Serves another model; on failure it restores the old one and returns the reason."""
 
 
 @dataclass(slots=True, eq=False)
 class _WaitingRequest:
     name: str
-    """The model; empty for whichever is served."""
+    """The model's name; empty: any."""
     asker: IncomingRequest
     cancelled_by: str | None = None
     is_in: asyncio.Future[None] = field(
@@ -85,10 +86,10 @@ class _WaitingRequest:
 
 
 class Swaps(AbstractContextManager[None]):
-    """Lets requests in to the model that they name.
+    """Let requests in to the model that they name.
 
-    As a context it holds the model for one request that enter() has let in, until the request is
-    in the queue, or refused.
+    As a context it holds the model for one request that enter() has let in, until the request is in
+    the queue, or refused.
     """
 
     def __init__(
@@ -102,22 +103,22 @@ class Swaps(AbstractContextManager[None]):
         refused: RefusedRequest = lambda *_: None,
         aliases: Collection[str] = (),
     ) -> None:
-        """Serve `current`.
+        """Begin with `current` as the served model.
 
         Args:
             current: the model that is served.
-            names: all that there are, it among them.
-            prepare: while the old one still serves, brings the files of another, and looks
-                at them; raises PenstockError or OSError.
-            idle: set while no request that came in is under way.
-            limits: as they are now.
-            refused: called for each request that does not come in.
+            names: all models, including `current`.
+            prepare: downloads and checks the files of another model while the old one serves;
+                raises PenstockError or OSError.
+            idle: set while no admitted request is running.
+            limits: returns the limits.
+            refused: called for each request that is not admitted.
             aliases: other names of the first model; `*` in them is any text.
         """
         self.current = current
         self.names = names
         self.next: str | None = None
-        """The model that is being swapped to; nobody comes in meanwhile."""
+        """The model being swapped in; no request enters meanwhile."""
         self._prepare, self._idle = prepare, idle
         self._limits, self._refused = limits, refused
         self._first, self._aliases = current, aliases
@@ -132,21 +133,21 @@ class Swaps(AbstractContextManager[None]):
         self._resting: dict[str, _FailedModel] = {}
         self._num_entering = 0
         self._is_loading = False
-        """The last reply of the model that was served has ended."""
+        """True once the last reply of the previous model has ended."""
         self._changed = asyncio.Event()
         self._is_closed = False
         self._num_swaps = 0
         self._last_swap_ms: float | None = None
 
     def name_of(self, asked: str) -> str:
-        """Which of the models a request means; empty: whichever is served, by another name."""
+        """Find the model that a requested name means; empty: the served one, by another name."""
         plain = asked.removesuffix(":latest")
         is_alias = bool(plain) and any(fnmatchcase(plain, one) for one in self._aliases)
         known = next((name for name in (asked, plain) if name in self.names), "")
         return known or (self._first if is_alias else "")
 
     def can_enter(self, name: str) -> bool:
-        """Whether enter() would not wait."""
+        """Say whether enter() would return at once."""
         is_served = name in ("", self.current) and self.next is None
         return is_served and not self._is_closed and not self._waits_for(name)
 
@@ -156,16 +157,16 @@ class Swaps(AbstractContextManager[None]):
         """Wait until a request may come in; it holds the model from then until __exit__().
 
         Args:
-            name: as name_of() has it.
-            asker: whose request it is, and how large.
-            gone: done when its client has left.
+            name: from name_of().
+            asker: the request, with its owner and size.
+            gone: done when its client has disconnected.
 
         Returns:
-            False if its client has left: it holds nothing then.
+            False if its client has disconnected: it holds nothing then.
 
         Raises:
-            Unavailable: the model cannot be started, or not in time, or the daemon drains.
-            QueueFull: too much waits for another model, altogether or of this owner.
+            Unavailable: the model cannot start, or not in time, or the daemon drains.
+            QueueFull: too many requests wait for another model, of all owners or of this one.
         """
         if self.can_enter(name):
             self._num_entering += 1
@@ -195,7 +196,7 @@ class Swaps(AbstractContextManager[None]):
                 self._leave(one)
 
     async def _wait(self, one: _WaitingRequest, gone: asyncio.Future[None] | None) -> bool:
-        """Until it may come in; False if its client has left. Raises what it is told."""
+        """Wait until the request may enter; return False if its client disconnected."""
         limit_s = self._limits().max_wait_s
         waits = (one.is_in,) if gone is None else (one.is_in, gone)
         done, _ = await asyncio.wait(
@@ -213,37 +214,37 @@ class Swaps(AbstractContextManager[None]):
         return one.is_in in done
 
     def __exit__(self, *_: object) -> None:
-        """A request that came in is in the queue by now, or refused."""
+        """Release the model: the admitted request is in the queue by now, or refused."""
         self._num_entering -= 1
         self._used_s = time.monotonic()
         self.look()
 
     def look(self) -> None:
-        """Somebody waits, or has come in."""
+        """Wake run(): a request waits or has entered."""
         self._changed.set()
 
     def close(self) -> None:
-        """The daemon drains: nobody waits any longer."""
+        """Refuse all waiting requests: the daemon drains."""
         self._is_closed = True
         self._refuse(_draining(), None)
 
     def open(self) -> None:
-        """A model is served again: requests for it go in."""
+        """Admit requests again: a model is served."""
         self._is_closed = False
 
     def frame(self) -> SwapsFrame:
-        """Which models there are, and how swaps between them go, as a part of a frame."""
+        """Return the models and swaps as a part of a frame."""
         others = [name for name in self.names if name != self.current]
         waiting, took_ms = len(self._waiting), self._last_swap_ms
         return SwapsFrame(others, self.next, waiting, self._num_swaps, took_ms)
 
     def owner_of(self, request_id: str) -> str | None:
-        """Whose request it is; None if none of this id waits here."""
+        """Return the owner of a waiting request; None: no such id."""
         ids = {one.asker.request_id: one.asker.owner for one in self._waiting}
         return ids.get(request_id)
 
     def cancel(self, request_id: str, by: str) -> bool:
-        """End the wait of one with an error; False if it does not wait here."""
+        """End a request's wait with an error; False if it does not wait here."""
         found = [one for one in self._waiting if one.asker.request_id == request_id]
         for one in found:
             self._take(one)
@@ -253,7 +254,7 @@ class Swaps(AbstractContextManager[None]):
         return bool(found)
 
     def requests(self, now_ns: int) -> list[RequestFrame]:
-        """Those that wait, the oldest first; no model has looked at them yet."""
+        """List the waiting requests, the oldest first."""
         return [self._frame(one, now_ns) for one in self._waiting]
 
     def _frame(self, one: _WaitingRequest, now_ns: int) -> RequestFrame:
@@ -282,16 +283,16 @@ class Swaps(AbstractContextManager[None]):
     def _waits_for_what(self, name: str) -> str:
         wanted = name or self.next or self.current
         if self.next is None and wanted == self._first_wanted and self._stay_s > 0:
-            soon = f"when {self.current} was idle for {IDLE_S:g} s"
-            return f"model {wanted}, which is loaded {soon}, in {self._stay_s:.0f} s at most"
+            soon = f"once {self.current} is idle for {IDLE_S:g} s"
+            return f"model {wanted}, to be loaded {soon}, in {self._stay_s:.0f} s at most"
         if self.next == wanted and not self._is_loading:
-            return f"model {wanted}, which is loaded when the last reply of {self.current} ends"
+            return f"model {wanted}, to be loaded after the last reply of {self.current}"
         if self.next == wanted:
-            return f"model {wanted}, which is being loaded"
-        return f"model {wanted}, whose turn comes after {self.next or self.current}"
+            return f"model {wanted}, now loading"
+        return f"model {wanted}, queued after {self.next or self.current}"
 
     async def run_until(self, stopping: asyncio.Task[bool]) -> None:
-        """run() until something else ends; nobody is left waiting then.
+        """Run until `stopping` is done; then refuse the waiting requests.
 
         Raises:
             PenstockError: as run().
@@ -307,7 +308,7 @@ class Swaps(AbstractContextManager[None]):
             running.result()
 
     async def run(self) -> None:
-        """Swap whenever somebody waits for another model; runs until it is cancelled.
+        """Swap whenever a request waits for another model; runs until it is cancelled.
 
         Raises:
             PenstockError: neither the next model nor the last one could be started.
@@ -337,7 +338,7 @@ class Swaps(AbstractContextManager[None]):
             return
         self.next = name
         try:
-            # nobody is kept waiting for a model that whoever asked for it no longer waits for
+            # stop waiting once every request for this model has been cancelled
             while self._waits_for(name):
                 if self._is_unused:
                     await self._do(swap, name)
@@ -348,19 +349,19 @@ class Swaps(AbstractContextManager[None]):
 
     @property
     def _first_wanted(self) -> str | None:
-        """The model that the one who waits longest has named."""
+        """The model named by the request that has waited longest."""
         return next((each.name for each in self._waiting if each.name), None)
 
     @property
     def _stay_s(self) -> float:
-        """How long the served model stays at most; it goes sooner if it is idle."""
+        """Maximum seconds that the served model stays; an idle one goes sooner."""
         now_s = time.monotonic()
         stay_s = self._since_s + self._limits().min_stay_s - now_s
         return min(stay_s, self._used_s + IDLE_S - now_s) if self._is_unused else stay_s
 
     @property
     def _is_unused(self) -> bool:
-        """Whether no request of the served model is under way or on its way in."""
+        """Whether no request of the served model is running or on its way in."""
         return not self._num_entering and self._idle.is_set()
 
     async def _do(self, swap: Swap, name: str) -> None:
@@ -375,12 +376,12 @@ class Swaps(AbstractContextManager[None]):
         self._rest(name, about)
 
     def _rest(self, name: str, about: str) -> None:
-        """Leave alone a model that cannot be served, and tell those who wait for it."""
+        """Pause a failed model, and refuse the requests that wait for it."""
         self._resting[name] = _FailedModel(about, time.monotonic() + REST_S)
         self._refuse(_cannot(name, about, REST_S), name)
 
     def _check(self, one: _WaitingRequest) -> None:
-        """Refuse what cannot wait."""
+        """Refuse a request that cannot wait."""
         if self._is_closed:
             raise _draining()
         rest = self._resting.get(one.name)
@@ -392,7 +393,7 @@ class Swaps(AbstractContextManager[None]):
         self._bytes.check(one.asker.owner, one.asker.num_bytes, is_single=True)
 
     def _leave(self, one: _WaitingRequest) -> None:
-        """Whoever asked is gone: its place is free, or the model that it was just let in to."""
+        """Remove a disconnected client's request, or release the model it had entered."""
         if not one.is_in.done():
             self._take(one)
         elif one.is_in.exception() is None:
@@ -408,7 +409,7 @@ class Swaps(AbstractContextManager[None]):
         return any(each.name == name for each in self._waiting)
 
     def _let_in(self) -> None:
-        """Everybody who waits for the model that is served, or for any."""
+        """Admit every waiting request for the served model, or for any."""
         for one in [each for each in self._waiting if each.name in ("", self.current)]:
             self._take(one)
             self._num_entering += 1
@@ -420,7 +421,7 @@ class Swaps(AbstractContextManager[None]):
             one.is_in.set_exception(error)
 
     async def _change(self, patience_s: float | None = None) -> None:
-        """Wait until something has changed, or for so long."""
+        """Wait for a change, at most this long."""
         self._changed.clear()
         try:
             await asyncio.wait_for(self._changed.wait(), patience_s)
@@ -428,7 +429,7 @@ class Swaps(AbstractContextManager[None]):
             return
 
     async def _change_or_unused(self, patience_s: float | None = None) -> None:
-        """Wait until something has changed, no request is under way, or for so long."""
+        """Wait for a change or an unused model, at most this long."""
         self._changed.clear()
         events = (self._changed,) if self._num_entering else (self._changed, self._idle)
         waits = [asyncio.create_task(each.wait()) for each in events]

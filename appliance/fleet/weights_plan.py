@@ -1,8 +1,7 @@
 """Plan how weights lie in memory: mapped, widened, packed or quantised.
 
-Owns: that choice, for workers on CPU cores, and its refusals.
-Invariant: what is chosen is said, with its bytes, unless files are served as they are.
-Never: makes memory, reads tensor data.
+Owns: that choice, for workers on CPU cores, and its refusals. Invariant: the choice is reported
+with its bytes, unless files are served unchanged. Never: makes memory, reads tensor data.
 """
 
 from __future__ import annotations
@@ -37,31 +36,31 @@ log = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class WeightsPlan:
-    """Where weights lie that are not mapped as the files have them."""
+    """The layout of weights that are not mapped directly from the files."""
 
     layout: WeightsLayout | PanelsLayout | None
     """None: the files are mapped, or each worker makes its own memory on its GPU."""
     ways: ProductWays | None
-    """How matrices that are packed in pairs are multiplied; None: none is."""
+    """How matrices packed in pairs are multiplied; None: none is packed."""
     weights: str
-    """As the setting says."""
+    """The setting `weights`."""
     packing: str
-    """What becomes of quantised matrices on GPUs."""
+    """The layout of quantised matrices on GPUs."""
     words: str
-    """What they are in memory, beside the serving dtype; empty: what the files have."""
+    """A description of the weights in memory; empty: unchanged from the files."""
     choice: WaysChoice
-    """How bfloat16 is multiplied on cores, and by which figures."""
+    """How bfloat16 is multiplied on cores, with the figures."""
 
     @property
     def ways_text(self) -> str:
-        """How products are computed, where that changes their bits; empty: exactly."""
+        """How products are computed, if that changes their bits; empty: exactly."""
         attention = (
             "" if self.choice.attention == WIDENED else f"; attention {self.choice.attention}"
         )
         return f"{self.ways or ''}{attention}"
 
     def spec(self, fd: int, index: int, count: int) -> WeightsSpec:
-        """What worker `index` of `count` is told of the arena behind fd."""
+        """Return the arena's spec for worker `index` of `count`."""
         assert self.layout is not None
         return WeightsSpec(
             fd,
@@ -83,14 +82,14 @@ def plan_weights(
     placement: Placement,
     machine: Profile | None = None,
 ) -> WeightsPlan:
-    """What to do with a checkpoint's weights.
+    """Plan the layout of a checkpoint's weights.
 
     Args:
-        checkpoint: whose.
+        checkpoint: the checkpoint.
         dtype: to serve in.
-        weights: `stored`, or what to quantise matrices to; check_weights() has taken it.
-        placement: where workers are; those on GPUs have memory of their own.
-        machine: knows how bfloat16 is multiplied best, or has it timed; None: as stored.
+        weights: `stored`, or the quantisation at start; check_weights() has accepted it.
+        placement: of workers; workers on GPUs have memory of their own.
+        machine: stores how bfloat16 is multiplied best, measured if unknown; None: as stored.
     """
     on_gpu = [plan.gpu is not None for plan in placement.workers]
     layout: WeightsLayout | PanelsLayout | None = None
@@ -117,7 +116,7 @@ def plan_weights(
 
 
 def product_choice(machine: Profile) -> WaysChoice:
-    """How bfloat16 is multiplied on this machine, timed where that is not known yet."""
+    """Choose how bfloat16 is multiplied on this machine; time it if unknown."""
     try:
         kernels, level = load_kernels()
     except ImportError:
@@ -127,19 +126,19 @@ def product_choice(machine: Profile) -> WaysChoice:
 
 
 def weights_text(words: str, loss: LogitsLoss | None) -> str | None:
-    """What the weights are in memory, and what that has cost; None: they are as stored."""
+    """Describe the weights in memory and their loss; None: unchanged from the files."""
     if loss is None:
         return words or None
     return f"{words}; against the weights as stored, {_loss_text(loss)}"
 
 
 def kv_text(dtype: str, kv_dtype: str, loss: LogitsLoss | None = None) -> str | None:
-    """What keys and values are in the pools, and what that costs; None: as they are computed.
+    """Describe the KV dtype of the pools and its loss; None: the serving dtype.
 
     Args:
         dtype: that is served.
-        kv_dtype: of the pools, as the settings have it.
-        loss: None: it is not measured yet.
+        kv_dtype: of the pools, from the settings.
+        loss: None: not measured yet.
     """
     if kv_dtype == "auto":
         return None
@@ -149,14 +148,14 @@ def kv_text(dtype: str, kv_dtype: str, loss: LogitsLoss | None = None) -> str | 
 
 def _loss_text(loss: LogitsLoss) -> str:
     return (
-        f"over {loss.num_tokens} tokens of fixed texts: "
-        f"divergence of the logits {loss.kl_nats:.4f} nats (KL), likeliest next token the same "
-        f"after {loss.same_top_ratio:.0%}"
+        f"over {loss.num_tokens} tokens: "
+        f"KL divergence of the logits {loss.kl_nats:.4f} nats, equal top token "
+        f"{loss.same_top_ratio:.0%}"
     )
 
 
 def check_weights(checkpoint: Checkpoint, dtype: str, weights: str, *, is_on_gpu: bool) -> None:
-    """Refuse what cannot be quantised at start.
+    """Refuse weights that cannot be quantised at start.
 
     Raises:
         ConfigError: naming why.
@@ -165,9 +164,9 @@ def check_weights(checkpoint: Checkpoint, dtype: str, weights: str, *, is_on_gpu
         return
     where, hint = "weights", "leave out --weights"
     if is_on_gpu:
-        raise ConfigError("weights are quantised at start on CPUs only", where=where, hint=hint)
+        raise ConfigError("weights are quantised at start only on CPUs", where=where, hint=hint)
     if not has_kernels():
-        raise ConfigError("no compiled kernels are here to read them", where=where, hint=hint)
+        raise ConfigError("the compiled kernels that read them are missing", where=where, hint=hint)
     if dtype == "float16":
         what = "the kernels do not compute in float16"
         raise ConfigError(what, where=where, hint="--dtype auto")

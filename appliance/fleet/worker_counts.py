@@ -1,10 +1,9 @@
 """Choose how many workers do what: one process or two on a GPU, and how many GPUs prefill.
 
-Owns: that choice, by data sheets before a model was served, and by what its steps took after that.
-Invariant: each role has a device; of all ways to divide them the one is taken whose slower role is
-quickest, and whose links between the roles are the best; two processes share a GPU only where a
-token waits less and prompts are hardly slower.
-Never: measures or starts anything.
+Owns: that choice, by data sheets at first, and by measured step times later. Invariant: each role
+has a device; the division with the fastest slower role and the best links between the roles is
+taken; two processes share a GPU only where a token waits less and prompts are hardly slower. Never:
+measures or starts anything.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ USUAL_PROMPT_TOKENS = 2048
 USUAL_OUTPUT_TOKENS = 256
 _USUAL_DEPTH = USUAL_PROMPT_TOKENS / 2
 MAX_BATCH = 32
-"""Sequences that decode together; fewer where the KV of more has no room."""
+"""Assumed sequences that decode together; fewer if KV memory is short."""
 _PRODUCT_SHARE, _BANDWIDTH_SHARE = 0.55, 0.65
-"""Of what data sheets promise, that prefill and decode come to."""
+"""Shares of the data sheets' rates that prefill and decode reach."""
 _FLOPS_PER_BYTE: Mapping[tuple[int, int], float] = {
     (7, 5): 200,
     (8, 0): 155,
@@ -34,14 +33,14 @@ _FLOPS_PER_BYTE: Mapping[tuple[int, int], float] = {
     (9, 0): 295,
     (10, 0): 280,
 }
-"""Products in halves to bytes of memory, a second of each, by data sheets of the usual GPUs."""
+"""FP16 products per second divided by memory bytes per second, by compute capability."""
 _USUAL_FLOPS_PER_BYTE = 200
 
 
 def phase_costs(
     weights_bytes: int, kv_token_bytes: int, pool_bytes: int, capability: tuple[int, int] | None
 ) -> tuple[float, float]:
-    """What a usual request takes of prefill and of decode; only their proportion means something.
+    """Estimate a usual request's prefill and decode costs; only their ratio has a meaning.
 
     Args:
         weights_bytes: in memory, two for each parameter.
@@ -61,12 +60,12 @@ def phase_costs(
 
 
 def measured_costs(profile: Profile) -> tuple[float, float] | None:
-    """Costs of both phases from steps that were timed, in ms; None: too few of a kind to tell."""
+    """Return both phases' costs in ms from timed steps; None: too few steps."""
     prompts = _values(profile, PROMPT_MS)
     decodes = [(key, ms) for key, ms in _values(profile, DECODE_MS) if key.size <= MAX_BATCH]
     if len(prompts) < 2 or not decodes:
         return None
-    # the largest, which are what a busy device makes, and of those the one most like a usual one
+    # the largest batches, as on a busy device; among them the one nearest to usual lengths
     prompt, prompt_ms = max(
         prompts, key=lambda each: (each[0].size, -abs(each[0].depth - _USUAL_DEPTH))
     )
@@ -82,7 +81,7 @@ def measured_costs(profile: Profile) -> tuple[float, float] | None:
 def num_prefilling(
     num_devices: int, costs: tuple[float, float], *, are_measured: bool = False
 ) -> tuple[int, str]:
-    """How many of at least two prefill, and why."""
+    """Choose how many of at least two devices prefill, and say why."""
     prefill, decode = costs
     shares = f"{100 * prefill / (prefill + decode):.0f} to {100 * decode / (prefill + decode):.0f}"
     count = min(
@@ -97,19 +96,19 @@ def num_prefilling(
 
 
 MAX_WAYS = 13_000
-"""To choose some of the devices: up to so many are all compared."""
+"""Maximum divisions of the devices that are all compared."""
 Counts = tuple[int, ...]
 """Devices by board."""
 Quality = tuple[float, ...]
-"""Of links, more is better: how many reach each other, NVLink, how short the path is."""
+"""The quality of links, more is better: how many are direct, NVLink, length of the path."""
 
 
 def divide(
     gpus: Sequence[Gpu], num_prefill: int, num_decode: int, inventory: Inventory
 ) -> tuple[list[Gpu], list[Gpu]]:
-    """Choose the GPUs that prefill and those that decode: the best links between them.
+    """Choose the GPUs for prefill and for decode, with the best links between the roles.
 
-    Instances of one board are alike, so that only their number on each board is chosen.
+    Instances of one board are equal, so only their number on each board is chosen.
     """
     boards: dict[str, list[Gpu]] = {}
     for gpu in gpus:
@@ -117,7 +116,7 @@ def divide(
     groups = list(boards.values())
     links = [[_link_quality(inventory.link(a[0], b[0])) for b in groups] for a in groups]
     for i, row in enumerate(links):
-        row[i] = (0, 0, 0)  # instances, which reach nobody, and no board is nearer
+        row[i] = (0, 0, 0)  # instances reach no other memory, and no board is nearer
 
     def among(counts: Counts) -> Quality:
         return _links_quality(links, counts, counts)
@@ -143,7 +142,7 @@ def _link_quality(link: GpuLink) -> Quality:
 
 
 def _links_quality(links: Sequence[Sequence[Quality]], ones: Counts, others: Counts) -> Quality:
-    """Add up the links from each of the ones to each of the others."""
+    """Add up the links between two groups of devices."""
     total = [0.0, 0.0, 0.0]
     for i, one in enumerate(ones):
         for j, other in enumerate(others):
@@ -154,8 +153,8 @@ def _links_quality(links: Sequence[Sequence[Quality]], ones: Counts, others: Cou
 def _best_counts(rooms: Sequence[int], count: int, quality: Callable[[Counts], Quality]) -> Counts:
     """Choose how many devices of each board are taken.
 
-    All ways are compared, or, of more than MAX_WAYS, those that moving one device at a time leads
-    to from equal shares, as long as each is better than the one before.
+    All divisions are compared. With more than MAX_WAYS, the search starts at equal shares and moves
+    one device at a time while that improves the result.
     """
     ways = list(itertools.islice(_ways(rooms, count), MAX_WAYS + 1))
     if len(ways) <= MAX_WAYS:
@@ -176,7 +175,7 @@ def _best_counts(rooms: Sequence[int], count: int, quality: Callable[[Counts], Q
 
 
 def _ways(rooms: Sequence[int], count: int) -> Iterator[Counts]:
-    """All ways to take a number of devices, the most of the first boards first."""
+    """Yield all ways to take a number of devices, most from the first boards first."""
     if not rooms:
         if not count:
             yield ()
@@ -198,16 +197,16 @@ def _equal_shares(rooms: Sequence[int], count: int) -> Counts:
 STARTED_TWO = FactKey("started_two")
 """1 from the start of two processes on one GPU until both are ready."""
 MAX_GAP_RATIO = 0.75
-"""Of a token's wait in one worker: less has to be left of it in two."""
+"""Maximum wait of a token in two processes, relative to one."""
 MIN_RATE_RATIO = 0.9
-"""Of the prompt tokens a second of one worker: so many have to be left."""
+"""Minimum prompt rate of two processes, relative to one."""
 
 
 def is_two_better(profile: Profile) -> tuple[bool, str] | None:
     """Say whether two processes on one GPU are better than one, and why; None: not measured.
 
-    In one a token waits for the chunk of a prompt that its step has; in two, for whatever the
-    device lets both processes compute at once.
+    In one process a token waits for the prompt chunk in its step; in two, the device divides its
+    time between both.
     """
     beside = place_of(PREFILL, 1), place_of(DECODE, 1)
     prompt = _pair(profile, PROMPT_MS, beside[0])
@@ -219,13 +218,13 @@ def is_two_better(profile: Profile) -> tuple[bool, str] | None:
     rate = one_ms / prompt_beside_ms
     is_better = token_beside_ms / one_ms <= MAX_GAP_RATIO and rate >= MIN_RATE_RATIO
     return is_better, (
-        f"beside a chunk of {size:,} prompt tokens a token takes {one_ms:.3g} ms in one process "
-        f"and {token_beside_ms:.3g} ms in a second, with prompts at {rate:.0%} of the rate"
+        f"ITL beside a {size:,}-token chunk: {one_ms:.3g} ms in one process, "
+        f"{token_beside_ms:.3g} ms in two; prompts run at {rate:.0%} of the rate"
     )
 
 
 def _pair(profile: Profile, what: str, beside: str) -> tuple[int, float, float] | None:
-    """The largest step that was timed both alone and beside another: its size, and both times."""
+    """Find the largest step timed alone and beside another: its size, and both times."""
     alone = {(key.size, key.depth): ms for key, ms in _values(profile, what, ALONE)}
     both = [
         (size, -depth, alone[size, depth], ms)

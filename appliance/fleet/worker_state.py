@@ -39,64 +39,64 @@ class WorkerState:
     state: str = "starting"
     pid: int | None = None
     ready: Ready | None = None
-    """What it said when it was last ready; None: it never was."""
+    """Its message when it last became ready; None: never ready."""
     num_restarts: int = 0
     num_failed_starts: int = 0
-    """Restarts since it was last ready; from MAX_FAILED_STARTS on nobody waits for it."""
+    """Failed restarts in a row; at MAX_FAILED_STARTS requests stop waiting for it."""
     num_short_lives: int = 0
-    """Lives in a row without a step that ended well, failed starts among them."""
+    """Lives in a row without a completed step, failed starts included."""
     has_stepped: bool = False
-    """Its process has made a step that ended well."""
+    """True once its process has completed a step."""
     pause_s: float = 0.0
-    """Before it is started again, the last time that it was."""
+    """The pause before its last restart."""
     weights_loss: LogitsLoss | None = None
-    """Measured at its first start; None: not by it, or there is none."""
+    """Measured at its first start; None: not measured by this worker."""
     kv_loss: LogitsLoss | None = None
     ready_at_s: float | None = None
-    """Monotonic; None: its process was not ready yet."""
+    """Monotonic time; None: its process was not ready yet."""
     num_reports: int = 0
     """Messages from all its processes: each is a sign of progress."""
     loaded_bytes: int = 0
     total_bytes: int = 0
     has_loaded: bool = False
-    """Its share of the weights is in place; stays true, since the memfd outlives it."""
+    """True once its share of the weights is loaded; the memfd outlives the worker."""
     process: subprocess.Popen[bytes] | None = None
     socket: socket.socket | None = None
     channel: DaemonChannel | None = None
     failure: WorkerFailed | None = None
-    """Why it ended: what it said before it exited, or why it was ended."""
+    """The cause of its end, from the worker or from the daemon that ended it."""
     is_reaped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its last process is gone, and the daemon knows."""
+    """Set when its last process has ended and the daemon has handled it."""
 
     @property
     def is_stable(self) -> bool:
-        """Whether its process has worked: its end says nothing of the next start."""
+        """Whether its process has worked, so that its end does not predict the next start."""
         if self.ready_at_s is None:
             return False
         return self.has_stepped or time.monotonic() - self.ready_at_s > STABLE_AFTER_S
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with it, for whoever waits or repairs; None: nothing."""
+        """A description of its trouble, for people; None: it serves."""
         name = self.plan.name
         is_looping = self.num_short_lives >= MANY_SHORT_LIVES
         so_far = f"worker {name} died {self.num_short_lives} times in a row"
         if self.state == "ready":
-            return f"{so_far} and has just come back" if is_looping and not self.is_stable else None
+            return f"{so_far} and has just restarted" if is_looping and not self.is_stable else None
         if not is_looping:
             return f"worker {name} is {'' if self.state == 'starting' else 're'}starting"
         return f"{so_far} and restarts within {self.pause_s:g} s"
 
     @property
     def stage(self) -> str:
-        """How far its start is, in words."""
+        """The stage of its start, in words."""
         if not self.total_bytes:
             return "starting"
-        return "loading" if self.loaded_bytes < self.total_bytes else "preparing its first step"
+        return "loading" if self.loaded_bytes < self.total_bytes else "preparing the first step"
 
     @property
     def maps_files(self) -> bool:
-        """Whether its weights are the checkpoint's files themselves, mapped as all workers do."""
+        """Whether it maps the checkpoint's files as its weights."""
         return self.setup.weights is None and self.setup.gpu is None
 
     @property
@@ -110,25 +110,25 @@ class WorkerState:
 
     @property
     def probes(self) -> dict[str, float]:
-        """By other pool: bytes a second when it started; 0: it cannot be reached."""
+        """Copy rates to other pools in bytes per second, measured at start; 0: unreachable."""
         return {} if self.ready is None else self.ready.probes
 
     @property
     def device(self) -> str:
-        """What it computes on, and how it shares that."""
+        """Its device, and how it shares it."""
         sharing = None if self.ready is None else self.ready.sharing
         return ", ".join(filter(None, (self.plan.device, sharing)))
 
     @property
     def about(self) -> list[str]:
-        """What its start has found, a line for each."""
+        """Findings of its start, a line for each."""
         ready = self.ready
         lines: list[str] = []
         if ready is None:
             return lines
         lines += ready.notes
         if ready.sharing == "time-sliced":
-            lines.append("time-sliced: MPS does not run, so the workers on its GPU take turns")
+            lines.append("time-sliced: without MPS the workers of a GPU take turns")
         if ready.max_num_batched_tokens is not None:
             lines.append(f"up to {ready.max_num_batched_tokens:,} prompt tokens in a step")
         if ready.num_graphs:
@@ -140,9 +140,9 @@ class WorkerState:
 
 
 def weights_progress(workers: Iterable[WorkerState]) -> tuple[int, int]:
-    """Bytes of weights that are there and that there will be, in all workers together.
+    """Return the loaded and total bytes of weights, over all workers.
 
-    Files that several workers map are in memory once, and count once; shares and copies add up.
+    Files that several workers map are in memory once and count once; shares and copies add up.
     """
     workers = list(workers)
     mapping = [worker for worker in workers if worker.maps_files]

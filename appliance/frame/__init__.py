@@ -1,1 +1,1 @@
-"""What is shown of the daemon: the records that its readers share."""
+"""Define the records that the daemon's readers share."""

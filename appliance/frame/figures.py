@@ -17,22 +17,22 @@ from engine.units import part_text, size_text
 ABSENT = "-"
 TTFT_STAGES = ("tokenize", "queue", "restore", "prefill")
 STAGES = (*TTFT_STAGES, "handoff", "decode_wait", "decode", "paused")
-"""In the order in which they happen; the first four add up to ttft, all of them to e2e."""
+"""Stages in the order in which they happen; the first four add up to ttft, all to e2e."""
 _ENDS = {"abort": "cancelled", "error": "failed", "tool_calls": "done (tools)"}
-"""How requests end that do not end as the model or `max_tokens` says."""
+"""How requests end, besides `stop` and `length`."""
 _THOUSANDS = ("", "k", "M", "B", "T")
 _LOADED = re.compile(r"\b[1-9]\d* of \d+ blocks from (?:the )?(\w+)")
 
 
 def count(value: float | None) -> str:
-    """A number in full: `12,345`, `0.5`."""
+    """Format a number in full: `12,345`, `0.5`."""
     if value is None:
         return ABSENT
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def short_count(value: float | None) -> str:
-    """A number in short: `0.412`, `12.4`, `9,999`; from ten thousand on `281k`, `2.41M`."""
+    """Format a number in short: `0.412`, `12.4`, `9,999`; from ten thousand on `281k`, `2.41M`."""
     if value is None:
         return ABSENT
     if abs(value) < 9_999.5:
@@ -43,13 +43,13 @@ def short_count(value: float | None) -> str:
 
 
 def brief_count(value: float) -> str:
-    """A number in at most four cells, where `short_count` does not fit: `412`, `4.0k`, `98k`."""
+    """Format a number in at most four cells: `412`, `4.0k`, `98k`."""
     value, unit = _in_thousands(value)
     return f"{value:.{1 if unit and value < 9.95 else 0}f}{unit}"
 
 
 def _in_thousands(value: float) -> tuple[float, str]:
-    """A number below 999.5, as long as there is a unit for that."""
+    """Scale a number below 999.5, as long as there is a unit for that."""
     unit = 0
     while abs(value) >= 999.5 and unit < len(_THOUSANDS) - 1:
         value /= 1000
@@ -58,7 +58,7 @@ def _in_thousands(value: float) -> tuple[float, str]:
 
 
 def of_most(value: int, most: int, width: int) -> str:
-    """`9,800/1.05M`, where `width` cells do not hold that `9.8k/1.05M`, `9.8k/1.0M` or `9.8k`."""
+    """Format `9,800/1.05M`, or in `width` cells `9.8k/1.05M`, `9.8k/1.0M` or `9.8k`."""
     brief = brief_count(value)
     texts = (
         f"{short_count(value)}/{short_count(most)}",
@@ -69,36 +69,36 @@ def of_most(value: int, most: int, width: int) -> str:
 
 
 def plain(value: int | None) -> str:
-    """A number that names something (a pid, a status, a seed), as it is: `12345`."""
+    """Format a number that is a name (a pid, a status, a seed): `12345`."""
     return ABSENT if value is None else str(value)
 
 
 def things(number: int | None, noun: str) -> str:
-    """So many of something: `1 request`, `2 requests`."""
+    """Format a number with its noun: `1 request`, `2 requests`."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def times(number: int) -> str:
-    """How often: `once`, `3 times`."""
+    """Format how often: `once`, `3 times`."""
     return "once" if number == 1 else f"{count(number)} times"
 
 
 def rate(value: float | None) -> str:
-    """A number of things per second: `12.1`, `4,812`."""
+    """Format a number of things per second: `12.1`, `4,812`."""
     if value is None:
         return ABSENT
     return f"{value:.1f}" if 0 < abs(value) < 99.95 else f"{value:,.0f}"
 
 
 def tokens_per_s(value: float | None) -> str:
-    """A rate of tokens with its unit: `48.3 tok/s`."""
+    """Format a rate of tokens with its unit: `48.3 tok/s`."""
     return ABSENT if value is None else f"{rate(value)} tok/s"
 
 
 def millis(value_ms: float | None) -> str:
-    """Milliseconds under a heading that says so, so that a column has one unit: `9.1`, `12345`.
+    """Format milliseconds for a column headed `ms`: `9.1`, `12345`.
 
-    Six cells hold a quarter of an hour; what is longer has its unit with it: `16m40s`.
+    Six cells hold a quarter of an hour; longer times have their unit: `16m40s`.
     """
     if value_ms is None:
         return ABSENT
@@ -108,7 +108,7 @@ def millis(value_ms: float | None) -> str:
 
 
 def duration(value_ms: float | None) -> str:
-    """Milliseconds with a unit: `0.412ms`, `9.1ms`, `231ms`, `4.2s`, `3m05s`, `2h04m`, `3d04h`."""
+    """Format milliseconds with a unit: `0.412ms`, `9.1ms`, `231ms`, `4.2s`, `3m05s`, `2h04m`."""
     if value_ms is None:
         return ABSENT
     if abs(value_ms) < 99.95:
@@ -117,7 +117,7 @@ def duration(value_ms: float | None) -> str:
 
 
 def seconds(value_s: float | None) -> str:
-    """A duration in at most six cells: `0.4s`, `41.0s`, `3m05s`, `2h04m`, `3d04h`, `120d`."""
+    """Format seconds in at most six cells: `0.4s`, `41.0s`, `3m05s`, `2h04m`, `3d04h`, `120d`."""
     if value_s is None:
         return ABSENT
     if value_s < 59.95:
@@ -133,27 +133,27 @@ def seconds(value_s: float | None) -> str:
 
 
 def whole_seconds(value_s: float | None) -> str:
-    """As `seconds`, without a fraction: `3s`."""
+    """Format seconds without a fraction: `3s`."""
     return seconds(value_s) if value_s is None or value_s >= 99.5 else f"{value_s:.0f}s"
 
 
 def age(value_ms: float | None) -> str:
-    """How old something is, which grows while it is looked at: as `seconds`."""
+    """Format an age as `seconds` does."""
     return seconds(None if value_ms is None else value_ms / 1000)
 
 
 def size(value_bytes: float | None) -> str:
-    """`0 B`, `980 KiB`, `1.2 GiB`."""
+    """Format bytes: `0 B`, `980 KiB`, `1.2 GiB`."""
     return ABSENT if value_bytes is None else size_text(value_bytes)
 
 
 def bytes_per_s(value: float | None) -> str:
-    """A rate of bytes with its unit: `12.3 GiB/s`."""
+    """Format a rate of bytes with its unit: `12.3 GiB/s`."""
     return ABSENT if value is None else f"{size_text(value)}/s"
 
 
 def flops(value_per_s: float | None) -> str:
-    """Operations a second: `412 GFLOP/s`, `1.2 TFLOP/s`."""
+    """Format operations per second: `412 GFLOP/s`, `1.2 TFLOP/s`."""
     if value_per_s is None:
         return ABSENT
     is_large = value_per_s >= 999.5e9
@@ -162,31 +162,31 @@ def flops(value_per_s: float | None) -> str:
 
 
 def part(used_bytes: float | None, total_bytes: float | None) -> str:
-    """`9.0/23.0 GiB`, both in the unit of the total."""
+    """Format `9.0/23.0 GiB`, both in the unit of the total."""
     if used_bytes is None or not total_bytes:
         return size(used_bytes)
     return part_text(used_bytes, total_bytes, "/")
 
 
 def percent(value: float | None) -> str:
-    """`98%`, of a number from 0 to 100."""
+    """Format a number from 0 to 100 as `98%`."""
     return ABSENT if value is None else f"{value:.0f}%"
 
 
 def ratio(value: float | None) -> str:
-    """`98%`, of a number from 0 to 1."""
+    """Format a number from 0 to 1 as `98%`."""
     return ABSENT if value is None else percent(100 * value)
 
 
 def fine_ratio(value: float | None) -> str:
-    """`97.1%`, of a number from 0; `100%` is all of it, never almost, and `256%` is more."""
+    """Format a ratio as `97.1%`; only 1 is `100%`, and more may be `256%`."""
     if value is None or value >= 1:
         return ratio(value)
     return f"{min(99.9, 100 * value):.1f}%"
 
 
 def joules(value_j: float | None) -> str:
-    """An energy to three digits: `0.412 J`, `161 J`, `1.24 kJ`."""
+    """Format an energy with three digits: `0.412 J`, `161 J`, `1.24 kJ`."""
     if value_j is None:
         return ABSENT
     for unit in ("J", "kJ", "MJ"):
@@ -204,21 +204,21 @@ def watts(value_w: float | None, limit_w: float | None = None) -> str:
 
 
 def factor(value: float | None) -> str:
-    """How many times another figure: `1.024x`, `12.3x`, `1,204x`."""
+    """Format a multiple of another figure: `1.024x`, `12.3x`, `1,204x`."""
     if value is None:
         return ABSENT
     return f"{value:.3f}x" if value < 9.9995 else f"{rate(value)}x"
 
 
 def measured_ms(value_ms: float | None) -> str:
-    """As `duration`, always to three digits, so that rows compare: `9.00ms`, `412ms`, `4.20s`."""
+    """Format a duration with three digits, so that rows compare: `9.00ms`, `412ms`, `4.20s`."""
     if value_ms is None or 99.95 <= value_ms < 999.5 or value_ms >= 59_950:
         return duration(value_ms)
     return f"{value_ms:#.3g}ms" if value_ms < 999.5 else f"{value_ms / 1000:#.3g}s"
 
 
 def named(name: str, value: float | None) -> str:
-    """A figure whose name has its unit: `412ms` of ttft_ms_p50, `97.1%` of goodput_ratio."""
+    """Format a figure by its name's unit: `412ms` for ttft_ms_p50, `97.1%` for goodput_ratio."""
     if "_ms" in name:
         return measured_ms(value)
     if name.endswith("_ratio"):
@@ -237,24 +237,24 @@ def named(name: str, value: float | None) -> str:
 
 
 def unitless(name: str) -> str:
-    """The name without the unit that stands with its value: `ttft_p50` of ttft_ms_p50."""
+    """Return the name without its unit: `ttft_p50` for ttft_ms_p50."""
     return re.sub("(_tokens)?_per_s$|_ms(?=_|$)", "", name).replace("joules", "energy")
 
 
 def quantiles(latency: Mapping[str, Any], name: str, *which: str) -> str:
-    """`ttft p50 204ms p95 1.2s`, out of a LatencyFrame's fields."""
+    """Format `ttft p50 204ms p95 1.2s` from a LatencyFrame's fields."""
     shown = (f"{each} {duration(latency.get(f'{name}_ms_{each}'))}" for each in which)
     return " ".join([name, *shown])
 
 
 def since(iso: str, now_iso: str) -> str:
-    """How long ago a stamp was, by another stamp: `41s`; `-` if either cannot be read."""
+    """Format the time from one stamp to another: `41s`; `-` if either cannot be read."""
     passed_s = seconds_between(iso, now_iso)
     return whole_seconds(None if passed_s is None else max(0.0, passed_s))
 
 
 def seconds_between(iso: str, later_iso: str) -> float | None:
-    """The time from one stamp to another; None if either cannot be read."""
+    """Return the time from one stamp to another; None: one cannot be read."""
     try:
         return (datetime.fromisoformat(later_iso) - datetime.fromisoformat(iso)).total_seconds()
     except (ValueError, TypeError):  # the latter: one has a zone, the other has none
@@ -262,19 +262,19 @@ def seconds_between(iso: str, later_iso: str) -> float | None:
 
 
 def clock(iso: str | None) -> str:
-    """The time of day in an ISO 8601 stamp in UTC: `14:02:11Z`."""
+    """Return the time of day in an ISO 8601 stamp in UTC: `14:02:11Z`."""
     match = re.search(r"T(\d\d:\d\d:\d\d)", iso or "")
     return f"{match[1]}Z" if match else ABSENT
 
 
 def day_and_time(iso: str | None) -> str:
-    """Day and second of a stamp: `11-22 14:02:11`; a text that is no stamp as it is."""
+    """Return day and second of a stamp: `11-22 14:02:11`; other texts unchanged."""
     match = re.match(r"\d{4}-(\d\d-\d\d)T(\d\d:\d\d:\d\d)", iso or "")
     return f"{match[1]} {match[2]}" if match else iso or ABSENT
 
 
 def short_id(request_id: str | None) -> str:
-    """What tells requests apart where there is little room: eight characters after the prefix."""
+    """Shorten a request's id to eight characters after the prefix."""
     return re.split("[-_]", request_id)[-1][:8] if request_id else ABSENT
 
 
@@ -283,25 +283,25 @@ def short_id(request_id: str | None) -> str:
 
 
 def energy_j(prefill_j: float | None, decode_j: float | None) -> float | None:
-    """Energy of both phases, as far as they are known."""
+    """Add up the known energy of both phases."""
     known = [value_j for value_j in (prefill_j, decode_j) if value_j is not None]
     return sum(known) if known else None
 
 
 def restored_from(reason: object) -> str:
-    """Where the restored part of a prompt came from: `SSD`, `DRAM`, or `DRAM and SSD`.
+    """Name the source of a prompt's restored part: `SSD`, `DRAM`, or `DRAM and SSD`.
 
     Args:
-        reason: a request's `restore_reason`; a log of an earlier release has only the SSD.
+        reason: a request's `restore_reason`; logs of earlier releases know only the SSD.
     """
     return " and ".join(dict.fromkeys(_LOADED.findall(str(reason or "")))) or "SSD"
 
 
 def phase_text(request: Mapping[str, Any]) -> str:
-    """Say where a request is, as `prefilling 62%`, or how it ended, as `done (stop)`.
+    """Describe a request's phase, as `prefilling 62%`, or its end, as `done (stop)`.
 
-    Without a share until a step of it has ended: one may take seconds, and 0% would look hung.
-    `waiting` is a prompt that has its blocks, and whose worker computes others before it.
+    The share appears after the first step, since a step may take seconds and 0% would look hung.
+    `waiting` means that the prompt has its blocks and its worker computes other prompts first.
     """
     if reason := request.get("finish_reason"):
         return _ENDS.get(reason, f"done ({reason})")
@@ -317,7 +317,7 @@ def phase_text(request: Mapping[str, Any]) -> str:
 
 
 def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
-    """What `penstock show` and the console's dialog tell of one request, by label, in order."""
+    """List the facts of one request for `penstock show` and the console, by label, in order."""
     transport = request.get("transport")
     return {
         "state": phase_text(request),
@@ -336,7 +336,7 @@ def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which way it went and why, and what held it up; empty where there is nothing to say."""
+    """List the route of a request and its delays, with labels; empty texts are left out later."""
     preemptions, waits_for = request.get("preemptions"), request.get("waits_for")
     by = request.get("cancelled_by")
     return [
@@ -354,7 +354,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _found(request: Mapping[str, Any]) -> str:
-    """Where the prompt came from: ` (512 from the pool, 64 from SSD, 692 computed)`."""
+    """Name the sources of a prompt's KV: ` (512 from the pool, 64 from SSD, 692 computed)`."""
     found, restored = request.get("cached_tokens") or 0, request.get("restored_tokens") or 0
     tier = restored_from(request.get("restore_reason"))
     parts = [(found - restored, "from the pool"), (restored, f"from {tier}")]
@@ -401,29 +401,29 @@ def _energy(request: Mapping[str, Any]) -> str:
 
 
 class StageBar(NamedTuple):
-    """One stage on the time that its request took."""
+    """One stage as a bar on its request's time line."""
 
     stage: str
     ms: float
     start: int
     """Cells before its bar."""
     cells: int
-    """Of its bar: at least one, unless the request took no time."""
+    """The bar's length: at least one, unless the request took no time."""
     is_open: bool = False
-    """The request is still in it, and nobody has measured it yet."""
+    """Whether the request is still in this stage."""
 
 
 class Waterfall(NamedTuple):
-    """Where one request's time went."""
+    """The stages of one request as bars."""
 
     bars: list[StageBar]
-    """One after the other, each where the one before it ends."""
+    """The bars, each beginning where the one before ends."""
     sums: list[tuple[str, float]]
-    """What stands below them, in ms; what the stages leave of the whole is never hidden."""
+    """The sums below the bars, in ms, including the unattributed time."""
 
 
 def waterfall(request: Mapping[str, Any], num_cells: int) -> Waterfall:
-    """Each stage reached as a bar in `num_cells` cells, then the sum against the whole."""
+    """Draw each reached stage as a bar in `num_cells` cells, with sums below."""
     reached = [(stage, request.get(f"{stage}_ms")) for stage in STAGES]
     stages = [(stage, value_ms, False) for stage, value_ms in reached if value_ms is not None]
     sum_ms = sum(value_ms for _, value_ms, _ in stages)
@@ -444,7 +444,7 @@ def waterfall(request: Mapping[str, Any], num_cells: int) -> Waterfall:
 
 
 def _placed(offset_ms: float, value_ms: float, whole_ms: float, room: int) -> tuple[int, int]:
-    """Where a bar starts and how long it is: at least one cell, within `room` cells."""
+    """Place a bar: its start, and its length of at least one cell, within `room` cells."""
     if whole_ms <= 0:
         return 0, 0
     start = min(room - 1, int(room * offset_ms / whole_ms))

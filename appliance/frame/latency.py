@@ -1,9 +1,8 @@
 """Turn timestamps into stages, and stages into quantiles and histograms.
 
-Owns: what every latency number means; the edges of every histogram that /metrics shows, and their
-counts.
-Invariant: the stages of a finished sequence that are not None add up to its e2e_ms.
-Never: reads a clock; never reports a stage that was not reached as 0.
+Owns: the meaning of every latency figure; the edges and counts of every histogram in /metrics.
+Invariant: the stages of a finished sequence that are not None add up to its e2e_ms. Never: reads a
+clock; never reports an unreached stage as 0.
 """
 
 from __future__ import annotations
@@ -26,41 +25,42 @@ _STAGES = (
     ("handoff_ms", "attached_ns", "decode_wait_ms"),
     ("decode_wait_ms", "decode_started_ns", "decode_ms"),
 )
-"""Stage, the stamp that ends it, and the stage that is open from then on; in order."""
+"""Each stage, the stamp that ends it, and the stage that follows; in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Where the time of one sequence went; None is a stage not reached.
+    """The time of one sequence by stage; None: the stage was not reached.
 
-    ttft = tokenize + queue + restore + prefill;
-    e2e = ttft + handoff + decode_wait + decode + paused.
+    ttft = tokenize + queue + restore + prefill; e2e = ttft + handoff + decode_wait + decode +
+    paused.
     """
 
     tokenize_ms: float | None = None
     queue_ms: float | None = None
     restore_ms: float | None = None
-    """In the queue, for blocks of its prompt from the disk. None: it did not wait for any."""
+    """Queue time spent loading the prompt's blocks from a cache. None: none were loaded."""
     prefill_ms: float | None = None
     handoff_ms: float | None = None
     decode_wait_ms: float | None = None
     decode_ms: float | None = None
     paused_ms: float | None = None
-    """Without its blocks, which others needed, each time until the next token came; a pause before
-    token 1 is queue_ms. None: it was never paused."""
+    """Time after preemption until the next token, added up; a pause before token 1 is queue_ms.
+
+    None: never paused."""
     ttft_ms: float | None = None
     first_itl_ms: float | None = None
-    """From token 1 to token 2: handoff, decode_wait and the first decode step."""
+    """Time from token 1 to token 2: handoff, decode_wait and the first decode step."""
     tpot_ms: float | None = None
-    """Mean gap between output tokens; None below two of them."""
+    """Mean time between output tokens; None: fewer than two."""
     e2e_ms: float | None = None
 
 
 def in_order(stamps: Stamps) -> Stamps:
-    """The stamps, each at least the one before it and at most `finished_ns`.
+    """Sort the stamps' times: each at least the one before, and at most `finished_ns`.
 
-    The daemon stamps token 1 when it reads it, by which time a worker that steps on its own may
-    have begun the next step. Without this the wait for decode would come out below zero.
+    The daemon stamps token 1 when it reads it. A worker may already have begun the next step, which
+    would make the wait for decode negative.
     """
     last_ns = math.inf if stamps.finished_ns is None else stamps.finished_ns
     cursor_ns = stamps.arrived_ns
@@ -74,11 +74,11 @@ def in_order(stamps: Stamps) -> Stamps:
 
 
 def stages(stamps: Stamps, num_output_tokens: int) -> Stages:
-    """Cut one sequence's life into stages.
+    """Divide one sequence's life into stages.
 
-    `finished_ns` closes the stage that was open: a request cancelled in prefill has the time until
-    then as prefill_ms, and no ttft_ms. A stage whose end was not stamped although a later one was
-    is None, and its time counts for the next.
+    `finished_ns` closes the open stage: a request cancelled in prefill has the time until then as
+    prefill_ms, and no ttft_ms. A stage whose end has no stamp, although a later stage has one, is
+    None, and its time counts for the next stage.
     """
     stamps = in_order(stamps)
     cut: dict[str, float] = {}
@@ -118,7 +118,7 @@ def _ms(begin_ns: int, end_ns: int) -> float:
 
 
 def quantile(values: Iterable[float], q: float) -> float | None:
-    """The nearest-rank quantile: a value that was seen, never one between two. None of nothing.
+    """Return the nearest-rank quantile, always one of the values; None: no values.
 
     Args:
         values: in any order.
@@ -128,14 +128,14 @@ def quantile(values: Iterable[float], q: float) -> float | None:
 
 
 def quantile_of(ranked: Sequence[float], q: float) -> float | None:
-    """The same of values that are in order already."""
+    """Return the nearest-rank quantile of sorted values; None: no values."""
     if not ranked:
         return None
     return ranked[max(0, math.ceil(q * len(ranked)) - 1)]
 
 
 class Window:
-    """Values seen within the last `window_s` seconds; at most `max_values`, the newest."""
+    """The newest values of the last `window_s` seconds; at most `max_values`."""
 
     def __init__(self, window_s: float, max_values: int = 100_000) -> None:
         self.window_s = window_s
@@ -144,12 +144,12 @@ class Window:
         self._values: deque[float] = deque(maxlen=max_values)
 
     def add(self, at_ns: int, value: float) -> None:
-        """Keep a value; `at_ns` never goes back."""
+        """Add a value; `at_ns` never decreases."""
         self._at_ns.append(at_ns)
         self._values.append(value)
 
     def values(self, now_ns: int) -> list[float]:
-        """What is left of the window at `now_ns`, oldest first; forgets the rest."""
+        """Return the values in the window at `now_ns`, oldest first; drop older ones."""
         while self._at_ns and self._at_ns[0] <= now_ns - self._window_ns:
             self._at_ns.popleft()
             self._values.popleft()
@@ -178,14 +178,14 @@ REQUEST_S: Edges = (
 )
 STEP_TOKENS: Edges = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 NUM_SEQUENCES: Edges = (1, 2, 5, 10, 20)
-"""These are vLLM's, so that a query written for it finds its `le`."""
+"""vLLM's edges, so that queries written for it find its `le`."""
 STAGE_S: Edges = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Ours: from a handoff in shared memory to a long prompt on a CPU."""
+"""Our edges: from a handoff in shared memory to a long prompt on a CPU."""
 FINE_GAP_S: Edges = (0.001, 0.0025, 0.005, *GAP_S)
 
 
 def token_edges(max_model_len: int) -> Edges:
-    """1, 2, 5, 10, 20, 50, ... up to the longest request."""
+    """Return the edges 1, 2, 5, 10, 20, 50, ... up to the longest request."""
     decades = range(len(str(max_model_len)))
     edges = [digit * 10**exponent for exponent in decades for digit in (1, 2, 5)]
     return tuple(edge for edge in edges if edge <= max_model_len)
@@ -197,7 +197,7 @@ class Histogram:
     def __init__(self, *edges: Edges) -> None:
         self.edges = sorted(set().union(*edges))
         self.counts = [0] * (len(self.edges) + 1)
-        """Of values above the edge before and up to this one; the last has no edge."""
+        """Counts between two edges each; the last has no upper edge."""
         self.sum = 0.0
 
     @property
@@ -210,7 +210,7 @@ class Histogram:
         self.sum += value
 
     def up_to(self, edges: Sequence[float]) -> list[int]:
-        """How many values are at most each of these, which are among its own edges."""
+        """Count the values up to each of these edges, which are among its own."""
         cumulative, total = {}, 0
         for edge, count in zip(self.edges, self.counts[:-1], strict=True):
             total += count
@@ -219,7 +219,7 @@ class Histogram:
 
 
 class Histograms:
-    """All there are; one sequence counts as a request does in vLLM."""
+    """All histograms; one sequence counts as a request does in vLLM."""
 
     def __init__(self, max_model_len: int) -> None:
         self.token_edges = token_edges(max_model_len)
@@ -228,7 +228,7 @@ class Histograms:
         self.tpot_s = Histogram(GAP_S)
         self.e2e_s = Histogram(REQUEST_S)
         self.running_s = Histogram(REQUEST_S)
-        """From the end of the queue to the end, without pauses."""
+        """Time from the end of the queue to the end, without pauses."""
         self.stage_s = {stage: Histogram(STAGE_S, REQUEST_S) for stage in STAGES}
         self.prompt_tokens = Histogram(self.token_edges)
         self.output_tokens = Histogram(self.token_edges)
@@ -236,10 +236,10 @@ class Histograms:
         self.num_sequences = Histogram(NUM_SEQUENCES)
         self.step_tokens = Histogram(STEP_TOKENS)
         self.finished: Counter[str] = Counter({str(reason): 0 for reason in FinishReason})
-        """Sequences by why they ended."""
+        """Sequences by finish reason."""
 
     def ended(self, sequence: EngineSequence, cut: Stages) -> None:
-        """A sequence has ended; the times of one that was cut short tell nothing."""
+        """Add an ended sequence; the times of one cut off are ignored."""
         reason = sequence.finish_reason
         if reason is None:
             return

@@ -1,9 +1,8 @@
 """Define frames: what the daemon tells the console and the CLI, versioned.
 
-Owns: the wire format of /v1/penstock/* and /v1/requests.
-Invariant: None means not reported, never 0; every duration is in milliseconds, every size in
-bytes; fields are only ever added within one FRAME_VERSION.
-Never: imports the engine, so that the console can run where the engine is not.
+Owns: the wire format of /v1/penstock/* and /v1/requests. Invariant: None means not reported, never
+0; every duration is in milliseconds, every size in bytes; within one FRAME_VERSION fields are only
+added. Never: imports the engine, so that the console can run on other machines.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from appliance.frame.tier_frames import TierFrame
 
 
 class OwnerFrame(msgspec.Struct):
-    """Who holds blocks of a pool."""
+    """A user or key holding blocks of a pool."""
 
     user: str
     num_blocks: int
@@ -24,7 +23,7 @@ class OwnerFrame(msgspec.Struct):
 
 
 class HolderFrame(msgspec.Struct):
-    """Whose prompts and answers have left blocks that can be found."""
+    """A user or key with cached blocks in a pool."""
 
     user: str
     num_blocks: int
@@ -42,43 +41,43 @@ class PoolFrame(msgspec.Struct):
     active: int
     draining: int
     owners: list[OwnerFrame] = []
-    """Most blocks first; at most MAX_POOL_OWNERS."""
+    """Owners by number of blocks; at most MAX_POOL_OWNERS."""
     cached: int = 0
-    """In use by nobody, and kept as long as nothing else needs the room."""
+    """Unused blocks kept until their memory is needed."""
     holders: list[HolderFrame] = []
-    """Who has left what others find, in use or not; as owners."""
+    """Users with cached blocks, in use or not; at most MAX_POOL_OWNERS."""
     evicted: int = 0
-    """Blocks that were kept and then taken for something else, since the start."""
+    """Cached blocks evicted since the start."""
 
     @property
     def used_ratio(self) -> float | None:
-        """Share of blocks that new work cannot have; None: it has none at all."""
+        """Share of blocks that new work cannot have; None: the pool is for no new work."""
         if self.num_blocks <= 0:
             return None
         return 1 - (self.free + self.cached) / self.num_blocks
 
 
 class LinkFrame(msgspec.Struct):
-    """How blocks get from one pool to another."""
+    """The link from one pool to another."""
 
     from_pool: str
     to_pool: str
     transport: str
-    """`peer` or `shm`: as it is now."""
+    """The present transport: `peer` or `shm`."""
     probe_bytes_per_s: float | None
-    """Of blocks there and back, found unchanged at start; None: not tried yet."""
+    """Copy rate of blocks there and back at start, if unchanged; None: not measured yet."""
     copy_bytes_per_s: float | None
-    """While it copies, lately; None: it has not copied yet."""
+    """Recent rate while copying; None: it has not copied yet."""
     bytes_per_s: float
-    """That have arrived, since the last frame."""
+    """Rate of arrived bytes since the last frame."""
     down: str | None = None
-    """Why `transport` is not what was placed; None: it is."""
+    """Why `transport` is not the configured one; None: it is."""
     has_detour: bool = False
-    """It goes from one device's memory into another's."""
+    """Whether a fallback exists: the link goes from one device's memory into another's."""
     num_bytes: int = 0
-    """That have ever arrived."""
+    """All bytes that have arrived."""
     num_strikes: int = 0
-    """Copies in a row that failed or came to less than half of what the try at start did."""
+    """Copies in a row that failed or ran below half the rate at start."""
 
 
 FRAME_VERSION = 1
@@ -86,105 +85,106 @@ PHASES = ("queued", "prefilling", "handing_off", "paused", "decoding", "finished
 
 
 def utc_now() -> str:
-    """ISO 8601, UTC, milliseconds: the form of every wall time here and in the log."""
+    """Return the time in ISO 8601, UTC, milliseconds: the form of every wall time here."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def iso_time(seconds: float) -> str:
-    """Unix seconds in the same form."""
+    """Format Unix seconds in ISO 8601, UTC, milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat("T", "milliseconds")[:-6] + "Z"
 
 
 def computed_at_end(num_prompt: int, num_output: int | None) -> int | None:
-    """Tokens that a request has computed when it ends; its last one it does not. None: unknown."""
+    """Count the tokens computed at a request's end, all but the last output; None: unknown."""
     return None if num_output is None else num_prompt + max(num_output - 1, 0)
 
 
 class RequestFrame(msgspec.Struct):
-    """One request: live, or finished a short while ago."""
+    """One request: live, or finished recently."""
 
     id: str
     endpoint: str
     phase: str
-    """One of PHASES; of several sequences, the least advanced one that is not finished."""
+    """One of PHASES; of several sequences, the least advanced unfinished one."""
     model: str
     user: str | None
-    """Who asked, in one word: a user, `uid:N`, `key:NAME` or `unknown`; None in old rows."""
+    """The caller: a user, `uid:N`, `key:NAME` or `unknown`; None in old rows."""
     stream: bool
     num_sequences: int
     prompt_tokens: int
     computed_tokens: int | None
     output_tokens: int | None
-    """None, as before: its daemon was killed, and nobody knows."""
+    """Output tokens so far; None: unknown after a crash of the daemon."""
     max_tokens: int
     num_blocks: int
     worker: str | None
     transport: str | None
     received_at: str
-    """ISO 8601, UTC, milliseconds."""
+    """The arrival time: ISO 8601, UTC, milliseconds."""
     age_ms: float
-    """Since then; of one that has ended, until its end."""
+    """Time since the arrival, until the end if it has ended."""
     finish_reason: str | None = None
     error: str | None = None
     tokenize_ms: float | None = None
     queue_ms: float | None = None
     restore_ms: float | None = None
-    """In the queue, for blocks of its prompt from the disk; None: it did not wait for any."""
+    """Queue time spent loading the prompt's blocks; None: none were loaded."""
     prefill_ms: float | None = None
     ttft_ms: float | None = None
     handoff_ms: float | None = None
     decode_wait_ms: float | None = None
     decode_ms: float | None = None
     paused_ms: float | None = None
-    """Without KV blocks, which others needed; None: never, after its first token."""
+    """Time without KV blocks after preemption; None: never after its first token."""
     first_itl_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
     handoff_bytes: int | None = None
     route: str | None = None
-    """`move` (to another worker), `decode` or `prefill` (all of it by that); None in old rows."""
+    """`move` (to another worker), `decode` or `prefill` (all on that worker); None in old rows."""
     route_reason: str | None = None
-    """Why, in words."""
+    """The reason for the route, in words."""
     prefill_j: float | None = None
-    """Energy of its share of the steps that computed its prompt; None: no power reading."""
+    """Energy of its share of the prompt's steps; None: no power reading."""
     decode_j: float | None = None
     slow_because: str | None = None
-    """What held it up most, in one sentence; None while nothing did."""
+    """The main cause of its delay, in one sentence; None: no delay."""
     waits_for: str | None = None
-    """Why its prompt is not being computed yet, in words; None where it is, or was."""
+    """Why its prompt is not being computed yet, in words; None: it is, or was."""
     preemptions: int = 0
     cached_tokens: int | None = None
-    """Of prompt_tokens, those found computed; None: the prefix cache is off."""
+    """Prompt tokens found in the prefix cache; None: the cache is off."""
     restore_reason: str | None = None
     restored_tokens: int = 0
-    """What came of its blocks on disk (None: there were none); of cached_tokens, those loaded."""
+    """Cached tokens loaded from a cache below the pools, after the outcome in words (None: none
+    were stored)."""
     cancelled_by: str | None = None
-    """Whose doing its end was; None unless somebody has cancelled it."""
+    """The cause of its cancellation; None: not cancelled."""
     workers: str | None = None
     links: str | None = None
-    """Where it has run, with commas, and how its KV came to all but the first; None in old rows."""
+    """The workers it ran on, and how KV came to each further one, with commas; None in old rows."""
     changes: str | None = None
-    """What was changed to serve it, in words: its limit of tokens, its messages; None: nothing."""
+    """What was changed in order to serve it, in words; None: nothing."""
     behind: str | None = None
     """The request whose prompt is computed before its own; None: it waits for no prompt."""
     behind_tokens: int | None = None
-    """Prompt tokens that are computed before its own, of all requests."""
+    """Prompt tokens of all requests that are computed before its own."""
 
 
 class WorkerFrame(msgspec.Struct):
     """One worker process over the last second."""
 
     name: str
-    """`prefill`, `decode` or `colocated`; of several `prefill0`, `prefill1`."""
+    """`prefill`, `decode` or `colocated`; with numbers if several: `prefill0`, `prefill1`."""
     state: str
     """`starting`, `loading`, `ready` or `restarting`."""
     pid: int | None
     device: str
-    """What it is pinned to, for people: `cpu 0`, `cpu 0-1`, `gpu0`, `gpu0, time-sliced`."""
+    """Its device, for people: `cpu 0`, `cpu 0-1`, `gpu0`, `gpu0, time-sliced`."""
     cpus: list[int]
     attention: str | None
     num_sequences: int
-    """Admitted to the worker now."""
+    """Sequences admitted to the worker now."""
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     steps_per_s: float
@@ -198,13 +198,13 @@ class WorkerFrame(msgspec.Struct):
     loaded_bytes: int
     total_bytes: int
     cpus_used: list[int] = []
-    """Those it computes on now: its own, those it was lent, or none while its own are lent."""
+    """The cores that it computes on now: its own and lent ones, or none while lent out."""
     batch_size_mean: float | None = None
-    """Sequences in a step, mean of the last second's steps."""
+    """Mean sequences in a step, over the last second."""
     last_step_age_ms: float | None = None
-    """Since its last step ended, while it has work or an answer to give; None: it has neither."""
+    """Time since its last step, while it has work or owes an answer; None: it has neither."""
     num_prefilling: int = 0
-    """Of its sequences, those whose prompt is not complete."""
+    """Sequences with an incomplete prompt."""
 
 
 class QueueFrame(msgspec.Struct):
@@ -220,11 +220,11 @@ class QueueFrame(msgspec.Struct):
     queued_tokens: int = 0
     max_queued_tokens: int = 0
     paused: int = 0
-    """Preempted after their first token: others needed their blocks."""
+    """Sequences preempted after their first token."""
 
 
 class LatencyFrame(msgspec.Struct):
-    """Exact quantiles over requests finished, and gaps seen, within the window."""
+    """Exact quantiles over finished requests and token times within the window."""
 
     window_s: float
     num_requests: int
@@ -242,31 +242,34 @@ class LatencyFrame(msgspec.Struct):
     e2e_ms_p95: float | None = None
     e2e_ms_p99: float | None = None
     queue_ms_mean: float | None = None
-    """Mean over the requests whose first token came in the window, as of the other stages of ttft,
-    to whose mean they add up; None: no request spent time in it."""
+    """Mean queue time of requests with a first token in the window.
+
+    The stages' means add up to the mean ttft. None: no request spent time in it."""
     prefill_ms_mean: float | None = None
     ttft_slo_ratio: float | None = None
     """Share of first tokens in time, 0 to 1; None: no target, or no first token in the window."""
     itl_slo_ratio: float | None = None
     num_stalls: int = 0
-    """Gaps in the window longer than four times their median and 100 ms."""
+    """Token times in the window longer than four times their median and 100 ms."""
     tokenize_ms_mean: float | None = None
     restore_ms_mean: float | None = None
     ttft_over_usual: float | None = None
-    """How many times its usual TTFT a tenth of the prompts took, each compared with prompts of its
-    length; 1 if they were less than a second late. None: too few first tokens in the window."""
+    """The ratio to the usual TTFT exceeded by a tenth of the prompts.
+
+    Each is compared with prompts of its length; 1: less than a second late. None: too few first
+    tokens in the window."""
 
 
 class HandoffFrame(msgspec.Struct):
-    """KV on its way from prefill to decode."""
+    """Handoffs of KV from prefill to decode."""
 
     transport: str | None
-    """`alias` or `shm`; None: nothing is handed over."""
+    """`alias` or `shm`; None: no handoffs."""
     num_in_flight: int
     handoffs_per_s: float
     bytes_per_s: float
     probe_bytes_per_s: float | None = None
-    """Measured at start with a checksum; None where no byte moves."""
+    """Copy rate measured at start with a checksum; None: no bytes move."""
     num_failed: int = 0
 
 
@@ -278,53 +281,53 @@ class EnergyFrame(msgspec.Struct):
     prefill_j: float | None
     decode_j: float | None
     unattributed_j: float | None
-    """Idle power, and what ran outside steps."""
+    """Idle power, and energy used outside steps."""
     window_s: float
     power_w: float | None
-    """All devices together, over the window."""
+    """Mean power of all devices over the window."""
     prefill_j_per_token: float | None
-    """Over the window, per prompt token computed; the next per output token."""
+    """Joules per computed prompt token over the window."""
     decode_j_per_token: float | None
     method: str
-    """How it was read and divided, for people; `not reported` if no device does."""
+    """How energy was read and divided, for people; `not reported` without a meter."""
 
 
 class AlertFrame(msgspec.Struct):
-    """Something that is wrong now, by the table of thresholds."""
+    """A raised alert."""
 
     code: str
-    """Stable, dotted: `kv.occupancy`, `queue.wait`; also the code of its events."""
+    """The alert's stable, dotted code: `kv.occupancy`, `queue.wait`; its events have it, too."""
     severity: str
     """`warning` or `error`."""
     message: str
     since: str
-    """ISO 8601, UTC."""
+    """When it was raised: ISO 8601, UTC."""
     subject: str = ""
-    """What it is about where there are several: a pool, a worker, a device."""
+    """The pool, worker or device that it is about, if there are several."""
 
 
 class WayFrame(msgspec.Struct):
-    """What came of elastic roles' predictions on one way, since the daemon started."""
+    """The outcomes of elastic roles' predictions for one route, since the daemon started."""
 
     route: str
     worker: str
-    """Who computes the prompt."""
+    """The worker that computes the prompt."""
     is_beside: bool
-    """Somebody decodes beside it."""
+    """Whether other sequences decode on the worker."""
     has_all: bool
-    """It is computed on all cores."""
+    """Whether all cores compute it."""
     step_tokens: int
     """The size of its steps, to the nearest power of two."""
     num_judged: int
-    """Prompts whose outcome could be compared with what was predicted."""
+    """Prompts with an outcome that could be compared with the prediction."""
     num_missed: int
-    """Twice as bad as predicted, or worse."""
+    """Outcomes at least twice as bad as predicted."""
     num_gave_way: int
-    """Prompts that left the worker in the middle, since gaps there exceeded the promise."""
+    """Prompts that left the worker midway because ITL exceeded the promise."""
     error_ratio: float | None
-    """How far outcomes are from predictions, either way, as a factor; None: none was judged."""
+    """The factor between outcomes and predictions, in either direction; None: none judged."""
     is_closed: bool
-    """Not taken until steps of its size have been measured anew."""
+    """Out of use until steps of its size have been measured again."""
 
 
 class TotalsFrame(msgspec.Struct):
@@ -334,7 +337,7 @@ class TotalsFrame(msgspec.Struct):
     finished: int
     refused: int
     aborted: int
-    """Ended by their clients, or by what these had asked: a grammar that grows too large."""
+    """Requests ended by their clients, or by their content, such as a too large grammar."""
     failed: int
     prompt_tokens: int
     output_tokens: int
@@ -344,24 +347,24 @@ class TotalsFrame(msgspec.Struct):
     recovered_sequences: int
     log_rows_lost: int
     routes: dict[str, int] = {}
-    """Sequences placed, by route and reason, as `move cheapest`."""
+    """Sequences placed, by route and reason, such as `move cheapest`."""
     ways: list[WayFrame] = []
     has_prefix_cache: bool = False
-    """It is on: not switched off, and not still loading."""
+    """Whether the prefix cache is in use: not off, not loading."""
     cached_tokens: int = 0
-    """Of prompt_tokens, those found computed."""
+    """Prompt tokens found in the prefix cache."""
     prefix_cache_queries: int = 0
-    """Prompt tokens placed while it was on; of these those found, and those copied to be found."""
+    """Prompt tokens looked for in the prefix cache, then the found and the copied ones."""
     prefix_cache_hits: int = 0
     prefix_cache_fetches: int = 0
     prefix_cache_s: float = 0.0
-    """Spent in hashing, finding and publishing blocks."""
+    """Time spent hashing, finding and publishing blocks."""
     preemptions: int = 0
-    """Times that a sequence's KV blocks were taken away for others."""
+    """Preemptions: a sequence's KV blocks were given to others."""
 
 
 class SwapsFrame(msgspec.Struct):
-    """Several models: those that a request may name, who comes next, how many requests wait."""
+    """Several models: the other names, the next model, the number of waiting requests."""
 
     others: list[str]
     next: str | None
@@ -386,17 +389,17 @@ class DeviceFrame(msgspec.Struct):
     model: str | None = None
     uuid: str | None = None
     parent: str | None = None
-    """The GPU that a MIG slice is part of; power, clocks and energy are the parent's."""
+    """The GPU that contains a MIG slice; power, clocks and energy are the parent's."""
     energy_j: float | None = None
-    """Since the daemon started."""
+    """Joules since the daemon started."""
     power_source: str | None = None
-    """Where power_w comes from: `rapl`, `energy counter` or `instant field`."""
+    """The source of power_w: `rapl`, `energy counter` or `instant field`."""
     power_instant_w: float | None = None
     memory_clock_mhz: float | None = None
     throttle_reasons: list[str] | None = None
-    """In words; empty: none now."""
+    """Reasons for throttling, in words; empty: none now."""
     sm_ratio: float | None = None
-    """This and the next two by GPM where the device has it, 0 to 1."""
+    """This and the next two: by GPM if the device has it, 0 to 1."""
     tensor_ratio: float | None = None
     memory_bandwidth_ratio: float | None = None
     pcie_rx_bytes_per_s: float | None = None
@@ -430,24 +433,24 @@ class HostFrame(msgspec.Struct):
     """The machine and the daemon process."""
 
     cpu_percent: float | None
-    """Of all cores, 0 to 100."""
+    """Use of all cores, 0 to 100."""
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     daemon_cpu_percent: float | None
-    """Of one core."""
+    """Use in percent of one core."""
     daemon_rss_bytes: int | None
     core_percents: list[int] = []
-    """Of each core of the machine, 0 to 100, by its number."""
+    """Use of each core of the machine, 0 to 100, by its number."""
 
 
 class EventFrame(msgspec.Struct):
-    """Something an operator should know."""
+    """An event for operators."""
 
     at: str
     severity: str
     """`info`, `warning` or `error`."""
     code: str
-    """Stable, dotted: `worker.died`, `request.cancelled`, `drain.started`."""
+    """The event's stable, dotted code: `worker.died`, `request.cancelled`, `drain.started`."""
     message: str
 
 
@@ -457,14 +460,14 @@ class Frame(msgspec.Struct):
     version: int
     at: str
     seq: int
-    """Grows by one per frame; a gap means frames were dropped for this reader."""
+    """Grows by one per frame; a missing number means that this reader missed frames."""
     uptime_s: float
     state: str
     """`loading`, `ready`, `draining` or `degraded` (a worker is down and coming back)."""
     state_reason: str
     model: str
     model_note: str | None
-    """A caveat to show beside the model's name, as that its weights are random."""
+    """A caveat to show beside the model's name, such as random weights."""
     dtype: str
     """Empty while the model is being downloaded."""
     max_model_len: int | None
@@ -483,13 +486,13 @@ class Frame(msgspec.Struct):
     requests: list[RequestFrame]
     """Live requests, oldest first; at most MAX_FRAME_REQUESTS."""
     num_requests: int
-    """Live requests, also those beyond MAX_FRAME_REQUESTS."""
+    """The number of all live requests."""
     events: list[EventFrame]
     slo_ttft_ms: int | None = None
-    """Targets of elastic roles; None: relative to what the machine does undisturbed."""
+    """Targets of elastic roles; None: relative to the undisturbed machine."""
     slo_itl_ms: int | None = None
     alerts: list[AlertFrame] = []
-    """The worst first."""
+    """Raised alerts, the worst first."""
     limit: str = ""
     """What limits the appliance now, in one sentence; empty if nothing does."""
     handoff: HandoffFrame | None = None
@@ -502,7 +505,7 @@ class Frame(msgspec.Struct):
     kv: str | None = None  # what the pools keep, at what loss; None: the dtype that is served
     trials: list[str] = []  # what timing this machine has chosen at start, with the figures
     users: list[UserFrame] = []
-    """Most tokens first; at most MAX_POOL_OWNERS."""
+    """Users by tokens; at most MAX_POOL_OWNERS."""
     today: TodayFrame | None = None
 
 

@@ -1,13 +1,12 @@
 """Pack frames for storage, and read and write recordings.
 
-Owns: the packed form of a frame, and what makes a file a recording.
-Invariant: what is unpacked equals what was packed, numbers to six digits and at least to three
-decimals; a damaged pack is refused, never shown.
-Never: holds requests, events or text of a prompt; they have tables of their own.
+Owns: the packed form of a frame, and the format of a recording. Invariant: unpacking restores the
+packed frame, with numbers to six digits and at least three decimals; a damaged pack is refused,
+never shown. Never: holds requests, events or text of a prompt; they have tables of their own.
 
 A frame is packed against a template, the JSON of an earlier frame: objects become lists of their
-values, keys being the template's, and the JSON of that is compressed with the template's own as
-dictionary. What has not changed since then costs next to nothing.
+values, with the template's keys, and this JSON is compressed with the template's own as dictionary.
+Unchanged parts cost next to nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engine.errors import PenstockError, file_exit_code
 APPLICATION_ID = 0x50454E52  # "PENR", for file(1)
 RECORDING_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20
-"""Unpacked; more is no frame of ours."""
+"""Maximum bytes of an unpacked frame; a larger one is damaged."""
 TABLES = ("runs", "requests", "events", "frames", "frame_templates")
 _MAKE_ONE = "`penstock record -o FILE` makes one"
 _MIN_DECIMALS = 3
@@ -33,16 +32,16 @@ _MIN_DIGITS = 6
 
 
 class RecordingError(PenstockError):
-    """A file is no recording that this release can show."""
+    """A file is not a recording that this release can show."""
 
     exit_code = 8
 
 
 class FramePacker:
-    """Packs and unpacks the gauges of frames that look alike.
+    """Pack and unpack the gauges of similar frames.
 
     Args:
-        template: as template_of() returns it.
+        template: from template_of().
 
     Raises:
         ValueError: the template is damaged.
@@ -57,13 +56,13 @@ class FramePacker:
             raise ValueError(str(error)) from error
 
     def pack(self, frame: Frame) -> bytes:
-        """Everything but requests, events, and what stands in a row's own columns."""
+        """Pack a frame without its requests, events and the row's own columns."""
         packed = _packed(msgspec.to_builtins(_bare(frame)), self._like)
         deflate = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zdict=self._dictionary)
         return deflate.compress(msgspec.json.encode(packed)) + deflate.flush()
 
     def unpack(self, data: bytes, *, at: str, seq: int, uptime_ms: int) -> Frame:
-        """The frame of one row.
+        """Unpack the frame of one row.
 
         Raises:
             ValueError: the data is damaged, or was packed with another template.
@@ -81,17 +80,17 @@ class FramePacker:
 
 
 def gauges(frame: Frame) -> Frame:
-    """A frame without the requests and events that it shows."""
+    """Return a frame without its requests and events."""
     return msgspec.structs.replace(frame, requests=[], events=[])
 
 
 def template_of(frame: Frame) -> bytes:
-    """What a FramePacker for frames like this one is made of."""
+    """Make the template of a FramePacker for similar frames."""
     return msgspec.json.encode(_rounded(msgspec.to_builtins(_bare(frame))))
 
 
 def open_recording(path: Path) -> sqlite3.Connection:
-    """Open a recording, read-only, with rows that have names.
+    """Open a recording read-only, with rows that have names.
 
     Raises:
         RecordingError: it is missing, damaged, no recording, another version's, or empty.
@@ -101,7 +100,7 @@ def open_recording(path: Path) -> sqlite3.Connection:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise RecordingError("is no file", where=where, hint=_MAKE_ONE)
         path.open("rb").close()
-        # Nobody writes a recording: without a lock it can also be read where no lock can be had.
+        # A recording is never written: read it without a lock, which some file systems lack.
         uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         db = sqlite3.connect(uri, uri=True)
     except OSError as error:
@@ -115,7 +114,7 @@ def open_recording(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         db.close()
         raise RecordingError(
-            f"is no recording, or a damaged one: {error}",
+            f"not a recording, or damaged: {error}",
             where=where,
             hint=_MAKE_ONE,
         ) from error
@@ -131,7 +130,7 @@ def _check(db: sqlite3.Connection, where: str) -> None:
     db.execute("PRAGMA cell_size_check = ON")
     (application_id,) = db.execute("PRAGMA application_id").fetchone()
     if application_id != APPLICATION_ID:
-        raise RecordingError("is no recording", where=where, hint=_MAKE_ONE)
+        raise RecordingError("not a recording", where=where, hint=_MAKE_ONE)
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version != RECORDING_VERSION:
         raise RecordingError(
@@ -156,12 +155,12 @@ def _check(db: sqlite3.Connection, where: str) -> None:
 
 
 def _bare(frame: Frame) -> Frame:
-    """A frame without what stands in columns or tables of its own."""
+    """Return a frame without the parts that have their own columns or tables."""
     return msgspec.structs.replace(frame, at="", seq=0, uptime_s=0.0, requests=[], events=[])
 
 
 def _packed(value: Any, like: Any) -> Any:
-    """Objects as lists of their values where the template has the same keys; numbers rounded."""
+    """Turn objects with the template's keys into lists of their values; round numbers."""
     if isinstance(value, dict):
         if isinstance(like, dict) and value.keys() == like.keys():
             return [_packed(value[key], like[key]) for key in like]
@@ -173,7 +172,7 @@ def _packed(value: Any, like: Any) -> Any:
 
 
 def _unpacked(packed: Any, like: Any) -> Any:
-    """The inverse of _packed(): where the template has an object, a list is its values."""
+    """Invert _packed(): where the template has an object, a list holds its values."""
     if not isinstance(packed, list):
         return packed
     if isinstance(like, dict):
@@ -183,7 +182,7 @@ def _unpacked(packed: Any, like: Any) -> Any:
 
 
 def _example(examples: list[Any], index: int) -> Any:
-    """What an item of a list is compared with: its own place, else the last there is."""
+    """Return the template's item for an item of a list: at its index, or the last."""
     return examples[min(index, len(examples) - 1)] if examples else None
 
 

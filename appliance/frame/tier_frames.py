@@ -13,52 +13,53 @@ import msgspec
 
 
 def fields(frame: msgspec.Struct) -> dict[str, Any]:
-    """A frame's values by the names of its fields, parts of it as they are."""
+    """Return a frame's values by field name; nested parts stay frames."""
     return msgspec.structs.asdict(frame)
 
 
 class TierFrame(msgspec.Struct):
-    """One cache below the KV pools, and what it has earned."""
+    """One cache below the KV pools, with its figures."""
 
     state: str
-    """`on`, `opening`, `off`, `failed` where it was asked for and cannot be had, or `down` while
-    it cannot be relied on."""
+    """`on`, `opening`, `off`, `failed` if it is configured but unavailable, or `down` while it
+    fails."""
     reason: str
     """Why it is not on; empty if it is."""
     folder: str
-    """Of the cache on disk; empty for the other."""
+    """The folder of the disk cache; empty for the DRAM cache."""
     blocks: int = 0
     num_bytes: int = 0
-    """Of these blocks."""
+    """Bytes of cached blocks."""
     max_bytes: int = 0
-    """Of all blocks that its cap has room for."""
+    """Maximum bytes of cached blocks."""
     waiting: int = 0
-    """Prompts that wait for blocks from it now."""
+    """Prompts waiting for blocks from it now."""
     stored_blocks: int = 0
     loaded_blocks: int = 0
     loaded_tokens: int = 0
     loads: int = 0
-    """Prompts that have waited for blocks, in vain or not."""
+    """Prompts that waited for blocks, successfully or not."""
     declined_loads: int = 0
-    """Where computing was predicted to take less."""
+    """Prompts with cached blocks that were predicted to compute faster."""
     load_ms: float = 0.0
-    """What those prompts have waited, all together."""
+    """Total time that prompts waited for loads."""
     compute_ms: float = 0.0
-    """What computing the same was predicted to take."""
+    """Total predicted time of computing the loaded tokens."""
     regret_ms: float = 0.0
-    """What loads took beyond that."""
+    """Excess load time over the predicted computing."""
     missed_deadlines: int = 0
     evicted_blocks: int = 0
     expired_blocks: int = 0
     damaged_blocks: int = 0
-    """Found out by their checksums, dropped, and computed again."""
+    """Blocks with a wrong checksum, dropped and computed again."""
     failed_stores: int = 0
     would_find: dict[str, float] = {}
     reuse_distances: dict[str, int] = {}
     """These two are old: only recordings have them."""
     read_bytes_per_s: float | None = None
-    """What a probe found that loads get from it; None: it is not on."""
+    """Read rate measured by a probe; None: it is not on."""
     limit: str = ""
-    """Why it takes less than `max_bytes`: its disk is full, or refuses. Empty: it does not."""
+    """Why it holds less than `max_bytes`: its disk is full or rejects writes. Empty: it does not.
+    """
     other_models: dict[str, int] = {}
-    """Bytes of blocks that it keeps of models that are not served now, by the model's name."""
+    """Bytes of blocks kept for models that are not served now, by model."""

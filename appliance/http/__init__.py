@@ -1,1 +1,1 @@
-"""The ways in: listeners, connections, who may come in and how much."""
+"""Accept connections, check callers, and limit requests."""

@@ -1,11 +1,9 @@
-"""Decide who may connect, in which role, and how large requests may be.
+"""Check callers, their roles and their requests' sizes.
 
-Owns: the keys' file, and how a key is made; the policy of who has which role, replaced as a whole
-when the configuration is read again; the checks in front of every route: peer, key, Host, sizes of
-head and body.
-Invariant: an identity is the kernel's word or a key, never what a client says of itself; roles are
-looked up with each request, so that a new policy holds for connections that are open.
-Never: decides what a role may do.
+Owns: the policy of roles, replaced as a whole when the configuration is read again; the checks in
+front of every route: peer, key, Host, sizes of head and body. Invariant: an identity comes from the
+kernel or a key, never from what a client claims; roles are looked up with each request, so that a
+new policy applies to open connections. Never: decides what a role may do.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ from appliance.request import Peer, Role
 from engine.errors import ConfigError, Forbidden, RequestError, Unavailable
 
 CREDENTIAL_NAME = "api-keys"
-"""Of the systemd credential that holds the keys where no file is named."""
+"""The systemd credential that holds the keys if no file is configured."""
 SO_PEERGROUPS = 59
-"""From <asm-generic/socket.h>; Python has no name for it."""
+"""The constant in <asm-generic/socket.h>; Python does not define it."""
 MAX_OPTION_BYTES = 1024
-"""Of a socket option, in Python: 256 groups."""
+"""Python's maximum for a socket option: 256 groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +53,22 @@ class Credentials:
     gid: int
     pid: int
     gids: frozenset[int]
-    """Its groups, the first one included."""
+    """Its groups, including the primary one."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserDirectory:
-    """Names of users and groups by number, as the system has them."""
+    """Users and groups by number, resolved by the system."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
 
     @classmethod
     def named(cls, names: Iterable[str], setting: str) -> UserDirectory:
-        """By their names; the default's group need not exist.
+        """Look up users and groups by name; the default group may be missing.
 
         Raises:
-            ConfigError: there is no such user or group; a typo must not shut somebody out unseen.
+            ConfigError: no such user or group; a typo must not lock a user out unnoticed.
         """
         uids, gids = set(), set()
         for name in names:
@@ -90,16 +88,16 @@ class UserDirectory:
         return cls(frozenset(uids), frozenset(gids))
 
     def has(self, who: Credentials) -> bool:
-        """Whether it is one of them, or in one of their groups."""
+        """Say whether the process belongs to one of the users or groups."""
         return who.uid in self.uids or not self.gids.isdisjoint(who.gids)
 
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Who may come in as what, how many at once, and with how large a body."""
+    """The rules of access: roles, connection limits and body sizes."""
 
     operators: UserDirectory = UserDirectory()
-    """Besides root and the daemon's own user."""
+    """Operators besides root and the daemon's own user."""
     viewers: UserDirectory = UserDirectory()
     keys: tuple[ApiKey, ...] = ()
     max_connections: int = 1024
@@ -107,9 +105,9 @@ class AccessPolicy:
     cors_origins: tuple[str, ...] = ()
     """Web pages that may use the API from a browser."""
     tls: ssl.SSLContext | None = None
-    """What TCP is spoken with; None: as it is, which is for loopback only."""
+    """The TLS context for TCP; None: plain TCP, for loopback only."""
     has_open_metrics: bool = False
-    """Whoever reaches TCP may read /metrics, without a key."""
+    """Whether /metrics on TCP is open without a key."""
     asks_for_keys: bool = True
     """False: programs of this machine may use TCP, all as one user; web pages may not."""
 
@@ -117,11 +115,11 @@ class AccessPolicy:
     def from_config(
         cls, config: ServeConfig, environ: Mapping[str, str] = os.environ
     ) -> AccessPolicy:
-        """Read names and keys as they are now.
+        """Read names and keys from their present files.
 
         Raises:
-            ConfigError: the file of keys or of a certificate is wrong, or TCP is to be served
-                without keys.
+            ConfigError: the file of keys or of a certificate is wrong, or TCP is configured without
+                keys.
         """
         path = _keys_path(config, environ)
         if path is None and config.listen is not None and config.auth:
@@ -139,12 +137,12 @@ class AccessPolicy:
         )
 
     def check_tcp(self, where: str) -> None:
-        """Raise ConfigError if TCP is served, as `where` says, and nobody has a key."""
+        """Raise ConfigError if TCP is served, as `where` names, without any key."""
         if not self.keys or not self.asks_for_keys:
             raise _no_keys(where)
 
     def peer_of(self, who: Credentials) -> Peer:
-        """A process with its role."""
+        """Return the process with its role."""
         return Peer(
             uid=who.uid,
             gid=who.gid,
@@ -154,12 +152,12 @@ class AccessPolicy:
         )
 
     def holder_of(self, key: str) -> Peer | None:
-        """Whose key it is; None if it is nobody's."""
+        """Find the holder of a key; None: unknown."""
         found = find_key(self.keys, key)
         return None if found is None else Peer(key=found.name, role=found.role)
 
     def holder_of_any(self, keys: set[str]) -> Peer | None:
-        """Find whose keys were sent: of several the one that is known; None if two are."""
+        """Find the holder of the keys sent; None: no known key, or two different ones."""
         holders = {one for key in keys if (one := self.holder_of(key)) is not None}
         return holders.pop() if len(holders) == 1 else None
 
@@ -171,9 +169,9 @@ class AccessPolicy:
 
 
 def credentials_of(connection: socket.socket) -> Credentials | None:
-    """Who is at the other end of a connection; None on TCP, where only a key tells.
+    """Read the credentials of a connection's peer; None on TCP, where only a key identifies it.
 
-    The kernel noted it when the process connected, so it cannot be forged later.
+    The kernel recorded them when the process connected, so they cannot be forged later.
     """
     if connection.family != socket.AF_UNIX:
         return None
@@ -188,7 +186,7 @@ def _peer_groups(connection: socket.socket, uid: int, gid: int) -> Iterable[int]
     except OSError as error:
         if error.errno != errno.ERANGE:
             raise
-        # More groups than Python lets us read: those that the user database knows will do.
+        # More groups than Python can read: use the user database instead.
         name = _user_name(uid)
         return [] if name is None else os.getgrouplist(name, gid)
     return struct.unpack(f"{len(raw) // 4}I", raw)
@@ -196,7 +194,7 @@ def _peer_groups(connection: socket.socket, uid: int, gid: int) -> Iterable[int]
 
 def _no_keys(where: str) -> ConfigError:
     return ConfigError(
-        "TCP clients need API keys, and there is no file of them",
+        "TCP clients need API keys, but no key file is set",
         where=where,
         hint="penstock keys add NAME --file keys, then --api-keys keys; or --no-auth on loopback",
     )
@@ -209,9 +207,9 @@ def _keys_path(config: ServeConfig, environ: Mapping[str, str]) -> Path | None:
 
 
 def credential_path(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where systemd has put the keys, by LoadCredential=api-keys:FILE; None if it has not.
+    """Return the path of the keys from systemd's LoadCredential=api-keys:FILE; None: not set.
 
-    They stay as they were at the start: only a restart copies the file again.
+    The content is fixed at the start: only a restart copies the file again.
 
     Raises:
         ConfigError: the folder of credentials may not be entered.
@@ -244,19 +242,19 @@ EXPOSED = "x-request-id, request-id, retry-after, retry-after-ms, x-penstock-ign
 
 
 def allowed_origin(scope: Scope, origins: Collection[str]) -> str | None:
-    """The page's origin if it may use the API; None: it may not, or this is no page's request."""
+    """Return the page's origin if it may use the API; None: not allowed, or no page."""
     origin = Headers(scope=scope).get("origin")
     return origin if origin and (origin in origins or "*" in origins) else None
 
 
 def is_preflight(scope: Scope) -> bool:
-    """Whether a browser asks if a page may ask."""
+    """Say whether the request is a browser's CORS preflight."""
     headers = Headers(scope=scope)
     return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
 
 
 def preflight(scope: Scope, origin: str) -> Response:
-    """The answer to an allowed page; it may send whatever headers it wants to."""
+    """Answer an allowed page's preflight; it may send any headers."""
     asked = Headers(scope=scope).get("access-control-request-headers", "authorization")
     return Response(
         status_code=200,  # some that stand between take 204 for a failure
@@ -271,7 +269,7 @@ def preflight(scope: Scope, origin: str) -> Response:
 
 
 def readable(send: Send, origin: str) -> Send:
-    """Sends replies that a page of this origin may read."""
+    """Wrap `send` so that a page of this origin may read the reply."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -287,49 +285,49 @@ def readable(send: Send, origin: str) -> Send:
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 64 << 10
 MAX_ARRIVING_BODIES = 16
-"""Bodies of the greatest size that may be in memory half sent, all connections together."""
+"""Maximum partly received bodies in memory, in bodies of maximum size, over all connections."""
 UNCOUNTED_BYTES = 64 << 10
-"""Of each body, so that a small one always gets in; the number of connections bounds these."""
+"""Uncounted bytes of each body, so that small bodies always pass; connections are limited."""
 OPEN_PATHS = ("/health", "/v1/health", "/ping")
 METRICS_PATH = "/metrics"
-"""Open only where the policy says so: gateways that scrape it cannot show a key."""
+"""Open only by the policy: scraping gateways cannot send a key."""
 BUSY_RETRY_MS = 1000
 
 LOCAL_USER = "loopback"
-"""Name of all clients on TCP that are asked for no key."""
+"""The name of all TCP clients while no keys are required."""
 _LOCAL_PAGE = re.compile(rb"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?")
 _LOOPBACK = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLine:
-    """The connection that a request came by, as the server passes it on in the scope's state."""
+    """The connection of a request, passed by the server in the scope's state."""
 
     credentials: Credentials | None
-    """Whose it is; None on TCP."""
+    """The peer's credentials; None on TCP."""
     on_key: Callable[[str | None], None]
-    """To be called with the name of a valid key that was shown."""
+    """Called with the name of a valid key that the client sent."""
     write_part: Callable[[bytes], Awaitable[None]]
-    """To be called with each part of a reply's body, once its head is out."""
+    """Called with each part of a reply's body, after its head."""
     hang_up: Callable[[], None]
-    """Ends it, whatever has not been read."""
+    """Ends the connection, dropping what has not been read."""
     num_announced: Callable[[], int]
-    """Bytes of a body that are to come by what its chunks have said, and by no length."""
+    """Counts the bytes that the current chunk of a body still announces."""
 
 
 class Gate:
-    """An ASGI application around another; `policy` may be replaced at any time."""
+    """Check each request before the wrapped ASGI application; `policy` is replaceable."""
 
     def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
         self.policy = policy
         self.arriving_bytes: Counter[str] = Counter()
-        """Of bodies that are not complete, by the name of whose they are."""
+        """Bytes of incomplete bodies, by owner."""
         self.is_open = asyncio.Event()
-        """Until it is set, what would change something waits; looking is always possible."""
+        """Until it is set, requests that change something wait; reads pass."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through to the application, or refuse it."""
+        """Pass a request to the application, or refuse it."""
         origin = allowed_origin(scope, self.policy.cors_origins)
         if origin is not None:
             if is_preflight(scope):
@@ -380,9 +378,7 @@ class Gate:
             return Peer(role=Role.VIEWER)
         if peer is None:
             raise RequestError(
-                _KEY_PROBLEMS.get(
-                    len(_shown_keys(scope)), "none of the API keys sent counts alone"
-                ),
+                _KEY_PROBLEMS.get(len(_shown_keys(scope)), "several different API keys were sent"),
                 code="invalid_api_key",
                 status=401,
                 kind="authentication_error",
@@ -392,11 +388,11 @@ class Gate:
         return peer
 
     def _is_known(self, scope: Scope, peer: Peer) -> bool:
-        """False once the policy has lost the key by which it came in, or gives it a lesser role."""
+        """Say whether the request's identity still has its key and role."""
         credentials = _line(scope).credentials
         if credentials is not None:
             return self.policy.peer_of(credentials).role >= peer.role
-        if peer.key is None:  # it showed none, where none is asked for
+        if peer.key is None:  # no key was required
             return True
         now = self.policy.holder_of_any(_shown_keys(scope))
         return now is not None and now.role >= peer.role
@@ -419,7 +415,7 @@ def _refuse_foreign_page(scope: Scope, origins: Collection[str]) -> None:
 
 
 class _Body:
-    """One request's body on its way in."""
+    """Limit one request's body while it arrives."""
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, owner: str) -> None:
         self._gate = gate
@@ -433,11 +429,11 @@ class _Body:
         self._is_complete = False
 
     async def receive(self) -> Message:
-        """The next part.
+        """Receive the next part.
 
         Raises:
-            RequestError: 413 `body_too_large`, as soon as it is known; 503 `busy` when its owner
-                has more on its way than is left for others.
+            RequestError: 413 `body_too_large`, as early as possible; 503 `busy` if its owner has
+                more on its way than its share.
         """
         # The server has checked that the header is digits, but not how many.
         if len(self._declared) > 15 or int(self._declared) > self._max_bytes:
@@ -454,12 +450,12 @@ class _Body:
         return message
 
     def settle(self) -> None:
-        """It is not arriving any more."""
+        """Stop counting the body: it is complete or dropped."""
         self._is_complete = True
         self._count(0)
 
     def _count(self, num_bytes: int) -> None:
-        """Hold so much; refuse only whoever holds too much, never one who comes after them."""
+        """Count the bytes held; refuse an owner above its share, never another one."""
         held = self._gate.arriving_bytes
         held[self._owner] += num_bytes - self._num_counted_bytes
         self._num_counted_bytes = num_bytes
@@ -467,21 +463,21 @@ class _Body:
             del held[self._owner]
         if num_bytes and held[self._owner] > MAX_ARRIVING_BODIES * self._max_bytes - held.total():
             raise Unavailable(
-                "too many of your large bodies are on their way at once",
+                "too many of your large bodies arrive at once",
                 code="busy",
                 retry_after_ms=BUSY_RETRY_MS,
             )
 
 
 def _check_head(scope: Scope) -> None:
-    """Refuse what is HTTP to the letter, but nothing that a client of this API would send."""
+    """Refuse valid HTTP that no client of this API would send."""
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
     names = [name for name, _ in headers]
     num_bytes = sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"])
     if len(names) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
         raise headers_too_large()
     if scope["http_version"] not in ("1.0", "1.1"):
-        raise RequestError("only HTTP/1.1 is spoken here", code="invalid_http")
+        raise RequestError("only HTTP/1.1 is supported", code="invalid_http")
     # With both, two programs can disagree on where the body ends, and smuggling begins.
     if b"transfer-encoding" in names and b"content-length" in names:
         raise RequestError(
@@ -490,14 +486,14 @@ def _check_head(scope: Scope) -> None:
 
 
 def body_too_large(max_bytes: int) -> RequestError:
-    """The same whether it came, or was announced."""
+    """Make the error of a body that is, or is announced as, too large."""
     return RequestError(
         f"the body is larger than {max_bytes} bytes", code="body_too_large", status=413
     )
 
 
 def headers_too_large() -> RequestError:
-    """The same whether they were read, or given up before they had ended."""
+    """Make the error of too many or too large headers."""
     return RequestError(
         f"more than {MAX_HEADERS} headers or {MAX_HEAD_BYTES} bytes of them",
         code="headers_too_large",
@@ -510,11 +506,11 @@ def _line(scope: Scope) -> ClientLine:
 
 
 _KEY_PROBLEMS = {0: "the API key is missing", 1: "the API key is not valid"}
-"""By how many were sent."""
+"""Errors by the number of keys sent."""
 
 
 def _shown_keys(scope: Scope) -> set[str]:
-    """As OpenAI's clients show it, Anthropic's, Azure's, or an address as http://x:KEY@host."""
+    """Read the keys from OpenAI's, Anthropic's and Azure's headers and from Basic credentials."""
     scheme, _, shown = (_header(scope, b"authorization") or b"").decode("latin-1").partition(" ")
     keys = {shown.strip()} if scheme.lower() == "bearer" else set()
     if scheme.lower() == "basic":
@@ -526,7 +522,7 @@ def _shown_keys(scope: Scope) -> set[str]:
 
 
 def _password(credentials: str) -> str:
-    """The password of `Basic` credentials, whatever the name; as they are if they are none."""
+    """Return the password of `Basic` credentials; the raw text if it is not base64."""
     try:
         return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
     except ValueError:
@@ -534,6 +530,6 @@ def _password(credentials: str) -> str:
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
-    """A header's value; None if it is not there, or there twice: then nobody knows which counts."""
+    """Return a header's value; None: missing, or given twice, which is ambiguous."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else None

@@ -1,9 +1,8 @@
 """Create and check API keys; the file holds names, roles and hashes.
 
-Owns: the keys' file.
-Invariant: keys are 256 random bits. Nobody can try them all, so one round of SHA-256 hides them
-as well as a slow hash would, and a request need not pay for one.
-Never: shows a key twice, or quotes the file in an error.
+Owns: the keys' file. Invariant: keys are 256 random bits. They cannot be guessed by trial, so one
+round of SHA-256 hides them as well as a slow hash would, and checking is cheap. Never: shows a key
+twice, or quotes the file in an error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _FORMAT = "a line is NAME ROLE sha256:HEX; `penstock keys add NAME --file FILE` 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One line of the file of API keys: a hash, its name and its role."""
+    """One line of the key file: a hash, its name and its role."""
 
     name: str
     role: Role
@@ -43,10 +42,10 @@ class ApiKey:
 
 
 def new_key(name: str, role: str = "user") -> tuple[str, str]:
-    """A fresh key, to be shown once, and the line for the file.
+    """Make a fresh key, to be shown once, and its line for the file.
 
     Raises:
-        UsageError: the name or the role is not one that the file may have.
+        UsageError: the name or the role is invalid.
     """
     if not _NAME.fullmatch(name):
         what = f"{name!r} is no name of a key"
@@ -59,7 +58,9 @@ def new_key(name: str, role: str = "user") -> tuple[str, str]:
 
 
 def add_key(path: Path, name: str, role: str = "user") -> str:
-    """Append a fresh key's line to a file, made for its owner alone if it is new; return the key.
+    """Append a fresh key's line to a file, and return the key.
+
+    A new file is readable only by its owner.
 
     Raises:
         ConfigError: the file cannot be read or written, or has a key of this name already.
@@ -70,7 +71,7 @@ def add_key(path: Path, name: str, role: str = "user") -> str:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if any(each.name == name for each in read_keys(path)):
-                hint = "give another name, or delete its line first"
+                hint = "choose another name, or delete its line first"
                 raise ConfigError(f"there is a key named {name!r}", where=str(path), hint=hint)
             before = file.read()
             file.write(b"" if not before or before.endswith(b"\n") else b"\n")
@@ -81,7 +82,7 @@ def add_key(path: Path, name: str, role: str = "user") -> str:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file; `#` begins a comment.
+    """Read the keys of a file; `#` begins a comment.
 
     Raises:
         ConfigError: it cannot be read, others may write to it, or a line is wrong.
@@ -141,7 +142,7 @@ def _parse(fields: list[str]) -> ApiKey:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    """Whoever can write to the file can give himself a key."""
+    """Refuse a key file that other users can write to: they could add keys."""
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError("not a file", where=str(path), hint=_KEYS_FILE)
     if status.st_uid not in (0, os.geteuid()):

@@ -1,12 +1,11 @@
 """Serve one HTTP/1.1 connection, and bound slow, silent or absent clients.
 
 A client that shuts down its writing side and waits is served to the end on the Unix socket. On TCP
-the kernel cannot tell that from one that is gone, so there it counts as gone.
+the kernel cannot tell it from a client that disconnected, so there it counts as disconnected.
 
-Owns: sockets that have had their 503 and wait for their clients to hang up; how many there were;
-how long each phase of a connection may last, and what is said to who exceeds it.
-Invariant: a connection that costs something makes progress, or is waited for by nobody but us.
-Never: sends 408 or 409, which OpenAI's clients answer by sending it all again.
+Owns: the time limits of each phase of a connection, and the reply to clients that exceed them.
+Invariant: a connection that holds resources makes progress, or is closed. Never: sends 408 or 409,
+which OpenAI's clients answer by sending it all again.
 """
 
 from __future__ import annotations
@@ -41,37 +40,37 @@ log.setLevel(logging.ERROR)
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Seconds that clients may take."""
+    """Time limits for clients, in seconds."""
 
     head_s: float = 10.0
-    """From the connection, or a head's first byte, to its last."""
+    """Maximum time from the connection, or a head's first byte, to its last."""
     body_s: float = 30.0
-    """For each stretch of a body: the rest, or `min_bytes_per_s`."""
+    """Maximum time for the rest of a body, or for `min_bytes_per_s` of it."""
     unread_s: float = 30.0
-    """The same for a reply that piles up here."""
+    """Maximum time for each stretch of a reply that the client does not read."""
     linger_s: float = 5.0
-    """For the rest of a body that has been answered already."""
+    """Maximum time for the rest of a body that has been answered already."""
     idle_s: float = 60.0
-    """Between requests."""
+    """Maximum time between requests."""
     min_bytes_per_s: float = 1024.0
 
 
 RefuseEarly = Callable[[bytes, Credentials], bytes | None]
-"""What to reply to a whole request of somebody's without having it parsed; None: nothing."""
+"""Returns the reply to an unparsed request that must be refused; None: accept it."""
 
 
 class ConnectionPhase(enum.Enum):
-    """What a connection waits for."""
+    """The phases of a connection, by what it waits for."""
 
     HEAD = enum.auto()
     BODY = enum.auto()
     LINGER = enum.auto()
     UNREAD = enum.auto()
-    """For the client to take what has been written, at last also after the close."""
+    """The client must read what has been written, possibly after the close."""
     IDLE = enum.auto()
-    """For a next request; uvicorn's own timer ends it."""
+    """The next request; uvicorn's own timer ends this phase."""
     REPLY = enum.auto()
-    """For us."""
+    """The daemon's reply."""
 
 
 SILENT_S = 5.0
@@ -81,13 +80,13 @@ _UNTIMED = (ConnectionPhase.IDLE, ConnectionPhase.REPLY)
 
 @dataclass(frozen=True, slots=True)
 class _ByteMark:
-    """How far a connection was when it was looked at."""
+    """A connection's progress at one look."""
 
     phase: ConnectionPhase
     num_requests: int
     since: float
     num_bytes: int
-    """Received, or less the more is unread: it grows with whatever the client does."""
+    """Bytes received minus bytes unread: it grows with any action of the client."""
 
 
 class _ReplyTransport(asyncio.Transport):
@@ -101,9 +100,9 @@ class _ReplyTransport(asyncio.Transport):
 
 
 class ClientProtocol(H11Protocol):
-    """HTTP/1.1 that knows its client.
+    """HTTP/1.1 protocol with per-client limits.
 
-    Each scope's state has its Line.
+    Each scope's state has its ClientLine.
     """
 
     def __init__(
@@ -120,8 +119,8 @@ class ClientProtocol(H11Protocol):
         Args:
             config: uvicorn's.
             server_state: uvicorn's; all connections.
-            limits: how long what may last.
-            credentials: whose it is; None on TCP.
+            limits: time limits of the phases.
+            credentials: the peer's; None on TCP.
             check_key: raises RequestError if the key of that name may have no more connections.
             refuse_early: see RefuseEarly.
         """
@@ -132,25 +131,25 @@ class ClientProtocol(H11Protocol):
         self.logger = log
         self.credentials = credentials
         self.key: str | None = None
-        """Name of the last valid key that was shown."""
+        """Name of the last valid key that was sent."""
         self._check_key = check_key
         self._refuse_early = refuse_early
         self._limits = limits
         self._is_half_closed = False
         self._is_lingering = False
-        """The last reply is out, and what is still to come of its request is dropped."""
+        """The last reply is sent; the rest of its request is dropped."""
         self._num_received = 0
         self._num_requests = 0
         self._mark: _ByteMark | None = None
         self._handshake: tuple[float, socket.socket] | None = None
-        """Since when, and on which socket, TLS is being agreed on."""
+        """Start time and socket of the TLS handshake."""
 
     def shakes_hands(self, connection: socket.socket) -> None:
-        """It has no transport until TLS is agreed on, and until then others may have its place."""
+        """Note the TLS handshake; until it ends the connection may be evicted."""
         self._handshake = time.monotonic(), connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """From here on the client's time runs."""
+        """Start the client's time limits."""
         super().connection_made(transport)
         self._reply_transport = _ReplyTransport(transport, self._close_after_reply)
         self._socket: socket.socket = transport.get_extra_info("socket")
@@ -159,7 +158,7 @@ class ClientProtocol(H11Protocol):
         self._handshake = None
 
     def data_received(self, data: bytes) -> None:
-        """Count, for the slow; say at once what a flood would be told anyway."""
+        """Count the bytes; refuse early while the queue is full."""
         self._num_received += len(data)
         if self._is_lingering:
             return
@@ -177,20 +176,20 @@ class ClientProtocol(H11Protocol):
                 return
         super().data_received(data)
         if self.conn.their_state is h11.SEND_BODY and self._num_announced():
-            # of a chunk that is too large nothing may ever come: who reads the body looks now
+            # a too large chunk may never arrive: wake the body's reader to check it now
             self.cycle.message_event.set()
 
     def handle_events(self) -> None:
-        """As uvicorn does; a reply that has begun has yet to run, and closes as we do."""
+        """Handle events as uvicorn does; replies then close through our transport."""
         super().handle_events()
         if self.cycle is not None:
             self.cycle.transport = self._reply_transport
 
     def _close_after_reply(self) -> None:
-        """Close; while more of the request is on its way, our side alone.
+        """Close the connection; while more of the request arrives, close only our side.
 
-        What comes to a socket that is closed makes the close a reset, which takes the reply with
-        it. look() ends the wait if the client does not.
+        Data arriving at a closed socket turns the close into a reset, which can destroy the reply.
+        look() ends the wait if the client does not.
         """
         if self.conn.their_state is not h11.SEND_BODY:
             self.transport.close()
@@ -200,19 +199,19 @@ class ClientProtocol(H11Protocol):
             self.transport.write_eof()
 
     def _num_announced(self) -> int:
-        """Bytes that are left of the chunk that has begun; h11 has no word for them but its own."""
+        """Return the bytes left of the current chunk; h11 offers only a private field."""
         num_bytes: int = getattr(self.conn._reader, "_bytes_in_chunk", 0)
         return num_bytes
 
     def _wait_for_next(self) -> None:
-        """For a request on a connection of which uvicorn does not know that it had one."""
+        """Start the idle timer where uvicorn does not know of the last request."""
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection for a reply that somebody still waits for."""
+        """Keep a half-closed connection while its client waits for a reply."""
         is_waiting = (
             self._phase() in (ConnectionPhase.REPLY, ConnectionPhase.UNREAD) and not self._is_gone()
         )
@@ -220,7 +219,7 @@ class ClientProtocol(H11Protocol):
         return self._is_half_closed
 
     def on_response_complete(self) -> None:
-        """Nothing follows on a connection that is half closed, but what came before that."""
+        """Close a half-closed connection unless earlier requests wait."""
         self._num_requests += 1
         super().on_response_complete()
         if self._is_lingering:  # nothing follows
@@ -229,15 +228,15 @@ class ClientProtocol(H11Protocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """End when the reply does; at once if there is none."""
+        """End after the current reply; at once without one."""
         if not self.transport.is_closing():
             super().shutdown()
 
     def retire(self) -> bool:
-        """End with the reply that is due; False while there may come one more request.
+        """End with the current reply; return False while one more request may come.
 
-        A close that crosses a request on its way would be a refusal. So who is between two
-        requests, or has connected and not asked yet, may ask once more and is told then.
+        A close that crosses a request on its way would be a refusal. An idle or new connection may
+        therefore send one more request, whose reply announces the close.
         """
         if self._mark is None or self._phase() in (
             ConnectionPhase.HEAD,
@@ -250,7 +249,7 @@ class ClientProtocol(H11Protocol):
         return True
 
     def look(self, now: float) -> None:
-        """Cut the connection off if its client is gone or takes too long."""
+        """Cut the connection off if its client disconnected or is too slow."""
         if (mark := self._mark) is None:
             return  # accepted a moment ago
         if (self._is_half_closed or self.flow.read_paused) and self._is_gone():
@@ -271,11 +270,11 @@ class ClientProtocol(H11Protocol):
 
     @property
     def spare_since(self) -> float | None:
-        """Since when another may have its place; None if it has a claim to it.
+        """Return since when the connection may be evicted; None: it may not.
 
-        Without a key it never had one: a head that does not end, or a row of probes, would hold a
-        place for nothing. Otherwise it has one but between two requests, and before the first for
-        SILENT_S: whoever connects in order to ask has asked by then.
+        Without a key it may be evicted at once: an endless head, or a row of probes, would hold a
+        place for nothing. With one it may be evicted between two requests, or if it sent nothing
+        for SILENT_S.
         """
         mark = self._mark
         if mark is None:
@@ -291,12 +290,13 @@ class ClientProtocol(H11Protocol):
         return mark.since if is_idle else None
 
     def give_way(self) -> bool:
-        """Another has the place: say so to who has asked nothing, or not all, and close.
+        """Evict the connection: reply 503 unless it is idle, and close.
 
-        Between two requests nothing is said: it would be taken for the reply to the next one.
+        An idle connection gets no reply, since the client would take it for the reply to its next
+        request.
 
         Returns:
-            whether it was said.
+            whether the 503 was sent.
         """
         if self._mark is None and self._handshake is not None:
             with contextlib.suppress(OSError):  # the handshake fails of it, and closes the socket
@@ -310,22 +310,21 @@ class ClientProtocol(H11Protocol):
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP gets an error object like everything else, and is cut off."""
+        """Reply with an error object to malformed HTTP, and cut the connection off."""
         cause = sys.exception()  # uvicorn calls this while it handles h11's
         if isinstance(cause, h11.RemoteProtocolError) and cause.error_status_hint == 431:
             self._refuse(headers_too_large())
         else:
-            what = "this is not an HTTP request that can be read"
+            what = "the HTTP request is malformed"
             self._refuse(RequestError(what, code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade may be ignored, and is."""
+        """Ignore an upgrade, as HTTP allows."""
 
     async def _write_part(self, part: bytes) -> None:
-        """Send what is not the end of a body without a length, once its head is out.
+        """Send one part of a body without a length, once its head is sent.
 
-        The bytes are those of ASGI's message for it. But that passes through every layer, and each
-        token of each stream comes this way.
+        The bytes equal an ASGI message's, which would pass through every layer for each token.
         """
         if self.flow.write_paused and not self.cycle.disconnected:
             await self.flow.drain()
@@ -334,7 +333,7 @@ class ClientProtocol(H11Protocol):
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
 
     def _hang_up(self) -> None:
-        """End it now, whatever has not been read; what is still sent on it goes nowhere."""
+        """End the connection now; drop unread input and further output."""
         self.transport.abort()
 
     def _on_key(self, name: str | None) -> None:
@@ -383,7 +382,7 @@ class ClientProtocol(H11Protocol):
             self._refuse(RequestError(what, code="request_timeout"))
 
     def _is_gone(self) -> bool:
-        """Whether the client has hung up, also where no read would tell."""
+        """Say whether the client has disconnected, also where no read would tell."""
         # Unix sockets say when both directions are shut; on TCP all there is to see is its FIN.
         is_unix = self._socket.family == socket.AF_UNIX
         poll = select.poll()
@@ -391,7 +390,7 @@ class ClientProtocol(H11Protocol):
         return bool(poll.poll(0))
 
     def _refuse(self, error: RequestError) -> None:
-        """Say it if a reply can still begin, and close."""
+        """Send the error if a reply can still begin, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_object(error))
             headers = [

@@ -1,10 +1,8 @@
 """Open the listening sockets: Unix, TCP and TLS.
 
-Owns: which versions are spoken, and the files' reading; the socket file from bind to removal, and
-the turn from a listener to connections.
-Invariant: the file is never open to others, not for a moment, and a live daemon's is never taken,
-also not by two that start at once.
-Never: reads from a connection, or knows HTTP.
+Owns: the socket file from bind to removal, and accepting connections. Invariant: the socket file is
+never open to others, not for a moment, and a live daemon's socket is never replaced, not even by
+two daemons that start at once. Never: reads from a connection, or knows HTTP.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
 SOCKET_MODE = 0o660
 BACKLOG = 4096
-"""The kernel takes less where net.core.somaxconn is less."""
+"""Wanted queue of the kernel; net.core.somaxconn may limit it further."""
 MAX_PATH_BYTES = 107
 """sun_path has 108 bytes, the last one zero."""
 LOCK_PATIENCE_S = 5.0
 ACCEPTS_PER_TURN = 32
-"""So that a flood of connections leaves the loop time for those that are open."""
+"""Maximum accepts per turn of the loop; a flood must leave time for open connections."""
 ACCEPT_PAUSE_S = 1.0
 FIRST_INHERITED_FD = 3
-"""SD_LISTEN_FDS_START."""
+"""The constant SD_LISTEN_FDS_START."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _HINT = "choose another with --socket"
 
@@ -42,7 +40,7 @@ log = logging.getLogger("penstock")
 
 
 def check_path(path: Path) -> None:
-    """Look at where a socket of ours is to be, without making anything.
+    """Check a future socket path without making anything.
 
     Raises:
         ConfigError: the path cannot be a socket of ours.
@@ -57,7 +55,7 @@ def check_path(path: Path) -> None:
 
 
 def bind_socket(path: Path) -> socket.socket:
-    """A listening socket at `path`, whose folder is there, in place of one that a dead daemon left.
+    """Bind a listening socket at `path`, replacing one that a dead daemon left.
 
     Raises:
         ConfigError: the path cannot be a socket of ours.
@@ -87,10 +85,10 @@ def bind_socket(path: Path) -> socket.socket:
 
 
 def bind_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets; for `localhost` on both families, lest another user takes one.
+    """Bind listening TCP sockets; `localhost` takes both families, so that no other user gets one.
 
     Raises:
-        ConfigError: the port is taken, or the address is not there.
+        ConfigError: the port is taken, or the address does not exist.
     """
     addresses = ["127.0.0.1", "::1"] if host == "localhost" else [host]
     listeners: list[socket.socket] = []
@@ -120,12 +118,12 @@ def bind_tcp(host: str, port: int) -> list[socket.socket]:
 
 
 def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
-    """Listening sockets that systemd has opened for us (sd_listen_fds), by a socket unit.
+    """Take over listening sockets that systemd opened for a socket unit (sd_listen_fds).
 
-    Their variables are taken out of `environ`, so that no child takes them for its own.
+    Their variables are removed from `environ`, so that no child uses them.
 
     Raises:
-        ConfigError: one of them is no stream socket that listens here, or not on loopback.
+        ConfigError: one of them is no listening stream socket, or not on loopback.
     """
     is_ours = environ.pop("LISTEN_PID", "") == str(os.getpid())
     count = environ.pop("LISTEN_FDS", "")
@@ -145,7 +143,7 @@ def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
             )
         if listener.family != socket.AF_UNIX and not _is_loopback(listener):
             raise ConfigError(
-                "a socket unit's TCP is served on loopback addresses only",
+                "TCP sockets of a unit must be on loopback",
                 where=f"{listener.getsockname()[0]}, of the socket unit",
                 hint="ListenStream=127.0.0.1:8000; beyond loopback with the setting listen",
             )
@@ -159,11 +157,11 @@ def _is_loopback(listener: socket.socket) -> bool:
 
 
 class ListenerCloser:
-    """Closes a listener, and removes the file of a Unix socket unless it is another's by now.
+    """Close a listener, and remove its Unix socket file unless another daemon replaced it.
 
     Args:
         listener: bound by us, or inherited.
-        is_inherited: its file stays, and so does what waits to be accepted, for the next daemon.
+        is_inherited: its file and the waiting connections stay for the next daemon.
     """
 
     def __init__(self, listener: socket.socket, *, is_inherited: bool = False) -> None:
@@ -173,7 +171,7 @@ class ListenerCloser:
         self._inode = None if self._path is None else _inode(self._path)
 
     def close(self) -> None:
-        """Nothing happens the second time."""
+        """Close the listener once; later calls do nothing."""
         if self._listener.fileno() < 0:
             return
         # The file goes first: its inode cannot be another file's while the socket is open.
@@ -185,7 +183,7 @@ class ListenerCloser:
 
 
 class Acceptor:
-    """Accepts on one listener, on the running loop, until closed.
+    """Accept connections of one listener on the running loop, until closed.
 
     Args:
         listener: bound.
@@ -207,7 +205,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """Accept no more; the listener stays open."""
+        """Stop accepting; the listener stays open."""
         if self._resume is not None:
             self._resume.cancel()
         self._loop.remove_reader(self._listener)
@@ -232,7 +230,7 @@ class Acceptor:
             self._on_connection(connection)
 
     def _pause(self, error: OSError) -> None:
-        """The listener stays readable, so without a pause the loop would spin."""
+        """Pause accepting: the listener stays readable, so the loop would spin."""
         log.warning("cannot accept connections for now: %s", error.strerror)
         self._loop.remove_reader(self._listener)
         self._resume = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
@@ -240,10 +238,10 @@ class Acceptor:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone among daemons that bind or remove a socket in the folder.
+    """Lock the folder among daemons that bind or remove a socket in it.
 
-    Held for a moment only: once a daemon listens, it is found by calling it. The folder itself is
-    locked, so that no lock file stays behind.
+    It is held for a moment only: a listening daemon is found by connecting to it. The folder itself
+    is locked, so that no lock file stays behind.
     """
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -264,15 +262,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_socket(path: Path) -> bool:
-    """False if nothing is there; raises ConfigError if something else is."""
+    """Say whether a socket is at the path; raise ConfigError for anything else."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(
-            "this is not a socket, and it is not ours to remove", where=str(path), hint=_HINT
-        )
+        raise ConfigError("it is not a socket, so it is not removed", where=str(path), hint=_HINT)
     return True
 
 

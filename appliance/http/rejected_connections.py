@@ -1,9 +1,8 @@
-"""Answer connections that there is no room for with 503, and close them in time.
+"""Answer connections above the limit with 503, and close them in time.
 
-Owns: the sockets that wait for their clients to hang up.
-Invariant: whoever connects and asks within LINGER_S reads an answer, while there are descriptors
-to wait with; what is turned away is told to the journal, counted, never line by line.
-Never: reads what a client says.
+Owns: the sockets that wait for their clients to hang up. Invariant: a client that connects and asks
+within LINGER_S reads an answer, while descriptors are left; rejections are counted in the journal,
+not listed line by line. Never: reads what a client says.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from appliance.api.wire import error_object
 from engine.errors import Unavailable
 
 LINGER_S = 5.0
-"""A client that writes to a socket that is closed may never read what was said before."""
+"""Seconds to keep a rejected socket open; a client that writes to a closed one may lose the reply.
+"""
 MAX_LINGERING = 256
-"""Of them the oldest is closed when there are more."""
+"""Maximum rejected sockets kept open; above it the oldest is closed."""
 TELL_EVERY_S = 10.0
 RETRY_AFTER_MS = 1000
 _READ_BYTES = 1 << 16
@@ -32,31 +32,31 @@ _TOLD = logging.getLogger("penstock")
 
 
 def too_many_connections() -> Unavailable:
-    """What is said to them."""
+    """Make the error for a rejected connection."""
     return Unavailable(
         "too many connections", code="too_many_connections", retry_after_ms=RETRY_AFTER_MS
     )
 
 
 class RejectedConnections:
-    """Connections of one server that there was no room for: answered 503 or closed, counted."""
+    """Reject connections of one server: answer 503 or close, and count."""
 
     def __init__(self) -> None:
         self._lingering: dict[socket.socket, float] = {}
-        """With the time of the loop until which each is kept; the oldest first."""
+        """Rejected sockets with the loop time of their close; the oldest first."""
         self._counts: Counter[str] = Counter()
         self._num_told = 0
-        """Of those; the others could not read it, or would take it for another reply."""
+        """Rejected connections that were sent the 503."""
         self._told_s = -math.inf
         self._loop = asyncio.get_running_loop()
 
     def drop(self, connection: socket.socket, whose: str) -> None:
-        """Close one that could not read an answer, for it has not agreed on how to encrypt it."""
+        """Close a connection in its TLS handshake, which could not read an answer."""
         self.count(whose, is_told=False)
         connection.close()
 
     def tell(self, connection: socket.socket, whose: str) -> None:
-        """Answer 503 in one write, which the empty buffer of a new connection takes, and wait."""
+        """Answer 503 in one write, which a new connection's empty buffer takes, and wait."""
         self.count(whose, is_told=True)
         try:
             connection.send(_reply())
@@ -70,19 +70,19 @@ class RejectedConnections:
         self._loop.add_reader(connection, self._read, connection)
 
     def count(self, whose: str, *, is_told: bool) -> None:
-        """One more had to go, a new one or an old one, and was told so or not."""
+        """Count one rejected or evicted connection, with or without a reply."""
         self._counts[whose] += 1
         self._num_told += is_told
 
     def look(self) -> None:
-        """Close those whose time is over, and tell how many there were."""
+        """Close the connections past their time, and log the counts."""
         now_s = self._loop.time()
         for connection in [one for one, until_s in self._lingering.items() if until_s <= now_s]:
             self._close(connection)
         if self._counts and now_s - self._told_s >= TELL_EVERY_S:
             whose = ", ".join(f"{name} {number}" for name, number in self._counts.most_common(5))
             _TOLD.warning(
-                "no room (max_connections) for %d connections, %d of which were told so: %s",
+                "max_connections reached: rejected %d connections, %d with a reply: %s",
                 self._counts.total(),
                 self._num_told,
                 whose,
@@ -92,12 +92,12 @@ class RejectedConnections:
             self._told_s = now_s
 
     def close(self) -> None:
-        """Wait for nobody any longer."""
+        """Close all rejected connections at once."""
         for connection in list(self._lingering):
             self._close(connection)
 
     def _read(self, connection: socket.socket) -> None:
-        """What lies unread would make a close a reset, which takes the reply with it."""
+        """Discard input: closing with unread data would reset and destroy the reply."""
         with contextlib.suppress(BlockingIOError):
             try:
                 if connection.recv(_READ_BYTES):

@@ -29,20 +29,22 @@ from appliance.process import max_connections
 from appliance.request import Role
 
 NUM_RESERVED = 16
-"""Connections that operators have beyond the others, to see and mend what holds the others."""
+"""Connections reserved for operators, so that they can always end others."""
 SHARE_OF_ONE = 0.75
-"""Of the connections, that one user may hold, or all TCP clients together; of theirs, one key."""
+"""Maximum share of the connections per user (TCP clients count as one).
+
+Also the maximum share of TCP connections per key."""
 GIVEN_UP_AT_ONCE = 8
-"""Idle connections that give their descriptors up where none is left."""
+"""Idle connections to close at once when no descriptor is left."""
 STRAGGLER_S = 2.0
-"""For one more request on a connection that was open before a stop."""
+"""Seconds for one more request on a connection open before a stop."""
 STRAGGLER_CHECK_S = 0.02
 HANDSHAKE_S = 5.0
-"""For a client on TCP to agree on how to encrypt."""
+"""Maximum seconds of a TLS handshake."""
 
 
 class ApiServer:
-    """Serves an application on bound sockets until stopped."""
+    """Serve an application on bound sockets until stopped."""
 
     def __init__(
         self,
@@ -56,11 +58,11 @@ class ApiServer:
         """Take the listeners over; nothing is accepted before start().
 
         Args:
-            app: told by `app.state.stopping` to end what would not end by itself.
+            app: ends its endless replies once `app.state.stopping` is set.
             listeners: of the Unix socket and TCP.
             policy: without one only root and the daemon's user are known.
-            limits: tests have no time for the usual ones.
-            inherited: those of the listeners that another daemon will go on with.
+            limits: shorter ones for tests.
+            inherited: the listeners that another daemon will continue to serve.
         """
         self._app = app
         self._listeners = listeners
@@ -90,7 +92,7 @@ class ApiServer:
 
     @property
     def policy(self) -> AccessPolicy:
-        """Who comes in; a new one holds from the next request on, also where a connection is."""
+        """The access policy; a new one applies from the next request on, on all connections."""
         return self._gate.policy
 
     @policy.setter
@@ -98,14 +100,14 @@ class ApiServer:
         self._gate.policy = policy
 
     def open(self) -> None:
-        """Let those in who wait for the model to be loaded."""
+        """Admit the requests that wait for the model to load."""
         self._gate.is_open.set()
 
     async def start(self) -> None:
         """Return when connections are accepted.
 
-        On inherited listeners whoever posts waits for open(): a restart is to be noticed by nobody.
-        Elsewhere the api tells them to come back.
+        On inherited listeners a POST waits for open(), so that clients do not notice a restart. On
+        other listeners the API tells them to retry.
         """
         if not self._inherited:
             self.open()
@@ -123,11 +125,11 @@ class ApiServer:
         }
 
     async def hand_over(self) -> None:
-        """Leave who comes from now on to the daemon that goes on with our listeners.
+        """Stop accepting; the successor serves the inherited listeners.
 
-        Open connections are closed with the reply that is due, or after the next request's if it
-        comes within STRAGGLER_S. Without inherited listeners nothing happens: nobody would answer
-        in our place.
+        Open connections are closed with their current reply, or after the next request's if it
+        comes within STRAGGLER_S. Without inherited listeners nothing happens, since no other
+        process would answer.
         """
         if not self._inherited:
             return
@@ -147,7 +149,7 @@ class ApiServer:
             await asyncio.sleep(STRAGGLER_CHECK_S)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing new, end the frame streams, let replies end, cut what is left."""
+        """Stop accepting, end the frame streams, let replies end, then cut off the rest."""
         for acceptor in self._acceptors.values():
             acceptor.close()
         for closer in self._closers:
@@ -163,7 +165,7 @@ class ApiServer:
             await self._cut()
 
     async def _cut(self) -> None:
-        """Uvicorn has cancelled the tasks that outlived the grace; see them and theirs out."""
+        """Await the tasks that uvicorn has cancelled after the grace period, and their children."""
         state = self._server.server_state
         for connection in list(state.connections):
             connection.transport.abort()
@@ -212,7 +214,7 @@ class ApiServer:
             self._server.server_state.connections.discard(protocol)
 
     def _has_room(self, who: Credentials | None) -> bool:
-        """Whether one more may come in, if need be in place of another."""
+        """Say whether one more connection may enter, evicting another if needed."""
         everybody = self._connections
         limit = max_connections(self.policy.max_connections + NUM_RESERVED) - NUM_RESERVED
         if who is not None and self.policy.peer_of(who).role is Role.OPERATOR:
@@ -220,7 +222,7 @@ class ApiServer:
         else:
             uid = _uid(who)
             most = _share(limit)
-            if len(everybody) >= most:  # else nobody has more
+            if len(everybody) >= most:  # otherwise no user exceeds the share
                 same = [each for each in everybody if _uid(each.credentials) == uid]
                 if len(same) >= most:
                     return self._make_room(same)
@@ -237,7 +239,7 @@ class ApiServer:
         return early.refuse(data, self.policy.peer_of(who), headers)
 
     def _refused_at_once(self, connection: socket.socket, who: Credentials) -> bool:
-        """Answer whom a full queue has no room for, without all that makes a connection."""
+        """Answer a request for the full queue without building a connection."""
         try:
             data = connection.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
             reply = self._refuse_early(data, who, (b"connection", b"close")) if data else None
@@ -253,7 +255,7 @@ class ApiServer:
         return True
 
     def _make_room(self, connections: Iterable[ClientProtocol]) -> bool:
-        """Let the one go that has been spare for the longest; False if none is."""
+        """Evict the connection that has been evictable longest; False: none is."""
         spare = [
             (since, connection)
             for connection in connections
@@ -265,7 +267,7 @@ class ApiServer:
         return bool(spare)
 
     def _give_up_idle(self) -> None:
-        """Let some idle connections go, the oldest first: no descriptor is left."""
+        """Close some idle connections, the oldest first: no descriptor is left."""
         for _ in range(GIVEN_UP_AT_ONCE):
             self._make_room(self._connections)
 
@@ -278,7 +280,7 @@ class ApiServer:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its hands on the process's signals."""
+    """A uvicorn server that installs no signal handlers."""
 
     def __init__(self, config: uvicorn.Config, on_tick: Callable[[], None]) -> None:
         super().__init__(config)
@@ -299,7 +301,7 @@ class _Server(uvicorn.Server):
 
 
 def _uid(who: Credentials | None) -> int | None:
-    """None is TCP, whose clients count as one."""
+    """Return the user's id; None: TCP, where all clients count as one."""
     return None if who is None else who.uid
 
 

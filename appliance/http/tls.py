@@ -1,8 +1,7 @@
-"""Load the TLS certificate and the versions that are spoken.
+"""Load the TLS certificate, and set the allowed versions.
 
-Owns: the reading of the files.
-Invariant: a context has a certificate that its key fits; versions before 1.2 are not spoken.
-Never: listens.
+Owns: reading the files. Invariant: a context has a certificate with its own key; versions before
+1.2 are refused. Never: listens.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ _PEM = "name PEM files that the daemon may read: --tls-cert CHAIN.pem --tls-key 
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What a server speaks TLS with, as the files are now.
+    """Make a server's TLS context from the present files.
 
     Args:
-        certificate: PEM; the server's own first, then those that lead to a root.
+        certificate: PEM; the server's own first, then its chain to a root.
         key: PEM, without a passphrase.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The request log: asked, written, kept within limits."""
+"""Write, query and prune the request log."""

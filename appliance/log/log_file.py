@@ -36,11 +36,11 @@ _FileId = tuple[int, int]
 
 
 def open_log(path: Path) -> sqlite3.Connection:
-    """Open for writing, at the newest schema; a new file is 0640, as SQLite makes its -wal too.
+    """Open the log for writing at the newest schema; a new file and its -wal have mode 0640.
 
     Raises:
-        ConfigError: the file cannot be opened, is another program's, or is a newer Penstock's.
-        DamagedLog: it is no database, or a damaged one.
+        ConfigError: the file cannot be opened, or another program or a newer Penstock made it.
+        DamagedLog: it is not a database, or damaged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def open_log(path: Path) -> sqlite3.Connection:
         wrong = log_error("cannot use the request log", error, path)
         if isinstance(wrong, DamagedLog):
             raise wrong from error
-        hint = "is it another program's? Move it away, or choose another folder with --state-dir"
+        hint = "if another program made it, choose another folder with --state-dir"
         raise ConfigError(wrong.what, where=wrong.where, hint=hint) from error
     except ConfigError:
         connection.close()
@@ -81,8 +81,8 @@ def open_log(path: Path) -> sqlite3.Connection:
 def abandon(connection: sqlite3.Connection) -> None:
     """Close a log whose file is no longer at its path.
 
-    What is in the write-ahead log goes into the old file first: the -wal stays at the path, and
-    SQLite would take its pages for those of the file that comes after.
+    The write-ahead log is first merged into the old file: the -wal stays at the path, and SQLite
+    would use its pages for the new file there.
     """
     with contextlib.suppress(sqlite3.Error):
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -90,7 +90,7 @@ def abandon(connection: sqlite3.Connection) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a damaged log, which nobody here has open, another name; returns that.
+    """Rename a damaged log that this process has not open; return the new path.
 
     Raises:
         OSError: the folder does not allow it.
@@ -106,7 +106,7 @@ def set_aside(path: Path) -> Path:
 
 
 def damaged_logs(path: Path) -> list[Path]:
-    """Logs that were set aside here, the oldest first."""
+    """List the damaged logs set aside here, the oldest first."""
     found = path.parent.glob(f"{glob.escape(path.name)}{_DAMAGED}*")
     numbers = {each: each.name.rpartition("-")[2] for each in found}
     kept = (each for each, number in numbers.items() if number.isdecimal())
@@ -122,7 +122,7 @@ def file_id(path: Path) -> _FileId | None:
 
 
 def remove_backups(path: Path, older_than_s: float) -> None:
-    """Remove logs of before a migration, and damaged ones, once all in them is to be forgotten."""
+    """Remove old backups and damaged logs once everything in them has expired."""
     for kind in (_BACKUP, _DAMAGED):
         for backup in path.parent.glob(f"{glob.escape(path.name)}{kind}*"):
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ def remove_backups(path: Path, older_than_s: float) -> None:
 
 
 def _migrate(db: Database, path: Path) -> None:
-    """Apply what is missing; an older file is copied beside itself first."""
+    """Apply the missing migrations; copy an older file beside itself first."""
     pending = [step.name for step in migration.pending(db)]
     applied = {step.name for step in migration.applied(db)}
     # Pending on an empty database is every step that this version knows.

@@ -1,10 +1,8 @@
 """Check and answer queries of the request log.
 
-Owns: which parameters there are, what they mean and what is refused; the SQL behind a query, and
-the shape of its rows as JSON.
-Invariant: every field of a query is safe to run: times are in the log's own form, stages are names
-of stages.
-Never: lets a client write SQL; ignores a parameter that it cannot read.
+Owns: the parameters, their meaning and their errors; the SQL of a query, and the JSON of its rows.
+Invariant: every field of a query is safe to run: times are in the log's own form, stages are known
+names. Never: lets a client write SQL; ignores a parameter that it cannot read.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from engine.errors import FileError, PenstockError
 MAX_ROWS = 10_000
 DEFAULT_ROWS = 20
 SEVERITIES = ("info", "warning", "error")
-"""In order; a query names the least that it wants to see."""
+"""The severities in ascending order; a query names the lowest one that it wants."""
 STAGES = ("ttft", "queue", "prefill", "handoff", "decode", "tpot", "e2e")
-"""What a row can be slow in."""
+"""Stages that a query can filter by."""
 
 UsageBy = Literal["user", "model", "day"]
 USAGE_BY: tuple[UsageBy, ...] = ("user", "model", "day")
 
 MAX_DIGITS = 18
-"""Of a whole number in a query: 64 bits hold all such."""
+"""Maximum digits of a whole number in a query, so that it fits 64 bits."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _AGO = re.compile(r"-?(\d{1,9})([smhdw])", re.ASCII)
 _SLOW = re.compile(r"(\w+)\s*([<>])\s*(\d{1,12}(?:\.\d{1,6})?)\s*(ms|s)?", re.ASCII)
@@ -55,35 +53,35 @@ class SlowFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowQuery:
-    """Which requests; None asks for nothing in particular."""
+    """Which requests to list; None: no condition."""
 
     limit: int = DEFAULT_ROWS
     since: str | None = None
     until: str | None = None
-    """The first moment that is too late."""
+    """The first moment after the span."""
     user: str | None = None
     """Peer.name: a user's name, `key:NAME` or `uid:N`."""
     failed_only: bool = False
     slow: SlowFilter | None = None
     after: int | None = None
-    """Only rows written after the one with this `cursor`, and the oldest first."""
+    """Only rows written after the one with this `cursor`, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventQuery:
-    """Which events; as RowQuery."""
+    """Which events to list; like RowQuery."""
 
     limit: int = DEFAULT_ROWS
     since: str | None = None
     until: str | None = None
     severity: str = "info"
-    """The least; one of SEVERITIES."""
+    """The lowest severity to list; one of SEVERITIES."""
     after: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """Sums over requests that came in [since, until)."""
+    """Which sums to compute, over requests received in [since, until)."""
 
     by: UsageBy = "user"
     since: str | None = None
@@ -92,14 +90,14 @@ class UsageQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of time, [since, until); None is as far as there is anything."""
+    """A span of time, [since, until); None: unbounded."""
 
     since: str | None = None
     until: str | None = None
 
 
 def row_query(params: Mapping[str, str]) -> RowQuery:
-    """From `limit`, `since`, `until`, `user`, `errors`, `slow`, `after`.
+    """Read a query from `limit`, `since`, `until`, `user`, `errors`, `slow`, `after`.
 
     Raises:
         RequestError: 400, with the parameter's name.
@@ -116,12 +114,12 @@ def row_query(params: Mapping[str, str]) -> RowQuery:
 
 
 def most_rows(params: Mapping[str, str]) -> int:
-    """From `limit`, of a list that has an end: without one it is as long as it may be."""
+    """Read `limit`; without it return the maximum."""
     return _limit(params) if "limit" in params else MAX_ROWS
 
 
 def event_query(params: Mapping[str, str]) -> EventQuery:
-    """From `limit`, `since`, `until`, `severity`, `after`; raises as row_query()."""
+    """Read a query from `limit`, `since`, `until`, `severity`, `after`; raises as row_query()."""
     return EventQuery(
         limit=_limit(params),
         since=_time(params, "since"),
@@ -132,7 +130,7 @@ def event_query(params: Mapping[str, str]) -> EventQuery:
 
 
 def usage_query(params: Mapping[str, str]) -> UsageQuery:
-    """From `by`, `since`, `until`; raises as row_query()."""
+    """Read a query from `by`, `since`, `until`; raises as row_query()."""
     return UsageQuery(
         by=cast(UsageBy, _one_of(params, "by", USAGE_BY)),
         since=_time(params, "since"),
@@ -141,12 +139,12 @@ def usage_query(params: Mapping[str, str]) -> UsageQuery:
 
 
 def span_query(params: Mapping[str, str]) -> Span:
-    """From `since`, `until`; raises as row_query()."""
+    """Read a span from `since`, `until`; raises as row_query()."""
     return Span(since=_time(params, "since"), until=_time(params, "until"))
 
 
 def parse_time(text: str, param: str, now: datetime) -> str:
-    """`1h` or `-1h` (before now) or ISO 8601, UTC if it names no zone, as the log writes times.
+    """Parse `1h` or `-1h` (before now) or ISO 8601, by default in UTC, into the log's form.
 
     Raises:
         RequestError: 400, naming `param`.
@@ -165,7 +163,7 @@ def parse_time(text: str, param: str, now: datetime) -> str:
 
 
 def log_time(at: datetime) -> str:
-    """The form of protocol.utc_now(); such times sort as text."""
+    """Format a time as protocol.utc_now() does; such times sort as text."""
     return at.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -213,7 +211,7 @@ def _flag(params: Mapping[str, str], name: str) -> bool:
 
 
 def _one_of(params: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """The parameter's value; the first that is allowed if it is not there."""
+    """Return the parameter's value; the first allowed one by default."""
     value = params.get(name, allowed[0])
     if value not in allowed:
         raise invalid_value(name, f"must be {_listed(allowed)}")
@@ -233,10 +231,10 @@ def _listed(words: tuple[str, ...]) -> str:
 BUSY_TIMEOUT_MS = 5_000
 MAX_QUERY_S = 10.0
 _STEPS_BETWEEN_LOOKS_AT_THE_CLOCK = 100_000
-RECOVER = "`sqlite3 FILE .dump` writes out what can be read; move it away, serve makes a new one"
+RECOVER = "`sqlite3 FILE .dump` saves the readable rows; move the file away for a new one"
 
 # The first line has the words of the index ix_requests_failed, without which SQLite would not use
-# it; the second leaves out who hung up (499) or cancelled: that was as it was wanted.
+# it; the second leaves out clients that disconnected (499) or cancelled on purpose.
 _FAILED = (
     "(http_status >= 400 OR finish_reason IN ('error', 'abort'))"
     " AND (finish_reason IS 'error' OR cancelled_by IS 'drain'"
@@ -254,13 +252,13 @@ _USAGE = {
 
 _Json = dict[str, object]
 _Condition = tuple[str, object]
-"""SQL with at most one ?, and its value; None leaves the condition out."""
+"""SQL with at most one ?, and its value; None: no condition."""
 
 
 def read_rows(path: Path, query: RowQuery) -> list[_Json]:
-    """Rows of v_requests, the newest first, or the oldest first after a cursor.
+    """Read rows of v_requests, the newest first, or the oldest first after a cursor.
 
-    Each carries its `cursor`: the largest one seen, as `after`, asks for what was written since.
+    Each has its `cursor`: the largest one seen, sent as `after`, asks for later rows.
 
     Raises:
         PenstockError: the file is missing, unreadable or not a request log, or it took too long.
@@ -280,14 +278,14 @@ def read_rows(path: Path, query: RowQuery) -> list[_Json]:
 
 
 def read_row(path: Path, rid: str) -> _Json | None:
-    """The row of one request; None if there is none. Raises as read_rows()."""
+    """Read the row of one request; None: no such row. Raises as read_rows()."""
     with _reading(path) as db:
         row = db.execute("SELECT * FROM v_requests WHERE rid = ?", (rid,)).fetchone()
         return None if row is None else _as_json(row)
 
 
 def read_events(path: Path, query: EventQuery) -> list[_Json]:
-    """Events, ordered and with a `cursor` as read_rows(); raises as it does."""
+    """Read events, ordered and with a `cursor` as in read_rows(); raises as read_rows()."""
     wanted = SEVERITIES[SEVERITIES.index(query.severity) :]
     where, values = _where(
         ("at >= ?", query.since),
@@ -305,11 +303,11 @@ def read_events(path: Path, query: EventQuery) -> list[_Json]:
 
 
 def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
-    """Sums by user, model or day, of what the log still holds; raises as read_rows().
+    """Add up the log's requests by user, model or day; raises as read_rows().
 
     Users and models with the most tokens come first, days in order. Sums of milliseconds are None
-    where no request has reached the stage, joules where no power was reported; `j_per_token` is
-    both phases' joules by output tokens, of the requests that have them.
+    if no request reached the stage, joules if no power was reported; `j_per_token` is both phases'
+    joules by output tokens, of the requests that have them.
     """
     group, order = _USAGE[query.by]
     where, values = _where(("received_at >= ?", query.since), ("received_at < ?", query.until))
@@ -329,16 +327,16 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
 
 
 class DamagedLog(PenstockError):
-    """The file is no SQLite database, or a damaged one: no retry mends that."""
+    """The file is not an SQLite database, or damaged; a retry cannot help."""
 
     exit_code = 8
 
 
 def log_error(what: str, error: sqlite3.Error, path: Path) -> PenstockError:
-    """The error to raise for one of SQLite's; DamagedLog where the file's bytes are wrong.
+    """Make the error for an error of SQLite; DamagedLog if the file's bytes are wrong.
 
     Args:
-        what: what could not be done, as `cannot read the request log`.
+        what: what failed, as `cannot read the request log`.
         error: why.
         path: of the file.
     """
@@ -347,7 +345,7 @@ def log_error(what: str, error: sqlite3.Error, path: Path) -> PenstockError:
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DamagedLog(what, where=str(path), hint=RECOVER)
     if about.startswith("no such"):
-        hint = "is it a request log? `penstock serve` brings one of an older Penstock up to date"
+        hint = "is it a request log? `penstock serve` upgrades an older one"
         wrong = PenstockError(what, where=str(path), hint=hint)
         wrong.exit_code = DamagedLog.exit_code
         return wrong
@@ -357,10 +355,10 @@ def log_error(what: str, error: sqlite3.Error, path: Path) -> PenstockError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A read-only connection, whose errors say which file.
+    """Open a read-only connection with errors that name the file.
 
     Raises:
-        FileError: there is none, or it may not be read.
+        FileError: the file is missing or unreadable.
         PenstockError: instead of every sqlite3.Error; see log_error().
     """
     check_file(path, os.R_OK)
@@ -373,17 +371,17 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def look_at(path: Path, mode: int) -> None:
-    """Look whether the log's file can be opened, of which SQLite says no more than that it cannot.
+    """Check that the log's file can be opened, since SQLite's own error gives no cause.
 
-    It is not opened for that. To close it would take from it all locks that this process has: the
-    daemon's, without which who closes the file next takes its write-ahead log away from under it.
+    The file is not opened: closing it would release all locks of this process on it, the daemon's
+    included. The next process to close the log would then delete the write-ahead log in use.
 
     Args:
         path: of the file.
-        mode: what os.access() is asked for.
+        mode: for os.access().
 
     Raises:
-        OSError: it cannot be.
+        OSError: it cannot be opened.
     """
     if stat.S_ISDIR(path.stat().st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -392,10 +390,10 @@ def look_at(path: Path, mode: int) -> None:
 
 
 def check_file(path: Path, mode: int) -> None:
-    """Look at it.
+    """Check that the log's file can be opened.
 
     Raises:
-        FileError: it cannot be opened, and what to do.
+        FileError: it cannot, with a hint.
     """
     try:
         look_at(path, mode)
@@ -408,7 +406,7 @@ def check_file(path: Path, mode: int) -> None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that is interrupted after MAX_QUERY_S."""
+    """Open a connection that is interrupted after MAX_QUERY_S."""
     with reading(path) as db:
         end_s = time.monotonic() + MAX_QUERY_S
         db.set_progress_handler(lambda: time.monotonic() > end_s, _STEPS_BETWEEN_LOOKS_AT_THE_CLOCK)
@@ -416,9 +414,10 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open read-only; also as a user who may not create the -shm file beside it.
+    """Open the log read-only, also for a user who may not create its -shm file.
 
-    After a clean stop there is no -wal file and nobody writes, so the file may be read as it is.
+    After a clean stop the -wal file is gone and no process writes, so the file may be read
+    unlocked.
     """
     uri = f"{path.absolute().as_uri()}?mode=ro"
     if not path.with_name(path.name + "-wal").exists():
@@ -427,7 +426,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _where(*conditions: _Condition) -> tuple[str, list[object]]:
-    """The conditions that have a value, and the values for their ?."""
+    """Join the conditions that have a value, and list the values for their ?."""
     given = [(sql, value) for sql, value in conditions if value is not None]
     where = " AND ".join(f"({sql})" for sql, _ in given)
     return where and f" WHERE {where}", [value for sql, value in given if "?" in sql]

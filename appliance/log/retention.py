@@ -1,9 +1,8 @@
 """Delete old rows of the request log in small transactions.
 
-Owns: which rows go first, and when the next round is due.
-Invariant: a transaction deletes about SLICE_ROWS rows or moves SLICE_PAGES pages, so that
-whoever writes next waits for milliseconds.
-Never: keeps the text of a request that it forgets.
+Owns: which rows go first, and when the next round is due. Invariant: a transaction deletes about
+SLICE_ROWS rows or moves SLICE_PAGES pages, so that the next writer waits only milliseconds. Never:
+keeps the text of a deleted request.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SLICE_PAGES = 2_000
 INTERVAL_S = 3_600.0
 SLICE_PAUSE_S = 0.05
 SIZE_AFTER_PRUNE_RATIO = 0.9
-"""Of max_bytes: room for a while, so that not every round has to prune."""
+"""Size after pruning relative to max_bytes, so that not every round has to prune."""
 KEEP_FRAMES = timedelta(hours=72)
 
 _ALL_TIMES = (
@@ -40,14 +39,14 @@ _UNUSED_TEMPLATES = (
 
 @dataclass(frozen=True, slots=True)
 class RetentionLimits:
-    """What the log may hold; None is no limit."""
+    """Limits of the log; None: no limit."""
 
     keep_days: int | None = None
     max_bytes: int | None = None
-    """Of pages in use; pages that are free for new rows and the write-ahead log do not count."""
+    """Maximum bytes of pages in use; free pages and the write-ahead log do not count."""
 
     def describe(self) -> str:
-        """As in `beyond 30 d and 2.0 GiB`."""
+        """Describe the limits, as in `beyond 30 d and 2.0 GiB`."""
         days = None if self.keep_days is None else f"{self.keep_days} d"
         size = None if self.max_bytes is None else f"{size_text(self.max_bytes)}"
         return " and ".join(bound for bound in (days, size) if bound)
@@ -55,7 +54,7 @@ class RetentionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """How many rows of each kind were deleted."""
+    """The number of deleted rows of each kind."""
 
     requests: int = 0
     events: int = 0
@@ -70,16 +69,15 @@ class Pruned:
 
 
 def used_bytes(db: sqlite3.Connection) -> int:
-    """Size of the pages that hold something."""
+    """Return the bytes of pages in use."""
     return (_pragma(db, "page_count") - _pragma(db, "freelist_count")) * _pragma(db, "page_size")
 
 
 def prune_steps(db: sqlite3.Connection, limits: RetentionLimits, now: datetime) -> Iterator[Pruned]:
-    """Delete what is too old, then the oldest of what is too much; give the space back.
+    """Delete rows that are too old, then the oldest beyond the size limit; give the space back.
 
-    Frames, which are many and only of use for a while, are too old after KEEP_FRAMES.
-
-    Each step is one transaction, done when it is yielded; let others write before the next.
+    Frames are many and soon useless, so they expire after KEEP_FRAMES. Each step is one
+    transaction, done when it is yielded; let others write before the next.
     """
     horizon = _horizon(limits, now)
     if horizon is not None:
@@ -104,7 +102,7 @@ def prune_steps(db: sqlite3.Connection, limits: RetentionLimits, now: datetime) 
 
 
 def estimate(db: sqlite3.Connection, limits: RetentionLimits, now: datetime) -> Pruned:
-    """About what prune_steps() would delete: exact for age, by the mean row for size."""
+    """Estimate what prune_steps() would delete: exact for age, by the mean row for size."""
     horizon, num_excess = _horizon(limits, now) or "", _num_excess_rows(db, limits)
     newest = _one(db, f"SELECT max(at) FROM ({_ALL_TIMES} ORDER BY at LIMIT ?)", num_excess)
     until = max(horizon, newest or "")
@@ -120,7 +118,7 @@ def estimate(db: sqlite3.Connection, limits: RetentionLimits, now: datetime) -> 
 
 
 class Upkeep:
-    """One round of pruning an hour, a step at a time, between other work on the connection."""
+    """Prune once an hour, a step at a time, between other work on the connection."""
 
     def __init__(self, limits: RetentionLimits) -> None:
         self._limits = limits
@@ -134,17 +132,17 @@ class Upkeep:
         self._due_s = 0.0
 
     def reset(self) -> None:
-        """The connection is another: what was under way is dropped, and due again."""
+        """Drop the current round after a change of connection; the next is due now."""
         self._round = None
         self._due_s = 0.0
 
     @property
     def due_in_s(self) -> float:
-        """Seconds until step() has something to do."""
+        """Return the seconds until step() is due."""
         return SLICE_PAUSE_S if self._round else max(0.0, self._due_s - time.monotonic())
 
     def step(self, db: sqlite3.Connection) -> Pruned | None:
-        """Do one step if it is time; at the end of a round, what it has forgotten.
+        """Do one step if it is due; return the deleted rows at the end of a round.
 
         Raises:
             sqlite3.Error: the round is over, and the next is due in an hour.
@@ -168,7 +166,7 @@ class Upkeep:
 
 
 def _horizon(limits: RetentionLimits, now: datetime) -> str | None:
-    """The last moment that is too old."""
+    """Return the last expired moment."""
     if limits.keep_days is None:
         return None
     try:
@@ -178,7 +176,7 @@ def _horizon(limits: RetentionLimits, now: datetime) -> str | None:
 
 
 def _num_excess_rows(db: sqlite3.Connection, limits: RetentionLimits) -> int:
-    """How many rows are too many, if all take the mean space."""
+    """Estimate the rows beyond the size limit, by the mean row."""
     used = used_bytes(db)
     if limits.max_bytes is None or used <= limits.max_bytes:
         return 0
@@ -188,9 +186,9 @@ def _num_excess_rows(db: sqlite3.Connection, limits: RetentionLimits) -> int:
 
 
 def _delete_oldest(db: sqlite3.Connection, num_rows: int, until: str = "9") -> Pruned | None:
-    """Delete that many of the oldest rows, and those of the same millisecond.
+    """Delete this number of the oldest rows, and all rows of the last one's millisecond.
 
-    None if there is nothing left to delete. `until` is by default after every time.
+    None: nothing is left to delete. `until` is by default after every time.
     """
     end = _one(
         db,
@@ -208,7 +206,7 @@ def _delete_oldest(db: sqlite3.Connection, num_rows: int, until: str = "9") -> P
 
 
 def _delete_frames(db: sqlite3.Connection, until: str) -> int:
-    """Delete a slice of the frames that are not after `until`; how many."""
+    """Delete a slice of the frames up to `until`; return how many."""
     end = _one(
         db,
         "SELECT max(at) FROM (SELECT at FROM frames WHERE at <= ? ORDER BY at LIMIT ?)",

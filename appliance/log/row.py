@@ -1,10 +1,10 @@
 """Build the request log's row for a request.
 
-Owns: which sequence a row speaks of where a request has several; the statements that insert runs,
-requests and events, and complete a request's energy; the file beside the log with a JSON line for
-each request from its acceptance to its row, so that a killed daemon's can be told.
-Invariant: the fields are the columns of the requests table that are not computed, and `prompt`.
-Never: reads a clock or the database.
+Owns: which of a request's sequences a row describes; the statements that insert runs, requests and
+events, and complete a request's energy; the file beside the log with a JSON line for each request
+from its acceptance to its row, so that a crashed daemon's requests get rows. Invariant: the fields
+are the columns of the requests table that are not computed, and `prompt`. Never: reads a clock or
+the database.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORST_LAST = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, Finis
 
 
 class LogRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the requests table, and what goes to request_text."""
+    """One row of the requests table, and its text for request_text."""
 
     rid: str
     client_rid: str | None
@@ -49,12 +49,12 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None
     restored_tokens: int
     completion_tokens: int | None
-    """None: its daemon was killed, and nobody knows."""
+    """Output tokens; None: unknown after a crash of the daemon."""
     max_tokens: int
     temperature: float | None
     top_p: float | None
     seed: int | None
-    """None in the row of a request that was never read."""
+    """None if the request's body was never read."""
     http_status: int
     finish_reason: str | None
     error: str | None
@@ -64,9 +64,9 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     route_reason: str | None
     restore_reason: str | None
     workers: str | None
-    """Where that sequence has run, in order."""
+    """The workers that ran that sequence, in order."""
     links: str | None
-    """How its KV came to each of them but the first: a transport, or `none`."""
+    """How its KV came to each further worker: a transport, or `none`."""
     handoff_bytes: int
     handoff_blocks: int
     recoveries: int
@@ -82,26 +82,26 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     t_last_token_us: int | None
     t_finished_us: int | None
     restored_us: int | None
-    """That it waited in the queue for the disk."""
+    """Queue time spent loading blocks from a cache."""
     paused_us: int | None
-    """Of all its pauses together."""
+    """Total time of its pauses."""
     num_timed_tokens: int
-    """Output tokens of the sequence whose stamps these are."""
+    """Output tokens of the sequence that has these stamps."""
     prompt: str | None = None
-    """Goes to request_text; None keeps it out of the file."""
+    """The text for request_text; None: not stored."""
     output_offset: int | None = None
-    """Of the prompt's tokens, the last ones, that an earlier request has output."""
+    """Prompt tokens, at its end, that an earlier request has output."""
     changes: str | None = None
-    """What was changed to serve it, in words; None: nothing."""
+    """What was changed in order to serve it, in words; None: nothing."""
 
     @classmethod
     def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
-        """The row of a request that has had its terminal reply.
+        """Build the row of a request after its terminal reply.
 
         Bytes, output tokens, recoveries and preemptions are sums over its sequences; a prompt
-        counts once, as in the usage that its client is told. The finish reason is the worst of
-        them, and the stamps are those of the sequence that finished last: it is the one that the
-        client waited for, and only the stages of one sequence add up.
+        counts once, as in the client's usage. The finish reason is the worst of all. Stamps come
+        from the sequence that finished last, which the client waited for: only one sequence's
+        stages add up.
         """
         sequences = request.sequences
         sampling = sequences[0].sampling
@@ -157,10 +157,9 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     def of_waiting(
         cls, frame: RequestFrame, peer: Peer, client_rid: str | None, http_status: int
     ) -> LogRow:
-        """The row of a request that waited for its model to be swapped in, and never came in.
+        """Build the row of a request that waited for its model and was never admitted.
 
-        Nobody has read its body, so that there is nothing to say of what it asked; all its time
-        was the queue's.
+        Its body was not read, so its contents are unknown; all its time is queue time.
         """
         names = cls.__struct_fields__
         counts = {n: 0 for n in names if n.endswith(("_tokens", "_bytes", "_blocks"))}
@@ -186,7 +185,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowEnergy(NamedTuple):
-    """What a row's request used, with the reading that came after the row."""
+    """The energy of a row's request, from the reading after the row."""
 
     rid: str
     prefill_j: float | None
@@ -194,7 +193,7 @@ class RowEnergy(NamedTuple):
 
 
 def frame_of_row(row: dict[str, Any]) -> RequestFrame:
-    """A row as log.reader has it, in the form in which live requests are shown."""
+    """Turn a row into the form in which live requests are shown."""
     same = {name: row[name] for name in RequestFrame.__struct_fields__ if name in row}
     num_output = row["completion_tokens"]
     return RequestFrame(
@@ -218,7 +217,7 @@ def _us(duration_ns: int | None) -> int | None:
 
 
 def _offsets(sequence: Sequence) -> dict[str, int | None]:
-    """The t_*_us columns, from the stamps of the same names."""
+    """Compute the t_*_us columns from the stamps with equal names."""
     stamps = in_order(sequence.stamps)
     offsets: dict[str, int | None] = {}
     for field in fields(stamps):
@@ -239,13 +238,13 @@ def _offsets(sequence: Sequence) -> dict[str, int | None]:
 _LOG = logging.getLogger("penstock.request_log")
 
 Event = tuple[str, str, str, str, str | None]
-"""At, severity, code, message, actor."""
+"""Time, severity, code, message, actor."""
 _HEARD_IN = (("events", "at"), ("frames", "at"), ("requests", "received_at"))
-"""Tables in which a daemon is heard of, and their times."""
+"""Tables that show when a daemon was last alive, and their time columns."""
 
 
 def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> int:
-    """Begin a run; returns its run_id."""
+    """Insert a run; return its run_id."""
     with connection as db:
         names, marks = ", ".join(run), ", ".join(f":{name}" for name in run)
         inserted = db.execute(f"INSERT INTO runs ({names}) VALUES ({marks})", run)
@@ -255,15 +254,15 @@ def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> in
 def end_crashed_run(
     db: sqlite3.Connection, answered: Iterable[LogRow], cut: Iterable[LogRow]
 ) -> str | None:
-    """Say of a run that never stopped that it crashed, when it was last heard of, and of what.
+    """Mark a run without an end as crashed, with its last sign of life, and log its requests.
 
     Args:
         db: in a transaction.
-        answered: requests that had been, and may have no row yet.
-        cut: requests that were open in it; those that have a row by now are passed over.
+        answered: requests with a reply, possibly without a row.
+        cut: requests that were open; rows that exist by now are skipped.
 
     Returns:
-        A sentence for the operator; None if the last run has stopped.
+        A sentence for the operator; None: the last run has stopped.
     """
     answered, cut = ([row for row in rows if not _has_row(db, row.rid)] for rows in (answered, cut))
     found = db.execute(
@@ -289,7 +288,7 @@ def end_crashed_run(
 
 
 def _newest(db: sqlite3.Connection, table: str, time: str, run_id: int, since: str) -> str:
-    """Time of a run's newest row in a table, found from the end; empty if there is none."""
+    """Find the time of a run's newest row in a table, from the end; empty: no row."""
     found = db.execute(
         f"SELECT {time} FROM {table} WHERE run_id = ? AND {time} >= ? ORDER BY {time} DESC LIMIT 1",
         (run_id, since),
@@ -302,7 +301,7 @@ def _has_row(db: sqlite3.Connection, rid: str) -> bool:
 
 
 def insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:
-    """Insert a request, and its text if there is any; False if no retry would store it."""
+    """Insert a request and its text, if any; False: a retry would fail, too."""
     columns = {name: _storable(getattr(row, name)) for name in row.__struct_fields__}
     prompt = columns.pop("prompt")
     columns["run_id"] = run_id
@@ -318,7 +317,7 @@ def insert_row(db: sqlite3.Connection, run_id: int, row: LogRow) -> bool:
 
 
 def update_energy(db: sqlite3.Connection, energy: RowEnergy) -> None:
-    """Complete a row that is there; one that was lost or forgotten stays so."""
+    """Complete the energy of an existing row; ignore lost or deleted rows."""
     db.execute(
         "UPDATE requests SET prefill_j = ?, decode_j = ? WHERE rid = ?",
         (energy.prefill_j, energy.decode_j, energy.rid),
@@ -334,7 +333,7 @@ def insert_events(db: sqlite3.Connection, run_id: int, events: Iterable[Event]) 
 
 
 def boot_id() -> str | None:
-    """The kernel's name for this boot: runs that share it share their uptime."""
+    """Return the kernel's id of this boot; runs with an equal id share their uptime."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -342,7 +341,7 @@ def boot_id() -> str | None:
 
 
 def _storable(value: object) -> object:
-    """Half of a surrogate pair, which JSON can carry and UTF-8 cannot, becomes a question mark."""
+    """Replace halves of surrogate pairs, which UTF-8 cannot store, by question marks."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
@@ -355,32 +354,32 @@ def _storable(value: object) -> object:
 
 
 MIN_REWRITE_BYTES = 1 << 20
-"""From here on the file is written anew once half of it speaks of requests that have their row."""
+"""Minimum size for a rewrite, once half of its lines have a row."""
 CUT = "the daemon ended before the reply did"
 
 
 class OpenRequests:
-    """The open file of one daemon; any thread."""
+    """The file of open requests of one daemon; usable from any thread."""
 
     def __init__(self, log_path: Path) -> None:
-        """Read what the daemon before has left; begin() starts anew."""
+        """Read the file of the previous daemon; begin() starts a new one."""
         self.path = log_path.with_suffix(".open")
         self.answered, self.cut = _read(self.path)
         """Rows of requests that had none yet, as their clients have seen them end."""
         self._lines: dict[str, bytes] = {}
-        """Of requests without a row, by id."""
+        """Lines of requests without a row, by id."""
         self._fd = -1
         self._num_bytes = self._rewrite_at = 0
         self._is_failing = False
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """What was left is in the log: forget it, and write from now on."""
+        """Start a new file: the previous daemon's requests are in the log."""
         with self._lock:
             self._rewrite()
 
     def add(self, row: LogRow) -> None:
-        """A request is accepted; the write goes to the page cache, some microseconds away."""
+        """Write an accepted request; the write takes microseconds, into the page cache."""
         self._note(row)
 
     def end(self, row: LogRow) -> None:
@@ -396,7 +395,7 @@ class OpenRequests:
                 self._write(line)
 
     def settle(self, rids: Iterable[str]) -> None:
-        """These have their rows."""
+        """Forget requests that have their rows."""
         with self._lock:
             had_some = bool(self._lines)
             for rid in rids:
@@ -407,7 +406,7 @@ class OpenRequests:
                     self._num_bytes = 0
 
     def close(self) -> None:
-        """The file goes, unless it speaks of requests that could not be logged."""
+        """Remove the file, unless some of its requests could not be logged."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -417,7 +416,7 @@ class OpenRequests:
                 self.path.unlink(missing_ok=True)
 
     def _rewrite(self) -> None:
-        """Begin a file with those that have no row; the old one stays until that is there."""
+        """Start a file with the requests without a row; the old one stays until it is complete."""
         fresh = self.path.with_name(f"{self.path.name}.new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
@@ -447,13 +446,13 @@ class OpenRequests:
 
     def _say_failing(self, error: OSError) -> None:
         if not self._is_failing:
-            what = "requests that are cut short by a crash will have no row"
+            what = "requests cut off by a crash will have no row"
             _LOG.error("%s: cannot write, so that %s: %s", self.path, what, error.strerror)
         self._is_failing = True
 
 
 def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
-    """Rows of the requests that were answered, and of those that were cut."""
+    """Read the rows of answered and of cut-off requests."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -464,13 +463,13 @@ def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
         try:
             row = msgspec.json.decode(line, type=LogRow)
         except msgspec.DecodeError as error:  # torn by a full disk, or another version's
-            _LOG.warning("%s:%d: a request that was cut short is not read: %s", path, number, error)
+            _LOG.warning("%s:%d: an unfinished request cannot be read: %s", path, number, error)
             continue
         if row.finish_reason is not None:
             answered[row.rid] = row
             cut.pop(row.rid, None)
             continue
-        # A stream's head has gone out with its acceptance; of the others nobody has seen a status.
+        # A stream's status was sent at its acceptance; other clients saw no status.
         status = row.http_status if row.stream else 500
         cut[row.rid] = msgspec.structs.replace(
             row, http_status=status, finish_reason="error", error=CUT, completion_tokens=None

@@ -1,9 +1,7 @@
-"""Create, migrate, open, copy and prune the request log's file.
+"""Export, check and prune the request log's file for `penstock db`.
 
-Owns: the file's mode, its pragmas and its migration; which rows go first, how many at a time, and
-when the next round is due; what `penstock db` does.
-Invariant: nothing here needs the daemon, and nothing disturbs one that is running.
-Never: changes the schema; overwrites a file.
+Owns: what `penstock db` does. Invariant: it works without the daemon, and does not disturb a
+running one. Never: changes the schema; overwrites a file.
 """
 
 from __future__ import annotations
@@ -25,17 +23,16 @@ from appliance.log.retention import Pruned, RetentionLimits, _one, estimate, pru
 from engine.errors import FileError
 
 _TABLES = ("requests", "events", "request_text", "runs", "frames")
-"""The newest last: an older log has no frames."""
+"""The tables, the newest last: an older log has no frames."""
 PAUSE_S = 0.02
-"""Between two slices, in which a running daemon gets its turn to write."""
+"""Seconds between two slices, so that a running daemon can write."""
 
 
 def stats(path: Path) -> dict[str, object]:
-    """Sizes, rows by table, and the span of time that the log covers.
+    """Return sizes, rows by table, and the span of time that the log covers.
 
-    `used_bytes` is what max_bytes bounds: pages less those that are free for new rows. Such pages
-    lie in the file or, when they are new, in the write-ahead log, so that they may be more than
-    the file has, and are never more than `disk_bytes`, which is both.
+    `used_bytes` is what max_bytes limits: pages without the free ones. New pages lie in the write-
+    ahead log, so `used_bytes` may exceed the file, but never `disk_bytes`, which is both together.
 
     Raises:
         PenstockError: the file is missing, unreadable or not a request log.
@@ -59,7 +56,7 @@ def stats(path: Path) -> dict[str, object]:
 
 
 def problem(path: Path) -> str | None:
-    """What SQLite finds wrong with the file; None if it is sound.
+    """Let SQLite check the file; None: it is sound.
 
     Raises:
         PenstockError: it cannot be read at all.
@@ -70,7 +67,7 @@ def problem(path: Path) -> str | None:
 
 
 def export(path: Path, target: Path) -> None:
-    """Write a complete, compact copy of the log, as of now, that any SQLite tool can open.
+    """Write a complete, compact copy of the log that any SQLite tool can open.
 
     It works while the daemon runs, and for a user who may only read the log.
 
@@ -85,7 +82,7 @@ def export(path: Path, target: Path) -> None:
             "cannot write the copy",
             error,
             where=str(target),
-            hint="name a file that does not exist yet, in a folder that you may write to",
+            hint="name a new file in a folder that you can write to",
         ) from error
     try:
         with reading(path) as db:
@@ -102,10 +99,10 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> Pruned:
-    """Forget what is older than `keep_days`, then the oldest until `max_bytes` hold.
+    """Delete rows older than `keep_days`, then the oldest until `max_bytes` suffice.
 
-    None sets no such limit. With a daemon running both write in turns, a slice at a time. A dry
-    run changes nothing; it counts what is too old and estimates the rest from the mean row.
+    None: no such limit. With a running daemon both write alternately, a slice at a time. A dry run
+    changes nothing; it counts expired rows and estimates the others from the mean row.
 
     Raises:
         FileError: the file is missing or may not be written.

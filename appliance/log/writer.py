@@ -1,10 +1,9 @@
 """Write the request log from one thread: rows, events, packed frames.
 
-Owns: the queue of what is to be written, and the daemon's one connection that writes; the template
-that frames are packed against, renewed now and then.
-Invariant: an accepted request gets one row; a frame's template is in the file before it or with it;
-what cannot be written is tried again, counted, and said.
-Never: blocks the daemon's loop; changes a row that is there, but to complete its energy.
+Owns: the queue of unwritten rows, and the daemon's one connection that writes; the template that
+frames are packed against, renewed now and then. Invariant: an accepted request gets one row; a
+frame's template is written before it or with it; failed writes are retried, counted and reported.
+Never: blocks the daemon's loop; changes an existing row, except to complete its energy.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ from appliance.log.row import (
 from engine.errors import ConfigError, FileError, PenstockError, RequestError, Unavailable
 
 TEMPLATE_FRAMES = 600
-"""So many share one at most: ten minutes."""
+"""Maximum frames per template: ten minutes."""
 
 
 class Recorder:
-    """The frames of one run."""
+    """Write the frames of one run."""
 
     def __init__(self) -> None:
         self._packer: FramePacker | None = None
@@ -73,7 +72,7 @@ class Recorder:
         self._num_packed = 0
 
     def reset(self) -> None:
-        """The template may not be in the file: the next frame brings a new one."""
+        """Start a new template with the next frame: the old one may not be in the file."""
         self._packer = None
 
     def insert(self, db: sqlite3.Connection, run_id: int, frames: Iterable[Frame]) -> None:
@@ -94,7 +93,7 @@ class Recorder:
             )
 
     def _packer_for(self, db: sqlite3.Connection, frame: Frame) -> FramePacker:
-        # A frame of another state, as loading, has little in common with those that follow.
+        # A frame of another state, such as loading, hardly resembles the following ones.
         is_stale = self._num_packed == TEMPLATE_FRAMES or frame.state != self._state
         if self._packer is None or is_stale:
             template = template_of(frame)
@@ -116,9 +115,9 @@ class Recorder:
 
 _PREFIX = ".recording-"
 LONGEST_REQUEST = timedelta(days=1)
-"""Requests that began longer ago than this before the span are not looked for in it."""
+"""Maximum age of requests to include that began before the span."""
 _NEVER = "9"
-"""After every time."""
+"""A text after every time."""
 
 # Text of prompts is in a table of its own, which is not among these.
 _COPIES = (
@@ -169,13 +168,13 @@ def write_recording(log_path: Path, target: Path, span: Span) -> None:
 
 
 def remove_unfinished(log_path: Path) -> None:
-    """Remove recordings that a daemon was making when it was killed."""
+    """Remove unfinished recordings of a daemon that was killed."""
     for left in log_path.parent.glob(f"{_PREFIX}*"):
         left.unlink(missing_ok=True)
 
 
 def temporary_recording(log_path: Path, span: Span) -> IO[bytes]:
-    """A recording as an open file that is gone when it is closed; raises as write_recording()."""
+    """Open a recording as a file that vanishes when closed; raises as write_recording()."""
     with NamedTemporaryFile(prefix=_PREFIX, dir=log_path.parent) as made:
         write_recording(log_path, Path(made.name), span)
         return open(made.name, "rb")
@@ -195,7 +194,7 @@ MAX_QUEUED_ROWS = 10_000
 MAX_QUEUED_FRAMES = 600
 COMMIT_ROWS = 50
 COMMIT_FRAMES = 5
-"""So many frames wait for each other, or for a row or event, which takes them along."""
+"""Frames per transaction; a row or an event takes waiting frames along."""
 COMMIT_INTERVAL_S = 0.25
 RETRY_INTERVAL_S = 1.0
 
@@ -205,7 +204,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(slots=True)
 class _Batch:
-    """What waits to be written, or is being written in one transaction."""
+    """Unwritten rows, events and frames for one transaction."""
 
     rows: deque[LogRow | RowEnergy] = field(default_factory=deque)
     events: deque[Event] = field(default_factory=deque)
@@ -220,7 +219,7 @@ class _Batch:
 
 
 class RequestLog:
-    """The open log of one daemon. start_run() comes first, close() last; all else in any thread."""
+    """The open log of one daemon; call start_run() first, close() last, others in any thread."""
 
     def __init__(self, path: Path, limits: RetentionLimits | None = None) -> None:
         self.path = path
@@ -242,10 +241,10 @@ class RequestLog:
         self._limits = limits or RetentionLimits()
         self._upkeep = Upkeep(self._limits)
         self.said: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
-        """Events of the log's own, the oldest first, for who shows them to take out."""
+        """The log's own events, the oldest first, for frames."""
         self._open = OpenRequests(path)
         self.crash: str | None = None
-        """What is to be said of the daemon before, if it never stopped; start_run() finds out."""
+        """A sentence about the previous daemon's crash, if any; set by start_run()."""
         try:
             self._connection = open_log(path)
         except DamagedLog as error:
@@ -268,7 +267,7 @@ class RequestLog:
     def start_run(
         self, *, version: str, model: str, dtype: str, roles: str, transport: str | None
     ) -> int:
-        """Record this start, and how the last run ended if nothing says so; starts the writer.
+        """Record this start, end an unended run before it, and start the writer.
 
         Requests that were open then get their rows.
 
@@ -300,7 +299,7 @@ class RequestLog:
         return self._run_id
 
     def _begin_run(self) -> None:
-        """End the run before, if nothing has, and begin this one."""
+        """Record the previous run's end if missing, and begin this one."""
         try:
             with self._connection as db:
                 self._is_first_run = db.execute("SELECT 1 FROM runs").fetchone() is None
@@ -310,18 +309,18 @@ class RequestLog:
             raise log_error("cannot write the request log", error, self.path) from error
 
     def set_limits(self, limits: RetentionLimits) -> None:
-        """Keep to other limits from now on; what is beyond them goes at once."""
+        """Apply other limits from now on; the excess is deleted at once."""
         with self._wake:
             self._limits = limits
             self._upkeep.set_limits(limits)
             self._wake.notify_all()
 
     def opened(self, row: LogRow) -> None:
-        """Note that a request is accepted, for the case that nobody is left to record its end."""
+        """Note an accepted request, so that a crash leaves a row."""
         self._open.add(row)
 
     def record(self, row: LogRow | RowEnergy) -> None:
-        """Queue the one row of a request, or what completes it later; returns at once."""
+        """Queue a request's row, or its later completion; returns at once."""
         if isinstance(row, LogRow):
             self._open.end(row)
         with self._wake:
@@ -339,14 +338,14 @@ class RequestLog:
         *,
         at: str | None = None,
     ) -> None:
-        """Queue something an operator should know, and which peer caused it; returns at once.
+        """Queue an event for operators, with the peer that caused it; returns at once.
 
         Args:
-            severity: as EventFrame has it, also code and message.
-            code: what it is.
-            message: the same in a sentence.
-            actor: the peer; None: nobody.
-            at: when it was told elsewhere; None: now.
+            severity: `info`, `warning` or `error`.
+            code: stable and dotted.
+            message: a sentence.
+            actor: the peer; None: none.
+            at: the time of an event reported elsewhere; None: now.
         """
         with self._wake:
             self._make_room()
@@ -368,11 +367,11 @@ class RequestLog:
                 self._wake.notify_all()
 
     def end_run(self, reason: str) -> None:
-        """Say why the daemon stops (`clean`, `error`); close() writes it."""
+        """Record why the daemon stops (`clean`, `error`); close() writes it."""
         self._stop_reason = reason
 
     def flush(self, timeout_s: float = 1.0) -> bool:
-        """Wait until what was queued before the call is in the file; False if it is not in time."""
+        """Wait until everything queued so far is written; False: a timeout."""
         with self._wake:
             goal = self._num_accepted
             self._is_hurried = self._num_settled < goal
@@ -380,7 +379,7 @@ class RequestLog:
             return self._wake.wait_for(lambda: self._num_settled >= goal, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write what is left and stop the writer; False, and a log line, if rows are lost."""
+        """Write the rest and stop the writer; False and a log line if rows are lost."""
         with self._wake:
             if self._is_closing:
                 return True
@@ -400,7 +399,7 @@ class RequestLog:
         return not (num_left or self._is_failing or self._writer.is_alive())
 
     def rows(self, query: RowQuery) -> list[dict[str, object]]:
-        """Requests, also those just recorded; blocking, as all that reads. See log.reader.
+        """Read requests, including the ones just recorded; blocking. See log.query.
 
         Raises:
             Unavailable: the file is gone or unreadable, or the query took too long.
@@ -408,19 +407,19 @@ class RequestLog:
         return self._read(read_rows, query)
 
     def row(self, rid: str) -> dict[str, object] | None:
-        """The row of one request; None if there is none. Raises as rows()."""
+        """Read the row of one request; None: no such row. Raises as rows()."""
         return self._read(read_row, rid)
 
     def events(self, query: EventQuery) -> list[dict[str, object]]:
-        """Events, also those just recorded; raises as rows()."""
+        """Read events, including the ones just recorded; raises as rows()."""
         return self._read(read_events, query)
 
     def usage(self, query: UsageQuery) -> list[dict[str, object]]:
-        """Sums by user, model or day; raises as rows()."""
+        """Add up requests by user, model or day; raises as rows()."""
         return self._read(read_usage, query)
 
     def recording(self, span: Span) -> IO[bytes]:
-        """A recording of a span, as an open file that has no name; raises as rows().
+        """Open a recording of a span as a file without a name; raises as rows().
 
         Raises:
             RequestError: 404: nothing was recorded then.
@@ -445,7 +444,7 @@ class RequestLog:
         self._num_settled += 1
 
     def _write(self) -> None:
-        """The writer thread: batches until close(), each tried until it is in the file."""
+        """Run the writer thread: write batches until close(), retrying each."""
         while self._wait_for_work():
             self._take_batch()
             while self._in_hand and not self._commit(self._in_hand):
@@ -477,7 +476,7 @@ class RequestLog:
 
     @property
     def _has_batch(self) -> bool:
-        """Whether there is something that should not wait; frames alone may, for more of them."""
+        """Say whether something should be written now; frames alone may wait for more."""
         queued = self._queued
         is_due = queued.num_rows or len(queued.frames) >= COMMIT_FRAMES
         return bool(is_due or (self._is_hurried and queued))
@@ -492,7 +491,7 @@ class RequestLog:
             self._wake.wait_for(lambda: self._is_closing, RETRY_INTERVAL_S)
 
     def _commit(self, batch: _Batch, stop_reason: str | None = None) -> bool:
-        """Write one batch in one transaction; False if the disk refused and it can be retried."""
+        """Write one batch in one transaction; False: the disk refused, retry later."""
         try:
             self._follow_file()
             with self._connection as db:
@@ -525,14 +524,14 @@ class RequestLog:
         return True
 
     def _store(self, db: sqlite3.Connection, row: LogRow | RowEnergy) -> bool:
-        """Insert a row or complete one; False if no retry would store it."""
+        """Insert a row or complete one; False: a retry would fail, too."""
         if isinstance(row, LogRow):
             return insert_row(db, self._run_id, row)
         update_energy(db, row)
         return True
 
     def _follow_file(self) -> None:
-        """Write where readers look: to the file that is at the path now, or to a new one."""
+        """Reopen the file at the path, where readers look, or make a new one."""
         there = file_id(self.path)
         if there is not None and there == self._file_id:
             return
@@ -547,7 +546,7 @@ class RequestLog:
         self._file_id = file_id(self.path)
 
     def _leave_damaged(self, error: Exception) -> None:
-        """Set the file aside if that is what is wrong with it; the next row makes a new one."""
+        """Set a damaged file aside; the next row makes a new one."""
         if isinstance(error, sqlite3.Error):
             error = log_error("cannot write", error, self.path)
         if not isinstance(error, DamagedLog):
@@ -561,7 +560,7 @@ class RequestLog:
         self._file_id = None
 
     def _set_aside(self, damage: DamagedLog) -> None:
-        """Keep a file that nobody here has open under another name, and say so.
+        """Rename a damaged file that is not open here, and report it.
 
         Raises:
             FileError: the folder does not allow it.
@@ -569,13 +568,13 @@ class RequestLog:
         try:
             kept = set_aside(self.path)
         except OSError as error:
-            what = f"{damage.what}; cannot move it away"
+            what = f"{damage.what}; it cannot be moved away"
             raise FileError(what, error, where=str(self.path), hint=damage.hint) from error
         about = f"{damage.what}: it is kept as {kept.name}, and a new one made"
         self._say("error", "log.damaged", about)
 
     def _keep_up(self) -> None:
-        """One step of pruning, if it is due."""
+        """Do one step of pruning, if due."""
         try:
             pruned = self._upkeep.step(self._connection)
         except sqlite3.Error as error:
@@ -592,7 +591,7 @@ class RequestLog:
             self._say("info", "log.pruned", f"{about} beyond {self._limits.describe()}")
 
     def _say(self, severity: str, code: str, message: str) -> None:
-        """An event of the log's own, also in the journal and, by way of `said`, in frames."""
+        """Record an event of the log's own, also in the journal and in frames."""
         _LOG.log(logging.getLevelNamesMapping()[severity.upper()], "%s: %s", self.path, message)
         self.said.append(EventFrame(utc_now(), severity, code, message))
         self.event(severity, code, message, at=self.said[-1].at)

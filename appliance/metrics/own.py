@@ -42,12 +42,12 @@ def _appliance(frame: Frame) -> Iterator[MetricFamily]:
     about = {"model": frame.model, "dtype": frame.dtype, "roles": frame.roles}
     yield gauge(
         "penstock_model_info",
-        "What is served, and by which roles and transport.",
+        "The served model, with roles and transport.",
         [({**about, "transport": frame.transport or "none"}, 1)],
     )
     yield gauge(
         "penstock_state",
-        "1 for the state it is in.",
+        "1 for the current state.",
         [({"state": state}, frame.state == state) for state in _STATES],
     )
     yield gauge(
@@ -60,7 +60,7 @@ def _appliance(frame: Frame) -> Iterator[MetricFamily]:
     )
     yield gauge("penstock_uptime_seconds", "Since the daemon started.", frame.uptime_s)
     lost = frame.totals.log_rows_lost
-    yield counter("penstock_log_rows_lost_total", "Rows that the request log lost.", lost)
+    yield counter("penstock_log_rows_lost_total", "Rows lost by the request log.", lost)
 
 
 def _requests(frame: Frame) -> Iterator[MetricFamily]:
@@ -71,7 +71,9 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
         "Requests that have ended.",
         [({"result": result}, getattr(totals, result)) for result in by_result],
     )
-    yield gauge("penstock_requests_live", "Accepted, and without a last reply.", frame.num_requests)
+    yield gauge(
+        "penstock_requests_live", "Accepted requests without their last reply.", frame.num_requests
+    )
     phases = ("queued", "prefilling", "handing_off", "paused", "decoding")
     yield gauge(
         "penstock_sequences",
@@ -80,7 +82,7 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
     )
     yield gauge("penstock_queue_limit_sequences", "That may wait.", queue.max_queued)
     yield gauge("penstock_queue_tokens", "Prompt tokens that wait.", queue.queued_tokens)
-    yield gauge("penstock_queue_owners", "Users and keys that wait.", queue.num_owners)
+    yield gauge("penstock_queue_owners", "Users and keys with waiting requests.", queue.num_owners)
     yield gauge(
         "penstock_queue_oldest_seconds", "The longest wait now.", _s(queue.oldest_queued_ms)
     )
@@ -99,7 +101,7 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
     if (swaps := frame.swaps) is not None:
         yield counter("penstock_model_swaps_total", "Another model served.", swaps.num_swaps)
         last_s = _s(swaps.last_swap_ms)
-        yield gauge("penstock_model_swap_last_seconds", "From one model to the other.", last_s)
+        yield gauge("penstock_model_swap_last_seconds", "Swaps from one model to another.", last_s)
         waiting = swaps.num_waiting
         yield gauge("penstock_model_swap_waiting", "Requests for another model.", waiting)
     queries, hits = totals.prefix_cache_queries, totals.prefix_cache_hits
@@ -117,7 +119,7 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
     yield counter("penstock_recoveries_total", "Sequences saved from a dead worker.", recovered)
     yield counter(
         "penstock_preemptions_total",
-        "Times that a sequence's KV blocks were taken away for others.",
+        "Preemptions: a sequence's KV blocks were given to others.",
         totals.preemptions,
     )
 
@@ -134,7 +136,7 @@ def _predictions(ways: list[WayFrame]) -> Iterator[MetricFamily]:
         closed[labels] += way.is_closed
     yield counter(
         "penstock_route_outcomes_total",
-        "Prompts that elastic roles placed by a prediction, by what came of it.",
+        "Prompts placed by elastic roles' predictions, by outcome.",
         [
             ({"route": route, "beside_decodes": beside, "outcome": outcome}, count)
             for (route, beside, outcome), count in counts.items()
@@ -142,7 +144,7 @@ def _predictions(ways: list[WayFrame]) -> Iterator[MetricFamily]:
     )
     yield gauge(
         "penstock_routes_closed",
-        "Ways that were twice as bad as predicted and have not been measured anew.",
+        "Routes out of use: twice as slow as predicted and not measured again.",
         [({"route": r, "beside_decodes": beside}, n) for (r, beside), n in closed.items()],
     )
 
@@ -160,23 +162,23 @@ def _latency(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
     )
     yield histogram(
         "penstock_request_duration_seconds",
-        "From arrival to the end, of sequences that were not cut short.",
+        "Time from arrival to the end, of sequences that completed.",
         [({}, histograms.e2e_s, REQUEST_S)],
     )
     yield histogram(
         "penstock_stage_seconds",
-        "Of the same sequences; the stages of one add up to its duration.",
+        "Time in each stage, of sequences that completed; stages add up to the duration.",
         [({"stage": stage}, each, STAGE_S) for stage, each in histograms.stage_s.items()],
     )
     latency, aims = frame.latency, {"ttft": frame.slo_ttft_ms, "itl": frame.slo_itl_ms}
     yield gauge(
         "penstock_slo_target_seconds",
-        "What is aimed at; no sample where it is relative.",
+        "The target; no sample where it is relative.",
         [({"target": name}, _s(target_ms)) for name, target_ms in aims.items()],
     )
     yield gauge(
         "penstock_slo_attainment_ratio",
-        f"Share in time, of the last {latency.window_s:.0f} seconds.",
+        f"Share within the target, of the last {latency.window_s:.0f} seconds.",
         [
             ({"target": "ttft"}, latency.ttft_slo_ratio),
             ({"target": "itl"}, latency.itl_slo_ratio),
@@ -194,12 +196,12 @@ def _workers(frame: Frame) -> Iterator[MetricFamily]:
     )
     yield gauge(
         "penstock_worker_batch_size",
-        "Sequences in a step, mean of the last second.",
+        "Mean sequences in a step, last second.",
         [(n, w.batch_size_mean) for n, w in named],
     )
     yield gauge(
         "penstock_worker_last_step_age_seconds",
-        "Since its last step, while it has work.",
+        "Time since its last step, while it has work.",
         [(n, _s(w.last_step_age_ms)) for n, w in named],
     )
     yield gauge(
@@ -209,7 +211,7 @@ def _workers(frame: Frame) -> Iterator[MetricFamily]:
     )
     yield counter(
         "penstock_worker_restarts_total",
-        "Times it was started again.",
+        "Restarts of the worker.",
         [(n, w.num_restarts) for n, w in named],
     )
 
@@ -217,7 +219,7 @@ def _workers(frame: Frame) -> Iterator[MetricFamily]:
 def _kv(frame: Frame) -> Iterator[MetricFamily]:
     yield gauge(
         "penstock_kv_bytes",
-        "Of a pool's blocks, by state.",
+        "Blocks of a pool, by state.",
         [
             ({"pool": pool.name, "state": state}, getattr(pool, state) * pool.block_bytes)
             for pool in frame.pools
@@ -231,7 +233,7 @@ def _kv(frame: Frame) -> Iterator[MetricFamily]:
         yield counter("penstock_handoff_failures_total", "That failed.", handoff.num_failed)
         yield gauge(
             "penstock_handoff_probe_bytes_per_second",
-            "What the transport carried when it was probed at start.",
+            "Copy rate measured at start.",
             handoff.probe_bytes_per_s,
         )
 
@@ -244,21 +246,21 @@ def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
         "1; 0 where its blocks take the fallback. The transport is that in force.",
         [({**labels, "transport": link.transport}, link.down is None) for labels, link in named],
     )
-    about = "Of blocks that have arrived over a link."
+    about = "Bytes of blocks that arrived over the link."
     yield counter("penstock_link_bytes_total", about, [(n, x.num_bytes) for n, x in named])
     yield gauge(
         "penstock_link_copy_bytes_per_second",
-        "What a link has carried lately, while it copied.",
+        "Recent copy rate of the link, while copying.",
         [(labels, link.copy_bytes_per_s) for labels, link in named],
     )
     yield gauge(
         "penstock_link_probe_bytes_per_second",
-        "Of blocks there and back at start; 0: they came back changed.",
+        "1 if blocks came back unchanged from the trial at start.",
         [(labels, link.probe_bytes_per_s) for labels, link in named],
     )
     yield gauge(
         "penstock_link_strikes",
-        "Copies in a row that failed, or were slower than half of the try at start.",
+        "Copies in a row that failed or ran below half the rate at start.",
         [(labels, link.num_strikes) for labels, link in named],
     )
 
@@ -267,12 +269,12 @@ def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:
     """The cache in DRAM or on disk; nothing where nobody wants one."""
     if tier is None or tier.state not in ("on", "down", "failed"):
         return
-    about = "0: it cannot be had, or cannot be relied on."
+    about = "1 while the cache is usable."
     yield gauge(f"penstock_{name}_up", about, tier.state == "on")
     if tier.state == "failed":
         return
-    yield gauge(f"penstock_{name}_bytes", "Of the blocks in it.", tier.num_bytes)
-    yield gauge(f"penstock_{name}_limit_bytes", "That its cap has room for.", tier.max_bytes)
+    yield gauge(f"penstock_{name}_bytes", "Bytes of cached blocks.", tier.num_bytes)
+    yield gauge(f"penstock_{name}_limit_bytes", "Maximum bytes of cached blocks.", tier.max_bytes)
     yield gauge(f"penstock_{name}_waiting_sequences", "For blocks from it.", tier.waiting)
     counts = {
         "stored": tier.stored_blocks,
@@ -284,21 +286,23 @@ def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:
     }
     yield counter(
         f"penstock_{name}_blocks_total",
-        "By what became of them.",
+        "Blocks, by outcome.",
         [({"outcome": outcome}, count) for outcome, count in counts.items()],
     )
     decided = {"loaded": tier.loads, "declined": tier.declined_loads}
     yield counter(
         f"penstock_{name}_decisions_total",
-        "Prompts with blocks in it, by whether loading was predicted to beat computing.",
+        "Prompts with cached blocks, by whether loading was predicted to beat computing.",
         [({"decision": decision}, count) for decision, count in decided.items()],
     )
     yield counter(f"penstock_{name}_loaded_tokens_total", "Not computed.", tier.loaded_tokens)
     yield counter(
-        f"penstock_{name}_late_loads_total", "Given up at a deadline.", tier.missed_deadlines
+        f"penstock_{name}_late_loads_total",
+        "Loads that missed their deadline.",
+        tier.missed_deadlines,
     )
     yield counter(f"penstock_{name}_load_seconds_total", "Waited for loads.", tier.load_ms / 1e3)
-    about = "That loads took longer than computing was predicted to."
+    about = "Time by which loads exceeded the predicted computing."
     yield counter(f"penstock_{name}_regret_seconds_total", about, tier.regret_ms / 1e3)
     yield gauge(f"penstock_{name}_read_bytes_per_second", "Of loads.", tier.read_bytes_per_s)
 
@@ -309,7 +313,7 @@ def _energy(frame: Frame) -> Iterator[MetricFamily]:
         return
     yield counter(
         "penstock_energy_joules_total",
-        "By what it was used for; the parts add up to all that was read.",
+        "Energy by use; the parts add up to all that was measured.",
         [
             ({"phase": "prefill"}, energy.prefill_j),
             ({"phase": "decode"}, energy.decode_j),

@@ -36,12 +36,14 @@ def vllm_families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily
 def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[MetricFamily]:
     queue = frame.queue
     running = queue.prefilling + queue.handing_off + queue.decoding
-    yield gauge("vllm:num_requests_running", "In steps, or handed over.", [(labels, running)])
+    yield gauge(
+        "vllm:num_requests_running", "Sequences in steps or being handed over.", [(labels, running)]
+    )
     waiting = queue.queued + queue.paused
     yield gauge("vllm:num_requests_waiting", "Queued, or preempted.", [(labels, waiting)])
     yield gauge(
         "vllm:num_requests_waiting_by_reason",
-        "All of them wait for room.",
+        "Sequences in the queue.",
         [
             ({**labels, "reason": "capacity"}, waiting),
             ({**labels, "reason": "deferred"}, 0),
@@ -50,7 +52,9 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[MetricFamily]:
     pools = [pool for pool in frame.pools if pool.name != STAGING]
     used = [ratio for pool in pools if (ratio := used_ratio(pool)) is not None]
     fullest = max(used, default=None)
-    yield gauge("vllm:kv_cache_usage_perc", "Of the fullest pool, 0 to 1.", [(labels, fullest)])
+    yield gauge(
+        "vllm:kv_cache_usage_perc", "Used share of the fullest pool, 0 to 1.", [(labels, fullest)]
+    )
     about = {
         # whole numbers: gateways read them; the pools of a daemon have one layout
         "block_size": str(pools[0].block_size if pools else 0),
@@ -61,7 +65,7 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[MetricFamily]:
     }
     yield gauge("vllm:cache_config_info", "The KV pools.", [(about, 1)])
     none = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-    yield gauge("vllm:lora_requests_info", "There are no adapters here.", [(none, 1)])
+    yield gauge("vllm:lora_requests_info", "Adapters are not supported.", [(none, 1)])
 
 
 def _counters(
@@ -71,7 +75,7 @@ def _counters(
     yield counter("vllm:prompt_tokens_total", "Of answered prompts.", [(labels, prompt_tokens)])
     yield counter(
         "vllm:prompt_tokens_by_source_total",
-        "Computed here, or found in the prefix cache.",
+        "Prompt tokens, computed or found in the prefix cache.",
         [
             ({**labels, "source": "local_compute"}, prompt_tokens - frame.totals.cached_tokens),
             ({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens),
@@ -79,12 +83,12 @@ def _counters(
     )
     yield counter(
         "vllm:prompt_tokens_cached_by_source_total",
-        "All that is found is found here.",
+        "Tokens found in the local prefix cache.",
         [({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens)],
     )
     yield counter(
         "vllm:prompt_tokens_cached_total",
-        "Of answered prompts, found in the prefix cache.",
+        "Prompt tokens found in the prefix cache.",
         [(labels, frame.totals.cached_tokens)],
     )
     yield counter(
@@ -102,12 +106,12 @@ def _counters(
     )
     yield counter(
         "vllm:num_preemptions_total",
-        "Times that a sequence's KV blocks were taken away for others.",
+        "Preemptions: a sequence's KV blocks were given to others.",
         [(labels, frame.totals.preemptions)],
     )
     yield counter(
         "vllm:request_success_total",
-        "Sequences that have ended, by why.",
+        "Ended sequences, by finish reason.",
         [
             ({**labels, "finished_reason": reason}, number)
             for reason, number in histograms.finished.items()

@@ -1,1 +1,1 @@
-"""Models by their names: the hub, its cache, what fits."""
+"""Find models by name on the hub and in its cache; estimate their memory."""

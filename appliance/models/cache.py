@@ -1,13 +1,12 @@
 """Read the hub's cache on this machine.
 
-    models--OWNER--NAME/refs/main              the commit that the branch was at
-    models--OWNER--NAME/snapshots/COMMIT/...   links, by the files' own names
-    models--OWNER--NAME/blobs/SUM              the bytes; SUM.incomplete while they come
+models--OWNER--NAME/refs/main the commit that the branch was at models--OWNER--
+NAME/snapshots/COMMIT/... links, by the files' own names models--OWNER--NAME/blobs/SUM the bytes;
+SUM.incomplete while they come
 
-Owns: where the cache is, what is in it, and whether that is all of a model.
-Invariant: a folder that resolve() returns has every file that
-serving it needs.
-Never: asks the network, or imports huggingface_hub, which takes a third of a second.
+Owns: where the cache is, what it contains, and whether a model is complete. Invariant: a folder
+that resolve() returns has every file that serving it needs. Never: asks the network, or imports
+huggingface_hub, which takes a third of a second.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 INCOMPLETE = ".incomplete"
 HUB = "https://huggingface.co"
-"""Where names lead unless HF_ENDPOINT says otherwise."""
+"""The default hub, without HF_ENDPOINT."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _MAX_SHOWN = 8
 
@@ -50,12 +49,12 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """As the user may write it."""
+        """The name that a user may type."""
         return f"{self.repository}@{self.commit[:7]}"
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """Where Hugging Face's own tools keep what they have downloaded."""
+    """Return the cache folder of Hugging Face's own tools."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if given := environ.get(variable):
             return Path(given).expanduser()
@@ -66,18 +65,18 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def download_text(name: HubName, num_bytes: int, cache: Path, environ: Mapping[str, str]) -> str:
-    """Say what a download brings, how large, from where and to where."""
+    """Describe a download: its model, size, source and target."""
     endpoint = environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
     return f"downloading {name}, {size_text(num_bytes)}, from {endpoint} to {cache}"
 
 
 def repository_folder(cache: Path, repository: str) -> Path:
-    """Where a repository's refs, snapshots and blobs are."""
+    """Return the folder of a repository's refs, snapshots and blobs."""
     return cache / f"models--{repository.replace('/', '--')}"
 
 
 def snapshots(cache: Path) -> Iterator[Snapshot]:
-    """Every revision of a model that has a config.json or a GGUF file."""
+    """Yield every revision of a model that has a config.json or a GGUF file."""
     for folder in sorted(cache.glob("models--*/snapshots/*")):
         if (folder / "config.json").exists() or any(folder.glob("*.gguf")):
             repository = folder.parents[1].name.removeprefix("models--").replace("--", "/", 1)
@@ -85,7 +84,7 @@ def snapshots(cache: Path) -> Iterator[Snapshot]:
 
 
 def resolve(cache: Path, name: HubName) -> Path | None:
-    """The folder of a model whose files are all there; None if it has to be pulled first.
+    """Return the folder of a complete model; None: it must be pulled first.
 
     Raises:
         ConfigError: the beginning of a commit fits several revisions.
@@ -105,7 +104,7 @@ def resolve(cache: Path, name: HubName) -> Path | None:
 
 
 def missing_files(snapshot: Path, file: str | None = None) -> list[str]:
-    """What serving the model in this folder would not find; of a GGUF model, its file."""
+    """List the files that serving the model in this folder lacks."""
     if file is not None:
         found = _gguf_files(snapshot, file)
         parts = parts_of(found[0]) if found else []
@@ -116,7 +115,7 @@ def missing_files(snapshot: Path, file: str | None = None) -> list[str]:
 
 
 def gguf_file(snapshot: Path, file: str) -> Path:
-    """The GGUF file that a name asks for; the first part, where it has parts.
+    """Return the GGUF file that a name asks for; the first part, if it has parts.
 
     Args:
         snapshot: a folder that resolve() returned for it.
@@ -126,7 +125,7 @@ def gguf_file(snapshot: Path, file: str) -> Path:
 
 
 def _gguf_files(snapshot: Path, file: str) -> list[Path]:
-    """What a name could mean, parts in order."""
+    """List the files that a name could mean, parts in order."""
     return [
         path
         for path in sorted(snapshot.rglob("*.gguf"))
@@ -135,7 +134,7 @@ def _gguf_files(snapshot: Path, file: str) -> list[Path]:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """The safetensors files that a folder's index names, or the single one."""
+    """List the safetensors files that a folder's index names, or the single one."""
     index = folder / INDEX
     if (folder / SINGLE).exists() or not index.exists():
         return [SINGLE]
@@ -147,7 +146,7 @@ def weight_names(folder: Path) -> list[str]:
 
 
 def in_words(cache: Path) -> str:
-    """What could be served without a network, for a hint."""
+    """List the models servable without a network, for a hint."""
     names = sorted(
         {
             one.repository if is_current(cache, one) else one.name
@@ -156,21 +155,19 @@ def in_words(cache: Path) -> str:
         }
     )
     if not names:
-        return (
-            f"nothing is complete in {cache}; copy a folder here, or name a mirror by HF_ENDPOINT"
-        )
+        return f"no complete model in {cache}; copy a folder here, or name a mirror by HF_ENDPOINT"
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return f"in {cache} there is {', '.join(names[:_MAX_SHOWN])}{more}"
 
 
 def is_current(cache: Path, one: Snapshot) -> bool:
-    """True if the repository's main branch is known to be at this revision."""
+    """Say whether the repository's main branch is known to be at this revision."""
     ref = repository_folder(cache, one.repository) / "refs" / "main"
     return ref.is_file() and ref.read_text().strip() == one.commit
 
 
 def remove(cache: Path, repository: str, commit: str | None = None) -> int:
-    """Remove a model's revision, or all of it; returns the bytes that are free again.
+    """Remove a model's revision, or all of it; return the freed bytes.
 
     A blob that another revision links to stays.
     """

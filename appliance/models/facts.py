@@ -16,19 +16,19 @@ if TYPE_CHECKING:  # reading checkpoints costs every verb of the CLI 20 ms
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One model, as its files describe it."""
+    """The facts of a model from its files."""
 
     file_format: str
     """`safetensors` or `gguf`."""
     family: str
-    """`model_type` of config.json."""
+    """The `model_type` of config.json."""
     size_bytes: int
-    """Of its weights, as stored."""
+    """Bytes of its weights, as stored."""
     num_parameters: int
     dtype: str
-    """Of most of its weights, as stored: `bfloat16`, `q4_k`."""
+    """The stored dtype of most of its weights: `bfloat16`, `q4_k`."""
     context_length: int
-    """Tokens that it was made for; fewer may be served."""
+    """Tokens that it was trained for; fewer may be served."""
     hidden_size: int
     num_layers: int
     num_heads: int

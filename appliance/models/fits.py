@@ -1,8 +1,7 @@
 """Estimate the memory that a model needs, and where it fits.
 
-Owns: the arithmetic. Pure.
-Invariant: an estimate leans to the careful side; what is not known is None.
-Never: asks a device or a hub.
+Owns: the arithmetic. Pure. Invariant: an estimate is cautious; an unknown value is None. Never:
+asks a device or a hub.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.units import size_text
 
 GPU_OVERHEAD_BYTES = 2 << 30
-"""Contexts, graphs, activations and a margin, of one worker process on a GPU."""
+"""Contexts, graphs, activations and a margin, for one worker process on a GPU."""
 CPU_OVERHEAD_BYTES = 1 << 30
 """Two worker processes with torch, and the daemon."""
 LENGTHS = (4096, 32768, 131072)
 LEAST_TOKENS = 2048
-"""Fewer are of no use to anybody."""
+"""Minimum tokens of a useful KV cache."""
 BITS_PER_WEIGHT: Mapping[str, float] = {
     "Q8_0": 8.5,
     "Q6_K": 6.56,
@@ -35,11 +34,11 @@ BITS_PER_WEIGHT: Mapping[str, float] = {
     "Q4_0": 4.55,
     "MXFP4": 4.65,
 }
-"""Of GGUF quantisations; the best first."""
+"""Bits per weight of GGUF quantisations; the best first."""
 _PACKED_GROWTH = 1.02
-"""What is quantised in a file takes as much in memory; norms and biases are widened."""
+"""Memory of a quantised file relative to its size; norms and biases are widened."""
 _EMBEDDING_SHARE = 0.25
-"""Of a small model's values. On a GPU an embedding is widened."""
+"""The embedding's share of a small model's values; on a GPU it is widened."""
 _USUAL = ("Q8_0", "Q6_K", "Q4_K_M")
 _WIDENED_BITS = 16
 _QUANTISED_SHARE = 0.8
@@ -51,10 +50,10 @@ class ServingPlace:
 
     name: str
     memory_bytes: int
-    """Of each device."""
+    """Memory of each device."""
     is_gpu: bool
     num_devices: int = 1
-    """With two, one prefills and one decodes, and each holds all weights."""
+    """Devices; with two, one prefills and one decodes, and each holds all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +62,17 @@ class MemoryNeed:
 
     num_parameters: int | None
     weights_bytes: int
-    """In the dtype that is served, as GPUs have them whatever the file has."""
+    """Bytes of weights in the serving dtype, as GPUs hold them."""
     kv_bytes_per_token: int | None
-    """None: not known before the file is here."""
+    """None: unknown until the file is downloaded."""
     max_model_len: int | None
     packed_bytes: int | None = None
-    """Where kernels read quantised matrices as they are; None: nothing is quantised."""
+    """Bytes of weights where kernels read quantised matrices directly; None: not quantised."""
     embedding_bytes: int | None = None
-    """In the dtype that is served; None: not known."""
+    """Bytes of the embedding in the serving dtype; None: unknown."""
 
     def bytes_at(self, place: ServingPlace) -> int:
-        """Of the weights there; a GPU is one that Triton's kernels run on."""
+        """Return the bytes of weights there; a GPU is assumed to run Triton's kernels."""
         if self.packed_bytes is None:
             return self.weights_bytes
         if not place.is_gpu:
@@ -85,11 +84,11 @@ class MemoryNeed:
 
 
 def need_of(config: ModelConfig, packed_bytes: int | None = None) -> MemoryNeed:
-    """As stored; KV in the dtype of the weights.
+    """Estimate the need of a model with stored weights; KV has the weights' dtype.
 
     Args:
         config: of the model.
-        packed_bytes: what workers hold of a quantised checkpoint, without its embedding.
+        packed_bytes: workers' memory of a quantised checkpoint, without its embedding.
     """
     dtype = config.stored_dtype or "bfloat16"
     num_parameters = sum(math.prod(shape) for _, shape in expected_shapes(config))
@@ -104,9 +103,9 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> MemoryNeed:
 
 
 def need_of_files(config: ModelConfig, size_bytes: int) -> MemoryNeed:
-    """Of a folder whose files nobody has opened: much smaller than its weights, they are quantised.
+    """Estimate the need of a folder by its size; much smaller than its weights, it is quantised.
 
-    They take in memory what they take in the files (gpt-oss's MXFP4, FP8, GPTQ and AWQ do).
+    Quantised files take as much memory as in the file (gpt-oss's MXFP4, FP8, GPTQ and AWQ do).
     """
     need = need_of(config)
     is_quantised = size_bytes < _QUANTISED_SHARE * need.weights_bytes
@@ -114,7 +113,7 @@ def need_of_files(config: ModelConfig, size_bytes: int) -> MemoryNeed:
 
 
 def need_of_file(name: str, size_bytes: int) -> MemoryNeed:
-    """Of a GGUF file that nobody has opened, by what its name says of its quantisation."""
+    """Estimate the need of a GGUF file by the quantisation in its name."""
     bits = next(
         (bits for kind, bits in BITS_PER_WEIGHT.items() if is_quantised_as(name, kind)),
         min(BITS_PER_WEIGHT.values()),  # of a kind that is not known, the one that has most values
@@ -126,7 +125,7 @@ def need_of_file(name: str, size_bytes: int) -> MemoryNeed:
 
 
 def kv_rows(need: MemoryNeed) -> dict[str, int]:
-    """Bytes of KV of one request, by its length."""
+    """List the KV bytes of one request, by its length."""
     if need.kv_bytes_per_token is None or need.max_model_len is None:
         return {}
     lengths = [*(n for n in LENGTHS if n < need.max_model_len), need.max_model_len]
@@ -136,12 +135,12 @@ def kv_rows(need: MemoryNeed) -> dict[str, int]:
 def rows(
     need: MemoryNeed, places: Iterable[ServingPlace], files: Sequence[tuple[str, int]] = ()
 ) -> list[dict[str, Any]]:
-    """One row per place: what is left for KV, the verdict, and which quantised file would fit.
+    """List what is left for KV at each place, the verdict, and a quantised file that would fit.
 
     Args:
-        need: of the model as it is.
+        need: of the stored model.
         places: where it could go.
-        files: quantised files that there are: name and bytes; else the usual ones are estimated.
+        files: existing quantised files, with names and bytes; none: the usual ones are estimated.
     """
     return [_row(need, place, files) for place in places]
 
@@ -163,7 +162,7 @@ def _row(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, int]]
 
 
 def spare_bytes(need: MemoryNeed, place: ServingPlace) -> int:
-    """What a device has left for KV; below 0: it does not even hold the weights."""
+    """Return a device's bytes left for KV; below 0: it does not hold even the weights."""
     overhead = GPU_OVERHEAD_BYTES if place.is_gpu else CPU_OVERHEAD_BYTES
     return place.memory_bytes - overhead - need.bytes_at(place)
 
@@ -179,7 +178,7 @@ def _verdict(need: MemoryNeed, place: ServingPlace, spare: int, tokens: int | No
 
 
 def smaller(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, int]]) -> str | None:
-    """The best quantised file that leaves room for a useful request; None: none does."""
+    """Find the best quantised file that leaves memory for a useful request; None: none does."""
     known = [
         (name, need_of_file(name, size)) for name, size in sorted(files, key=lambda each: -each[1])
     ]

@@ -1,16 +1,15 @@
 """Download what serving needs of a model from a hub, and verify it.
 
 The door to huggingface_hub. `python -m appliance.models.hub NAME` pulls in a process of its own and
-says so in lines of JSON. HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and
-HF_HUB_OFFLINE are the library's own, and hold here. It starts a broken download again from nothing
-when the process has ended, and compares only sizes: so bytes are fetched here, by ranges, and their
-sums compared.
+reports in lines of JSON. HF_ENDPOINT, HF_TOKEN (or the token of `hf auth login`), HF_HUB_CACHE and
+HF_HUB_OFFLINE are the library's own, and apply here. The library restarts a broken download from
+zero in a new process, and compares only sizes. So bytes are fetched here, by ranges, and their
+checksums compared.
 
-Owns: requests to the hub, and their errors in words; the order: what says what the model is,
-whether it can be served, whether there is room, then the weights.
-Invariant: a blob that is in place has the sum that it is named by; what a hub lists leads to no
-place outside the cache, and no reply is longer on the disk than it was listed.
-Never: runs in the daemon's process or writes to a terminal.
+Owns: requests to the hub, and their errors in words; the order: the small files, whether the model
+can be served, whether the disk has space, then the weights. Invariant: a complete blob has the
+checksum in its name; no listed path leads outside the cache, and no file grows beyond its listed
+size. Never: runs in the daemon's process or writes to a terminal.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ from engine.units import size_text
 logging.set_verbosity(logging.ERROR)  # what goes wrong is said here
 
 MAX_FRUITLESS_TRIES = 5
-"""In a row, without a single byte."""
+"""Maximum tries in a row without a single byte."""
 RETRY_PAUSE_S = 0.5
 _READ_BYTES = 1 << 20
 _SUM = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-"""Git's name of a commit or a file, or SHA-256."""
+"""Matches git's hash of a commit or a file, or SHA-256."""
 
 
 class HubError(PenstockError):
@@ -70,25 +69,25 @@ class HubError(PenstockError):
 
 
 class HubUnreachable(HubError):
-    """Nobody answers there, or nobody is to be asked."""
+    """The hub does not answer, or the machine is set offline."""
 
     exit_code = 3
 
 
 class HubRefuses(HubError):
-    """What was asked for is not for this user."""
+    """The hub denies this user the file."""
 
     exit_code = 4
 
 
 class NotOnHub(HubError):
-    """There is no such model, or none for this user: a hub does not say which."""
+    """The model does not exist or is private: a hub does not say which."""
 
     exit_code = 5
 
 
 def look_up(name: HubName) -> Repository:
-    """What the hub has of a model.
+    """List the hub's files of a model.
 
     Raises:
         HubError: it cannot be reached, does not have it, or does not give it to this user.
@@ -114,7 +113,7 @@ def look_up(name: HubName) -> Repository:
         size = each.size if each.size is not None else (each.lfs.size if each.lfs else 0)
         file = RemoteFile(each.rfilename, size, sha256, each.blob_id or "")
         if not _is_file(file):
-            what = f"the hub lists a file that cannot be one: {str(file.path)[:200]!r}"
+            what = f"the hub lists an invalid file name: {str(file.path)[:200]!r}"
             raise HubError(what, where=str(name), hint=_endpoint_hint())
         files[file.path] = file
     return Repository(name, str(info.sha), files)
@@ -125,7 +124,7 @@ def _is_sum(given: Any) -> bool:
 
 
 def _is_file(file: RemoteFile) -> bool:
-    """True if path and sum may become names on this disk: they stay where they belong."""
+    """Say whether path and checksum are safe file names: they stay inside the cache."""
     if not isinstance(file.path, str) or not isinstance(file.size_bytes, int):
         return False
     path = PurePosixPath(file.path)
@@ -136,26 +135,26 @@ def _is_file(file: RemoteFile) -> bool:
 def fetch(
     repository: Repository, file: RemoteFile, root: Path, on_bytes: Callable[[int], None]
 ) -> Path:
-    """Bring one file into the cache, going on where an earlier try ended.
+    """Bring one file into the cache, resuming an earlier try.
 
     Args:
-        repository: whose file it is.
+        repository: of the file.
         file: as listed.
         root: the cache.
-        on_bytes: told how many more have come; what was there before is not told. It may raise.
+        on_bytes: takes the number of new bytes, without the resumed ones. It may raise.
 
     Returns:
         The file in its snapshot, a link to its bytes.
 
     Raises:
-        HubError: it cannot be had, or came with another sum than the hub lists.
+        HubError: it is unavailable, or arrived with another checksum than listed.
     """
     folder = cache.repository_folder(root, repository.name.repository)
     blob = folder / "blobs" / file.blob
     blob.parent.mkdir(parents=True, exist_ok=True)
     if not blob.exists():
         with open(_partial(blob), "ab") as part:
-            fcntl.flock(part, fcntl.LOCK_EX)  # whoever else pulls it is waited for
+            fcntl.flock(part, fcntl.LOCK_EX)  # wait for another process that pulls it
             if not blob.exists():
                 _fetch_into(part, repository, file, on_bytes)
                 os.replace(part.name, blob)
@@ -168,7 +167,7 @@ def fetch(
 
 
 def left_bytes(repository: Repository, file: RemoteFile, root: Path) -> int:
-    """How many of its bytes are still to come."""
+    """Return the bytes still to download."""
     blob = cache.repository_folder(root, repository.name.repository) / "blobs" / file.blob
     if blob.exists():
         return 0
@@ -177,7 +176,7 @@ def left_bytes(repository: Repository, file: RemoteFile, root: Path) -> int:
 
 
 def note_revision(repository: Repository, root: Path) -> None:
-    """Let the branch or tag be known by its name: all of its files are there."""
+    """Record the branch's or tag's commit, once all its files are here."""
     name = repository.name
     if name.revision == repository.commit:
         return
@@ -195,7 +194,7 @@ def _partial(blob: Path) -> Path:
 def _fetch_into(
     part: IO[bytes], repository: Repository, file: RemoteFile, on_bytes: Callable[[int], None]
 ) -> None:
-    """Append what is missing, and compare the sum of all."""
+    """Append the missing bytes, and compare the checksum of the whole file."""
     if part.tell() > file.size_bytes:
         part.truncate(0)
     num_fruitless = 0
@@ -207,7 +206,7 @@ def _fetch_into(
             num_fruitless = 0 if part.tell() > start else num_fruitless + 1
             if num_fruitless >= MAX_FRUITLESS_TRIES:
                 about = f"{file.path}: {cut}; {part.tell()} of {file.size_bytes} bytes are kept"
-                hint = "try again: it goes on from there"
+                hint = "try again: the download resumes"
                 raise HubError(about, where=str(repository.name), hint=hint) from cut
             time.sleep(RETRY_PAUSE_S * (num_fruitless + 1))
     part.flush()
@@ -215,7 +214,7 @@ def _fetch_into(
     if found != file.blob:
         part.truncate(0)
         what = f"{file.path} came with the sum {found[:12]}..., not {file.blob[:12]}..."
-        hint = "it is thrown away; try again, and suspect a proxy or a mirror"
+        hint = "it was deleted; try again, and check proxies and mirrors"
         raise HubError(what, where=str(repository.name), hint=hint)
     os.fsync(part.fileno())
 
@@ -227,7 +226,7 @@ class _Cut(Exception):
 def _read_on(
     part: IO[bytes], repository: Repository, file: RemoteFile, on_bytes: Callable[[int], None]
 ) -> None:
-    """One request for the rest of a file; redirects are followed, with the token left behind."""
+    """Request the rest of a file; redirects are followed without the token."""
     name, start = repository.name, part.tell()
     url = hf_hub_url(name.repository, file.path, revision=repository.commit)
     headers = {**build_hf_headers(), "accept-encoding": "identity"}
@@ -256,18 +255,18 @@ def _read_on(
         raise _Cut("the hub's file is shorter than it says") from error
     except httpx2.TransportError as error:
         if not part.tell() and isinstance(error, httpx2.ConnectError):
-            raise  # nobody is there
+            raise  # no server answers
         raise _Cut(f"the connection ended ({error})") from error
     if part.tell() < file.size_bytes:
-        raise _Cut("the connection ended early")
+        raise _Cut("the connection was cut off")
     if part.tell() > file.size_bytes:
         on_bytes(-part.tell())
         part.truncate(0)
-        raise _Cut("more bytes came than the hub lists")
+        raise _Cut("more bytes arrived than the hub lists")
 
 
 def _sum(path: Path, file: RemoteFile) -> str:
-    """SHA-256 of a large file, git's name of a small one."""
+    """Return the SHA-256 of a large file, git's hash of a small one."""
     if file.sha256 is not None:
         digest = hashlib.sha256()
     else:
@@ -287,7 +286,7 @@ def _in_words(name: HubName) -> Iterator[None]:
         raise _unreachable(name, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE to pull") from error
     except GatedRepoError as error:
         raise HubRefuses(
-            "its owner wants to be asked first", where=str(name),
+            "it is gated: request access from its owner", where=str(name),
             hint=f"ask on {constants.ENDPOINT}/{name.repository}, then {_token_hint()}",
         ) from error  # fmt: skip
     except RevisionNotFoundError as error:
@@ -296,7 +295,7 @@ def _in_words(name: HubName) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise NotOnHub(
             f"{constants.ENDPOINT} has no such model, or not for you",
-            where=str(name), hint=f"look at the name; for one that is private {_token_hint()}",
+            where=str(name), hint=f"check the name; for a private model  {_token_hint()}",
         ) from error  # fmt: skip
     except HfHubHTTPError as error:
         status = error.response.status_code
@@ -321,7 +320,7 @@ def _unreachable(name: HubName, about: str, remedy: str = "") -> HubUnreachable:
 def _token_hint() -> str:
     if get_token() is None:
         return "set HF_TOKEN, or run hf auth login"
-    return "look at what your token (HF_TOKEN, or that of hf auth login) may read"
+    return "check that your token (HF_TOKEN or hf auth login) may read it"
 
 
 def _endpoint_hint() -> str:
@@ -331,21 +330,21 @@ def _endpoint_hint() -> str:
 NUM_THREADS = 4
 REPORT_S = 0.2
 ROOM_BYTES = 64 << 20
-"""That stay free on the disk."""
+"""Bytes of the disk that stay free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a pull is."""
+    """The progress of a pull."""
 
     done_bytes: int
     total_bytes: int
     bytes_per_s: float
-    """Since it began, without what was there already."""
+    """The rate since it began, without resumed bytes."""
 
     @property
     def left_s(self) -> float | None:
-        """How long it will take at this rate; None before anything has come."""
+        """The remaining seconds at this rate; None: nothing has come yet."""
         left = self.total_bytes - self.done_bytes
         return left / self.bytes_per_s if self.bytes_per_s > 0 else None
 
@@ -354,16 +353,16 @@ OnProgress = Callable[[Progress], None]
 
 
 def pull(name: HubName, root: Path, on_progress: OnProgress) -> Path:
-    """Bring a model into the cache; returns its folder.
+    """Bring a model into the cache; return its folder.
 
     Args:
-        name: which.
+        name: of the model.
         root: the cache.
-        on_progress: told a few times a second, from other threads, one at a time.
+        on_progress: called a few times a second, from other threads, one at a time.
 
     Raises:
         HubError: the hub does not give it, or gave wrong bytes.
-        CheckpointError: it is no model that could be served.
+        CheckpointError: the model cannot be served.
         ConfigError: the disk is too small.
     """
     repository = look_up(name)
@@ -373,7 +372,7 @@ def pull(name: HubName, root: Path, on_progress: OnProgress) -> Path:
     _check_room(root, repository, [*few, *weights])
     if few:
         _fetch_all(repository, few, root, lambda progress: None)
-        ModelConfig.from_folder(folder)  # before gigabytes come that nobody can serve
+        ModelConfig.from_folder(folder)  # before downloading gigabytes of an unsupported model
         if cache.INDEX in {file.path for file in few}:
             weights = weight_files(repository, cache.weight_names(folder))
     _fetch_all(repository, weights, root, on_progress)
@@ -387,7 +386,7 @@ def _check_room(root: Path, repository: Repository, files: Sequence[RemoteFile])
     free = shutil.disk_usage(there).free
     if needed + ROOM_BYTES > free:
         raise ConfigError(
-            f"{size_text(needed)} are to come, and {size_text(free)} are free in {there}",
+            f"{size_text(needed)} are needed, but {size_text(free)} are free in {there}",
             where=str(repository.name),
             hint="penstock rm makes room; HF_HOME puts the cache on another disk",
         )
@@ -396,7 +395,7 @@ def _check_room(root: Path, repository: Repository, files: Sequence[RemoteFile])
 def _fetch_all(
     repository: Repository, files: Sequence[RemoteFile], root: Path, on_progress: OnProgress
 ) -> None:
-    """All of the files, a few at a time, the largest first; the first failure ends the others."""
+    """Fetch files in parallel, the largest first; the first failure ends the others."""
     total = sum(file.size_bytes for file in files)
     left = sum(left_bytes(repository, file, root) for file in files)
     meter = _Meter(total - left, total, on_progress)
@@ -421,7 +420,7 @@ class _Stopped(Exception):
 
 
 class _Meter:
-    """Counts bytes of several threads, and says so now and then."""
+    """Count the bytes of several threads, and report them now and then."""
 
     def __init__(self, done_bytes: int, total_bytes: int, on_progress: OnProgress) -> None:
         self._done_bytes, self._total_bytes = done_bytes, total_bytes
@@ -432,7 +431,7 @@ class _Meter:
         self._since_s = self._said_s = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """So many more have come; fewer than none where a server has begun again."""
+        """Count new bytes; negative where a server has restarted the file."""
         with self._lock:
             if self._is_stopped:
                 raise _Stopped
@@ -446,7 +445,7 @@ class _Meter:
         self._say(time.monotonic())
 
     def stop(self) -> None:
-        """End whoever still adds."""
+        """Make every later add() raise."""
         with self._lock:
             self._is_stopped = True
 
@@ -457,7 +456,7 @@ class _Meter:
 
 
 def main(argument: str) -> int:
-    """Pull, and say so in lines of JSON on stdout: progress, then the folder or an error."""
+    """Pull a model, and print lines of JSON: progress, then the folder or an error."""
 
     def say(content: dict[str, object]) -> None:
         sys.stdout.write(json.dumps(content) + "\n")

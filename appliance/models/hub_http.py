@@ -1,8 +1,7 @@
 """Ask a hub about models, and describe its errors.
 
-Owns: requests to the hub.
-Invariant: what is chosen is there; what cannot be served is refused with what there is instead.
-Never: downloads weights.
+Owns: the choice of files. Invariant: the chosen files exist; an unsupported model is refused with
+the alternatives. Never: downloads weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SMALL = (
     "chat_template.jinja",
 )
 MAX_SMALL_BYTES = 128 << 20
-"""The largest tokenizers are a quarter of it; all of these are read into memory."""
+"""Maximum size of a small file, which is read into memory; four times the largest tokenizers."""
 _REQUIRED = ("config.json", "tokenizer.json")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx", ".ckpt", ".safetensors")
@@ -42,11 +41,11 @@ class RemoteFile:
     sha256: str | None
     """None for small files, which the hub keeps in git."""
     blob_id: str
-    """Git's own name of its content."""
+    """Git's hash of its content."""
 
     @property
     def blob(self) -> str:
-        """The name of its bytes in the cache: the sum that they must have."""
+        """The name of its bytes in the cache: the expected checksum."""
         return self.sha256 or self.blob_id
 
 
@@ -57,7 +56,7 @@ class Repository:
     name: HubName
     commit: str
     files: Mapping[str, RemoteFile]
-    """By path."""
+    """Files by path."""
 
     @property
     def gguf(self) -> list[RemoteFile]:
@@ -70,10 +69,10 @@ class Repository:
 
 
 def small_files(repository: Repository) -> list[RemoteFile]:
-    """What says what the model is; its index of weights is among them.
+    """List the files that describe the model, including its index of weights.
 
     Raises:
-        CheckpointError: one is larger than such a file can be.
+        CheckpointError: one is too large.
     """
     wanted = SMALL if SINGLE in repository.files else (*SMALL, INDEX)
     found = [repository.files[path] for path in wanted if path in repository.files]
@@ -86,14 +85,14 @@ def small_files(repository: Repository) -> list[RemoteFile]:
 
 
 def weight_files(repository: Repository, names: Sequence[str] | None = None) -> list[RemoteFile]:
-    """The files of the weights.
+    """List the files of the weights.
 
     Args:
         repository: as listed.
-        names: what its index says, where that has been read; else all that look like parts.
+        names: from its index, once that has been read; None: all that look like parts.
 
     Raises:
-        CheckpointError: there is nothing that could be served.
+        CheckpointError: it has no supported weights.
     """
     if repository.name.file is not None:
         return _quantised(repository, repository.name.file)
@@ -129,7 +128,7 @@ def _quantised(repository: Repository, wanted: str) -> list[RemoteFile]:
 
 
 def _instead(repository: Repository) -> str:
-    """What there is in the place of what was looked for."""
+    """Name the alternatives to a missing file."""
     if repository.gguf:
         listed = [f"{file.path} ({size_text(file.size_bytes)})" for file in repository.gguf]
         more = f" and {len(listed) - 12} more" if len(listed) > 12 else ""

@@ -1,8 +1,7 @@
 """Parse a model's name: a folder, a GGUF file, or `owner/name`.
 
-Owns: the grammar of names.
-Invariant: a name of a folder or GGUF file that exists means that; so does what begins like a path.
-Never: imports anything slow: each `penstock status` pays for it.
+Owns: the grammar of names. Invariant: an existing folder or GGUF file comes first; so does text
+that begins like a path. Never: imports anything slow: each `penstock status` pays for it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from engine.errors import ConfigError, PenstockError, refuse
 
 DEFAULT_REVISION = "main"
 STARTER_FOLDER = Path(engine.__file__ or "").parent / "starter" / "penstock-starter-1"
-"""The model that comes with Penstock; its name stands for it where no such folder is."""
+"""The built-in starter model; its name means this folder unless the path exists."""
 
 _NAME = re.compile(
     r"(?:https://huggingface\.co/|hf\.co/)?"
@@ -40,11 +39,11 @@ class HubName:
     """A model on a hub."""
 
     repository: str
-    """`owner/name`."""
+    """The repository, `owner/name`."""
     revision: str = DEFAULT_REVISION
-    """A branch, a tag, or a commit (its beginning will do where that is in the cache)."""
+    """A branch, a tag, or a commit (a unique beginning suffices in the cache)."""
     file: str | None = None
-    """Of a GGUF repository: one of its files, or a quantisation such as Q4_K_M."""
+    """A file of a GGUF repository, or a quantisation such as Q4_K_M."""
 
     def __str__(self) -> str:
         revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
@@ -52,14 +51,14 @@ class HubName:
 
 
 def a_model(value: object, own_names: Mapping[str, str] = {}) -> Path | HubName:
-    """Read a model's name, as the setting `model` has it: a path, or a model on a hub.
+    """Read the setting `model`: a path, or a model on a hub.
 
     Args:
         value: as it was typed.
-        own_names: the user's short names, which come before those of the table.
+        own_names: the user's short names, which come before the built-in ones.
 
     Raises:
-        ValueError: it is neither; says what is allowed.
+        ValueError: it is neither; names the allowed forms.
     """
     if isinstance(value, HubName):
         return value
@@ -78,14 +77,14 @@ def a_model(value: object, own_names: Mapping[str, str] = {}) -> Path | HubName:
 
 
 def model_name(model: Path | HubName) -> str:
-    """What clients call a model that lies in a folder or a GGUF file, or has a name on the hub."""
+    """Return the name of a model for clients."""
     if isinstance(model, HubName):
         return model.repository
     return model.stem if model.suffix == ".gguf" else model.resolve().name
 
 
 def is_model_file(path: Path | HubName) -> bool:
-    """Whether a path leads to a folder or file that could be a model."""
+    """Say whether a path leads to a folder or file that could be a model."""
     if not isinstance(path, Path):
         return False
     if path.is_dir():
@@ -94,7 +93,7 @@ def is_model_file(path: Path | HubName) -> bool:
 
 
 def is_quantised_as(file_name: str, quantisation: str) -> bool:
-    """True of `Qwen3-8B-Q4_K_M.gguf`, also as one part of several, and `q4_k_m`."""
+    """Say whether `Qwen3-8B-Q4_K_M.gguf`, or one part of it, has the quantisation `q4_k_m`."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file_name.removesuffix(".gguf"))
     words = re.split(r"[-.]", stem.rpartition("/")[2])
     return words[-1].lower() == quantisation.lower()
@@ -108,7 +107,7 @@ def is_quantised_as(file_name: str, quantisation: str) -> bool:
 
 MODELS = "models"
 OWN_NAMES = "short_names"
-"""The table of short names of the user's own."""
+"""The table of the user's short names."""
 MODEL_SETTINGS = (
     "model",
     "dtype",
@@ -119,9 +118,9 @@ MODEL_SETTINGS = (
     "tool_parser",
     "reasoning_parser",
 )
-"""The rest is everybody's, but for..."""
+"""Settings that a model's table may set..."""
 OWN_SETTINGS = ("weights", "max_model_len", "model_aliases", "tool_parser", "reasoning_parser")
-"""...what fits one model and not another: outside the tables it is said of the first one alone."""
+"""...and the ones that outside the tables apply to the first model alone."""
 
 
 def read_tables(
@@ -129,15 +128,15 @@ def read_tables(
     parsers: Mapping[str, Callable[[object], object]],
     where: Callable[[str], str],
 ) -> dict[str, dict[str, Any]]:
-    """Each model's own settings, by the model's name.
+    """Read each model's own settings, by the model's name.
 
     Args:
-        tables: what the file has under `models`.
+        tables: the file's value of `models`.
         parsers: how each setting is read.
         where: the place of a key in the file.
 
     Raises:
-        ConfigError: a table says what it may not, or not which model.
+        ConfigError: a table has an unknown setting, or no model.
     """
     if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
         raise ConfigError(
@@ -161,7 +160,7 @@ def _read(
     where: Callable[[str], str],
     wrong: list[ConfigError],
 ) -> dict[str, Any]:
-    """One model's settings; what is wrong with them goes onto the list."""
+    """Read one model's settings; append the errors to the list."""
     if not name.removeprefix(f"{MODELS}.").strip():
         hint = "as [models.small]: requests name the model so"
         wrong.append(ConfigError("a model without a name", where=where(MODELS), hint=hint))

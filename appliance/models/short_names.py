@@ -1,11 +1,10 @@
 """List short names of well-known open models, such as `qwen3:0.6b`.
 
-Each is an instruction-tuned model of a family that is served, published on the hub under that name.
-A name without a tag means the most usual size. The table [short_names] of the configuration adds
-more. `model_aliases` is another thing: names by which clients may ask for the model that is served.
+Each is an instruction-tuned model of a supported family, published on the hub under that name. A
+name without a tag means the most usual size. The table [short_names] of the configuration adds
+more. `model_aliases` differs: it names the served model for clients.
 
-Owns: the table.
-Never: imports anything.
+Owns: the table. Never: imports anything.
 """
 
 from __future__ import annotations
@@ -70,4 +69,4 @@ SHORT_NAMES: Mapping[str, str] = {
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "tinyllama:1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
-"""By the name that people type, in lower case."""
+"""Hub names by the short names that users type, in lower case."""

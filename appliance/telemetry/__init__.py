@@ -1,1 +1,1 @@
-"""The daemon observed: frames, alerts, energy, what makes no progress."""
+"""Observe the daemon: frames, alerts, energy, and workers without progress."""

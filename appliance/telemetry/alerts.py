@@ -1,12 +1,10 @@
 """Decide which alerts are active, from one table of thresholds.
 
-Owns: what each number means, and the words for it; the thresholds, and for how long each must hold
-before an alert is raised or cleared. The console, `penstock status`, events and /metrics show what
-comes of it.
-Invariant: a function of the frames alone, by whose clock it goes. An alert is raised when its
-signal has been above a threshold for `for_s` without a break, and cleared when it has been below
-for twice as long: it neither flaps nor sticks.
-Never: acts; alarms about what is not reported.
+Owns: the thresholds, their wording, and for how long each must hold before an alert is raised or
+cleared. The console, `penstock status`, events and /metrics show the result. Invariant: a function
+of the frames alone, by their clock. An alert is raised when its signal has been above a threshold
+for `for_s` without a break, and cleared when it has been below for twice as long: it neither flaps
+nor sticks. Never: acts; raises an alert about an unreported value.
 """
 
 from __future__ import annotations
@@ -48,24 +46,24 @@ MIN_CLEAR_S = 5.0
 
 
 class Threshold(NamedTuple):
-    """A row of the table."""
+    """One row of the table: a signal, its limits and its words."""
 
     code: str
-    """Of the alert and of its events."""
+    """The code of the alert and of its events."""
     read: Callable[[Frame, LastMinute], Iterator[Signal]]
     warn: float | None
-    """From this value on it is a warning; None: never."""
+    """The warning begins at this value; None: never."""
     crit: float | None
-    """From this value on it is an error; None: never."""
+    """The error begins at this value; None: never."""
     over: str
-    """What an event says when it is over; `{}` is the subject."""
+    """The event's message when the alert clears; `{}` is the subject."""
     for_s: float = 0.0
     is_state: bool = False
-    """It is so or not: over as soon as it is over."""
+    """True if the signal is a state: the alert clears with it, without delay."""
 
     @property
     def clear_s(self) -> float:
-        """How long it must have been below."""
+        """Seconds below the threshold before the alert clears."""
         return 0.0 if self.is_state else max(2 * self.for_s, MIN_CLEAR_S)
 
 
@@ -79,15 +77,15 @@ THRESHOLDS = (
         "worker {} makes progress again",
         is_state=True,
     ),
-    Threshold("state.degraded", state_degraded, None, 1, "not degraded any more", is_state=True),
-    Threshold("kv.occupancy", kv_used_ratio, 0.90, 0.98, "KV pool {} has room again", 10),
+    Threshold("state.degraded", state_degraded, None, 1, "no longer degraded", is_state=True),
+    Threshold("kv.occupancy", kv_used_ratio, 0.90, 0.98, "KV pool {} has free blocks again", 10),
     Threshold("kv.preempted", preempted, 1, None, "no more preemptions"),
     Threshold(
         "queue.wait",
         queue_wait_ratio,
         0.5,
         1,
-        "no request waits too long any more",
+        "queue waits are below the limit again",
         5,
     ),
     Threshold("queue.full", queue_full_ratio, 0.5, 0.9, "the queue has room for {}", 5),
@@ -99,18 +97,18 @@ THRESHOLDS = (
     Threshold("link.slow", link_slowdown, 0.5, None, "the link from {} is as it was at start", 5),
     Threshold("dram.down", dram_down, 1, None, "the DRAM cache is on again", is_state=True),
     Threshold("ssd.down", ssd_down, 1, None, "the SSD cache is on again", is_state=True),
-    Threshold("ssd.full", ssd_full, 1, None, "the SSD cache has room again", is_state=True),
-    Threshold("ssd.off", ssd_off, 1, None, "there is an SSD cache again", is_state=True),
-    Threshold("log.rows_lost", log_rows_lost, None, 1, "the request log loses no more rows"),
+    Threshold("ssd.full", ssd_full, 1, None, "the SSD cache has free blocks again", is_state=True),
+    Threshold("ssd.off", ssd_off, 1, None, "the SSD cache is available again", is_state=True),
+    Threshold("log.rows_lost", log_rows_lost, None, 1, "the request log no longer loses rows"),
     Threshold("device.power", device_power_ratio, 0.95, None, "{} draws less power", 10),
     Threshold("device.temperature", device_temperature_c, 85, 95, "{} is cooler again", 10),
-    Threshold("device.throttled", device_throttled, 1, None, "{} is not throttled now", 10),
-    Threshold("device.xid", device_xid, None, 1, "{} reports no error any more"),
+    Threshold("device.throttled", device_throttled, 1, None, "{} is no longer throttled", 10),
+    Threshold("device.xid", device_xid, None, 1, "{} no longer reports an error"),
 )
 
 
 class Change(NamedTuple):
-    """An alert was raised, has become worse, or was cleared; an event."""
+    """An alert was raised, has become worse, or was cleared; each change becomes an event."""
 
     severity: str
     code: str
@@ -119,16 +117,16 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class _Level:
-    """Whether one threshold of one signal counts as passed."""
+    """The state of one threshold of one signal."""
 
     is_raised: bool = False
     since_s: float | None = None
-    """When the signal went to where `is_raised` does not follow yet; None: it agrees."""
+    """When the signal crossed to the other side of `is_raised`; None: it agrees."""
     since: str = ""
-    """The same as wall time."""
+    """The wall time of `since_s`."""
 
     def move(self, is_above: bool, frame: Frame, for_s: float, clear_s: float) -> None:
-        """Take in whether the signal is above the threshold."""
+        """Update the state by whether the signal is above the threshold."""
         if is_above == self.is_raised:
             self.since_s = None
             return
@@ -142,7 +140,7 @@ class _Level:
 
 @dataclass(slots=True)
 class _Watch:
-    """One signal of one subject, against its two thresholds."""
+    """One signal of one subject, compared with its two thresholds."""
 
     threshold: Threshold
     subject: str
@@ -151,16 +149,16 @@ class _Watch:
 
     @property
     def rank(self) -> int:
-        """0: nothing is wrong; else one more than the place in SEVERITIES."""
+        """0: no alert; otherwise one more than the index in SEVERITIES."""
         return max((i for i, level in enumerate(self.levels, 1) if level.is_raised), default=0)
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing is wrong, and nothing about to be."""
+        """True if no alert is raised or pending."""
         return not any(level.is_raised or level.since_s is not None for level in self.levels)
 
     def move(self, signal: Signal | None, frame: Frame) -> Change | None:
-        """Take in a reading, None being none; what is to be told of it."""
+        """Take in a reading (None: unreported); return the change, if any."""
         before = self.rank
         bounds = (self.threshold.warn, self.threshold.crit)
         is_above = [
@@ -185,7 +183,7 @@ class _Watch:
 
 
 class Alerts:
-    """The state of all alerts, moved on by frames."""
+    """The state of all alerts, updated by each frame."""
 
     def __init__(self, thresholds: tuple[Threshold, ...] = THRESHOLDS) -> None:
         self._thresholds = thresholds
@@ -193,7 +191,7 @@ class Alerts:
         self._watched: dict[tuple[str, str], _Watch] = {}
 
     def update(self, frame: Frame) -> list[Change]:
-        """Take in the next frame; what has changed."""
+        """Take in the next frame; return the changes."""
         self._past.add(frame)
         read: dict[tuple[str, str], Signal] = {}
         for threshold in self._thresholds:
@@ -206,7 +204,7 @@ class Alerts:
         return [change for change in moved if change is not None]
 
     def frames(self) -> list[AlertFrame]:
-        """What is wrong now, the worst first, then as in the table."""
+        """List the raised alerts, the worst first, then in the table's order."""
         raised = [watch for watch in self._watched.values() if watch.rank]
         order = [threshold.code for threshold in self._thresholds]
         raised.sort(key=lambda watch: (-watch.rank, order.index(watch.threshold.code)))

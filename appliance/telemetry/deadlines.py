@@ -1,10 +1,9 @@
-"""Keep every deadline of the daemon, and decide whether it can take work.
+"""Keep every deadline of the daemon, and decide whether it accepts requests.
 
-Owns: how long each worker has been silent; what is told to whom when one has passed; whether the
-appliance drains, and for good.
-Invariant: whatever can wait is ended some time, with a reply and a row; a worker that stands still
-gets nothing more, then is killed, and its sequences go on with what they have.
-Never: chooses who waits.
+Owns: how long each worker has been silent; the errors sent at a deadline; whether the appliance
+drains or shuts down. Invariant: everything that waits ends at some time, with a reply and a row; a
+worker without progress gets no new work, then is killed, and its sequences continue from what they
+have. Never: chooses which request waits.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.schedule.step_times import StepLoad
 
 HANDOFF_S = 120.0
-"""Without progress on the way from one worker to the other."""
+"""Maximum seconds without progress in a handoff."""
 STAGE_S = 600.0
-"""Without progress in any other stage but the queue, however often a worker died meanwhile."""
+"""Maximum seconds without progress in other stages, across worker deaths; the queue is exempt."""
 
 
 Tell = Callable[[str, str, str], None]
 
 
 class _StageMark(NamedTuple):
-    """How far a sequence is, and since when."""
+    """The progress of a sequence, and its time."""
 
     phase: Phase
     generation: int
     num_computed_tokens: int
     since_ns: int
     reached: tuple[int, int]
-    """Its output tokens and its computed positions, the most that it ever had."""
+    """Output tokens and computed positions, the maximum so far."""
     reached_ns: int
 
 
 class Deadlines:
-    """Looks at workers and live requests."""
+    """Watch the workers' and live requests' deadlines."""
 
     def __init__(
         self,
@@ -56,13 +55,13 @@ class Deadlines:
         live: Mapping[str, Request],
         tell: Tell,
     ) -> None:
-        """Begin to look.
+        """Begin to watch.
 
         Args:
             router: of the sequences.
             supervisor: of the workers.
-            max_num_batched_tokens: of prompts, in a worker's step.
-            live: all that has had no terminal reply, as it changes.
+            max_num_batched_tokens: maximum prompt tokens in a worker's step.
+            live: the requests without a terminal reply; it changes.
             tell: takes severity, code and message of an event.
         """
         self._live = live
@@ -74,29 +73,29 @@ class Deadlines:
         self._marks: dict[int, _StageMark] = {}
         self._looked_ns = time.monotonic_ns()
         self.max_queue_wait_s = 0.0
-        """Of the setting; 0: for ever."""
+        """The setting; 0: no limit."""
 
     def change_model(
         self, router: Router, supervisor: Supervisor, max_num_batched_tokens: int
     ) -> None:
-        """Look at other workers from now on; no request is live."""
+        """Watch other workers from now on; no request is live."""
         self._router, self._supervisor = router, supervisor
         self._max_step_tokens, self._watchdog = max_num_batched_tokens, Watchdog()
         self._marks.clear()
 
     @property
     def reason(self) -> str | None:
-        """Which worker stands still, as /ready says it; None: none does."""
+        """Why /ready fails because of a worker without progress; None: no such worker."""
         stalled = self._watchdog.stalled
         return "; ".join(f"worker {name}: {about}" for name, about in stalled.items()) or None
 
     def set_queue_limits(self, max_queued: int, max_queued_tokens: int, max_wait_s: float) -> None:
-        """Change what may wait from now on, and how long; what waits already stays."""
+        """Change the limits of the queue; requests in it stay."""
         self._router.queue.set_limits(max_queued, max_queued_tokens)
         self.max_queue_wait_s = max_wait_s
 
     def keep(self) -> None:
-        """End what stands still, workers and requests."""
+        """End workers and requests without progress."""
         self._router.queue.max_wait_ms = 1e3 * self.max_queue_wait_s
         self._router.queue.max_first_ms = self._router.roles.slo.ttft_ms or 0.0
         self._router.queue.step_tokens = self._max_step_tokens
@@ -109,7 +108,7 @@ class Deadlines:
             self.end(request, error, now_ns)
 
     def look_at_workers(self, now_ns: int) -> None:
-        """Take work from those that stand still, and end those whose time is up."""
+        """Take work from stalled workers, and end hung ones."""
         states = self._supervisor.workers
         readings = {name: self._reading(name, state) for name, state in states.items()}
         elapsed_s, self._looked_ns = (now_ns - self._looked_ns) / 1e9, now_ns
@@ -123,7 +122,7 @@ class Deadlines:
             self._supervisor.end_hung(name, f"it hangs{while_what}: {about}")
 
     def _ms_per_token(self) -> float:
-        """Of a prompt, in the largest step of which a worker's time is known; 0: unknown."""
+        """Return the ms per prompt token of the largest step with a known time; 0: unknown."""
         roles = self._router.roles
         for size in (max(self._max_step_tokens >> shift, 1) for shift in range(4)):
             load = StepLoad(size, size * size / 2)
@@ -134,7 +133,7 @@ class Deadlines:
 
     def _reading(self, name: str, state: WorkerState) -> WorkerReading:
         router = self._router
-        # who has done its part may wait for others, which are looked at themselves
+        # a worker that has loaded its part may wait for others, which are watched themselves
         is_loading = state.state == "loading" and not self._supervisor.waits_for_others(name)
         is_owing = state.state == "ready" and owes_something(router, name)
         has_work = is_loading or (is_owing and not router.roles.cores.is_parked(name))
@@ -147,7 +146,7 @@ class Deadlines:
         return WorkerReading(state.pid, num_signs, has_work, step_ms, cpu_s, is_loading)
 
     def _longest_step(self, worker: str) -> StepLoad:
-        """All that the worker could be computing at once."""
+        """Return the largest step that the worker could be computing."""
         ready = self._supervisor.workers[worker].ready
         most = (ready and ready.max_num_batched_tokens) or self._max_step_tokens
         tokens = batch = context = longest = 0
@@ -164,7 +163,7 @@ class Deadlines:
         return StepLoad(tokens, tokens * longest, batch, context)
 
     def late(self, live: Iterable[Request], now_ns: int) -> list[tuple[Request, RequestError]]:
-        """Requests of which a sequence has been too long in its stage, and what to say of it."""
+        """Find requests with a sequence too long in its stage, and explain each."""
         marks, late = {}, []
         for request in live:
             has_begun = any(sequence.generation for sequence in request.sequences)
@@ -180,7 +179,7 @@ class Deadlines:
         return late
 
     def end(self, request: Request, error: RequestError, now_ns: int) -> None:
-        """End what is left of a request, which is told why."""
+        """End what is left of a request, with an error."""
         request.failure = error
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ERROR, now_ns, error.what)
@@ -224,7 +223,7 @@ class Deadlines:
 
 
 def _used(pid: int | None) -> tuple[float | None, int]:
-    """By a process: CPU time in clock ticks, None if it is gone; pages of files in its memory."""
+    """Return a process's CPU ticks (None: it has ended) and its resident pages of files."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[2])
@@ -234,29 +233,29 @@ def _used(pid: int | None) -> tuple[float | None, int]:
 
 
 class Availability:
-    """What a client may expect at this moment."""
+    """Decide what a client may expect at this moment."""
 
     def __init__(self, router: Router, supervisor: Supervisor, deadlines: Deadlines) -> None:
         self._router = router
         self._supervisor = supervisor
         self._deadlines = deadlines
         self.is_preparing = False
-        """Workers may be ready, and the caches are not open yet."""
+        """True while workers may be ready but the caches are not open."""
         self.violation: str | None = None
-        """Of an invariant: a bug of ours."""
+        """A violated invariant, which is a bug."""
         self.is_draining = False
         self.is_stopping = False
-        """It drains for good."""
+        """True if it drains for a shutdown."""
         self._takes_stragglers = False
 
     def change_model(self, router: Router, supervisor: Supervisor) -> None:
-        """Speak of other workers from now on."""
+        """Follow another model's workers from now on."""
         self._router, self._supervisor = router, supervisor
 
     def check(self) -> None:
-        """Raise Unavailable where a request cannot be accepted now."""
+        """Raise Unavailable if no request can be accepted now."""
         if self.is_draining and not self._takes_stragglers:
-            end = "it was told to stop" if self.is_stopping else "an operator's resume ends that"
+            end = "it is shutting down" if self.is_stopping else "an operator's resume ends that"
             what = f"the appliance is draining and takes no new work; {end}"
             raise Unavailable(what, code="draining")
         if self.is_loading:
@@ -267,7 +266,7 @@ class Availability:
 
     @property
     def not_ready_reason(self) -> str | None:
-        """None if /ready is 200, else why not: a request would be refused, or get no token."""
+        """Why /ready is not 200: requests would be refused or get no token; None: it is."""
         if self.is_draining:
             return "draining"
         if self.is_loading:
@@ -277,33 +276,33 @@ class Availability:
 
     @property
     def degraded_reason(self) -> str | None:
-        """What is wrong while others serve on; None: nothing."""
+        """What is wrong while other workers still serve; None: nothing."""
         wrong = None if self.not_ready_reason is not None else self._wrong_with_workers
-        return None if wrong is None else f"{wrong}; what comes is served by {self._serving}"
+        return None if wrong is None else f"{wrong}; new requests go to {self._serving}"
 
     def drain(self) -> bool:
-        """Take no new work; False if it is so already."""
+        """Stop accepting requests; False if it drains already."""
         was_draining, self.is_draining = self.is_draining, True
         return not was_draining
 
     def resume(self) -> bool:
-        """Take work again; False if it is so already.
+        """Accept requests again; False if it accepts them already.
 
         Raises:
-            RequestError: the daemon was told to end.
+            RequestError: the daemon is shutting down.
         """
         if self.is_stopping:
             raise RequestError(
-                "the daemon was told to stop, which no resume can undo",
+                "the daemon is shutting down, which resume cannot undo",
                 code="stopping",
                 status=409,
-                hint="start it again when it has ended",
+                hint="restart it after it has ended",
             )
         was_draining, self.is_draining = self.is_draining, False
         return was_draining
 
     def stop(self, *, takes_stragglers: bool) -> None:
-        """Drain for good; see Service.stop_accepting."""
+        """Drain for a shutdown; see Service.stop_accepting."""
         self.is_stopping = self.is_draining = True
         self._takes_stragglers = takes_stragglers
 
@@ -314,7 +313,7 @@ class Availability:
 
     @property
     def _serving(self) -> str:
-        """Workers that are there and make progress."""
+        """The ready workers that make progress."""
         workers, stalled = self._supervisor.workers, self._router.roles.stalled
         names = [n for n, w in workers.items() if w.state == "ready" and n not in stalled]
         return ", ".join(names)

@@ -1,9 +1,8 @@
-"""Tell whether something else held up the steps of the last second.
+"""Detect outside disturbances of the last second's steps.
 
-Owns: the counters of the last look: time that the hypervisor took, periods in which the quota was
-used up, pages that had to come from a disk.
-Invariant: what the kernel does not report held nothing up.
-Never: says what a step took.
+Owns: the counters of the last look: time taken by the hypervisor, periods with a used-up CPU quota,
+pages read from a disk. Invariant: an unreported counter counts as undisturbed. Never: says what a
+step took.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import NamedTuple
 from appliance.fleet.cgroup_limits import num_throttled
 
 MAX_STEAL_SHARE = 0.02
-"""Of the processors' time between two looks; less is the hypervisor's usual work."""
+"""Maximum share of CPU time that the hypervisor takes as a matter of course."""
 MAX_FAULTS = 8
-"""Pages from a disk between two looks; a step that waits for more is no sample of its time."""
+"""Maximum pages read from a disk between two looks; with more, a step's time is no sample."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _STEAL, _MAJOR_FAULTS = 7, 9
 
@@ -31,10 +30,10 @@ class _Counters(NamedTuple):
 
 
 class Disturbances:
-    """Looks at the counters again and again.
+    """Compare the counters between looks.
 
     Args:
-        proc: where the kernel reports.
+        proc: the kernel's /proc.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -42,7 +41,7 @@ class Disturbances:
         self._last: _Counters | None = None
 
     def look(self, pids: Iterable[int | None], now_s: float) -> bool:
-        """True if the workers were held up since the last look; False at the first.
+        """Say whether the workers were disturbed since the last look; False at the first.
 
         Args:
             pids: of the workers.
@@ -62,7 +61,7 @@ class Disturbances:
         )
 
     def _steal(self) -> tuple[float, int]:
-        """Seconds that the hypervisor took from all processors, and how many there are."""
+        """Return the seconds that the hypervisor took from all processors, and their number."""
         try:
             lines = (self._proc / "stat").read_text().splitlines()
         except OSError:

@@ -1,21 +1,18 @@
 """Divide each device's energy among the requests that used it.
 
-Between two readings a device has used so many joules, and offers so much time: a GPU the seconds of
-the interval, the CPU packages those of every physical core of the machine. A step takes of both in
-proportion to its time on the device (on a CPU, times the cores that it ran on), and if the steps of
-several workers ask for more time than there is, they share it. A step's joules are divided by its
-tokens: those of a prompt count as the request's prefill, all others as its decode. What no step has
-taken (idle power, the daemon, everybody else) is the unattributed rest. So prefill + decode +
-unattributed = total.
+Between two readings a device has used some joules and offers some time: a GPU offers the seconds of
+the interval, the CPU packages offer the seconds of every physical core of the machine. A step takes
+joules in proportion to its time on the device (on a CPU, times its cores). If the steps of several
+workers need more time than the interval has, they share it. A step's joules are divided by its
+tokens: prompt tokens count as the request's prefill, all others as its decode. The rest (idle
+power, the daemon, other programs) is unattributed. So prefill + decode + unattributed = total.
 
-A reading comes after the steps that it speaks of, so steps are kept until then; one that began
-before an earlier reading takes its part of what is left of the intervals before, too.
+A reading comes after the steps that it covers, so steps are kept until then. A step that began
+before an earlier reading also takes its part of what is left of the earlier intervals.
 
 Owns: the steps since the last reading, the newest intervals, the sums since the daemon started, and
-what each open request has used, which nobody else writes.
-Invariant: nothing is given away twice; without a reading every figure is None, and steps are not
-looked at.
-Never: reads a device or a clock.
+the energy of each open request. Invariant: no joule is attributed twice; without a reading every
+figure is None, and steps are not examined. Never: reads a device or a clock.
 """
 
 from __future__ import annotations
@@ -31,48 +28,48 @@ from engine.wire.messages import SequenceStep, Stepped
 
 WINDOW_S = 60.0
 CPU = "cpu"
-"""What workers run on that have no GPU: all packages together; also a package's kind."""
+"""The device of workers without a GPU: all CPU packages together; also a package's kind."""
 MAX_INTERVALS = 64
-"""Of each device that late steps may still take from."""
+"""Maximum intervals per device that late steps may still take from."""
 NOT_REPORTED = "not reported"
 
 
 @dataclass(slots=True)
 class _Interval:
-    """Of one device, between two readings: what no step has taken yet."""
+    """The unattributed energy and time of one device between two readings."""
 
     started_ns: int
     ended_ns: int
     left_j: float
     left_ns: float
-    """Of the time that it offered."""
+    """Device time that no step has taken."""
 
 
 class _Share(NamedTuple):
-    """What a request had of a step, for one of its sequences."""
+    """A request's tokens in a step, for one of its sequences."""
 
     request: Request
     num_prompt_tokens: int
     num_later_tokens: int
     has_output: bool
-    """Its next token was sampled."""
+    """Whether its next token was sampled."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step that waits for the reading of its time."""
+    """A step waiting for the reading that covers it."""
 
     started_ns: int
     ended_ns: int
     num_cores: int
     num_tokens: int
-    """Also those of requests that were closed before, whose part nobody is charged for."""
+    """All tokens, including closed requests' tokens, which are charged to no request."""
     shares: list[_Share]
 
 
 @dataclass(slots=True)
 class _Device:
-    """One that reports its energy."""
+    """A device that reports its energy."""
 
     read_ns: int
     energy_j: float
@@ -80,7 +77,7 @@ class _Device:
 
 
 class _Sums(NamedTuple):
-    """At one reading, since the daemon started."""
+    """The sums at one reading, since the daemon started."""
 
     read_ns: int = 0
     total_j: float = 0.0
@@ -91,11 +88,11 @@ class _Sums(NamedTuple):
 
 
 class Energy:
-    """The energy account.
+    """Keep the energy account.
 
     Args:
-        num_cores: physical cores of the machine, also those that nobody may use.
-        gpus: by worker, the GPU that it runs on; of a MIG instance, its parent.
+        num_cores: physical cores of the machine, usable or not.
+        gpus: the GPU of each worker; for a MIG instance, its parent.
     """
 
     def __init__(self, num_cores: int, gpus: Mapping[str, str] | None = None) -> None:
@@ -104,21 +101,21 @@ class Energy:
         self._devices: dict[str, _Device] = {}
         self._sources: set[str] = set()
         self._steps: dict[str, list[_Step]] = {}
-        """By what they ran on, where that reports its energy."""
+        """Steps by device, for devices that report energy."""
         self._sums = _Sums()
         self._history: deque[_Sums] = deque()
         self._charged: dict[int, tuple[Request, int]] = {}
-        """By seq_id: whom its steps are charged to, and its prompt's tokens."""
+        """The request and prompt length by seq_id."""
         self._closed: list[Request] = []
         self._complete: list[Request] = []
 
     def opened(self, request: Request) -> None:
-        """Its sequences may be in steps from now on."""
+        """Register a request whose sequences may now be in steps."""
         for sequence in request.sequences:
             self._charged[sequence.seq_id] = (request, sequence.num_prompt_tokens)
 
     def stepped(self, worker: str, step: Stepped, num_cores: int) -> None:
-        """A worker has made a step, on so many cores if it is one of the CPU."""
+        """Record a worker's step, with its number of CPU cores."""
         runs_on = self._gpus.get(worker, CPU)
         steps = self._steps.get(runs_on)
         if steps is None:
@@ -134,14 +131,14 @@ class Energy:
             steps.append(_Step(step.started_ns, step.ended_ns, width, num_tokens, shares))
 
     def closed(self, request: Request) -> None:
-        """A request's row is written; the joules of its last steps are still to come."""
+        """Note that a request's row is written; joules of its last steps may follow."""
         if self._steps:
             self._closed.append(request)
         else:
             self._forget(request)
 
     def settle(self, devices: list[DeviceFrame], read_ns: int) -> None:
-        """Divide what the devices have used until `read_ns`; once for each reading."""
+        """Divide the energy used until `read_ns`; called once for each reading."""
         if read_ns <= self._sums.read_ns:
             return
         names: dict[str, list[str]] = {}
@@ -162,12 +159,12 @@ class Energy:
         self._closed = []
 
     def take_complete(self) -> list[Request]:
-        """Closed requests that no more joules will come for."""
+        """Return the closed requests that get no more joules."""
         complete, self._complete = self._complete, []
         return complete
 
     def frame(self) -> EnergyFrame:
-        """The sums, and the rates over the window."""
+        """Return the sums, and the rates over the window."""
         if not self._devices:
             return EnergyFrame(None, None, None, None, WINDOW_S, None, None, None, NOT_REPORTED)
         now, first = self._sums, self._history[0]
@@ -234,7 +231,7 @@ class Energy:
         )
 
     def _remember(self) -> None:
-        """Keep the sums of the window's beginning, and those since."""
+        """Keep the sums from the window's beginning on."""
         self._history.append(self._sums)
         begin_ns = self._sums.read_ns - int(WINDOW_S * 1e9)
         while len(self._history) > 2 and self._history[1].read_ns <= begin_ns:
@@ -242,7 +239,7 @@ class Energy:
 
 
 def _share(request: Request, num_prompt_tokens: int, entry: SequenceStep) -> _Share:
-    """Which of a sequence's tokens in a step are its prompt's; those of a recovery are not."""
+    """Split a sequence's tokens in a step into prompt and decode; recomputed ones are decode."""
     num_tokens = entry.num_scheduled_tokens
     num_left = max(0, num_prompt_tokens - (entry.num_computed_tokens - num_tokens))
     num_of_prompt = min(num_left, num_tokens)
@@ -250,7 +247,7 @@ def _share(request: Request, num_prompt_tokens: int, entry: SequenceStep) -> _Sh
 
 
 def _take(interval: _Interval, steps: Iterable[_Step], used_j: list[float]) -> None:
-    """Give the steps what they used of an interval, in proportion to their time in it."""
+    """Give the steps their part of an interval, in proportion to their time in it."""
     claims_ns = [
         step.num_cores
         * max(0, min(step.ended_ns, interval.ended_ns) - max(step.started_ns, interval.started_ns))

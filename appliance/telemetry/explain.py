@@ -1,9 +1,8 @@
 """Explain in one sentence why a request was slow or what limits the appliance.
 
-Owns: when something stands out, and the words for it.
-Invariant: pure; waiting counts from nothing, computing from what it usually takes. An empty answer
-means that nothing stands out.
-Never: compares with a time that nobody has measured.
+Owns: when something stands out, and the words for it. Invariant: pure; waiting is compared with
+zero, computing with its usual time. An empty answer means that nothing stands out. Never: compares
+with an unmeasured time.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from engine.schedule.sequence import Phase, Sequence
 
 MIN_EXCESS_MS = 100.0
 MIN_EXCESS_SHARE = 0.2
-"""Of all the time so far: what is less has not made the request slow."""
+"""Minimum share of the total time for a stage to have made the request slow."""
 MIN_RATIO = 2.0
-"""Less than twice the usual time of computing is within what varies."""
+"""Minimum ratio to the usual computing time; less is normal variation."""
 ENOUGH_IN_TIME = 0.99
 BUSY_RATIO = 0.95
 
 
 class QueueWaits(NamedTuple):
-    """What the sequences in the queue wait for."""
+    """The numbers of queued sequences by what they wait for."""
 
     for_blocks: int = 0
     for_prefill: int = 0
     for_workers: int = 0
-    """No worker is ready."""
+    """Sequences waiting while no worker is ready."""
     for_swap: int = 0
-    """Another model is served now."""
+    """Sequences waiting for another model."""
 
 
 class _Cause(NamedTuple):
@@ -47,12 +46,12 @@ class _Cause(NamedTuple):
 
 
 def slow_because(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float = 0.0) -> str | None:
-    """The stage that took most of what was not needed; None if none took much.
+    """Explain which stage exceeded its usual time most; None: none did by much.
 
     Args:
         frame: the request.
-        usual: what stages take as a rule.
-        swap_wait_ms: of its time in the queue, that until its model was there.
+        usual: the usual stage times.
+        swap_wait_ms: the part of its queue time until its model was loaded.
     """
     least_ms = max(MIN_EXCESS_MS, MIN_EXCESS_SHARE * (frame.e2e_ms or frame.age_ms))
     causes = [*_waits(frame, usual, swap_wait_ms), *_computing(frame, usual)]
@@ -93,7 +92,7 @@ def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
 
 
 def _so_far(frame: RequestFrame, stage: str, phase: str) -> float | None:
-    """The stage's time; of the stage that it is in, the time until now."""
+    """Return the stage's time, for the current stage until now."""
     value_ms: float | None = getattr(frame, f"{stage}_ms")
     if value_ms is not None or frame.phase != phase:
         return value_ms
@@ -108,7 +107,7 @@ def limit(
     workers: Iterable[WorkerFrame],
     latency: LatencyFrame,
 ) -> str:
-    """What keeps the appliance from doing more; empty if it has nothing to do, or does it."""
+    """Say what limits the throughput; empty: nothing does."""
     if state == "degraded":
         return f"degraded: {reason}"
     if state == "draining":
@@ -134,7 +133,7 @@ def limit(
 
 
 def _queue_limit(waiting: QueueWaits) -> str:
-    """`queue: 12 sequences wait for KV blocks, 3 for prefill`."""
+    """Describe the queue: `queue: 12 sequences wait for KV blocks, 3 for prefill`."""
     (number, what), *others = [
         (number, what)
         for number, what in (
@@ -150,16 +149,11 @@ def _queue_limit(waiting: QueueWaits) -> str:
     return f"queue: {things(number, 'sequence')} {verb} for {what}{rest}"
 
 
-# Why a prompt is not being computed yet, in words: for whom it waits, behind how much, how long.
-#
-# Owns: the words.
-# Invariant: pure; tokens ahead are counted in the order in which the queue will be taken if nothing
-# else comes.
-# Never: predicts a time.
+# Wait reasons: tokens ahead are counted in the queue's order, if nothing else arrives.
 
 
 MAX_TOLD = 200
-"""Of the queue's sequences; for the others nobody asks, and each costs a look at the blocks."""
+"""Maximum queued sequences to explain, since each costs a look at the blocks."""
 
 
 class Wait(NamedTuple):
@@ -169,18 +163,18 @@ class Wait(NamedTuple):
     behind: str | None = None
     """The request with most prompt tokens among those computed before it."""
     behind_tokens: int | None = None
-    """Of all of those."""
+    """All prompt tokens computed before it."""
 
 
 class _Ahead(NamedTuple):
-    """Prompts that a worker computes first."""
+    """The prompts that a worker computes before another one."""
 
     num_tokens: int = 0
     most_tokens: int = 0
     request_id: str = ""
 
     def plus(self, sequence: Sequence) -> _Ahead:
-        """The same with another prompt."""
+        """Add another prompt."""
         num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
         largest = (self.most_tokens, self.request_id)
         if num_left > self.most_tokens:
@@ -194,7 +188,7 @@ def waits(router: Router, now_ns: int) -> dict[int, Wait]:
     for sequence in router.at.resuming.values():
         found[sequence.seq_id] = _wait("its worker to come back", sequence, now_ns)
     for sequence in router.at.paused.values():
-        text = _coming(router, sequence) or "KV blocks, for others needed those that it had"
+        text = _coming(router, sequence) or "KV blocks, after preemption"
         found[sequence.seq_id] = _wait(text, sequence, now_ns)
     ahead: defaultdict[str, _Ahead] = defaultdict(_Ahead)
     num_free = router.allocator.num_free()
@@ -218,7 +212,7 @@ def waits(router: Router, now_ns: int) -> dict[int, Wait]:
         elif (leader := router.prefixes.leader(sequence, under_way)) is not None:
             # of other users' requests only that there is one
             who = leader.request_id if leader.owner == sequence.owner else "another request"
-            wait = _wait(f"the beginning of its prompt, which {who} computes", sequence, now_ns)
+            wait = _wait(f"its prompt's prefix, being computed by {who}", sequence, now_ns)
         else:
             wait = _turn(sequence, busiest, ahead[busiest], now_ns)
         found[sequence.seq_id] = wait
@@ -227,7 +221,7 @@ def waits(router: Router, now_ns: int) -> dict[int, Wait]:
 
 
 def _coming(router: Router, sequence: Sequence) -> str | None:
-    """From where blocks of it are brought; None: from nowhere."""
+    """Name the source of cached blocks being loaded for it; None: none are."""
     if (tier := router.prefixes.tiers.loading(sequence.seq_id)) is not None:
         return f"blocks of its prompt from {tier.label}"
     return (

@@ -1,8 +1,7 @@
 """Read workers, links and pools as parts of a frame.
 
-Owns: the wording of each part.
-Invariant: counts of one part are of one moment; what is not reported is None.
-Never: keeps a value.
+Owns: the wording of each part. Invariant: counts of one part are read at one moment; an unreported
+value is None. Never: keeps a value.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PHASE_ORDER = (
 
 
 def way_frames(roles: Roles) -> list[WayFrame]:
-    """Each way that elastic roles have predicted, with what came of it."""
+    """List the routes that elastic roles have predicted, with the outcomes."""
     closed = roles.outcomes.closed()
     return [
         WayFrame(
@@ -58,7 +57,7 @@ def way_frames(roles: Roles) -> list[WayFrame]:
 
 
 def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
-    """What each KV pool holds, and for whom."""
+    """Describe each KV pool and the owners of its blocks."""
     live = list(live)
     return [
         _pool_frame(pool, _owners(router, live, name), block_bytes)
@@ -67,7 +66,7 @@ def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> li
 
 
 def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
-    """Whose requests hold its blocks; those that only drain have no owner any more."""
+    """Count the blocks and requests of each owner in a pool; draining blocks have no owner."""
     blocks: Counter[str] = Counter()
     requests: Counter[str] = Counter()
     for request in live:
@@ -95,7 +94,7 @@ def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> 
 
 
 def queue_frame(router: Router, now_ns: int) -> QueueFrame:
-    """How many sequences are in each phase, and how full the queue is."""
+    """Count the sequences in each phase, and how full the queue is."""
     counts = dict.fromkeys(Phase, 0)
     at = router.at
     for sequence in chain(router.queue, at.paused.values(), at.holders()):
@@ -116,7 +115,7 @@ def queue_frame(router: Router, now_ns: int) -> QueueFrame:
 
 
 def waiting(router: Router, num_before_swap: int) -> QueueWaits:
-    """What each sequence waits for, as it would be placed now, and who waits for another model."""
+    """Count the queued sequences by what they wait for."""
     if not router.roles.ready_workers:
         return QueueWaits(for_workers=len(router.queue), for_swap=num_before_swap)
     num_free = router.allocator.num_free()
@@ -128,7 +127,7 @@ def waiting(router: Router, num_before_swap: int) -> QueueWaits:
 def request_frame(
     request: Request, router: Router, placement: Placement, now_ns: int
 ) -> RequestFrame:
-    """A request as it stands; its stages are those of its least advanced sequence."""
+    """Describe a request by the stages of its least advanced sequence."""
     open_sequences = [s for s in request.sequences if not s.is_finished]
     if open_sequences:
         shown = min(open_sequences, key=lambda s: _PHASE_ORDER.index(s.phase))

@@ -1,9 +1,8 @@
 """Assemble a frame of everything, once a second and on demand.
 
-Owns: the newest frame, its number, those who wait for the next one, and the energy account.
-Invariant: a frame's numbers only grow; what is read over an interval (rates, devices, the host) is
-read when a frame is made, and never for a single reader.
-Never: changes anything that it reads.
+Owns: the newest frame, its number, the readers that wait for the next one, and the energy account.
+Invariant: frame numbers only grow; rates, devices and the host are read over an interval when a
+frame is made, and never for a single reader. Never: changes anything that it reads.
 """
 
 from __future__ import annotations
@@ -55,20 +54,20 @@ _STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """What a frame shows and only the service knows, at one moment."""
+    """The service's own part of a frame, at one moment."""
 
     reason: str | None
-    """Why it is not ready; None if it is."""
+    """Why it is not ready; None: it is."""
     live: list[Request]
-    """Oldest first."""
+    """Live requests, the oldest first."""
     totals: TotalsFrame
-    """As far as the service counts."""
+    """The totals that the service counts."""
     log_rows_lost: int
     swaps: Swaps | None = None
 
 
 class Frames:
-    """Makes frames, records them, and hands them to those who wait."""
+    """Make frames, record them, and hand them to waiting readers."""
 
     def __init__(
         self,
@@ -83,9 +82,9 @@ class Frames:
     ) -> None:
         self._plan = plan
         self.model = model
-        """As it is served; a pool that turns out small shortens its requests."""
+        """The served model; a pool that turns out small shortens its maximum length."""
         self.measuring: Measuring | None = None
-        """What is measured while idle; None: the model is loading."""
+        """The measuring while idle; None: the model is loading."""
         self._router = router
         self._supervisor = supervisor
         self._telemetry = telemetry
@@ -103,13 +102,13 @@ class Frames:
     def change_model(
         self, plan: BootPlan, model: ModelInfo, router: Router, supervisor: Supervisor
     ) -> None:
-        """Show another model from now on; numbers and counts go on."""
+        """Show another model from now on; numbers and counts continue."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
         self.measuring = None
         self._telemetry.windows.forget_usual_ttft()
 
     def make(self, standing: ServiceState) -> list[Change]:
-        """Take one reading and wake those who wait for it; which alerts it has changed."""
+        """Take a reading and wake the readers; return the changed alerts."""
         now_ns = time.monotonic_ns()
         plan, telemetry, router = self._plan, self._telemetry, self._router
         states = list(self._supervisor.workers.values())
@@ -161,12 +160,12 @@ class Frames:
 
     @property
     def newest(self) -> Frame:
-        """The frame that was made last."""
+        """The newest frame."""
         assert self._frame is not None, "the service makes one before it is asked"
         return self._frame
 
     def now(self, standing: ServiceState) -> Frame:
-        """Everything as it is now; rates, readings and alerts are those of the newest frame."""
+        """Return a frame of this moment; rates, readings and alerts are the newest frame's."""
         states = self._supervisor.workers
         workers = [
             worker_now(worker, states.get(worker.name), self._router)
@@ -182,7 +181,7 @@ class Frames:
         return self._frame.seq, msgspec.json.encode(self._frame)
 
     def of_requests(self, requests: Iterable[Request], now_ns: int) -> list[RequestFrame]:
-        """Requests as they stand."""
+        """Describe requests for a frame."""
         told, frames = waits(self._router, now_ns), []
         for request in requests:
             frame = request_frame(request, self._router, self._plan.placement, now_ns)
@@ -196,14 +195,14 @@ class Frames:
     def live(
         self, standing: ServiceState, now_ns: int, most: int | None = None
     ) -> list[RequestFrame]:
-        """So many of the requests that have no reply yet, those last that wait for their model."""
+        """List requests without a reply, at most `most`; requests waiting for a model come last."""
         waiting = [] if standing.swaps is None else standing.swaps.requests(now_ns)
         return [*self.of_requests(standing.live[:most], now_ns), *waiting][:most]
 
     def _parts(
         self, standing: ServiceState, workers: list[WorkerFrame], now_ns: int
     ) -> dict[str, Any]:
-        """The fields of a frame that are true at any time, not over an interval."""
+        """Refresh the instantaneous fields of a frame."""
         router, block_bytes = self._router, self._plan.placement.block_bytes
         swaps = None if standing.swaps is None else standing.swaps.frame()
         num_before_swap = 0 if swaps is None else swaps.num_waiting
@@ -228,7 +227,7 @@ class Frames:
         }
 
     def _totals(self, standing: ServiceState) -> TotalsFrame:
-        """The service's counts, and those that others keep."""
+        """Return the totals of the service and of the other parts."""
         counters = self._router.counters
         return msgspec.structs.replace(
             standing.totals,

@@ -1,9 +1,8 @@
 """Watch each worker's steps, and find workers without progress.
 
-Owns: each worker's deadline.
-Invariant: time in which the daemon's own loop stood still counts as one look at most; a worker
-is never named that has nothing to do, or whose cores another computes on.
-Never: ends a worker.
+Owns: each worker's deadline. Invariant: time in which the daemon's own loop was blocked counts as
+one look at most; a worker without work, or with its cores lent, is never reported. Never: ends a
+worker.
 """
 
 from __future__ import annotations
@@ -14,33 +13,33 @@ from typing import NamedTuple
 LOOK_INTERVAL_S = 0.5
 MIN_PATIENCE_S = 10.0
 STEP_PATIENCE = 5.0
-"""Times the predicted time of a step."""
+"""Maximum time without progress, in predicted step times."""
 STALLED_SHARE = 0.5
-"""Of its patience, after which a worker gets no more sequences and /ready says so."""
+"""Share of its patience after which a worker gets no more sequences and /ready fails."""
 UNKNOWN_PATIENCE_S = 300.0
-"""For a step, or a part of loading, of which nothing is known, while the worker uses CPU time."""
+"""Maximum seconds of an unpredictable step or load, while the worker uses CPU time."""
 LOADING_PATIENCE_S = 30.0
-"""Without a word from a worker that loads, and without CPU time."""
+"""Maximum seconds of a load without messages and without CPU time."""
 MAX_ELAPSED_S = 2 * LOOK_INTERVAL_S
 
 
 class WorkerReading(NamedTuple):
-    """What the watchdog sees of one worker at one moment."""
+    """The watchdog's facts about one worker at one moment."""
 
     pid: int | None
     num_signs: int
     """Messages from all its processes so far; while it loads, also its pages of files."""
     has_work: bool
-    """It has something to compute, to load, to let go of, or a start to finish."""
+    """Whether it must compute, load, unmap or finish its start."""
     step_ms: float | None
-    """The longest step it may be in, as predicted; None: nothing is known of such steps."""
+    """The longest predicted step that it may be in; None: unpredictable."""
     cpu_s: float | None = None
-    """CPU time of its process so far; asked for only where `step_ms` is None."""
+    """CPU time of its process so far; read only where `step_ms` is None."""
     is_loading: bool = False
 
 
 class WorkerSilence:
-    """How long one worker has made no progress, and how long it may."""
+    """How long one worker has made no progress, and its maximum."""
 
     def __init__(self, reading: WorkerReading) -> None:
         self.last = reading
@@ -55,8 +54,8 @@ class WorkerSilence:
             self.silent_s = self.unknown_s = 0.0
             self.patience_s = MIN_PATIENCE_S
             return
-        # of what it has been given since its last word, the longest: which step it is in
-        # nobody knows but itself
+        # the longest step among the work since its last message: the daemon cannot
+        # know which step it is in
         self.patience_s = max(self.patience_s, _patience_s(reading))
         elapsed_s = min(elapsed_s, MAX_ELAPSED_S)
         self.unknown_s += elapsed_s
@@ -73,7 +72,7 @@ class WorkerSilence:
 
 
 class Watchdog:
-    """Looks at all workers, again and again."""
+    """Compare all workers' readings with their deadlines."""
 
     def __init__(self) -> None:
         self._silences: dict[str, WorkerSilence] = {}
@@ -85,12 +84,12 @@ class Watchdog:
 
     @property
     def stalled(self) -> dict[str, str]:
-        """Workers without progress for so long that they should get nothing more, and why."""
+        """The workers that should get no new work, and why."""
         return self._silent_for(STALLED_SHARE)
 
     @property
     def hung(self) -> dict[str, str]:
-        """Workers whose time is up, and what there is to say about each."""
+        """List the workers past their deadline, with an explanation."""
         return self._silent_for(1.0)
 
     def _silent_for(self, share: float) -> dict[str, str]:

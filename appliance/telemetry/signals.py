@@ -1,7 +1,6 @@
 """Compute each alert's signal as one number.
 
-Owns: what each signal looks at.
-Invariant: a signal that is not reported is not yielded, nor is one that has no meaning now.
+Owns: what each signal examines. Invariant: an unreported or meaningless signal is not yielded.
 Never: decides when an alert is raised.
 """
 
@@ -19,7 +18,7 @@ from appliance.frame.tier_frames import TierFrame
 from engine.units import size_text
 
 PAST_S = 60.0
-"""How far back a signal looks that is a rate, or is compared with what it was."""
+"""Seconds of past readings for signals that are rates or comparisons."""
 DEFAULT_TTFT_MS = 10_000
 """How long a request may wait where no target says so."""
 STAGING = "ring"
@@ -27,7 +26,7 @@ STAGING = "ring"
 
 
 class Signal(NamedTuple):
-    """What one frame says of one thing that can go wrong."""
+    """One signal's value and words in one frame."""
 
     value: float
     message: str
@@ -35,7 +34,7 @@ class Signal(NamedTuple):
 
 
 class _PastReading(NamedTuple):
-    """What later frames are compared with."""
+    """An earlier reading to compare with."""
 
     uptime_s: float
     failed: int
@@ -51,10 +50,10 @@ class LastMinute:
     def __init__(self) -> None:
         self._points: deque[_PastReading] = deque()
         self.down_workers: set[str] = set()
-        """That have died, and none of their names was ready since: a swap starts others."""
+        """Workers that died and are not ready again; a swap replaces the names."""
 
     def add(self, frame: Frame) -> None:
-        """Take in a frame, which is the newest, and forget what is too old."""
+        """Add a new frame, and forget old ones."""
         totals = frame.totals
         point = _PastReading(
             frame.uptime_s,
@@ -77,7 +76,7 @@ class LastMinute:
 
     @property
     def num_ended(self) -> int:
-        """Requests that have failed or finished."""
+        """Failed and finished requests."""
         return self._points[-1].ended - self._points[0].ended
 
     @property
@@ -86,12 +85,12 @@ class LastMinute:
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a sequence's blocks were taken away for others."""
+        """Preempted sequences."""
         return self._points[-1].preemptions - self._points[0].preemptions
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens a second of each sequence that decoded, as a rule."""
+        """The usual tokens per second of each decoding sequence."""
         rates = [point.decode_rate for point in self._points if point.decode_rate is not None]
         return median(rates) if rates else None
 
@@ -113,7 +112,7 @@ def used_ratio(pool: PoolFrame) -> float | None:
 
 
 def kv_used_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """How full a pool is."""
+    """Yield how full each pool is."""
     for pool in frame.pools:
         used = used_ratio(pool)
         if used is not None:
@@ -121,14 +120,14 @@ def kv_used_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def preempted(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """Times in the last minute that a sequence has lost its blocks to others."""
+    """Yield the preemptions of the last minute."""
     number = past.num_preemptions
     about = f"KV blocks are short: {number} preemption{'s' * (number != 1)} in {PAST_S:.0f} s"
     yield Signal(number, f"{about}; lower max_tokens or raise kv_memory")
 
 
 def queue_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """The longest wait, in targets of the time to the first token."""
+    """Yield the longest wait, relative to the TTFT target."""
     waited_ms = frame.queue.oldest_queued_ms
     if waited_ms is not None:
         target_ms = frame.slo_ttft_ms or DEFAULT_TTFT_MS
@@ -137,7 +136,7 @@ def queue_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def queue_full_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """How much of the room in the queue is taken."""
+    """Yield how full the queue is."""
     queue = frame.queue
     for unit, number, most in (
         ("sequences", queue.queued, queue.max_queued),
@@ -148,11 +147,11 @@ def queue_full_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def late_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """The share that misses its target."""
+    """Yield the share that misses each latency target."""
     latency = frame.latency
     for subject, what, ratio, target_ms in (
         ("ttft", "first tokens", latency.ttft_slo_ratio, frame.slo_ttft_ms),
-        ("itl", "gaps between tokens", latency.itl_slo_ratio, frame.slo_itl_ms),
+        ("itl", "inter-token latencies", latency.itl_slo_ratio, frame.slo_itl_ms),
     ):
         if ratio is not None:
             about = f"{1 - ratio:.1%} of the {what} miss the target of {target_ms} ms"
@@ -168,7 +167,7 @@ def ttft_over_usual(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """The share of requests that fail, of the last minute's."""
+    """Yield the share of failed requests in the last minute."""
     number = past.num_ended
     if number:
         about = f"{past.num_failed} of {number} requests failed in {PAST_S:.0f} s"
@@ -176,7 +175,7 @@ def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def decode_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """How far decoding has fallen below its usual rate while prompts are computed."""
+    """Yield how far decode is below its usual rate while prompts are computed."""
     rate, usual = _decode_rate(frame), past.decode_rate
     if rate is not None and usual and frame.queue.prefilling:
         about = f"decode stalled: {rate:.1f} tok/s per sequence, usually {usual:.1f}"
@@ -184,7 +183,7 @@ def decode_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def link_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """Links between devices that were taken down."""
+    """Yield the links that were taken down."""
     for link in frame.links:
         if link.down is not None:
             name = f"{link.from_pool} to {link.to_pool}"
@@ -193,26 +192,26 @@ def link_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def ssd_off(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """An SSD cache that was asked for, and cannot be had."""
-    yield from _tier_in(frame.ssd, "failed", "there is no SSD cache")
+    """Report a configured SSD cache that is unavailable."""
+    yield from _tier_in(frame.ssd, "failed", "the SSD cache is unavailable")
 
 
 def ssd_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """The disk cannot be relied on: nothing is stored or loaded until a probe passes."""
-    yield from _tier_in(frame.ssd, "down", "the SSD cache is off until a probe passes")
+    """Report an SSD cache with a failing disk; it stays off until a probe succeeds."""
+    yield from _tier_in(frame.ssd, "down", "the SSD cache is off until a probe succeeds")
 
 
 def ssd_full(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """The disk has no room for as much as the cache may hold, or takes nothing."""
+    """Report an SSD cache that cannot reach its size, or a disk that rejects writes."""
     if (ssd := frame.ssd) is not None and ssd.state == "on" and ssd.limit:
         held, most = size_text(ssd.num_bytes), size_text(ssd.max_bytes)
-        yield Signal(1, f"the SSD cache holds {held} of the {most} that it may: {ssd.limit}")
+        yield Signal(1, f"the SSD cache holds {held} of at most {most}: {ssd.limit}")
 
 
 def dram_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """Copies to or from the DRAM cache fail, or did when it was tried at start."""
-    yield from _tier_in(frame.dram, "down", "the DRAM cache is off until a while has passed")
-    yield from _tier_in(frame.dram, "failed", "there is no DRAM cache")
+    """Report a DRAM cache with failing copies, now or in the trial at start."""
+    yield from _tier_in(frame.dram, "down", "the DRAM cache is off for a while")
+    yield from _tier_in(frame.dram, "failed", "the DRAM cache is unavailable")
 
 
 def _tier_in(tier: TierFrame | None, state: str, about: str) -> Iterator[Signal]:
@@ -221,25 +220,25 @@ def _tier_in(tier: TierFrame | None, state: str, about: str) -> Iterator[Signal]
 
 
 def link_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """How far a link between devices has fallen below what it did at start."""
+    """Yield how far each link is below its rate at start."""
     for link in frame.links:
         probe, rate = link.probe_bytes_per_s, link.copy_bytes_per_s
         if link.has_detour and link.down is None and probe and rate is not None:
             name = f"{link.from_pool} to {link.to_pool}"
-            rates = f"{size_text(rate)}/s, and {size_text(probe)}/s at start"
+            rates = f"{size_text(rate)}/s, at start {size_text(probe)}/s"
             about = f"the link from {name} copies {rates}"
             yield Signal(1 - rate / probe, about, name)
 
 
 def worker_stuck(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """1 for a worker that is silent for half of what its longest step may take: the watchdog's."""
+    """Yield 1 for a worker silent for half of its longest possible step, by the watchdog."""
     for worker in frame.workers:
         reason = _reason(frame, f"worker {worker.name}: ")
         yield Signal(reason is not None, f"{reason}; it gets no new work", worker.name)
 
 
 def worker_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """1 for a worker that has died and is not back."""
+    """Yield 1 for a worker that has died and not restarted."""
     for worker in frame.workers:
         subject = f"worker {worker.name} "
         # one that dies again and again has more to say
@@ -248,26 +247,26 @@ def worker_down(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def state_degraded(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """1 where it is not a worker that is the reason."""
+    """Yield 1 if the daemon is degraded for a reason other than a worker."""
     of_workers = chain(worker_down(frame, past), worker_stuck(frame, past))
     is_told = any(signal.value for signal in of_workers)
     yield Signal(frame.state == "degraded" and not is_told, frame.state_reason)
 
 
 def _reason(frame: Frame, beginning: str) -> str | None:
-    """Of the reasons why it is degraded, the one that begins so."""
+    """Find the reason of the degraded state with this beginning."""
     reasons = frame.state_reason.split("; ")
     return next((each for each in reasons if each.startswith(beginning)), None)
 
 
 def log_rows_lost(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """Rows that the request log has lost in the last minute."""
+    """Yield the rows that the request log lost in the last minute."""
     number = past.num_rows_lost
     yield Signal(number, f"the request log lost {number} rows in {PAST_S:.0f} s")
 
 
 def device_power_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """A device's power over its limit."""
+    """Yield each device's power relative to its limit."""
     for device in frame.devices:
         power_w, limit_w = device.power_w, device.power_limit_w
         if power_w is not None and limit_w:
@@ -276,7 +275,7 @@ def device_power_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def device_temperature_c(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """A device's temperature in degrees Celsius."""
+    """Yield each device's temperature in degrees Celsius."""
     for device in frame.devices:
         if device.temperature_c is not None:
             about = f"{device.name} is at {device.temperature_c:.0f} degrees C"
@@ -284,7 +283,7 @@ def device_temperature_c(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def device_throttled(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """Reasons why a device is slower than it could be."""
+    """Yield why each device is throttled."""
     for device in frame.devices:
         if device.throttle_reasons is not None:
             reasons = device.throttle_reasons
@@ -293,7 +292,7 @@ def device_throttled(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def device_xid(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """1 for a device whose driver has reported a critical error since the daemon started."""
+    """Yield 1 for a device with a critical driver error since the daemon started."""
     for device in frame.devices:
         has_failed = device.last_xid is not None
         yield Signal(has_failed, f"{device.name} has had error XID {device.last_xid}", device.name)

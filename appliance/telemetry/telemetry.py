@@ -1,8 +1,7 @@
 """Count events and keep recent rates for frames.
 
-Owns: the windows that latency figures come from, and the histograms; the steps and handoffs of the
-last second; the newest events.
-Invariant: rates are over the time since the last frame; what is not reported is None.
+Owns: the windows and histograms of latency figures; the steps and handoffs of the last second; the
+newest events. Invariant: rates are over the time since the last frame; an unreported value is None.
 Never: changes anything that it reads.
 """
 
@@ -60,12 +59,12 @@ def _running_at(worker: str, router: Router) -> list[Sequence]:
 
 
 def owes_something(router: Router, worker: str) -> bool:
-    """True if a worker has something to compute, to copy, to let go of, or cores to change."""
+    """Say whether a worker has commands to answer or cores to change."""
     return router.roles.cores.awaits(worker) or bool(router.ledger.unanswered(worker))
 
 
 _UNDER_WAY_NS = 50_000_000
-"""A step that has taken less so far is counted when it has ended."""
+"""A running step younger than this counts only when it has ended."""
 
 
 @dataclass(slots=True)
@@ -74,11 +73,11 @@ class _Steps:
 
     step_ms: list[float] = field(default_factory=list)
     busy_ns: int = 0
-    """Of their time what lies after that frame."""
+    """Step time after that frame."""
     num_prefill_tokens: float = 0.0
     num_decode_tokens: int = 0
     num_sequences: int = 0
-    """In each step, added up."""
+    """The sequences of each step, added up."""
 
 
 class Today:
@@ -88,7 +87,7 @@ class Today:
         self.frame = TodayFrame(utc_now(), 0, 0, 0, 0)
 
     def go_on_from(self, logged: Iterable[Mapping[str, Any]]) -> None:
-        """Go on from what the log holds of today: no row, or its sums."""
+        """Continue from the log's sums of today; no row: from zero."""
         day = self.frame.since[:10]
         sums = next((row for row in logged if row["day"] == day), {})
         names = ("requests", "errors", "prompt_tokens", "completion_tokens")
@@ -114,7 +113,7 @@ def _midnight(day: str) -> str:
 
 
 class Telemetry:
-    """What the daemon remembers in order to show it."""
+    """Keep the counts, rates and events that the daemon shows."""
 
     def __init__(self, max_model_len: int) -> None:
         self.events: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
@@ -130,22 +129,22 @@ class Telemetry:
         self._steps: dict[str, _Steps] = {}
         self._since_ns = time.monotonic_ns()
         self._prefill_tokens_per_ns: dict[str, float] = {}
-        """Of each worker's last step with a prompt."""
+        """The prefill rate of each worker's last step with a prompt."""
         self._credited: dict[str, float] = {}
-        """Prompt tokens of the step that each worker is in, that frames have shown already."""
+        """Prompt tokens of each worker's current step that frames have counted already."""
         self._active_ns: dict[str, int] = {}
-        """When each worker last ended a step, or had nothing to do."""
+        """When each worker last ended a step, or had no work."""
         self._handoffs = (0, 0)
-        """Their number and bytes, as of the last frame."""
+        """The number and bytes of handoffs at the last frame."""
         self._link_bytes: dict[tuple[str, str], int] = {}
-        """By pools, likewise."""
+        """The bytes copied by each link at the last frame."""
         self._processes: dict[int, psutil.Process] = {}
         self._daemon = psutil.Process()
 
     # What happens
 
     def stepped(self, worker: str, step: Stepped) -> None:
-        """A worker has made a step."""
+        """Count a worker's step."""
         steps = self._steps.setdefault(worker, _Steps())
         num_tokens = step.num_prefill_tokens + step.num_decode_tokens
         if num_tokens:
@@ -162,7 +161,7 @@ class Telemetry:
         steps.num_decode_tokens += step.num_decode_tokens
 
     def token(self, sequence: Sequence, now_ns: int, user: str) -> None:
-        """A token has come for a reply."""
+        """Count a reply's new token."""
         self._num_tokens_of[user] += 1
         last_ns = self._last_token_ns.get(sequence.seq_id)
         if last_ns is None:
@@ -179,7 +178,7 @@ class Telemetry:
         self.num_output_tokens += 1
 
     def finished(self, request: Request, now_ns: int) -> None:
-        """A request has had its terminal reply."""
+        """Count a request after its terminal reply."""
         self.windows.request_finished(now_ns)
         self.today.add(request)
         self.histograms.num_sequences.observe(len(request.sequences))
@@ -192,13 +191,13 @@ class Telemetry:
     # The parts of a frame
 
     def interval_s(self, now_ns: int) -> float:
-        """Since the last call, which is what the rates of the next frame are over."""
+        """Return the seconds since the last call, which the next frame's rates cover."""
         elapsed_s = max((now_ns - self._since_ns) / 1e9, 1e-3)
         self._since_ns = now_ns
         return elapsed_s
 
     def users(self, live: Iterable[Request], elapsed_s: float) -> list[UserFrame]:
-        """Who has requests or had tokens since the last call, most tokens first."""
+        """List users with requests, or tokens since the last call; most tokens first."""
         num_tokens, self._num_tokens_of = self._num_tokens_of, Counter()
         num_requests = Counter(request.peer.name for request in live)
         for user in num_requests:
@@ -209,7 +208,7 @@ class Telemetry:
         ]
 
     def handoff(self, router: Router, elapsed_s: float) -> HandoffFrame:
-        """What was handed over since the last call, and what is on its way."""
+        """Describe the handoffs since the last call and the present ones."""
         before, counters = self._handoffs, router.counters
         self._handoffs = (counters.handoffs, counters.handoff_bytes)
         probed = [link.probe_bytes_per_s for link in router.copies.links.states.values()]
@@ -223,7 +222,7 @@ class Telemetry:
         )
 
     def links(self, router: Router, elapsed_s: float) -> list[LinkFrame]:
-        """Every link that blocks are copied over, since the last call."""
+        """Describe every link since the last call."""
         frames = []
         for state in router.copies.links.states.values():
             link = state.link
@@ -247,7 +246,7 @@ class Telemetry:
     def workers(
         self, states: list[WorkerState], router: Router, now_ns: int, elapsed_s: float
     ) -> list[WorkerFrame]:
-        """Every worker since the last call."""
+        """Describe every worker since the last call."""
         steps, self._steps = self._steps, {}
         alive = {state.pid for state in states}
         self._processes = {pid: p for pid, p in self._processes.items() if pid in alive}
@@ -298,10 +297,10 @@ class Telemetry:
     def _count_step_under_way(
         self, name: str, steps: _Steps, router: Router, since_ns: int, now_ns: int
     ) -> None:
-        """Add what a worker's step has taken and done so far; its end takes that off again.
+        """Add the time and tokens of a worker's running step; its end subtracts them again.
 
-        A chunk of a long prompt can take seconds. Its tokens are taken to come at the rate of the
-        last one, and to be no more than a step has.
+        A chunk of a long prompt can take seconds. Its tokens are assumed to come at the last
+        chunk's rate, and at most as many as the step has.
         """
         own = _running_at(name, router)
         cores = router.roles.cores
@@ -321,11 +320,11 @@ class Telemetry:
         self._credited[name] = credited
 
     def _step_age_ms(self, worker: str, now_ns: int) -> float:
-        """Since its last step; of one that has had work since the last frame, since that."""
+        """Return the age of a worker's last step, at most since it got work."""
         return max(0, now_ns - self._active_ns.setdefault(worker, now_ns)) / 1e6
 
     def _process(self, pid: int | None) -> tuple[float | None, int | None]:
-        """Cpu percent since the last call, and resident bytes."""
+        """Return CPU percent since the last call, and resident bytes."""
         if pid is None:
             return None, None
         try:
@@ -337,7 +336,7 @@ class Telemetry:
             return None, None
 
     def host(self) -> HostFrame:
-        """The machine and this process, since the last call."""
+        """Describe the machine and this process since the last call."""
         memory = psutil.virtual_memory()
         return HostFrame(
             cpu_percent=psutil.cpu_percent(),

@@ -1,8 +1,7 @@
 """Keep values of the last minutes, for rates and quantiles.
 
-Owns: how long a value is kept.
-Invariant: quantiles are of values that were seen; what was not seen is None.
-Never: reads a clock.
+Owns: how long a value is kept. Invariant: quantiles cover observed values only; without values they
+are None. Never: reads a clock.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ WINDOW_S = 60.0
 MAX_WINDOW_GAPS = 20_000
 USUAL_WINDOW_S = 900.0
 MIN_USUAL, MAX_USUAL = 3, 200
-"""What is usual is the median of so many sequences, the newest of the last quarter of an hour."""
+"""Numbers of sequences for a usual time: a median over the last 15 minutes."""
 MAX_USUAL_MINUTES = 60
 MIN_LATE_MS = 1000.0
-"""A TTFT that exceeds what is usual by less is not late, however many times as long it is."""
+"""Minimum excess over the usual TTFT for a late first token."""
 STALL_GAPS = 4.0
 MIN_STALL_MS = 100.0
-"""A gap is a stall if it is longer than so many usual ones, and than this."""
+"""Minimum length of a stall, besides a multiple of the usual ITL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +38,17 @@ class UsualTimes:
 
     queue_ms: float | None = None
     prefill_ms_per_token: float | None = None
-    """Of the prompt."""
+    """Milliseconds per prompt token."""
     handoff_ms: float | None = None
     decode_wait_ms: float | None = None
     tpot_ms: float | None = None
 
 
 class UsualTtft:
-    """Learn what TTFT is usual for prompts of each length, from one minute to the next.
+    """Learn the usual TTFT of prompts of each length, from one minute to the next.
 
-    Each minute adds the median TTFT of every power of two of computed prompt tokens; what is usual
-    is the median of those minutes, so a bad minute hardly moves it.
+    Each minute adds the median TTFT of every power of two of computed prompt tokens. The usual TTFT
+    is the median of those medians, so a bad minute hardly moves it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class UsualTtft:
         )
 
     def add(self, num_computed: int, ttft_ms: float, now_ns: int) -> None:
-        """Take in one TTFT; it counts once its minute is over."""
+        """Add one TTFT; it counts once its minute is over."""
         minute = int(now_ns / 60e9)
         if minute != self._minute:
             for size, seen_ms in self._this_minute.items():
@@ -70,13 +69,13 @@ class UsualTtft:
         self._this_minute[num_computed.bit_length()].append(ttft_ms)
 
     def of(self, num_computed: int) -> float | None:
-        """Return the usual TTFT of such a prompt; None until enough minutes had one."""
+        """Return the usual TTFT of such a prompt; None: too few minutes had one."""
         medians_ms = self._medians_ms[num_computed.bit_length()]
         return median(medians_ms) if len(medians_ms) >= MIN_USUAL else None
 
 
 class Windows:
-    """The newest of everything that has a latency."""
+    """The recent values of everything that has a latency."""
 
     def __init__(self) -> None:
         self._usual_ttft = UsualTtft()
@@ -90,14 +89,14 @@ class Windows:
         self._usual = {each.name: Window(USUAL_WINDOW_S, MAX_USUAL) for each in fields(UsualTimes)}
 
     def forget_usual_ttft(self) -> None:
-        """Start over for another model, whose first tokens take another time."""
+        """Start over for another model, with other prefill times."""
         self._usual_ttft = UsualTtft()
 
     def first_token(self, sequence: Sequence, ttft_ms: float, now_ns: int) -> None:
         cut = stages(sequence.stamps, 1)
         self._ttft_ms.add(now_ns, ttft_ms)
         num_computed = max(sequence.num_prompt_tokens - sequence.num_cached_tokens, 1)
-        # the time to compute it stands in for what is usual until that is known
+        # its own prefill time replaces the usual TTFT until that is known
         due_ms = self._usual_ttft.of(num_computed) or cut.prefill_ms
         if due_ms:
             is_late = ttft_ms - due_ms >= MIN_LATE_MS
@@ -111,11 +110,11 @@ class Windows:
         self._itl_ms.add(now_ns, itl_ms)
 
     def request_finished(self, now_ns: int) -> None:
-        """A request has had its terminal reply."""
+        """Count a request after its terminal reply."""
         self._requests.add(now_ns, 0.0)
 
     def ended(self, sequence: Sequence, cut: Stages, now_ns: int) -> None:
-        """A sequence has ended; one that was cut short says nothing of the time to the end."""
+        """Add an ended sequence; e2e counts only if it completed."""
         if cut.handoff_ms is not None:
             self._handoff_ms.add(now_ns, cut.handoff_ms)
         if sequence.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -129,13 +128,13 @@ class Windows:
                 window.add(now_ns, value_ms)
 
     def usual(self, now_ns: int) -> UsualTimes:
-        """What a stage takes as a rule."""
+        """Return the usual time of each stage."""
         seen = {name: window.values(now_ns) for name, window in self._usual.items()}
         enough = {name: each for name, each in seen.items() if len(each) >= MIN_USUAL}
         return UsualTimes(**{name: median(values) for name, values in enough.items()})
 
     def latency(self, slo: Slo, now_ns: int) -> LatencyFrame:
-        """The window in figures, against the targets of this moment."""
+        """Compute the window's figures, and compare them with the targets."""
         ttft_ms = sorted(self._ttft_ms.values(now_ns))
         itl_ms = sorted(self._itl_ms.values(now_ns))
         e2e_ms = sorted(self._e2e_ms.values(now_ns))
@@ -172,7 +171,7 @@ class Windows:
 
 
 def _exceeded_by_several(values: list[float]) -> float | None:
-    """The value that a tenth of all values reach, and at least MIN_USUAL of them."""
+    """Return the value reached by a tenth of all values, and at least MIN_USUAL of them."""
     num_least = max(MIN_USUAL, len(values) // 10)
     return sorted(values)[-num_least] if len(values) >= num_least else None
 

@@ -139,7 +139,7 @@ class CacheArena:
         pairs = [(slot, to_id) if is_load else (from_id, slot) for (from_id, to_id), slot in both]
         worker = self.reach(copy.to_pool if is_load else copy.from_pool)
         if worker is None:
-            self._copies.lose(job, self._report, "no worker is there to copy")
+            self._copies.lose(job, self._report, "no worker is available to copy")
             return
         self._copies.begin(worker, job, self._report)
         self._copies.send(job, pairs)
@@ -237,7 +237,7 @@ class StagedDisk:
             return
         worker = self._worker_of(pool)
         if worker is None:
-            self._copies.lose(job, self._report, "no worker is there to copy")
+            self._copies.lose(job, self._report, "no worker is available to copy")
             return
         ways = [(DRAM, pool), (SSD, DRAM)] if is_load else [(pool, DRAM), (DRAM, SSD)]
         by_worker, by_disk = (

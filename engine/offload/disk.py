@@ -121,7 +121,7 @@ class Disk:
     def _do(self, job: Job, buffer: RecordBuffer) -> None:
         match job:
             case _ if job.is_void:
-                job.error = "not needed any more"
+                job.error = "no longer needed"
             case CopyJob(copy=copy) if copy.from_pool == self.tier:
                 self._load(job, buffer)
             case CopyJob():
@@ -145,7 +145,7 @@ class Disk:
         fd, size = self._pool_fds[job.copy.from_pool], self._slabs.block_bytes
         for (block_id, _), entry in zip(job.copy.pairs, job.entries, strict=True):
             if os.preadv(fd, [buffer.block], block_id * size) != size:
-                raise OSError(0, "the pool's memory is cut off")
+                raise OSError(0, "the pool's memory is truncated")
             self._slabs.write(
                 entry.place, entry.block_hash, entry.number, entry.stored_at_s, buffer
             )
@@ -155,7 +155,7 @@ class Disk:
         fd, size = self._pool_fds[job.copy.to_pool], self._slabs.block_bytes
         for (_, block_id), entry in zip(job.copy.pairs, job.entries, strict=True):
             if job.is_void:
-                job.error = "not needed any more"
+                job.error = "no longer needed"
                 return
             try:
                 self._slabs.read(entry.place, entry.block_hash, buffer)
@@ -163,7 +163,7 @@ class Disk:
                 job.error, job.is_damaged = str(error), True
                 return
             if os.pwritev(fd, [buffer.block], block_id * size) != size:
-                raise OSError(0, "the pool's memory is cut off")
+                raise OSError(0, "the pool's memory is truncated")
             job.num_done += 1
 
 
@@ -173,7 +173,7 @@ def probe(slabs: Slabs) -> float:
     Where the disk has no room for that file, a slab is read, if there is one.
 
     Raises:
-        OSError: it cannot be done, or what was read is not what was written.
+        OSError: it cannot be done, or data read differs from data written.
     """
     slabs.remake_folder()
     try:
@@ -196,7 +196,7 @@ def _probe_file(slabs: Slabs) -> float:
     fd = slabs.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         if os.pwritev(fd, [memory], 0) != size:
-            raise OSError(errno.ENOSPC, "a file could not be written to its end")
+            raise OSError(errno.ENOSPC, "a file was written incompletely")
         memory[:] = bytes(size)
         bytes_per_s = _read_timed(fd, memory)
     finally:
@@ -204,7 +204,7 @@ def _probe_file(slabs: Slabs) -> float:
         with suppress(OSError):
             path.unlink()
     if memory[:] != pattern:
-        raise OSError(0, "what was read is not what was written")
+        raise OSError(0, "data read differs from data written")
     return bytes_per_s
 
 

@@ -133,7 +133,7 @@ def lock(folder: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
-        raise BusyError(errno.EBUSY, "another process has the folder") from error
+        raise BusyError(errno.EBUSY, "another process uses the folder") from error
     return fd
 
 
@@ -192,7 +192,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         OSError: not all of it is there.
     """
     if os.pwritev(fd, [data], offset) != len(data):
-        raise OSError(errno.ENOSPC, "the record was not written to its end")
+        raise OSError(errno.ENOSPC, "the record was written incompletely")
 
 
 def physical_bytes(fd: int) -> int:
@@ -215,7 +215,7 @@ def make_private(folder: Path) -> None:
     if stat.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
     if not (folder / _LOCK).is_file() and any(folder.iterdir()):
-        about = "the folder holds other files, and the cache wants one of its own"
+        about = "the folder holds other files; the cache needs its own"
         raise FileExistsError(errno.EEXIST, about, str(folder))
     if stat.st_mode & 0o077:
         folder.chmod(0o700)

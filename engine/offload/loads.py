@@ -150,13 +150,13 @@ class Loads:
         load_ms = self._costs.predict_ms(num_bytes + num_under_way * context.block_bytes)
         size = kv_pool.block_size
         compute_ms = self._predict_ms(pool, (end - first) * size, first * size)
-        predicted = f"predicted {load_ms:.1f} ms, computing them {_ms(compute_ms)}"
+        predicted = f"predicted {load_ms:.1f} ms to load, recomputing {_ms(compute_ms)}"
         fetch_ms = None if fetch is None else fetch(first, end)
         if fetch_ms is not None:
-            predicted += f", by way of another pool {fetch_ms:.1f} ms"
+            predicted += f", from another pool {fetch_ms:.1f} ms"
         is_fetched = fetch_ms is not None and fetch_ms < load_ms
         if is_fetched or not self._costs.is_worth_it(load_ms, compute_ms):
-            words = f"{end - first} blocks not taken from {context.label}: {predicted}"
+            words = f"{end - first} blocks not loaded from {context.label}: {predicted}"
             self._note(seq_id, Restored(0, 0, words))
             return
         load = _Load(wanted, end - first, predicted, load_ms, compute_ms, context.now_ns(), is_cut)
@@ -449,7 +449,7 @@ class Stores:
                 self.done(waiting)
             else:
                 context.is_late(waiting)
-        self._hangs(f"no block was written in {context.patience.store_s:.0f} s")
+        self._hangs(f"no block was stored in {context.patience.store_s:.0f} s")
 
     @property
     def _can_store(self) -> bool:
@@ -520,9 +520,9 @@ class Stores:
         """What it is given is not taken: not so fast again."""
         context = self._context
         if self._can_store and self._refusal is None:
-            about = f"{context.label} takes no blocks: {error}; tried again every {PAUSE_S:.0f} s"
+            about = f"{context.label} accepts no blocks: {error}; retry every {PAUSE_S:.0f} s"
             context.tell("warning", f"{context.name}.refused", about)
-        self._refusal = f"it takes no blocks: {error}"
+        self._refusal = f"it accepts no blocks: {error}"
         self._paused_until_ns = context.now_ns() + int(PAUSE_S * 1e9)
         context.later(PAUSE_S, self.pump)
 

@@ -98,7 +98,7 @@ class _Slab:
 def full_text(free_bytes: int, reserve_bytes: int) -> str:
     """Why a cache does not grow: of its disk so much is free, and so much stays so."""
     free, reserve = size_text(free_bytes), size_text(reserve_bytes)
-    return f"its disk is full: {free} are free, and {reserve} stay so"
+    return f"its disk is full: {free} free, {reserve} reserved"
 
 
 class OtherSlabs:
@@ -457,14 +457,14 @@ class Slabs:
         slab = self._slab(place)
         size = os.preadv(slab.fd, [buffer.record], slab.head.offset(place.record))
         if size < self._record_bytes:
-            raise DamagedError("the slab is cut off")
+            raise DamagedError("the slab file is truncated")
         head = read_record(bytes(buffer.record[:HEADER_BYTES]), *place)
         if head is None or head.num_bytes != self.block_bytes:
             raise DamagedError("its header is damaged")
         if (head.block_hash, head.fingerprint) != (block_hash, self._fingerprint):
-            raise DamagedError("another block lies there")
+            raise DamagedError("it holds another block")
         if head.payload_crc != payload_crc(buffer.block):
-            raise DamagedError("the checksum of its bytes is wrong")
+            raise DamagedError("checksum mismatch")
 
     def erase(self, place: RecordPlace) -> None:
         """Write zeros over a place, so that nothing of what was there is left.
@@ -479,4 +479,4 @@ class Slabs:
         try:
             return self._slabs[place.slab]
         except KeyError:
-            raise OSError(errno.ENOENT, "the slab is gone", f"slab {place.slab}") from None
+            raise OSError(errno.ENOENT, "the slab file is missing", f"slab {place.slab}") from None

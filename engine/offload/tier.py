@@ -215,7 +215,7 @@ class Tier:
 
     def _loaded(self, job: CopyJob) -> None:
         if job.is_damaged:
-            about = f"a block on disk is damaged: {job.error}; it is erased, and computed again"
+            about = f"a block on disk is damaged: {job.error}; erased; prompts recompute it"
             self._tell("warning", "damaged", about)
         elif job.error is not None and not job.is_void:
             self._missed(f"reading fails: {job.error}")
@@ -229,7 +229,7 @@ class Tier:
         if has_more and self._decisions[seq_id] < MAX_PARTS:
             self._undecided.add(seq_id)
         if not is_in_time:
-            self._missed("a block did not come in time")
+            self._missed("loading a block timed out")
         self._changed()
 
     @property
@@ -252,7 +252,7 @@ class Tier:
         if self.reason is not None:
             return
         self.reason, self._stores.is_off = about, True
-        said = f"the {self._kind} cache is off until a probe passes: {about}{how_often}"
+        said = f"the {self._kind} cache is off until a probe succeeds: {about}{how_often}"
         self._tell("warning", "down", said)
         self._probe_later()
 
@@ -268,7 +268,7 @@ class Tier:
             return
         self.reason, self._num_misses, self._stores.is_off = None, 0, False
         self.costs.bytes_per_s = job.bytes_per_s or self.costs.bytes_per_s
-        self._tell("info", "up", f"the {self._kind} cache is on again: a probe has passed")
+        self._tell("info", "up", f"the {self._kind} cache is on again: a probe succeeded")
 
     def _swept(self, job: SweepJob) -> None:
         for slab in job.lost:
@@ -277,7 +277,7 @@ class Tier:
         self.index.not_erased(job.places[job.num_done :])
         if job.lost:
             self.counts.lost_slabs += len(job.lost)
-            about = f"{len(job.lost)} of its files were deleted by somebody; their blocks are gone"
+            about = f"{len(job.lost)} of its files were deleted; their blocks are lost"
             self._tell("warning", "lost", about)
         if job.error is not None:
             self._stores.refused(job.error)

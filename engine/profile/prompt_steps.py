@@ -69,7 +69,7 @@ def choose_prompt_steps(
     lends = True
     if own != lent and alone is not None and together is not None:
         lends = alone.high / together.low >= CORE_GAIN
-    about = "" if lends else "; idle cores are not lent to prompts, which gain nothing by them"
+    about = "" if lends else "; no core lending, prompts gain nothing from it"
     return PromptChoice(chosen, lends, f"prefill step: {chosen:,} tokens ({said}){about}")
 
 

@@ -242,7 +242,7 @@ class Copies:
                 for number in numbers:
                     transfer.sent[number] = transfer.done[number] = 0
                 if not self._ledger.renew(transfer.owner, transfer.link.to_pool, 0):
-                    transfer.error = "there is no room for what others have lost as well"
+                    transfer.error = "no free slots for blocks that other copies lost"
 
     # Sending
 

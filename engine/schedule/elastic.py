@@ -167,12 +167,12 @@ class PairChoice(NamedTuple):
         return ": ".join(filter(None, (self.reason, self.about)))
 
 
-_UNKNOWN = "its steps are not all of sizes that have been measured; as static roles do"
-_ALONE = "nothing else runs, and all cores compute it"
-_WARY = "the other ways were far worse than predicted and are not measured anew; as static roles do"
+_UNKNOWN = "steps of this size not measured yet; static route"
+_ALONE = "nothing else runs; all cores compute it"
+_WARY = "the other routes were far slower than predicted; static route"
 
 
-_SHORT = "step times are not measured yet; a short prompt does not wait behind a long one"
+_SHORT = "step times not measured yet; short prompts avoid waiting behind long ones"
 
 
 class _Unknown(Exception):
@@ -183,7 +183,7 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     """Choose how a sequence is run."""
     first = situation.candidates[0]
     if len(situation.candidates) == 1:
-        return PairChoice(first, "only", "no other worker is there, or has room")
+        return PairChoice(first, "only", "no other worker is up with free blocks")
     alone = PairChoice(first, "alone", _ALONE) if situation.is_quiet and first.moves else None
     try:
         forecasts = _Forecaster(situation, predict).all()

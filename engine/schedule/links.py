@@ -100,7 +100,7 @@ class Links:
             state.probe_bytes_per_s, state.down = min(found), None
             state.num_failed = state.num_slow = state.timed_bytes = state.timed_ns = 0
             if not min(found):
-                self._take_down(state, "what came back at start is not what was sent")
+                self._take_down(state, "the data came back changed at start")
 
     def copied(self, hop: Hop, report: Copied) -> None:
         """A hop has been made, or has failed."""
@@ -127,7 +127,7 @@ class Links:
         state.timed_bytes = state.timed_ns = 0
         is_slow = rate < SLOW_RATIO * (state.probe_bytes_per_s or 0)
         state.num_slow = state.num_slow + 1 if is_slow else 0
-        self._strike(state, state.num_slow, f"copies come to {size_text(rate)}/s")
+        self._strike(state, state.num_slow, f"copies run at {size_text(rate)}/s")
 
     def _strike(self, state: LinkState, count: int, why: str) -> None:
         if count >= MAX_STRIKES and state.down is None:

@@ -193,7 +193,7 @@ class Roles:
             return PairChoice(Pair(static.decode, static.decode), "colocated")
         if self._roles == "static" or self.acts_static:
             if not static.moves:
-                return PairChoice(static, "only", "no worker of the other role is there")
+                return PairChoice(static, "only", "no worker of the other role is up")
             about = "both workers share one device" if self._roles == "elastic" else ""
             return PairChoice(static, "static", about)
         loads = {

@@ -178,7 +178,7 @@ class Router:
             self.at.put(sequence, Waiting(sequence.where.stage))
         for sequence in victims:
             if recovery.is_proven(sequence):
-                about = f"worker {worker} died {sequence.num_suspicions} times under it"
+                about = f"worker {worker} died {sequence.num_suspicions} times while running it"
                 self.abort(sequence, FinishReason.ERROR, now_ns, about)
             else:
                 sequence.num_recoveries += 1

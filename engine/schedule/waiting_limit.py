@@ -84,14 +84,14 @@ class WaitingLimit:
         most = self.max_per_request
         if wanted > most and not is_single:
             raise RequestError(
-                f"the prompts of one request may be {most} {self.unit}, these are {wanted}",
+                f"the prompts of one request are limited to {most} {self.unit}; these are {wanted}",
                 code="invalid_value",
                 param="prompt",
                 hint="send them in several requests",
             )
         if wanted > free:
             raise QueueFull(
-                f"{self.total} {self.unit} are waiting, at most {self.limit} may; "
+                f"{self.total} {self.unit} are waiting, the limit is {self.limit}; "
                 f"this request has {wanted}",
                 retry_after_ms=self.pace.retry_ms(min(wanted - free, self.total)),
             )
@@ -99,8 +99,8 @@ class WaitingLimit:
         share = max((OWNER_SHARE * free - held) // (1 + OWNER_SHARE), 0)
         if wanted > share:
             raise QueueFull(
-                f"{held} of your {self.unit} are waiting and {share} more may, "
-                f"so that others find room; this request has {wanted}",
+                f"{held} of your {self.unit} are waiting, your share allows {share} more; this "
+                f"request has {wanted}",
                 code="user_quota",
                 # Owners take turns: its own leave at its share of the pace.
                 retry_after_ms=self.pace.retry_ms((wanted - share) * max(self.num_owners, 1)),
@@ -134,8 +134,8 @@ class WaitingLimit:
             return
         excess = math.ceil(leaving * (1 - max_wait_ms / wait_ms))
         raise QueueFull(
-            f"it would wait about {wait_ms / 1e3:.0f} s for its turn, longer than the "
-            f"{max_wait_ms / 1e3:g} s that a request may; {self.total} {self.unit} are waiting",
+            f"expected wait {wait_ms / 1e3:.0f} s exceeds the limit of {max_wait_ms / 1e3:g} s; "
+            f"{self.total} {self.unit} are waiting",
             retry_after_ms=self.pace.retry_ms(excess),
         )
 
@@ -164,9 +164,9 @@ class WaitingLimit:
         if ahead_ms <= left_ms:
             return
         raise QueueFull(
-            f"its first token would come after about {(ahead_ms + own_ms) / 1e3:.1f} s, which is "
-            f"not safely within the {target_ms / 1e3:g} s of the target; {self.total + ahead} "
-            f"{self.unit} are before it",
+            f"expected TTFT {(ahead_ms + own_ms) / 1e3:.1f} s is too close to the target of "
+            f"{target_ms / 1e3:g} s; {self.total + ahead} "
+            f"{self.unit} are ahead",
             retry_after_ms=retry_after_ms(ahead_ms - left_ms),
         )
 

@@ -96,7 +96,7 @@ def _cut(text: str) -> str:
     """The text up to the mark; where a template trims contents, so is their end here."""
     end = text.rfind(_CONTINUE.rstrip())
     if end < 0:
-        raise _refusal("it leaves out the final message, which is to be continued")
+        raise _refusal("it leaves out the final message, which the reply continues")
     return text[:end] if text.startswith(_CONTINUE, end) else text[:end].rstrip()
 
 
@@ -130,7 +130,7 @@ def _compile(source: str, where: str) -> jinja2.Template:
         return environment.from_string(source)
     except (jinja2.TemplateError, RecursionError) as error:
         what = f"the chat template is broken: {error}"
-        hint = "mend it there, or ask who published the model"
+        hint = "correct it there, or report it to the model's publisher"
         raise CheckpointError(what, where=where, hint=hint) from error
 
 

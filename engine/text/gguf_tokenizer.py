@@ -96,7 +96,7 @@ def read_tokenizer(model: GgufModel) -> tokenizers.Tokenizer:
         raise
     # tokenizers raises plain Exception for whatever it refuses
     except Exception as error:
-        what = f"its tokenizer cannot be made: {error}"
+        what = f"its tokenizer cannot be built: {error}"
         raise CheckpointError(what[:300], where=str(model.path)) from error
     return tokenizer
 

@@ -81,7 +81,7 @@ def regex_grammar(pattern: str) -> str:
     try:
         return llguidance.LLMatcher.grammar_from_regex(pattern)
     except UnicodeEncodeError as error:
-        raise GrammarError(f"the pattern is no text: {error.reason}") from error
+        raise GrammarError(f"the pattern is not a string: {error.reason}") from error
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -136,11 +136,11 @@ def _compile_error(grammar: str) -> str:
     matcher = llguidance.LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=LIMITS)
     matcher.compute_logit_bias()
     if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
-        return "no text matches it: it can only go on by referring to itself"
+        return "no text matches it: it refers to itself without end"
     # What is forced is written out and tokenized before each step: so much takes 0.03 s.
     num_forced = len(matcher.compute_ff_bytes())
     if num_forced > MAX_GRAMMAR_CHARS:
-        return f"it leaves no choice for its first {num_forced} bytes, at most {MAX_GRAMMAR_CHARS}"
+        return f"it fixes its first {num_forced} bytes, at most {MAX_GRAMMAR_CHARS}"
     return ""
 
 

@@ -48,7 +48,7 @@ class WorkerChannel:
         """Wait for the next command, which has to be of this kind.
 
         Raises:
-            ChannelClosed: the daemon is gone.
+            ChannelClosed: the daemon closed the channel.
             TypeError: it is another: a bug of ours.
         """
         command, *self._unread = self.receive(wait=True)
@@ -60,19 +60,19 @@ class WorkerChannel:
         """Send one report; waits while the daemon is slow to read. Any thread may.
 
         Raises:
-            ChannelClosed: the daemon is gone, or another thread has closed this end.
+            ChannelClosed: the daemon closed the channel, or another thread has closed this end.
         """
         try:
             with self._is_sending:
                 self._socket.sendall(_frame(self._encode(report)))
         except OSError as error:
-            raise ChannelClosed("the daemon is gone") from error
+            raise ChannelClosed("the daemon closed the channel") from error
 
     def receive(self, *, wait: bool) -> list[Command]:
         """All commands that have arrived; with `wait`, at least one.
 
         Raises:
-            ChannelClosed: the daemon is gone and all it sent has been returned.
+            ChannelClosed: the daemon closed the channel and all it sent has been returned.
         """
         commands, self._unread = [*self._unread, *self._take_frames()], []
         while select.select([self._socket], [], [], None if wait and not commands else 0)[0]:
@@ -83,13 +83,13 @@ class WorkerChannel:
             if not data:
                 if commands:
                     break  # the next call finds the end again
-                raise ChannelClosed("the daemon is gone")
+                raise ChannelClosed("the daemon closed the channel")
             self._buffer += data
             commands += self._take_frames()
         return commands
 
     def has_commands(self) -> bool:
-        """True if a command has arrived that receive() has not returned, or the daemon is gone."""
+        """Say whether a command waits to be received, or the daemon closed the channel."""
         return bool(self._unread or select.select([self._socket], [], [], 0)[0])
 
     def _take_frames(self) -> list[Command]:
@@ -142,13 +142,13 @@ class DaemonChannel:
         """Wait for the worker's next message.
 
         Raises:
-            ChannelClosed: the worker is gone and all it sent has been returned.
+            ChannelClosed: the worker closed the channel and all it sent has been returned.
         """
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
             report: Report = self._decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError) as error:
-            raise ChannelClosed("the worker is gone") from error
+            raise ChannelClosed("the worker closed the channel") from error
         return report
 
     def close(self) -> None:

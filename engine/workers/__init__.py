@@ -1,1 +1,1 @@
-"""Processes pinned to one device each; started, never imported by others."""
+"""Run worker processes, each pinned to one device; they are started, never imported."""

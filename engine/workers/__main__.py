@@ -1,8 +1,7 @@
-"""Run a worker process: pin it, load, report ready, step until the daemon is gone.
+"""Run a worker process: pin it, load, report ready, step until the daemon ends.
 
-Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup.
-Owns: this process.
-Invariant: never outlives the daemon (parent-death signal, and the closed channel).
+Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup. Owns:
+this process. Invariant: never outlives the daemon (parent-death signal, and the closed channel).
 Never: chooses its device; a failure to load is reported before it exits.
 """
 
@@ -47,7 +46,7 @@ _PROGRESS_INTERVAL_NS = 200_000_000
 
 
 def main() -> int:
-    """Run one worker; the exit code is 0 when the daemon has gone, 1 on failure."""
+    """Run one worker; the exit code is 0 after the daemon has ended, 1 on failure."""
     parser = argparse.ArgumentParser(prog="python -m engine.workers")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--cpus", required=True)
@@ -60,8 +59,8 @@ def main() -> int:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to groups, too
         signal.signal(number, signal.SIG_IGN)
-    # those that it may ever compute on: OpenMP counts them as it is loaded, and hardly spins from
-    # then on in a team that is larger
+    # all cores that it may ever use: OpenMP counts them when loaded, and hardly spins in a
+    # larger team afterwards
     os.sched_setaffinity(0, [int(cpu) for cpu in options.cpus.split(",")])
     channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
     try:
@@ -144,7 +143,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars:
-    """Compile grammars for a model's tokenizer, which is read when the first one comes."""
+    """Compile grammars for a model's tokenizer, loaded with the first grammar."""
     from engine.text.grammar import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
     from engine.workers.worker_request import Grammars
@@ -157,7 +156,7 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
 def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
 ) -> tuple[dict[str, Weight], ProductWays | None, bool]:
-    """The weights, how packed ones are multiplied, and whether it is ours to say what was lost."""
+    """Load the weights; return how packed ones are multiplied, and whether to measure loss."""
     from engine.checkpoint.checkpoint import AS_STORED
     from engine.kernels.cpu import ProductWays
     from engine.model.weights import load_weights
@@ -214,7 +213,7 @@ def _serve_on_gpu(
 
 
 class _Progress:
-    """Sends LoadingProgress a few times a second, and whenever something else is done."""
+    """Sends LoadingProgress a few times a second, and after each part of the start."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
@@ -229,7 +228,7 @@ class _Progress:
             self.heartbeat()
 
     def heartbeat(self) -> None:
-        """A part of the start is done that has no bytes: this process does not hang."""
+        """Report a finished part of the start without bytes, so that it does not look hung."""
         self._channel.send(self._so_far)
 
 

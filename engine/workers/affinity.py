@@ -1,9 +1,8 @@
 """Pin the worker's threads to its cores.
 
-Owns: the affinity of all threads of the process.
-Invariant: one thread for each core; after it returns no thread may run elsewhere.
-Invariant: what the kernel refuses is said, and serving goes on with memory wherever it is.
-Never: runs while a step does.
+Owns: the affinity of all threads of the process. Invariant: one thread for each core; after it
+returns no thread may run elsewhere. Invariant: a refusal of the kernel is reported, and memory
+stays where it is. Never: runs while a step does.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def use_cores(cpus: list[int]) -> None:
 
 
 _NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""Of mbind and get_mempolicy, by machine."""
+"""System call numbers of mbind and get_mempolicy, by machine."""
 _PREFERRED = 1
 _NODE_OF_ADDRESS = 3
 _WORDS = 16
@@ -35,20 +34,20 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def prefer_node(memory: torch.Tensor, node: int) -> str | None:
-    """Have the kernel take pages of a mapping from a node, whoever touches them first.
+    """Make the kernel take a mapping's pages from a node, independent of the first access.
 
-    Of memory that several processes map, all follow.
+    For memory that several processes map, this holds for all.
 
     Args:
         memory: a mapping, from its beginning.
-        node: of those that the kernel numbers.
+        node: the kernel's number of the node.
 
     Returns:
-        why that is not so; None: it is.
+        the error; None: it worked.
     """
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
-        return f"memory cannot be asked for on a NUMA node on {platform.machine()}"
+        return f"memory cannot be bound to a NUMA node on {platform.machine()}"
     mask = (ctypes.c_ulong * _WORDS)()
     mask[node // 64] = 1 << node % 64
     address, num_bytes = memory.data_ptr(), memory.numel() * memory.element_size()
@@ -64,11 +63,11 @@ def prefer_node(memory: torch.Tensor, node: int) -> str | None:
     )
     if not failed:
         return None
-    return f"memory cannot be asked for on NUMA node {node}: {os.strerror(ctypes.get_errno())}"
+    return f"memory cannot be bound to NUMA node {node}: {os.strerror(ctypes.get_errno())}"
 
 
 def node_of(memory: torch.Tensor) -> int | None:
-    """The node that the first page of a tensor is on, which is touched; None: it is not known."""
+    """Return the node of a tensor's first page, touching it; None: unknown."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
         return None
@@ -85,10 +84,10 @@ def node_of(memory: torch.Tensor) -> int | None:
 
 
 class NodeMemory:
-    """On which NUMA node a worker's memory should be, and where it came to be.
+    """Place a worker's memory on its NUMA node, and report where it is.
 
     Args:
-        node: where its weights and its pool are to be; None: wherever they are touched.
+        node: of its weights and its pool; None: any.
     """
 
     def __init__(self, node: int | None) -> None:
@@ -96,7 +95,7 @@ class NodeMemory:
         self._refusals: list[str] = []
 
     def prefer(self, memory: torch.Tensor | mmap.mmap) -> None:
-        """Ask for a mapping's pages, before anybody has touched them."""
+        """Request the pages of an untouched mapping on the node."""
         if self._node is None:
             return
         if isinstance(memory, mmap.mmap):
@@ -106,7 +105,7 @@ class NodeMemory:
             self._refusals.append(refusal)
 
     def notes(self, pool: torch.Tensor) -> list[str]:
-        """What is not as it was to be, by where a pool is that has been touched."""
+        """Report memory on the wrong node, given a touched pool."""
         found = None if self._node is None else node_of(pool)
         if found is None or found == self._node:
             return self._refusals

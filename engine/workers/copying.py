@@ -1,17 +1,16 @@
 """Copy KV blocks between pools; nothing else moves KV.
 
 A copy of blocks that an admit fills waits, block by block, until a step has filled each: the loop
-says how far a sequence is. What a device has collected it has done, so a thread copies at once, on
-a stream of its own, and the loop never waits for it. In the host's memory a copy is work for the
-worker's own cores, whoever does it: the loop does it behind the step, for a thread would wait for
-Python's lock until the next step's kernels let go of it, which took longer than the copy. Blocks
-that were never used have no pages there, and making them takes five times as long as the copy; so a
-thread has them made when the copy is told of, beside the step that it waits for.
+reports a sequence's progress. On a device, collected work is done, so a thread copies at once on a
+stream of its own, and the loop never waits. In host memory the worker's own cores copy: the loop
+does it after the step, because a thread would wait for Python's lock until the next step's kernels
+release it, which took longer than the copy. Unused blocks have no pages there, and making pages
+takes five times as long as the copy; a thread makes them once the copy is announced, beside the
+step that it waits for.
 
-Owns: the mapping; copies that are not done, and the threads.
-Invariant: a copy's blocks are copied in order, each with all its layers, and reported when they are
-there; after the last report of a copy none of its blocks is touched.
-Never: chooses a block, signals another worker.
+Owns: the mapping; unfinished copies, and the threads. Invariant: a copy's blocks are copied in
+order, each with all its layers, and reported when they have arrived; after the last report of a
+copy its blocks are not touched. Never: chooses a block, signals another worker.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from engine.workers.device import Device
 from engine.workers.worker_request import WorkerRequest
 
 REPORTED_PAIRS = 16
-"""At most, in one report: so that the next hop begins before a long copy ends."""
+"""Maximum pairs per report, so that the next hop begins before a long copy ends."""
 PROBED_BYTES = 64 << 20
-"""A device copies so many in a try: at 350 GB/s they take 190 us, and one copy's start a few."""
+"""Bytes that a device copies per trial; at 350 GB/s they take 190 us, a start a few."""
 MOST_PROBED_BLOCKS = 32
 _NUM_PROBES = 8
 _PROBE_PATIENCE_S = 2.0
-"""So long a probe is made again that has never succeeded."""
+"""Maximum seconds to repeat a probe that has never succeeded."""
 _PROBE_PAUSE_S = 0.01
 _POPULATE_WRITE = 23
-"""Advice to madvise(), of Linux 5.14: make all pages of a range, as if each were written."""
+"""Advice to madvise(), since Linux 5.14: make all pages of a range, as if written."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
 class _WaitingCopy:
-    """A copy of which some blocks are not filled."""
+    """A copy with some unfilled blocks."""
 
     copy: Copy
     first_block: int
@@ -60,7 +59,7 @@ class _WaitingCopy:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Pairs of a copy whose bytes are there."""
+    """Pairs of a copy whose bytes are ready."""
 
     copy: Copy
     pairs: list[tuple[int, int]]
@@ -69,21 +68,21 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """A pool in another worker's memory that is to be mapped, or let go of."""
+    """A pool in another worker's memory to map or unmap."""
 
     pool: str
     map: Callable[[], torch.Tensor] | None
 
 
 class Copier:
-    """All copies of one worker.
+    """Run all copies of one worker.
 
     Args:
-        pools: by name, its own and those that it copies to or from; handed over, for another
-            worker's memory is only let go of when nobody else holds it.
+        pools: by name, its own and the pools that it copies to or from; handed over, because
+            another worker's memory is only unmapped when no other reference is left.
         block_size: of all of them.
         send: passes a report on, from any thread.
-        device: of its own pool; None: it is in the host's memory.
+        device: of its own pool; None: it is in host memory.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class Copier:
         self._send = send
         self._device = device
         self._waiting: dict[tuple[int, int], list[_WaitingCopy]] = {}
-        """By seq_id and generation."""
+        """Waiting copies by seq_id and generation."""
         self._jobs: SimpleQueue[_Job | _Mapping] = SimpleQueue()
-        """The thread's, where there is a device."""
+        """Jobs of the thread, with a device."""
         self._thread: Thread | None = None
         self._due: deque[_Job | _Mapping] = deque()
-        """The loop's, where there is none."""
+        """Jobs of the loop, without a device."""
         self._failed: set[int] = set()
-        """Copies that were reported to be over, by an error, before all their parts came."""
+        """Copies reported as failed before all their parts came."""
         self._page_maker = ThreadPoolExecutor(1, "pages") if device is None else None
 
     def take(self, copy: Copy, running: WorkerRequest | None) -> None:
@@ -113,7 +112,7 @@ class Copier:
 
         Args:
             copy: the command.
-            running: the sequence that fills its blocks, if that is still here.
+            running: the sequence that fills its blocks, if it is still here.
         """
         filler = copy.filled_by
         if filler is None or running is None or running.generation != filler.generation:
@@ -126,7 +125,7 @@ class Copier:
         self.advance(running)
 
     def advance(self, running: WorkerRequest) -> None:
-        """Start what a step has filled: full blocks, or all if the sequence is complete."""
+        """Start copying what a step has filled: full blocks, or all of a complete sequence."""
         key = (running.seq_id, running.generation)
         waiting = self._waiting.get(key)
         if not waiting:
@@ -147,14 +146,14 @@ class Copier:
             del self._waiting[key]
 
     def remap(self, pool: str, map_pool: Callable[[], torch.Tensor] | None) -> None:
-        """Go on with a pool's new memory, or let go of the old, after the copies taken before.
+        """Use a pool's new memory, or unmap the old, after the copies taken before.
 
-        Those that are taken while it is not there fail.
+        Copies taken while it is unmapped fail.
         """
         self._put(_Mapping(pool, map_pool))
 
     def drop(self, running: WorkerRequest) -> None:
-        """A sequence has ended: what is not filled is not needed."""
+        """End the waiting copies of an ended sequence; unfilled blocks are not needed."""
         for each in self._waiting.pop((running.seq_id, running.generation), []):
             self._start(each.copy, [], is_last=True)
 
@@ -164,7 +163,7 @@ class Copier:
         return bool(self._due)
 
     def work(self, until_ns: int) -> None:
-        """Copy what is due to the loop; one part at least, and no new one after that time."""
+        """Copy the loop's due parts: at least one part, and no new one after that time."""
         while self._due:
             self._do(self._due.popleft())
             if time.monotonic_ns() >= until_ns:
@@ -215,7 +214,7 @@ class Copier:
             traceback.print_exc()
 
     def _done(self, job: _Job) -> Copied:
-        """Copy, and what there is to say about it."""
+        """Copy a job's pairs; return the report."""
         copy, started_ns = job.copy, time.monotonic_ns()
         try:
             source, target = self._pools[copy.from_pool], self._pools[copy.to_pool]
@@ -241,7 +240,7 @@ def copy_blocks(
     pairs: list[tuple[int, int]],
     device: Device | None = None,
 ) -> tuple[int, int | None]:
-    """Copy blocks, in order, and wait until they are there.
+    """Copy blocks in order, and wait for their arrival.
 
     Shapes: source and target [num_blocks, num_layers, 2, ...], as pools are.
 
@@ -249,10 +248,10 @@ def copy_blocks(
         source: a pool.
         target: another.
         pairs: blocks of the one, and of the other.
-        device: that one of the pools is on; None: both are in the host's memory.
+        device: the pools' device; None: both are in host memory.
 
     Returns:
-        bytes copied, and what they took, by the device's clock; None: the host was too busy to say.
+        the bytes copied, and the device's time; None: the host was too busy to measure.
     """
     num_bytes = target.stride(0) * target.element_size()
     if device is None:
@@ -268,12 +267,12 @@ def copy_blocks(
 
 
 def make_pages(target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Have the kernel make and map the pages of blocks that will be copied to; no byte changes.
+    """Make the kernel map the pages of blocks that will be copied to; no byte changes.
 
-    Kernels that cannot leave it to the copy itself, which then takes longer.
+    Older kernels leave it to the copy itself, which then takes longer.
 
     Args:
-        target: a pool in the host's memory.
+        target: a pool in host memory.
         pairs: blocks of another, and of this one.
     """
     num_bytes = target.stride(0) * target.element_size()
@@ -286,7 +285,7 @@ def make_pages(target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Pairs that follow each other in both pools, as the first of them and their number."""
+    """Merge pairs that are adjacent in both pools into runs: the first pair and the length."""
     start = 0
     for i in range(1, len(pairs) + 1):
         from_id, to_id = pairs[start]
@@ -296,18 +295,18 @@ def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None) -> float:
-    """Send a pattern to another pool's block 0, which is nobody's, and fetch it back.
+    """Copy a pattern to the padding block of another pool and back, and measure the rate.
 
-    All workers send the same one, and none touches its own pool for it, so those that do it at once
-    change nothing for each other. A step of the other pool's worker, as it warms up, may write its
-    padding there meanwhile: so one success is enough, and it is waited for. A device copies the
-    block again and again, as many bytes as tell its link's rate from the time that one copy costs.
+    All workers send an equal pattern, so concurrent probes do not disturb each other. The other
+    pool's worker may write padding there during its warm-up, so one success is enough, and the
+    probe repeats until then. A device copies the block many times, so that the rate is not hidden
+    by the start of one copy.
 
     Returns:
         bytes per second, both ways counted; the best of a few.
 
     Raises:
-        WorkerFailed: what came back is not what was sent.
+        WorkerFailed: the data came back changed.
     """
     values = torch.arange(pool[0].numel(), dtype=torch.float32).remainder_(127)
     sent = values.view(1, *pool.shape[1:]).to(pool.dtype).to(pool.device)
@@ -322,7 +321,7 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
         if num_tries >= _NUM_PROBES:
             if time.monotonic() > patient_until_s:
                 raise WorkerFailed(
-                    "what came back from another pool is not what was sent to it",
+                    "data copied to another pool and back came back changed",
                     where="handoff",
                     hint="the memory or the device is at fault; see the kernel log",
                 )
@@ -342,6 +341,6 @@ def probe(pool: torch.Tensor, other: torch.Tensor, device: Device | None = None)
 
 
 def _settle(device: Device | None) -> None:
-    """Wait for what was given the steps' stream: that of the copies does not."""
+    """Wait for work on the steps' stream, which the copies' stream does not."""
     if device is not None:
         device.mark()()

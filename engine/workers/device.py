@@ -1,12 +1,10 @@
-"""Wrap what a worker computes on: CPU cores, or a GPU with its memory, copies and graphs.
+"""Wrap a worker's device: CPU cores, or a GPU with its memory, copies and graphs.
 
-The one door to torch.cuda, and the one function that says where threads may run.
+The one door to torch.cuda.
 
-Owns: the affinity of all threads of the process; the CUDA context's settings, the memory of
-captured graphs.
-Invariant: nothing here waits for the device but what says so; what is allocated can be shared with
-another process.
-Never: sets CUDA_VISIBLE_DEVICES, which the daemon has done; chooses a device.
+Owns: the CUDA context's settings, the memory of captured graphs. Invariant: only functions that say
+so wait for the device; allocated memory can be shared with another process. Never: sets
+CUDA_VISIBLE_DEVICES, which the daemon has done; chooses a device.
 """
 
 from __future__ import annotations
@@ -32,58 +30,55 @@ _UNSHAREABLE = ("expandable_segments:true", "backend:cudamallocasync")
 
 
 class Memory(NamedTuple):
-    """Bytes of the device, for whoever uses it, and of this process."""
+    """The device's memory in bytes, over all processes, and this process's peak."""
 
     free_bytes: int
     total_bytes: int
     allocated_bytes: int
     peak_bytes: int
-    """Most that was allocated at once since forget_peak()."""
+    """Maximum allocated at once since forget_peak()."""
 
 
 @dataclass(slots=True)
 class DeviceTime:
-    """What a device took for the work that it was given within Device.beside()."""
+    """The device's time for the work given within Device.beside()."""
 
     elapsed_ns: int = 0
-    """By the device's clock, from the first to the last of it."""
+    """The device's time from the beginning to the end of the work."""
     host_waited_ns: int = 0
-    """What the thread waited for a core or for Python's lock before all of it was given."""
+    """The thread's wait for a core or Python's lock before all work was given."""
 
     @property
     def reliable_ns(self) -> int | None:
-        """The time, unless the device may have waited for the host for a quarter of it or more."""
+        """The time; None if the device may have waited for the host for a quarter of it."""
         return None if 4 * self.host_waited_ns > self.elapsed_ns else self.elapsed_ns
 
 
 class Device(Protocol):
-    """What a worker needs of its accelerator; tests have one without hardware."""
+    """The interface to a worker's accelerator; tests have one without hardware."""
 
     torch_device: torch.device
 
     def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor that the device can copy from while the host goes on."""
+        """Make a host tensor that the device can copy from while the host continues."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Bytes on the host that the device can copy from while the host goes on."""
+        """Make host memory that the device can copy from while the host continues."""
 
     def mark(self) -> Callable[[], None]:
-        """Calling the result waits until the device has done all that it was given before."""
+        """Mark the present end of the device's work; calling the result waits for it."""
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
         """Start to copy a tensor to the host; calling the result waits for its values."""
 
     def beside(self) -> AbstractContextManager[DeviceTime]:
-        """What a thread gives the device within goes beside the steps, and is done at the end.
-
-        Then the result says how long it took.
-        """
+        """Run a thread's work beside the steps, done at the end; the result has its time."""
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Run once and record; calling the result does on the device what the recorded run did."""
+        """Run once and record; calling the result repeats the recorded run on the device."""
 
     def finish(self) -> None:
-        """Wait until the device has done all that this process has given it."""
+        """Wait until all of this process's work on the device is done."""
 
     def memory(self) -> Memory:
         """Free, total and peak bytes of the device; waits for it."""
@@ -92,24 +87,24 @@ class Device(Protocol):
         """Begin measuring a new peak of memory."""
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """Where another process finds the bytes of a tensor, which has to stay."""
+        """Return a handle by which another process maps a tensor; the tensor must stay."""
 
     def map(self, exported: bytes) -> torch.Tensor:
-        """[num_bytes] of uint8: what another process has exported, not a copy of it."""
+        """Map another process's exported bytes as [num_bytes] of uint8, without a copy."""
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Let the device copy from and to host memory that is there already, for good."""
+        """Let the device copy from and to existing host memory, for good."""
 
     @property
     def is_served_by_mps(self) -> bool:
-        """True if processes compute on it at the same time; else they take turns."""
+        """Whether processes compute on it at once; otherwise they alternate."""
 
 
 class CudaDevice:
-    """One GPU by way of torch.cuda.
+    """Use one GPU through torch.cuda.
 
     Args:
-        uuid: as NVML has it, `GPU-...`.
+        uuid: from NVML, `GPU-...`.
 
     Raises:
         WorkerFailed: torch cannot use it, or could not share its memory.
@@ -128,15 +123,15 @@ class CudaDevice:
         """The stream of copies."""
 
     def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor; its memory is not used again before copies from it are done."""
+        """Make a host tensor; its memory is reused only after copies from it are done."""
         return torch.tensor(values, dtype=dtype, pin_memory=True)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Pinned memory; whoever writes it again sees to it that copies from it are done."""
+        """Make pinned memory; its next writer must wait for copies from it."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> Callable[[], None]:
-        """An event on the current stream; who waits for it sleeps, and a hang costs no core."""
+        """Record an event on the current stream; waiting for it sleeps and uses no core."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event.synchronize
@@ -155,7 +150,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[DeviceTime]:
-        """On one stream of its own, which other threads do not use; timed by events around it."""
+        """Run work on a stream of its own, for one thread, timed by events around it."""
         taken, events = DeviceTime(), []
         for _ in range(2):
             event: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -172,9 +167,9 @@ class CudaDevice:
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record a graph; all graphs share one pool of memory, so never run two at once.
 
-        All are recorded on one stream, where what libraries set up at their first call is set up
-        once; each other stream would have workspaces of its own. None is ever let go: a pool whose
-        last graph has gone cannot be used again while a workspace lies in it.
+        All are recorded on one stream, so that libraries set up their workspaces once; each other
+        stream would have workspaces of its own. No graph is ever freed: a pool without graphs
+        cannot be used again while a workspace lies in it.
         """
         if self._aside is None:
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -206,10 +201,10 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats()
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """Share by CUDA IPC; torch's allocator knows which segment a tensor lies in.
+        """Share a tensor by CUDA IPC; torch's allocator knows its segment.
 
-        The memory is complete when its handle leaves, so that whoever maps it opens no event: torch
-        would open that on the importer's GPU, although it was made on the exporter's.
+        The memory is complete when its handle is sent, so the importer opens no event: torch would
+        open the event on the importer's GPU, although it was made on the exporter's.
         """
         self.finish()
         storage: Any = memory.untyped_storage()
@@ -217,7 +212,7 @@ class CudaDevice:
         return msgspec.msgpack.encode(where)
 
     def map(self, exported: bytes) -> torch.Tensor:
-        """Map by CUDA IPC; torch closes the mapping when the last tensor over it is gone."""
+        """Map by CUDA IPC; torch closes the mapping with the last tensor over it."""
         where = msgspec.msgpack.decode(exported)
         storages: Any = torch.UntypedStorage
         storage = storages._new_shared_cuda(self.torch_device.index, *where, False)
@@ -226,7 +221,7 @@ class CudaDevice:
         return torch.as_tensor(mapped)
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Lock its pages and tell the driver; whoever ends takes it back."""
+        """Lock the pages and tell the driver; the end of the process undoes it."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         num_bytes = memory.numel() * memory.element_size()
         error = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
@@ -249,7 +244,7 @@ class CudaDevice:
 
 
 def sum_in_float32() -> None:
-    """Have cuBLAS add up products of bfloat16 and float16 in float32, also between its parts."""
+    """Make cuBLAS add up products of bfloat16 and float16 in float32, also between parts."""
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
     matmul.allow_fp16_reduced_precision_reduction = False
@@ -257,9 +252,9 @@ def sum_in_float32() -> None:
 
 @contextlib.contextmanager
 def finished_at_the_end(device: Device) -> Iterator[None]:
-    """Wait for the device however a worker ends.
+    """Wait for the device at any end of a worker.
 
-    Under MPS a process that ends with work under way can break the others on its GPU.
+    Under MPS a process that ends with work running can break the others on its GPU.
     """
     try:
         yield
@@ -285,12 +280,12 @@ def check_allocator() -> None:
 
 
 def _index_of(uuid: str) -> int:
-    """Torch's number of a GPU, which depends on what is visible and in which order."""
+    """Return torch's number of a GPU, which depends on the visible ones and their order."""
     if not torch.cuda.is_available():
         raise WorkerFailed(
             f"torch {torch.__version__} finds no GPU that it can use",
             where=uuid,
-            hint="install torch for CUDA, and a driver that is new enough",
+            hint="install torch for CUDA, and a recent enough driver",
         )
     if uuid.startswith("MIG-") and torch.cuda.device_count() == 1:
         return 0  # an instance is the only device that there is where CUDA_VISIBLE_DEVICES names it

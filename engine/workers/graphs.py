@@ -1,17 +1,16 @@
 """Capture decode steps as CUDA graphs by batch size, and replay them.
 
-A decode step of few sequences takes the host longer to launch than the device to compute. A graph
-is launched in one call, but reads the same addresses each time, for the same number of sequences.
-So there is one for each of a few batch sizes and two widths of block table; a step takes the
-smallest that it fits, and fills it up with rows that read and write block 0, which is nobody's.
+Launching a decode step of few sequences takes the host longer than the device needs to compute it.
+A graph is launched in one call, but reads fixed addresses, for a fixed number of sequences. So
+there is one graph for each of a few batch sizes and two widths of block table; a step takes the
+smallest that it fits, and fills it up with rows that read and write the padding block 0.
 
-Sampling is captured by itself: which kind a step needs does not depend on its width. It leaves the
-tokens on the device, where the next step can read them before the host has seen them.
-Sequences keep their rows while others come and go: a row that becomes free is taken by a newcomer,
-else by the one in the last row, so that few tables are ever written again.
-Owns: the static buffers, the graphs, and whose block table each row holds.
-Invariant: what a replay reads is written before it, in the device's order; a row's table is that of
-its sequence as far as that goes, and begins with block 0 where the row has none.
+Sampling is captured separately: its kind does not depend on the step's width. It leaves the tokens
+on the device, where the next step can read them before the host has seen them. Sequences keep their
+rows while others come and go: a newcomer takes a free row, or else the sequence in the last row
+moves there, so that few tables are rewritten. Owns: the static buffers, the graphs, and the
+sequence of each row. Invariant: a replay's inputs are written before it, in the device's order; a
+row's table is its sequence's as far as that goes, and begins with block 0 where the row has none.
 Never: allocates after capture; decides which sequences step.
 """
 
@@ -31,20 +30,21 @@ from engine.workers.worker_request import WorkerRequest
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORT_CONTEXT_TOKENS = 4096
-"""Attention splits a step's work by the longest context there can be: two classes, so that short
-ones, which are most, are not split for the longest."""
+"""Attention splits a step's work by the longest possible context.
+
+Two classes keep short contexts, the usual ones, from being split for the longest."""
 _NUM_FIELDS = 5
-"""Integers of a row: token id, position, slot, length, and the row whose last token is its id."""
+"""Integers per row: token id, position, slot, length, and the row whose last token is its id."""
 _PADDING = (0, 0, 0, 1, -1)
 
 
 def bucket_of(size: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of ascending sizes that is large enough."""
+    """Return the smallest of ascending sizes that is large enough."""
     return next((each for each in sizes if each >= size), None)
 
 
 class DecodeGraphs:
-    """All graphs of one model over one pool.
+    """Hold all graphs of one model over one pool.
 
     Args:
         transformer: one that is_capturable.
@@ -52,7 +52,7 @@ class DecodeGraphs:
         device: of both.
         block_size: of the pool.
         max_model_len: tokens of the longest sequence.
-        max_batch: sequences of the largest step; more of them step without a graph.
+        max_batch: sequences of the largest step; larger steps use no graph.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class DecodeGraphs:
         vocab_size = transformer.config.vocab_size
         self._logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=on)
         self._stepping: list[WorkerRequest] = []
-        """Of the step before, in the order in which it was asked for."""
+        """The sequences of the previous step, in the order asked for."""
         self._owners: list[WorkerRequest] = []
-        """The same by rows."""
+        """The sequences of the previous step, by rows."""
         self._steps: dict[tuple[int, int], Callable[[], None]] = {}
         self._samplers: dict[tuple[int, bool], Callable[[], None]] = {}
         self.capture_ms = 0.0
@@ -111,7 +111,7 @@ class DecodeGraphs:
         return len(self._steps) + len(self._samplers)
 
     def fits(self, planned: list[tuple[WorkerRequest, int]]) -> bool:
-        """True if a step is one token of each sequence, to be sampled, and there is a graph."""
+        """Say whether a step has one sampled token per sequence and a graph."""
         return (
             0 < len(planned) <= self.batch_sizes[-1]
             and all(n == 1 and r.is_decoding for r, n in planned)
@@ -120,7 +120,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def in_rows(self, sequences: Sequence[WorkerRequest]) -> list[WorkerRequest]:
-        """The same sequences in the order of their rows in the graph, their tables in place."""
+        """Order the sequences by their rows in the graph, with their tables in place."""
         num = len(sequences)
         if num == len(self._stepping) and all(map(is_, sequences, self._stepping)):
             return self._owners
@@ -140,7 +140,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def extended(self, running: WorkerRequest) -> None:
-        """A sequence has more blocks: if it has a row, that gets them."""
+        """Write the new blocks of a sequence into its row, if it has one."""
         rows = [row for row, owner in enumerate(self._owners) if owner is running]
         self._write_tables(dict.fromkeys(rows, running.block_table))
 
@@ -152,7 +152,7 @@ class DecodeGraphs:
 
         Args:
             sequences: as in_rows() has returned them.
-            ahead: 1 if the step before, of the same sequences, has not been collected: then their
+            ahead: 1 if the previous step, of equal sequences, has not been collected: then their
                 last tokens are read from where it leaves them, on the device.
 
         Returns:
@@ -195,7 +195,7 @@ class DecodeGraphs:
         self._fields[: len(values)].copy_(values, non_blocking=True)
 
     def _write_tables(self, tables: dict[int, list[int]]) -> None:
-        """Replace some rows' tables in one copy, as far as they go; an empty one by block 0."""
+        """Replace some rows' tables in one copy; an empty one by block 0."""
         if not tables:
             return
         width = min(max(1, *map(len, tables.values())), self._tables.shape[1])
@@ -209,7 +209,7 @@ class DecodeGraphs:
         self._tables[:, :width].index_copy_(0, rows, columns)
 
     def _step(self, size: int, width: int) -> Callable[[], None]:
-        """The forward pass of one size; leaves logits."""
+        """Return the forward pass of one size, which leaves logits."""
         fields = self._fields[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
         tables = self._tables[:size, :width]
 
@@ -233,7 +233,7 @@ class DecodeGraphs:
         return step
 
     def _sampler(self, size: int, is_greedy: bool) -> Callable[[], None]:
-        """Tokens of the logits."""
+        """Return the sampling of tokens from the logits."""
         logits, tokens = self._logits[:size], self._tokens[:size]
         draws = None if is_greedy else self._draws[:size]
 

@@ -1,10 +1,9 @@
-"""Prepare calls of each kernel on shapes that matter, with their cost.
+"""Prepare calls of each kernel on representative shapes, with their cost.
 
-Owns: the tensors of each case.
-Invariant: each call of a case is on another layer's memory, or reads a matrix as large as a
-layer's, so that no cache is measured but for logits, which come from one; no call looks at the
-device, so that all can be captured in a graph.
-Never: times anything.
+Owns: the tensors of each case. Invariant: each call of a case uses another layer's memory, or reads
+a matrix as large as a layer's, so that no cache is measured (except for logits, which have one
+matrix); no call waits for the device, so that all can be captured in a graph. Never: times
+anything.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from engine.model.weight import Weight
 from engine.wire.sampling import SamplingParams
 
 Sequences = list[tuple[int, int]]
-"""Of a step: tokens before, and new ones."""
+"""A step's sequences: tokens before, and new ones."""
 SEQUENCES: dict[str, Sequences] = {
     "prefill 4k": [(0, 4096)],
     "prefill 2k after 6k": [(6144, 2048)],
@@ -55,25 +54,25 @@ MAX_SAMPLED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """A kernel on one shape, as it is timed."""
+    """A timed kernel on one shape."""
 
     what: str
     shape: str
     cost: Cost
     call: Callable[[int], object]
-    """Once, on the layer given."""
+    """Runs it once on the given layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFixture:
-    """What every kernel's case needs: shapes, tensors, a pool with sequences in it.
+    """Hold the common parts of all kernels' cases: shapes, tensors, a pool with sequences in it.
 
     Args:
         config: the shape of a model.
-        backend: what computes attention and the small operations.
+        backend: computes attention and the small operations.
         dtype: of activations and the pool.
         device: where they are.
-        num_layers: of the pool, and of what else is there once for each call.
+        num_layers: of the pool, and of other tensors with one part per call.
         block_size: tokens of a block.
     """
 
@@ -88,7 +87,7 @@ class KernelFixture:
     def of(
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int
     ) -> KernelFixture:
-        """With the backend that a worker would choose."""
+        """Make a fixture with the backend that a worker would choose."""
         backend = choose_backend(device, dtype, config, block_size)
         num_layers = NUM_LAYERS if device.type == "cuda" else 1
         return cls(config, backend, dtype, device, num_layers, block_size)
@@ -96,7 +95,7 @@ class KernelFixture:
     def cases(
         self, sequences: dict[str, Sequences], token_counts: list[int]
     ) -> Iterator[KernelCase]:
-        """Every kernel, with tensors that live as long as its case."""
+        """Yield every kernel, with tensors that live as long as its case."""
         for name, members in sequences.items():
             yield self._attention(name, members)
         for num_tokens in token_counts:
@@ -114,7 +113,7 @@ class KernelFixture:
         return torch.randn(*sizes, device=self.device).to(self.dtype)
 
     def _step(self, members: Sequences) -> tuple[StepBatch, torch.Tensor]:
-        """Sequences in blocks that lie anywhere, and a pool that has them."""
+        """Make sequences in scattered blocks, and their pool."""
         size, c = self.block_size, self.config
         counts = [-(-(before + new) // size) for before, new in members]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)

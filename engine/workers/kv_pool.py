@@ -23,7 +23,7 @@ TORCH_DTYPES = {
 
 
 def block_shape(config: ModelConfig, block_size: int, dtype: str) -> tuple[int, ...]:
-    """Of one block in a pool's tensor: [num_layers, 2, block_size, ...]."""
+    """Return the shape of one block in a pool's tensor: [num_layers, 2, block_size, ...]."""
     if dtype == INT8_KV:
         num_bytes = config.kv_plane_bytes(block_size, dtype) // block_size
         return (config.num_kv_layers, 2, block_size, num_bytes)

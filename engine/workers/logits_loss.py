@@ -1,11 +1,10 @@
 """Measure how much quantised weights or KV change a model's logits on fixed texts.
 
-A small error of a matrix, or of a key, says little of what comes out at the end, so the end is
-looked at: the same tokens pass through the weights as stored and as served, or over a pool of
-either kind, and the distributions of the next token are compared, as llama.cpp does for its files.
-Owns: the texts and the comparison.
-Invariant: the pool that serves is not touched.
-Never: chooses a form, or refuses to serve because of what it finds.
+A small error of a matrix or a key says little about the output, so the output is compared: equal
+tokens pass through the weights as stored and as served, or over pools of both dtypes, and the
+distributions of the next token are compared, as llama.cpp does for its files. Owns: the texts and
+the comparison. Invariant: the serving pool is not touched. Never: chooses a form, or refuses to
+serve because of the result.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ TEXTS = (
     "Question: A train leaves at 14:20 and arrives at 17:05. How long is the journey?\nAnswer: "
     "From 14:20 to 17:05 are 2 hours and 45 minutes.",
 )
-"""Prose, a program, a sum: written for this."""
+"""Prose, a program, a sum: written for this purpose."""
 MAX_TOKENS = 128
-"""Of all texts together: more would take longer and say hardly more."""
+"""Maximum tokens of all texts together; more take longer and hardly change the result."""
 
 
 @torch.inference_mode()
 def weights_loss(
     served: Transformer, checkpoint: Checkpoint, dtype: str, heartbeat: Callable[[], None]
 ) -> LogitsLoss:
-    """Compare a model whose weights were quantised at start with the same as it is stored.
+    """Compare a model quantised at start with the stored one.
 
     Args:
         served: the model as it is served.
@@ -60,9 +59,9 @@ def weights_loss(
 def kv_loss(
     served: Transformer, checkpoint: Checkpoint, kv_dtype: str, heartbeat: Callable[[], None]
 ) -> LogitsLoss:
-    """Compare a model over a pool of another dtype with the same over one of its own.
+    """Compare a model over a pool of another dtype with one over a pool of its own.
 
-    All texts are one, whose later tokens see the keys of the earlier ones as a pool keeps them.
+    All texts form one, so that later tokens see earlier keys as the pool keeps them.
 
     Args:
         served: the model as it is served.
@@ -86,7 +85,7 @@ def _texts(checkpoint: Checkpoint) -> list[list[int]]:
 
 
 def _loss(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> LogitsLoss:
-    """Of logits that should be and that are, float32 [num_tokens, vocab_size] each."""
+    """Compare pairs of expected and found logits, float32 [num_tokens, vocab_size] each."""
     divergences, same = [], []
     for pair in pairs:
         expected, found = (torch.log_softmax(logits, -1) for logits in pair)
@@ -98,7 +97,7 @@ def _loss(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> LogitsLoss:
 
 
 def _as_stored(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str, Weight]:
-    """Mapped where the kernels read them so, else widened into memory that soon is free again."""
+    """Map weights that the kernels read directly; widen others into temporary memory."""
     if checkpoint.is_mappable:
         return load_weights(checkpoint, dtype, None, None, progress)
     layout = arena_layout(checkpoint, dtype)
@@ -108,7 +107,7 @@ def _as_stored(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[s
 
 
 def _logits(model: Transformer, token_ids: list[int], kv_dtype: str | None = None) -> torch.Tensor:
-    """Of all tokens of one text, float32 [num_tokens, vocab_size].
+    """Compute the logits of all tokens of one text, float32 [num_tokens, vocab_size].
 
     Args:
         model: that computes them.

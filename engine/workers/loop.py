@@ -1,12 +1,11 @@
 """Run the worker's loop: take commands, plan, launch, collect, report.
 
-A GPU is given the next step before this one is collected, where nothing but the tokens can differ:
-then it never waits for the host. A sequence that turns out to have ended is in one step too many.
+A GPU gets the next step before this one is collected, if only the tokens can differ: then it never
+waits for the host. A sequence that turns out to have ended is in one step too many.
 
-Owns: the admitted sequences of this worker.
-Invariants: one message per step; a sequence's release is reported after the last step that
-touched its blocks; cores change between two steps, and a parked worker computes nothing and waits
-on its channel; nothing here waits for a device's copy.
+Owns: the admitted sequences of this worker. Invariants: one message per step; a sequence's release
+is reported after the last step that touched its blocks; cores change between two steps, and a
+parked worker computes nothing and waits on its channel; nothing here waits for a device's copy.
 Never: chooses a block, knows its role: a role is what the router admits.
 """
 
@@ -48,12 +47,12 @@ from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.worker_request import WorkerRequest
 
 MIN_COPYING_NS = 5_000_000
-"""Between two steps, however short they are, if there is so much to copy in the host's memory."""
+"""Minimum time for host memory copies between two steps, if any are due."""
 
 
 @dataclass(slots=True)
 class _LaunchedStep:
-    """A step that is not collected yet."""
+    """A launched, uncollected step."""
 
     planned: list[tuple[WorkerRequest, int]]
     launched: Launched
@@ -88,19 +87,19 @@ class StepLoop:
         self._use_cores = use_cores
         self._own_cores = frozenset(own_cores or ())
         self._given = self._used = own_cores or []
-        """Cores that it may compute on, and those that it does."""
+        """The cores it may use, then the cores it uses."""
         self._goes_home = False
-        """The next step leaves borrowed cores alone: their owner has just been handed work."""
+        """Whether the next step leaves borrowed cores: their owner just got work."""
         self._is_parked = False
         self._running: dict[int, WorkerRequest] = {}
         self._entries: list[SequenceStep] = []
         """Releases to report with the next message."""
         self._flight: _LaunchedStep | None = None
-        """The step that follows one whose end was not known yet."""
+        """The step launched after an uncollected one."""
         self._is_after_chunk = False
-        """The step before computed a chunk of a prompt, and did not complete it."""
+        """Whether the previous step computed an incomplete prompt's chunk."""
         self._ended: list[WorkerRequest] = []
-        """Sequences of that step that have ended in the one before."""
+        """Sequences of that step that ended in the previous one."""
 
     def run(self) -> NoReturn:
         """Loop until the channel closes (raises ChannelClosed)."""
@@ -112,7 +111,7 @@ class StepLoop:
             self.step()
 
     def step(self) -> None:
-        """One step: plan, launch, collect, send; then start the copies of what it has filled."""
+        """Run one step: plan, launch, collect, send; then start copying the filled blocks."""
         flight = self._flight or self._launch()
         self._flight = self._follow(flight)
         entries = self._collect(flight)
@@ -141,11 +140,11 @@ class StepLoop:
             )
         for running, _ in planned:
             self._copier.advance(running)
-        # those whose next step waits for it wait no longer than if it shared the cores with them
+        # limits the wait of the next step to what sharing the cores would cost
         self._copier.work(ended_ns + max(ended_ns - flight.started_ns, MIN_COPYING_NS))
 
     def _launch(self) -> _LaunchedStep:
-        """Start the step that is due."""
+        """Start the due step."""
         started_ns = time.monotonic_ns()
         runnable = [] if self._is_parked else self._runnable()
         planned = [
@@ -167,11 +166,11 @@ class StepLoop:
         return _LaunchedStep(planned, launched, num_prefill_tokens, started_ns, len(self._used))
 
     def _choose_cores(self) -> None:
-        """Compute on what was given; for a step after a handoff, on own cores alone.
+        """Compute on the given cores; for a step after a handoff, on own cores alone.
 
-        Whoever was handed the sequence takes its cores back at once. That word comes when the next
-        chunk of another prompt is under way, which would share them with it for as long as it
-        takes; and chats that start their turns together would find it so every time.
+        The worker that got the sequence takes its cores back at once. Its message arrives when the
+        next chunk of another prompt is running, which would share them for its whole length. Chats
+        that start their turns together would meet this every time.
         """
         home = [cpu for cpu in self._given if cpu in self._own_cores]
         cpus = home if self._goes_home and home else self._given
@@ -180,7 +179,7 @@ class StepLoop:
             self._used = cpus
 
     def _follow(self, flight: _LaunchedStep) -> _LaunchedStep | None:
-        """Start the same sequences' next step, if they are all that there is to run."""
+        """Start the sequences' next step, if no other sequence needs to run."""
         planned = flight.planned
         is_whole = all(self._running.get(r.seq_id) is r for r, _ in planned)
         if not is_whole or len(planned) < len(self._running) or self._is_parked:
@@ -191,7 +190,7 @@ class StepLoop:
         return _LaunchedStep(planned, launched, 0, flight.started_ns, flight.num_cores)
 
     def _collect(self, flight: _LaunchedStep) -> list[SequenceStep]:
-        """Wait for a step; what it did for those that have not ended or been dropped meanwhile."""
+        """Wait for a step; return the results of sequences that were not dropped meanwhile."""
         sampled = self._runner.collect(flight.launched)
         entries, self._entries = self._entries, []
         ended, self._ended = self._ended, []
@@ -202,12 +201,12 @@ class StepLoop:
         return entries
 
     def _with_room(self) -> list[WorkerRequest]:
-        """Those with something to compute, and a block for it."""
+        """List the sequences with something to compute and a block for it."""
         size = self._runner.block_size
         return [r for r in self._running.values() if not r.is_complete and r.room(size) > 0]
 
     def _runnable(self) -> list[WorkerRequest]:
-        """Those with something to compute; waits for a grammar where there is nothing else."""
+        """List the sequences to compute; wait for a grammar if none is ready."""
         unfinished = self._with_room()
         pending = [r.matcher for r in unfinished if r.matcher is not None]
         if len(pending) == len(unfinished) and not self._copier.has_work:
@@ -243,7 +242,7 @@ class StepLoop:
         is_decoding: bool = False,
         is_dropped: bool = False,
     ) -> SequenceStep:
-        """Report a sequence; drop it if it has ended, is dropped, or has done what it was for."""
+        """Report a sequence; drop it if it has ended, is dropped, or has reached its target."""
         has_ended = bool(finish_reason) or is_dropped
         is_over = has_ended or running.is_complete
         is_released = is_over and (is_dropped or self._flight is None)
@@ -304,7 +303,7 @@ class StepLoop:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
 
     def _extend(self, extension: Extension) -> None:
-        """Add blocks to a table, unless its sequence has ended, or was admitted anew since."""
+        """Add blocks to a table, unless its sequence has ended or was admitted again."""
         extended = self._running.get(extension.seq_id)
         if extended is not None and extended.generation == extension.generation:
             extended.block_table.extend(extension.block_ids)

@@ -3,10 +3,8 @@
 Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
 are random, in the shape of Llama 3.1 8B or of a model folder.
 
-Owns: the shapes and tensors of each case, kernel by kernel, and the timing; what steps and
-transports are held against.
-Invariant: a share is of what this device did in this run, never of a data sheet.
-Never: serves; reads weights.
+Owns: the timing, and the ceilings that results are compared with. Invariant: a share is relative to
+this device in this run, never to a data sheet. Never: serves; reads weights.
 """
 
 from __future__ import annotations
@@ -64,24 +62,24 @@ CASES = [(1, 1024), (64, 1024), (1, 8192)]
 SMALL_CASES = [(1, 64), (4, 64)]
 CHUNK_TOKENS = 4096
 _NUM_CAPTURED = 4
-"""Times that a graph has a kernel on every layer: the host's part of a launch is lost in them."""
+"""Repetitions of all layers in a graph, so that launching takes a negligible share."""
 _MIN_SAMPLE_S = 0.3
 _MAX_SAMPLES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One part that was timed, and the rate that it reached."""
+    """One timed part, and its rate."""
 
     what: str
     shape: str
     ms: float
     rate: float
-    """Bytes or operations a second."""
+    """Bytes or operations per second."""
     unit: str
     """`B/s` or `FLOP/s`."""
     share: float
-    """Of the ceiling of its unit, 0 to 1."""
+    """Share of the ceiling of its unit, 0 to 1."""
 
 
 class Bench:
@@ -131,7 +129,7 @@ class Bench:
         return statistics.median(samples)
 
     def time_layers(self, call: Callable[[int], object], num_layers: int) -> float:
-        """Milliseconds of a call, of many in a row: from a graph where there is a device."""
+        """Return the milliseconds of a call among many in a row, in a graph on a device."""
 
         def all_layers() -> None:
             for _ in range(1 if self.device is None else _NUM_CAPTURED):
@@ -147,19 +145,19 @@ class Bench:
             self.device.mark()()
 
     def row(self, what: str, shape: str, run: Callable[[], object], amount: int, unit: str) -> Row:
-        """Time something that reads and writes so many bytes, or does so many operations."""
+        """Time a call that moves this many bytes or does this many operations."""
         return self.row_of(what, shape, self.time(run), amount, unit)
 
     def row_of(self, what: str, shape: str, ms: float, amount: int, unit: str) -> Row:
-        """A row of something whose time is known already."""
+        """Make a row from a known time."""
         rate = amount / ms * 1e3
         return Row(what, shape, ms, rate, unit, rate / self.ceilings[unit])
 
     def transformer(self, max_model_len: int) -> Transformer:
-        """The model, with weights that keep activations finite.
+        """Make the model with weights that keep activations finite.
 
         Raises:
-            WorkerFailed: they do not fit into the host's memory, where they would lie.
+            WorkerFailed: they do not fit into host memory.
         """
         num_values = sum(math.prod(shape) for _, shape in expected_shapes(self.config))
         num_bytes = num_values * getattr(torch, self.dtype).itemsize
@@ -180,14 +178,14 @@ class Bench:
         return Transformer(self.config, weights, self.dtype, max_model_len, self.block_size)
 
     def pool(self, num_blocks: int) -> torch.Tensor:
-        """KV blocks on the device."""
+        """Make KV blocks on the device."""
         config = self.config
         shape = (config.num_kv_layers, 2, self.block_size, config.num_kv_heads, config.head_dim)
         return torch.zeros(num_blocks, *shape, dtype=getattr(torch, self.dtype), device=self.on)
 
 
 def steps(bench: Bench, cases: list[tuple[int, int]], chunk: int) -> Iterator[Row]:
-    """Whole steps: decode against what it has to read, prefill against what it has to compute."""
+    """Time whole steps: decode against its reads, prefill against its operations."""
     config, size = bench.config, bench.block_size
     longest = max(context for _, context in cases) + 1
     num_blocks = (
@@ -224,7 +222,7 @@ def _step(runner: Runner, planned: list[tuple[WorkerRequest, int]]) -> None:
 
 
 def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
-    """Each kernel on its own, by what it has to read and write, or to compute."""
+    """Time each kernel alone, against its reads and writes or its operations."""
     dtype = getattr(torch, bench.dtype)
     bed = KernelFixture.of(bench.config, dtype, bench.on, bench.block_size)
     sequences, token_counts = (SMALL_SEQUENCES, [4]) if is_small else (SEQUENCES, [1, 64, 4096])
@@ -240,7 +238,7 @@ def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
 def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
     """Time block copies through the staging buffer, beside one large copy of as many bytes.
 
-    Rates are of bytes that have moved, each counted once; the ceiling is the faster of both.
+    Rates count each moved byte once; the ceiling is the faster of both.
     """
     pool = bench.pool(num_blocks + 1)
     staging = torch.zeros(pool.shape, dtype=pool.dtype, pin_memory=bench.device is not None)
@@ -255,7 +253,7 @@ def transports(bench: Bench, num_blocks: int) -> Iterator[Row]:
 
 
 def _prompt(num_tokens: int, block_size: int) -> WorkerRequest:
-    """In blocks of its own, each of which a step has to read."""
+    """Make a request in blocks of its own, all of which a step must read."""
     return WorkerRequest(
         seq_id=0,
         generation=0,
@@ -295,10 +293,9 @@ def _no_grammars() -> Grammars:
 
 
 def _config(folder: Path | None, *, is_small: bool, free_bytes: int | None) -> ModelConfig:
-    """The shape to measure; without a folder Llama 3.1 8B's, with as many layers as memory holds.
+    """Return the shape to measure; without a folder Llama 3.1 8B's, with the layers that fit.
 
-    A layer's kernels are the same in each, so that fewer layers make steps shorter and no kernel
-    slower.
+    A layer's kernels are equal in each, so fewer layers only shorten the steps.
     """
     if folder is not None:
         return ModelConfig.from_folder(folder)
@@ -311,7 +308,7 @@ def _config(folder: Path | None, *, is_small: bool, free_bytes: int | None) -> M
 
 
 def layers_that_fit(shape: Mapping[str, Any], free_bytes: int) -> int:
-    """How many of a Llama's layers half of the memory holds in float32, with their KV of CASES."""
+    """Count the Llama layers that half of the memory holds in float32, with KV of CASES."""
     hidden, kv = shape["hidden_size"], shape["num_key_value_heads"]
     width = kv * hidden // shape["num_attention_heads"]
     layer = hidden * (2 * hidden + 2 * width + 3 * shape["intermediate_size"])
@@ -322,7 +319,7 @@ def layers_that_fit(shape: Mapping[str, Any], free_bytes: int) -> int:
 
 
 def main() -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(prog="python -m engine.workers.measure")
     parser.add_argument("what", choices=["kernels", "steps", "transports"])
     parser.add_argument("--model", type=Path, help="a folder; only its shape counts")

@@ -1,9 +1,8 @@
 """Time steps that no request asked for, in slices that end as soon as a command arrives.
 
-Owns: what of a long step is computed: as many layers as tell how long all of them take.
-Invariant: only the named blocks are read and written; after a command has arrived at most one half
-of a layer is computed, on a GPU the rest of one step.
-Never: decides what to time.
+Owns: which part of a long step is computed: enough layers to extrapolate. Invariant: only the named
+blocks are read and written; after a command has arrived at most one half of a layer is computed, on
+a GPU the rest of one step. Never: decides what to time.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from engine.workers.runner import Runner
 from engine.workers.worker_request import WorkerRequest
 
 WHOLE_MS = 100.0
-"""A step that takes longer is told from as many layers as were computed by then..."""
+"""A longer step is extrapolated from the layers computed by then..."""
 MIN_HALVES = 4
-"""...but from two at least; each layer has two halves, attention and feed-forward."""
+"""...at least two; each layer has two halves, attention and feed-forward."""
 MAX_HALF_MS = 40.0
-"""A request that comes waits for half a layer: prompts of so many tokens are not timed."""
+"""Maximum time of half a layer, since a new request waits for it; longer prompts are not timed."""
 TOP_K = 64
-"""A stand-in's logits are flat: without a limit each draw would sort the whole vocabulary."""
+"""A dummy prompt's logits are flat: without a limit each draw would sort the whole vocabulary."""
 
 
 class StepMeasuring:
-    """Measures steps of one worker.
+    """Measure steps of one worker.
 
     Args:
         runner: makes them.
@@ -43,7 +42,7 @@ class StepMeasuring:
         """Half a layer for one token of the last prompt, by the positions before that."""
 
     def measure(self, command: MeasureSteps) -> StepsMeasured:
-        """Make the steps in their order, until the time is over or a command arrives."""
+        """Run the steps in their order, until the time is over or a command arrives."""
         ends_s = time.monotonic() + command.budget_ms / 1e3
         done: list[MeasuredStep] = []
         too_long: list[StepShape] = []
@@ -68,7 +67,7 @@ class StepMeasuring:
         return shape.num_tokens * max(known, default=0.0)
 
     def _time(self, shape: StepShape, block_ids: list[int]) -> float | None:
-        """Milliseconds of one step; None: it was interrupted."""
+        """Return the milliseconds of one step; None: it was interrupted."""
         is_decode = shape.num_tokens == 1
         in_layers = partial(_timed, self._runner, shape, block_ids, self._is_interrupted)
         if self._runner.is_on_device:
@@ -89,17 +88,17 @@ class StepMeasuring:
 
 
 class _Stopwatch:
-    """Asked between layers whether the rest of a step is left out, and when that was."""
+    """Decide between layers whether the rest of a step is skipped, and when that was."""
 
     def __init__(self, is_interrupted: Callable[[], bool]) -> None:
         self._is_interrupted = is_interrupted
         self.was_interrupted = False
         self.started_s = time.monotonic()
         self.left_out_ms = 0.0
-        """What the layers that were not computed would have taken."""
+        """The estimated time of the skipped layers."""
 
     def stops(self, num_done: int, num_halves: int) -> bool:
-        """True if the layers after this one are left out."""
+        """Say whether the layers after this one are skipped."""
         if self._is_interrupted():
             self.was_interrupted = True
             return True
@@ -118,7 +117,7 @@ def _timed(
     *,
     has_layers: bool,
 ) -> float | None:
-    """Make a step as the loop does; milliseconds, or None: it was interrupted."""
+    """Run a step as the loop does; return milliseconds, or None: it was interrupted."""
     length = shape.num_before + shape.num_tokens
     num_blocks = -(-length // runner.block_size)
     table = (block_ids * -(-num_blocks // len(block_ids)))[:num_blocks]

@@ -5,10 +5,10 @@ One of two workers on a GPU exports its weights and its pool, the other maps the
 an admit with the same block ids, and the weights are read once and lie there once. Where they have
 a staging buffer instead, each has weights and a pool of its own, and blocks go by way of the host.
 
-Owns: the order of the start; buffers and threads of the reading, while it runs; how many blocks fit
-and how many tokens a step has, and what is kept free.
-Invariant: the pool is allocated once, by itself, after the largest step has been run and measured.
-Never: steps for clients; chooses who exports.
+Owns: the order of the start; buffers and threads of the reading, while it runs; the number of
+blocks and of tokens in a step, and the memory kept free. Invariant: the pool is allocated once,
+separately, after the largest step has been run and measured. Never: steps for clients; chooses
+which worker exports.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ SLOW_ATTENTION = "attention by torch, many times slower than by kernels: run pen
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What the loop runs on."""
+    """The parts that the loop runs on."""
 
     runner: Runner
     pools: dict[str, torch.Tensor]
-    """By name: its own, and those that it copies to or from; the loop takes them over."""
+    """Its own pool and the pools that it copies to or from, by name; the loop takes them over."""
     map_pool: Callable[[SharedMemory], torch.Tensor]
-    """For pools of other workers that are made anew."""
+    """Maps remade pools of other workers."""
     ready: Ready
 
 
@@ -91,7 +91,7 @@ def start(
     """Everything up to Ready, which the caller sends; `heartbeat` is called after long parts of it.
 
     Raises:
-        WorkerFailed: the GPU has no room for a pool, or another's memory could not be mapped.
+        WorkerFailed: the GPU has no memory for a pool, or another's memory could not be mapped.
     """
     shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
@@ -142,7 +142,7 @@ def start(
 def _views(
     checkpoint: Checkpoint, setup: Setup, gpu: GpuSpec, arena: torch.Tensor
 ) -> dict[str, Weight]:
-    """The weights by name, in an arena that is filled."""
+    """Return the weights by name, in a filled arena."""
     layout = gpu_layout(checkpoint, setup.dtype, gpu.packing)
     if isinstance(layout, PanelsLayout):
         return quantised_weights(checkpoint, setup.dtype, layout, arena, None, lambda *_: None)
@@ -157,7 +157,7 @@ def _other_pools(
     device: Device,
     map_exported: Callable[[SharedMemory], torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Pools that it copies to or from, in the host and on other GPUs; and those not mapped."""
+    """Map the pools that it copies to or from; list the unmapped ones."""
     pools, unmapped = {}, []
     for spec in setup.other_pools:
         if spec.fd is not None:
@@ -166,21 +166,21 @@ def _other_pools(
     for name, told in _told_of(channel, _on_gpus(setup)).items():
         try:
             pools[name] = map_exported(told)
-        except Exception:  # noqa: BLE001  # whatever it is, blocks go by way of the host
+        except Exception:  # noqa: BLE001  # after any error blocks go through the host
             traceback.print_exc()
             unmapped.append(name)
     return pools, unmapped
 
 
 def _on_gpus(setup: Setup) -> set[str]:
-    """Other workers' pools that are not in the host's memory."""
+    """List other workers' pools outside host memory."""
     return {spec.name for spec in setup.other_pools if spec.fd is None}
 
 
 def _probes(
     pool: torch.Tensor, others: dict[str, torch.Tensor], setup: Setup, device: Device
 ) -> dict[str, float]:
-    """Bytes a second by pool; 0 if what came back from another GPU is not what was sent to it."""
+    """Measure the copy rate to each pool; 0: the data came back changed."""
     rates = {}
     for name, other in others.items():
         try:
@@ -194,13 +194,13 @@ def _probes(
 
 
 def _told_of(channel: WorkerChannel, pools: Collection[str]) -> dict[str, SharedMemory]:
-    """Where other workers' pools are, when all of them have been made."""
+    """Wait until all other workers' pools have been made; return their handles."""
     told: dict[str, SharedMemory] = {}
     while told.keys() != set(pools):
         command = channel.expect(MapPool)
         if command.memory is not None:
             told[command.pool] = command.memory
-        else:  # that worker has died, and starts again when nobody holds its memory
+        else:  # that worker has died, and restarts once its memory is unmapped
             told.pop(command.pool, None)
             channel.send(Unmapped(command.pool))
     return told
@@ -214,7 +214,7 @@ def _weights(
     device: Device,
     progress: Progress,
 ) -> tuple[SharedMemory | None, torch.Tensor]:
-    """The bytes of all weights, read or mapped, when all workers have their share of them."""
+    """Read or map all weights; return when all workers have their share."""
     if gpu.shares == "maps":
         channel.send(WeightsLoaded())
         channel.expect(WeightsComplete)
@@ -252,7 +252,7 @@ def _sharing(gpu: GpuSpec, device: Device) -> str | None:
 def run_largest_steps(runner: Runner, max_num_batched_tokens: int, max_model_len: int) -> None:
     """Run the steps that need most memory: none that serves needs more.
 
-    Those are new prompts, a prompt's last chunk, and a step's most sequences at full length.
+    They are new prompts, a prompt's last chunk, and the maximum sequences at full length.
     """
     _run_largest_step(runner, max_model_len, max_num_batched_tokens)
     runner.dummy_step(1, max_model_len, min(max_num_batched_tokens, max_model_len))
@@ -282,25 +282,25 @@ def _mapped_pool(
     gpu: GpuSpec,
     transformer: Transformer,
 ) -> torch.Tensor:
-    """Another worker's pool, once it is known to be that."""
+    """Map another worker's pool, and check its seal."""
     if _sealed(memory) != shared.seal:
         raise WorkerFailed(
-            "the memory that it has mapped is not what was exported",
+            "the mapped memory is not the exported memory",
             where=gpu.uuid,
-            hint="serve with roles colocated, which maps nothing",
+            hint="serve with --roles colocated, which maps no memory",
         )
     return _as_pool(memory, shared.num_blocks, setup, transformer)
 
 
 def _sealed(memory: torch.Tensor) -> bytes:
-    """What is written behind a pool's last block."""
+    """Return the bytes after a pool's last block."""
     return bytes(memory[-_SEAL_BYTES:].tolist())
 
 
 def _as_pool(
     memory: torch.Tensor, num_blocks: int, setup: Setup, transformer: Transformer
 ) -> torch.Tensor:
-    """Bytes as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    """View bytes as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
     config = transformer.config
     shape = (config.num_kv_layers, 2, setup.block_size, config.num_kv_heads, config.head_dim)
     num_bytes = num_blocks * math.prod(shape) * DTYPE_BYTES[setup.dtype]
@@ -308,7 +308,7 @@ def _as_pool(
 
 
 def _pool_memory(num_blocks: int, setup: Setup, transformer: Transformer) -> torch.Tensor:
-    """Bytes for a pool, zeros, and behind it a seal that no other memory has."""
+    """Allocate a zeroed pool, followed by a unique seal."""
     num_bytes = num_blocks * transformer.config.kv_block_bytes(setup.block_size, setup.dtype)
     memory = torch.zeros(num_bytes + _SEAL_BYTES, dtype=torch.uint8, device=transformer.device)
     memory[num_bytes:].copy_(torch.tensor(list(os.urandom(_SEAL_BYTES)), dtype=torch.uint8))
@@ -324,7 +324,7 @@ def _num_blocks(
     *,
     has_graphs: bool,
 ) -> int:
-    """Blocks that the largest steps leave room for, when they have been run and measured."""
+    """Count the blocks that fit beside the largest steps, after measuring them."""
     block_bytes = transformer.config.kv_block_bytes(setup.block_size, setup.dtype)
     padding = _as_pool(_pool_memory(1, setup, transformer), 1, setup, transformer)
     runner = Runner(transformer, padding, setup.block_size, grammars, device)

@@ -1,9 +1,8 @@
 """Run one step: sequences to tensors, through the model, to sampled tokens.
 
-Owns: nothing but the model and the pool it writes.
-Invariant: a sequence is sampled exactly when the step computes its last known token; when a step
-is collected the device has done all of it.
-Never: ends a sequence, sends a message, looks at a role.
+Owns: the model and the pool that it writes. Invariant: a sequence is sampled exactly when the step
+computes its last known token; when a step is collected the device has finished it. Never: ends a
+sequence, sends a message, reads a role.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from engine.workers.worker_request import Grammars, Mask, WorkerRequest
 
 _NUMBERS_PATIENCE_S = 2.0
 _NUMBERS_PAUSE_S = 0.01
-_NO_NUMBERS = "the model has computed NaN or infinity in place of logits"
-_NO_NUMBERS_BEFORE = "the model has computed NaN or infinity from a token of the prompt on"
+_NO_NUMBERS = "the model computed NaN or infinity instead of logits"
+_NO_NUMBERS_BEFORE = "the model computed NaN or infinity within the prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +38,43 @@ class Launched:
 
     planned: list[tuple[WorkerRequest, int]]
     sampling: list[WorkerRequest]
-    """Those that are, in the order of their logits."""
+    """The sampled sequences, in the order of their logits."""
     logits: torch.Tensor | None
     masks: Future[list[Mask]] | None
-    """One for each sequence that is sampled; None: no grammar among them."""
+    """One mask per sampled sequence; None: no grammar among them."""
     token_ids: Callable[[], list[int]] | None = None
-    """Waits for the tokens of those that are sampled, where the device has chosen them."""
+    """Waits for the tokens that the device has sampled."""
     wait: Callable[[], None] | None = None
-    """Waits for a device's step whose tokens are not fetched; None: nothing is to be waited for."""
+    """Waits for a device's step without fetched tokens; None: nothing to wait for."""
     bad_rows: Callable[[], list[int]] | None = None
-    """Waits for the step; the tokens that no numbers came of, where logits do not tell of all."""
+    """Waits for the step; returns the tokens with NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step yielded for one sequence."""
+    """The result of a step for one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
-    """In order; none while the prompt goes on. The step computes all but the last, too."""
+    """New tokens in order; none within the prompt. The step computes all but the last, too."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each of them, if asked for."""
+    """One per token, if asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
-    """Why the sequence has no tokens and cannot go on."""
+    """Why the sequence has no tokens and must end."""
     is_fault: bool = False
-    """That is not for what was asked, but for what the model computes."""
+    """Whether the model, rather than the request, caused the error."""
 
 
 class Runner:
-    """Executes planned steps on one device.
+    """Execute planned steps on one device.
 
     Args:
         transformer: the model.
         pool: its KV.
         block_size: of the pool.
         grammars: of the sequences that have one.
-        device: that of model and pool; None: the CPU.
-        graphs: of the decode steps; None: each is launched piece by piece.
+        device: of model and pool; None: the CPU.
+        graphs: of the decode steps; None: each kernel is launched separately.
     """
 
     def __init__(
@@ -126,14 +125,15 @@ class Runner:
         step = planned, sampling, logits, masks
         if self._device is None or tokens is not None:
             return Launched(*step, self._fetched(tokens), bad_rows=bad_rows)
-        # where nothing is sampled nobody reads anything, but what the step writes counts as there
+        # without sampling nothing is fetched, but the step's blocks count as written
         return Launched(*step, wait=self._device.mark(), bad_rows=bad_rows)
 
     def _bad_rows(self, hidden: torch.Tensor) -> Callable[[], list[int]]:
-        """Which rows of [num_tokens, hidden_size] hold NaN or infinity, to be asked later.
+        """Find rows of [num_tokens, hidden_size] with NaN or infinity; the result is read later.
 
-        Logits tell of the last token only, and later tokens read keys and values that were made
-        finite: they would go on from a prompt that was not understood, and others find it cached.
+        Logits cover the last token only, and later tokens read keys and values that were made
+        finite: they would continue a prompt that was computed wrongly, and other requests would
+        find it cached.
         """
         # a sum is a quarter of isfinite()'s time, and finite unless what it is of would overflow
         finite = hidden.sum(-1, dtype=torch.float32).isfinite()
@@ -147,15 +147,14 @@ class Runner:
 
     @property
     def is_on_device(self) -> bool:
-        """True where steps are launched, and computed meanwhile."""
+        """Whether steps are launched and computed asynchronously."""
         return self._device is not None
 
     @torch.inference_mode()
     def follow(self, launched: Launched) -> Launched | None:
-        """Start the step after one that is not collected, for the same sequences; None: cannot.
+        """Start the next step of an uncollected one's sequences; None: impossible.
 
-        It goes on from the tokens on the device. What it computes for a sequence that turns out to
-        have ended is to be thrown away.
+        It continues from the tokens on the device. Its results for ended sequences must be dropped.
         """
         sequences, graphs = launched.sampling, self._graphs
         if graphs is None or launched.token_ids is None or not graphs.fits(launched.planned):
@@ -168,7 +167,7 @@ class Runner:
         return Launched(launched.planned, sequences, logits, None, self._fetched(tokens))
 
     def extended(self, running: WorkerRequest) -> None:
-        """A sequence has more blocks."""
+        """Note new blocks of a sequence."""
         if self._graphs is not None:
             self._graphs.extended(running)
 
@@ -180,7 +179,7 @@ class Runner:
     def _sample_rows(
         self, logits: torch.Tensor, sampling: list[WorkerRequest]
     ) -> torch.Tensor | None:
-        """Tokens chosen on the device, if nothing about them has to be decided here."""
+        """Sample tokens on the device, if nothing about them is decided here."""
         assert self._device is not None
         if not sampling or not all(is_plain(r.sampling) for r in sampling):
             return None
@@ -238,7 +237,7 @@ class Runner:
         return results
 
     def batch(self, planned: list[tuple[WorkerRequest, int]]) -> StepBatch:
-        """What the model is told of a step."""
+        """Build the model's input for a step."""
         input_ids: list[int] = []
         positions: list[int] = []
         token_slots: list[int] = []
@@ -281,7 +280,7 @@ class Runner:
         block_tables: list[list[int]],
         logit_rows: list[int],
     ) -> StepBatch:
-        """The same on the device, in one copy that nobody waits for."""
+        """Build the batch on the device, in one asynchronous copy."""
         assert self._device is not None
         longest = max(map(len, block_tables))
         padded = [[*table, *[0] * (longest - len(table))] for table in block_tables]
@@ -304,7 +303,7 @@ class Runner:
         )
 
     def _token_slots(self, block_table: list[int], start: int, end: int) -> list[int]:
-        """Places in the pool of positions [start, end): block_id * block_size + offset."""
+        """Return pool slots of positions [start, end): block_id * block_size + offset."""
         size = self.block_size
         slots: list[int] = []
         while start < end:
@@ -316,18 +315,18 @@ class Runner:
         return slots
 
     def clear(self, block_ids: list[int]) -> None:
-        """Forget what is in some blocks of the pool; their memory is there from now on."""
+        """Zero some blocks of the pool; their memory exists from now on."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
         self._pool.index_fill_(0, ids, 0)
 
     def warm_up(self, max_num_batched_tokens: int, max_model_len: int) -> None:
         """Run a prefill and a decode step into block 0, so that the first request is not slow.
 
-        On a device also a decode step after the longest context, which is computed in parts: no
-        step that serves may be the first to need a kernel, for it would wait for the compiler.
+        On a device also run a decode step after the longest context, which is computed in parts: a
+        serving step must not wait for the compiler of a new kernel.
 
         Raises:
-            WorkerFailed: what the model computes are no numbers.
+            WorkerFailed: the model computes NaN or infinity.
         """
         for length in (min(max_num_batched_tokens, self.block_size, max_model_len), 1):
             self._check_numbers(length)
@@ -335,16 +334,16 @@ class Runner:
             self.dummy_step(1, max_model_len, num_new_tokens=1)
 
     def _check_numbers(self, length: int) -> None:
-        """A step of one prompt, whose logits must be finite.
+        """Run a step of one prompt, and check that its logits are finite.
 
-        Another worker that tries its link may write block 0 meanwhile: one success is enough.
+        Another worker that probes its link may write block 0 meanwhile: one success is enough.
         """
         patient_until_s = time.monotonic() + _NUMBERS_PATIENCE_S
         while not self.dummy_step(1, length).isfinite().all():
             if time.monotonic() > patient_until_s:
                 raise WorkerFailed(
-                    "the model's first step yields NaN or infinity in place of logits",
-                    where="the step that is tried at start",
+                    "the model's first step yields NaN or infinity instead of logits",
+                    where="the trial step at start",
                     hint="its weights are damaged or overflow in this dtype: try dtype float32, "
                     "and `penstock models verify` for what came from a hub",
                 )
@@ -354,9 +353,9 @@ class Runner:
     def dummy_step(
         self, num_sequences: int, length: int, num_new_tokens: int | None = None
     ) -> torch.Tensor:
-        """Run a step of new sequences into block 0, as large as the largest to come, perhaps.
+        """Run a step of dummy sequences into block 0, up to the largest size.
 
-        On a device tokens are chosen in both ways that there are kernels for.
+        On a device tokens are sampled by both kinds of kernels.
 
         Args:
             num_sequences: in the step.
@@ -383,7 +382,7 @@ class Runner:
 
 
 def _report_prompt(running: WorkerRequest, logits: torch.Tensor) -> Sampled:
-    """Log-probabilities of the prompt tokens after the positions that the logits are of."""
+    """Add log-probabilities of the prompt tokens that follow the logits' positions."""
     num_alternatives = running.sampling.prompt_logprobs
     if num_alternatives is None or not len(logits):
         return Sampled()
@@ -393,7 +392,7 @@ def _report_prompt(running: WorkerRequest, logits: torch.Tensor) -> Sampled:
 
 
 def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
-    """A token for each sequence that is sampled, or why it has none; one row of logits each."""
+    """Sample a token for each sequence, or explain why it has none; one row of logits each."""
     sequences = launched.sampling
     params = [r.sampling for r in sequences]
     no_masks: list[Mask] = [None] * len(sequences)
@@ -420,12 +419,12 @@ def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
 
 
 def _column(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Places in rows of logits, [num_rows, 1]."""
+    """Turn places in rows of logits into [num_rows, 1]."""
     return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
 
 
 def _adjust(row: torch.Tensor, running: WorkerRequest, mask: Mask) -> str | None:
-    """Change a row of logits as its request says; why that leaves no token, or None."""
+    """Change a row of logits as its request asks; return why no token is left, or None."""
     if isinstance(mask, GrammarError):
         return str(mask)
     if is_adjusted(running.sampling):

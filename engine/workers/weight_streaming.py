@@ -1,9 +1,8 @@
 """Stream weights from files to a GPU, several reads at a time.
 
-Owns: buffers and threads, while they read.
-Invariant: the pages of the files are mapped nowhere; no byte of a file is read by two workers
-that have shares; beside what they share the host holds no more than the buffers.
-Never: chooses the dtype or the layout.
+Owns: buffers and threads, while they read. Invariant: the files are not mapped; workers with shares
+read each byte of a file once; besides the shared memory the host holds only the buffers. Never:
+chooses the dtype or the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from engine.workers.device import Device
 PIECE_BYTES = 16 << 20
 NUM_READS = 4
 _NUM_BUFFERS = NUM_READS + 2
-"""Those that are read into, and two that are being copied."""
+"""Buffers: one per read, and two being copied."""
 
 Progress = Callable[[int, int], None]
 
@@ -51,11 +50,11 @@ class _Buffer:
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.memory = device.buffer(num_bytes)
         self.wait: Callable[[], None] | None = None
-        """Until the device has copied what was in it."""
+        """Waits until the device has copied its content."""
 
 
 def arena_views(layout: WeightsLayout, dtype: str, arena: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The weights by name, as they lie in an arena [num_bytes] of uint8."""
+    """Return the weights by name in an arena [num_bytes] of uint8."""
     views = {}
     for name, offset in layout.offset_by_name.items():
         shape = layout.shape_by_name[name]
@@ -68,16 +67,16 @@ def arena_views(layout: WeightsLayout, dtype: str, arena: torch.Tensor) -> dict[
 def stream_weights(
     checkpoint: Checkpoint, views: dict[str, torch.Tensor], device: Device, progress: Progress
 ) -> None:
-    """Fill the views with the checkpoint's values, converted on the device where need be.
+    """Fill the views with the checkpoint's values, converted on the device if needed.
 
     Args:
-        checkpoint: where the stored tensors lie.
+        checkpoint: with the stored tensors.
         views: of arena_views().
-        device: that the views are on.
+        device: of the views.
         progress: called with (bytes done, bytes to do) after each piece.
 
     Raises:
-        CheckpointError: a file cannot be read, or is shorter than it was.
+        CheckpointError: a file cannot be read, or has shrunk.
     """
     pieces = list(_pieces(checkpoint, views))
     with _opened(piece.file for piece in pieces) as files:
@@ -93,18 +92,18 @@ def read_share(
     share: tuple[int, int],
     progress: Progress,
 ) -> None:
-    """Fill a part of an arena in the host's memory.
+    """Fill a part of an arena in host memory.
 
     Args:
-        checkpoint: where the stored tensors lie, in whatever form.
-        dtype: that they are to be in.
+        checkpoint: with the stored tensors, in any form.
+        dtype: to convert to.
         layout: of the arena.
-        fd: of the memory, which others fill the rest of.
+        fd: of the memory; other workers fill the rest.
         share: (index, count) of the part.
         progress: called with (bytes done, bytes to do), of the part.
 
     Raises:
-        CheckpointError: a file cannot be read, or is shorter than it was.
+        CheckpointError: a file cannot be read, or has shrunk.
     """
     memory = torch.frombuffer(mmap.mmap(fd, layout.num_bytes), dtype=torch.uint8)
     if isinstance(layout, PanelsLayout):
@@ -133,14 +132,14 @@ def read_share(
 
 @torch.inference_mode()
 def stream_arena(fd: int, arena: torch.Tensor, device: Device) -> None:
-    """Copy an arena in the host's memory, which is filled, to one on a device.
+    """Copy a filled arena in host memory to one on a device.
 
     Shapes: arena [num_bytes] of uint8.
 
     Args:
         fd: of the host's.
         arena: the device's.
-        device: that it is on.
+        device: of that arena.
     """
     where = Path(f"/proc/self/fd/{fd}")
     starts = range(0, len(arena), PIECE_BYTES)
@@ -197,7 +196,7 @@ def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
 
 
 def _pieces(checkpoint: Checkpoint, views: dict[str, torch.Tensor]) -> Iterator[_Piece]:
-    """All tensors, in the order in which their files hold them."""
+    """Yield pieces of all tensors, in the files' order."""
     tensors = sorted(checkpoint.tensors.values(), key=lambda t: (t.file, t.start))
     for tensor in tensors:
         item_bytes, flat = DTYPE_BYTES[tensor.dtype], views[tensor.name].view(-1)
@@ -221,7 +220,7 @@ def _open(path: Path) -> int:
 
 
 def _read(fd: int, piece: _Piece, memory: torch.Tensor) -> None:
-    """Fill memory with a piece; runs in a thread, which preadv lets run beside the others."""
+    """Fill memory with a piece; runs in a thread, since preadv releases Python's lock."""
     into = memoryview(memory.numpy().data)[: piece.num_bytes]
     num_read = 0
     while num_read < piece.num_bytes:
@@ -231,6 +230,6 @@ def _read(fd: int, piece: _Piece, memory: torch.Tensor) -> None:
             what = f"cannot read: {error.strerror}"
             raise CheckpointError(what, where=str(piece.file)) from error
         if not count:
-            what = f"the file ends at {piece.start + num_read} bytes, its weights after that"
+            what = f"the file ends at {piece.start + num_read} bytes, before its weights end"
             raise CheckpointError(what, where=str(piece.file), hint="download the file again")
         num_read += count

@@ -1,9 +1,9 @@
 """Describe a sequence as its worker sees it, with its grammar.
 
 Owns: the tokens and progress of one admit; the threads, the model's tokens as grammars see them,
-and the last grammars compiled.
-Invariant: num_computed_tokens grows by what a step scheduled, and only when it is collected.
-Never: outlives its admit; whatever comes after is a new Running.
+and the last grammars compiled. Invariant: num_computed_tokens grows by the tokens that a step
+scheduled, and only when it is collected. Never: outlives its admit; a later admit makes a new
+WorkerRequest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.wire.messages import Admit
 from engine.wire.sampling import SamplingParams
 
 _MAX_PROMPT_LOGPROBS = 128
-"""Positions per step whose logits are kept: each is a float for every id of the vocabulary."""
+"""Maximum positions per step with kept logits: each has a float per vocabulary id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +40,9 @@ class WorkerRequest:
     max_chunk_tokens: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     dropped_for: str = "ended"
-    """Why it is dropped, if the daemon told so."""
+    """The daemon's reason for dropping it."""
     matcher: Future[Matcher] | None = None
-    """Its way through its grammar, once that is compiled; None: free text."""
+    """Its state in its grammar, once compiled; None: free text."""
     allowed_ids: torch.Tensor | None = None
     """[num_allowed] int64: the only tokens that may be sampled; None: all may."""
 
@@ -54,7 +54,7 @@ class WorkerRequest:
         now_ns: int,
         matcher: Future[Matcher] | None = None,
     ) -> WorkerRequest:
-        """The worker's record of a sequence, out of its admit."""
+        """Make the worker's record of a sequence from its admit."""
         # a grammar allows an end of text only where it is complete, so that is no end to ignore
         is_endless = admit.sampling.ignore_eos and matcher is None
         eos = () if is_endless else eos_token_ids
@@ -99,41 +99,41 @@ class WorkerRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known."""
+        """Known prompt and output tokens."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens behind the prompt that are known so far."""
+        """Known tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt, a new list, without what was output before; see output_offset."""
+        """A new list of the prompt without earlier output; see output_offset."""
         return self.token_ids[: self.num_prompt_tokens - self.sampling.output_offset]
 
     @property
     def output_ids(self) -> list[int]:
-        """The output known, a new list, with what was output before."""
+        """A new list of the output, including earlier output."""
         return self.token_ids[self.num_prompt_tokens - self.sampling.output_offset :]
 
     @property
     def next_index(self) -> int:
-        """Which output is sampled next, counted from the first of all: what its draw depends on."""
+        """The index of the next output among all outputs; its draw depends on it."""
         return self.num_output_tokens + self.sampling.output_offset
 
     @property
     def is_ready(self) -> bool:
-        """True unless its grammar is still being compiled."""
+        """False while its grammar is being compiled."""
         return self.matcher is None or self.matcher.done()
 
     @property
     def is_decoding(self) -> bool:
-        """True if it is computed up to its last token, from which the next one follows."""
+        """Whether all but its last token are computed, so that the next one follows."""
         return self.num_computed_tokens + 1 == len(self.token_ids)
 
     def room(self, block_size: int) -> int:
-        """Positions after those computed that it has blocks for."""
+        """Count the positions after the computed ones that it has blocks for."""
         return len(self.block_table) * block_size - self.num_computed_tokens
 
     @property
@@ -141,21 +141,21 @@ class WorkerRequest:
         return self.num_output_tokens >= self.until_output
 
     def num_prompt_logprobs(self, num_new_tokens: int) -> int:
-        """How many positions of its next step have a prompt token after them to report on."""
+        """Count the positions of its next step that report on a prompt token."""
         if self.sampling.prompt_logprobs is None:
             return 0
         last = self.num_prompt_tokens - 1
         return max(0, min(num_new_tokens, last - self.num_computed_tokens))
 
     def capped(self, num_new_tokens: int) -> int:
-        """A step's tokens, fewer where prompt tokens are reported on or others are to be spared."""
+        """Limit a step's tokens for prompt log-probabilities, or to spare others' ITL."""
         num_tokens = min(num_new_tokens, self.max_chunk_tokens or num_new_tokens)
         if self.num_prompt_logprobs(num_tokens) > _MAX_PROMPT_LOGPROBS:
             return _MAX_PROMPT_LOGPROBS
         return num_tokens
 
     def take(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-        """Append tokens up to one that ends it; how many, and why that ends it, or None."""
+        """Append tokens up to one that ends it; return their number and the finish reason."""
         for count, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
             if token_id in self.stop_token_ids:
@@ -180,7 +180,7 @@ Mask = bytes | GrammarError | None
 
 
 class Grammars:
-    """The grammars of one worker.
+    """Hold the grammars of one worker.
 
     Args:
         load_tokenizer: called with the first grammar; it takes a moment and some memory.
@@ -194,11 +194,11 @@ class Grammars:
         self._follower = ThreadPoolExecutor(1, "grammar-masks")
 
     def compile(self, grammar: str) -> Future[Matcher]:
-        """A matcher at the grammar's beginning, as soon as it is there."""
+        """Compile a grammar to a matcher at its beginning."""
         return self._compiler.submit(self._compile, grammar)
 
     def masks(self, sequences: Sequence[WorkerRequest]) -> Future[list[Mask]]:
-        """What each may go on with: one byte per token id, or why there is none; None: anything."""
+        """Compute each sequence's allowed ids: one byte per id, or an error; None: any."""
         return self._follower.submit(lambda: [_mask(sequence) for sequence in sequences])
 
     def _compile(self, grammar: str) -> Matcher:

@@ -64,7 +64,7 @@ def test_a_daemon_that_no_client_looks_for_says_where_it_is(machine: Machine) ->
 
 def test_replies_that_nobody_has_said_how_to_sample_come_with_advice(machine: Machine) -> None:
     (line,) = (line for line in said(machine) if "ramble" in line)
-    assert "take 0.6" in line
+    assert "use 0.6" in line
     assert str(FOLDER / "generation_config.json") in line
     told = said(machine, temperature=0.6, top_k=20)
     assert "  Sampling: temperature 0.6, top_k 20 (generation_config.json)" in told
@@ -75,7 +75,7 @@ def test_of_a_gguf_file_no_folder_is_spoken_of() -> None:
     path = Path("/models/one-q4.gguf")
     assert "temperature 1" in sampling_text({}, path)
     assert sampling_text({"temperature": 0.5}, path).endswith("(one-q4.gguf)")
-    assert "take 0.6" in sampling_advice({}, path)
+    assert "use 0.6" in sampling_advice({}, path)
     assert sampling_advice({"temperature": 0.5}, path) == ""
 
 

@@ -111,7 +111,7 @@ def test_lines_of_json_end_with_the_reply(daemon: FakeDaemon, client: Client) ->
     [
         ({"error": {"message": "worker died", "code": "engine_dead"}}, "worker died"),
         (b"data: {half", "not JSON"),
-        (b": and then nothing", "before the end"),
+        (b": and then nothing", "closed the connection early"),
     ],
 )
 def test_a_stream_that_breaks_says_so(
@@ -176,7 +176,7 @@ def test_a_socket_left_behind_means_not_running(tmp_path: Path) -> None:
     path = tmp_path / "p.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    with pytest.raises(DaemonUnreachable, match="nothing listens"):
+    with pytest.raises(DaemonUnreachable, match="connection refused"):
         Client(UnixAddress(path)).get("/a")
 
 

@@ -162,7 +162,7 @@ async def test_a_file_that_cannot_be_written_is_said_and_nothing_else_happens(
     daemon.known.profile.put(STARTED_TWO, [1.0])
     daemon.known.store.path.mkdir()
     await daemon.measuring.save()
-    assert "the profile is not kept" in caplog.text
+    assert "the profile cannot be saved" in caplog.text
 
 
 def test_two_processes_that_are_ready_have_not_failed(daemon):

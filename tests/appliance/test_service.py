@@ -224,7 +224,7 @@ def test_while_one_worker_serves_the_appliance_does_and_says_what_is_wrong(machi
     decode.state, decode.num_restarts, decode.num_short_lives, decode.pause_s = "loading", 4, 4, 5
     service.worker_died("decode", "worker decode (pid 7) died: killed by SIGSEGV")
     trouble = "worker decode died 4 times in a row and restarts within 5 s"
-    degraded = f"{trouble}; what comes is served by prefill"
+    degraded = f"{trouble}; new requests go to prefill"
     assert (service.not_ready_reason(), service.degraded_reason()) == (None, degraded)
     assert (machine.frame["state"], machine.frame["state_reason"]) == ("degraded", degraded)
     assert trouble in [alert["message"] for alert in machine.frame["alerts"]]

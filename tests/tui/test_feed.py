@@ -45,7 +45,7 @@ async def test_a_frame_may_come_in_pieces(socket_path):
 
 async def test_no_socket_is_said(socket_path):
     loss = await lost(feed.first_frame(str(socket_path)))
-    assert (loss.is_absent, "there is no socket" in str(loss)) == (True, True)
+    assert (loss.is_absent, "no socket" in str(loss)) == (True, True)
 
 
 async def test_a_socket_without_a_listener_is_said(socket_path):
@@ -149,8 +149,8 @@ async def test_the_caller_and_what_has_finished_can_be_fetched(socket_path):
 
 async def test_changes_say_what_has_changed(socket_path):
     async with FakeDaemon(socket_path) as daemon:
-        assert "nothing new" in await feed.drain(str(socket_path))
-        assert "new work" in await feed.resume(str(socket_path))
+        assert "rejected" in await feed.drain(str(socket_path))
+        assert "accepted" in await feed.resume(str(socket_path))
         change = {"roles": "static", "slo_ttft_ms": 500}
         assert await feed.switch_roles(str(socket_path), change) == (
             "set: roles static, slo_ttft_ms 500"

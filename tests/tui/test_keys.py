@@ -199,13 +199,13 @@ async def test_e_explains_the_stages_of_a_request(busy):
 async def test_upper_d_drains_and_then_resumes(busy, daemon):
     async with console_at(80, 24, busy, socket_path=daemon.socket_path) as (console, pilot):
         await press(pilot, "D")
-        assert "30 live requests go on" in grid(console)
+        assert "30 live requests continue" in grid(console)
         await pilot.press("y")
-        await until(pilot, lambda: "nothing new is taken" in grid(console))
+        await until(pilot, lambda: "new requests are rejected" in grid(console))
         console.post_message(FrameArrived(frames.draining()))
         await pilot.pause()
         await press(pilot, "D", "y")
-        await until(pilot, lambda: "new work is taken" in grid(console))
+        await until(pilot, lambda: "new requests are accepted" in grid(console))
         assert daemon.changes == [("/v1/penstock/drain", b""), ("/v1/penstock/resume", b"")]
 
 
@@ -232,7 +232,7 @@ async def test_targets_are_typed_and_confirmed(busy, daemon):
         assert "two whole numbers" in grid(console)
         await pilot.press("backspace", *"30", "enter")
         await pilot.pause()
-        assert "first token 900 ms, gap 30 ms?" in grid(console)
+        assert "TTFT 900 ms" in grid(console)
         await pilot.press("y")
         await until(pilot, lambda: "slo_itl_ms 30" in grid(console))
         assert daemon.changes == [("/v1/penstock/roles", b'{"slo_ttft_ms":900,"slo_itl_ms":30}')]

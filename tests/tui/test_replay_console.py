@@ -134,7 +134,7 @@ async def test_g_goes_to_a_time(incident, text, second):
 async def test_a_time_that_is_none_is_refused_with_an_example(incident):
     async with replaying(incident) as (console, pilot):
         await press(pilot, "g", *"soon", "enter")
-        assert "soon is no time; give" in grid(console)
+        assert "soon is not a time; give" in grid(console)
         assert at(45)[11:19] in grid(console).splitlines()[0]
         await press(pilot, "g", "escape")
         assert not isinstance(console.screen, AskDialog)

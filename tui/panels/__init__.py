@@ -1,1 +1,1 @@
-"""Panels as pure functions from a view and a size to lines; nothing here knows Textual."""
+"""Draw panels as pure functions from a view and a size to lines, without Textual."""

@@ -1,8 +1,7 @@
 """Draw KV occupancy, the machine, waiting requests and power.
 
-Owns: nothing; pure.
-Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.
-Never: shows 0 for what is not reported.
+Owns: nothing; pure. Invariant: cells of a KV bar add up to its width; a mark at a reading is an
+alert of the daemon. Never: shows 0 for an unreported value.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from tui.panels.header import mark_of
 from tui.view import View, alert_of, pool_counts
 
 _BLOCK_ROWS = 4
-"""From here on a pool has its numbers with their states' names."""
+"""Minimum rows per pool for numbers with their states' names."""
 _LEGEND_WIDTH = 58
-"""From here on the title has room for the legend of the bars."""
+"""Minimum width for the bars' legend in the title."""
 _SHORT_STATES = {"reserved": "resvd", "draining": "drain"}
 _NAME_WIDTH = 8
 _DEVICE_WIDTH = 10
 _READING_WIDTH = 13
 _MACHINE_ROWS = 4
-"""From here on everything has a line of its own."""
+"""Minimum rows for a line per reading."""
 
 
 def kv_title(view: View, width: int, height: int) -> str:
-    """The legend of the bars, or, where that stands beside the numbers, the size of a block."""
+    """Return the legend of the bars, or the size of a block if numbers show the legend."""
     pools = view.frame.pools if view.frame else []
     if not pools:
         return "KV"
@@ -56,7 +55,7 @@ def kv_title(view: View, width: int, height: int) -> str:
 
 
 def kv(view: View, width: int, height: int) -> list[Line]:
-    """Each pool as a bar by state with its numbers; more detail where there is room."""
+    """Draw each pool as a bar by state with numbers, in more detail where it fits."""
     frame = view.frame
     if frame is None:
         return []
@@ -79,7 +78,7 @@ def kv(view: View, width: int, height: int) -> list[Line]:
 
 
 def used_spans(frame: Frame, pool: PoolFrame) -> Line:
-    """`93%▲`: occupancy with the mark and the tone of its alert."""
+    """Draw `93%▲`: occupancy with the mark and the tone of its alert."""
     mark = mark_of(alert_of(frame, "kv.occupancy", pool.name))
     tone = Tone.STRONG if mark.tone == Tone.PLAIN else mark.tone
     return [Run(pad(fig.ratio(pool.used_ratio), 4, right=True), tone), mark]
@@ -129,7 +128,7 @@ def _numbers(pool: PoolFrame, room: int) -> Line:
 
 
 def machine(view: View, width: int, height: int) -> list[Line]:
-    """CPU by core, memory and the daemon; power and J/token where there is a meter."""
+    """Draw CPU by core, memory and the daemon; power and J/token with a meter."""
     frame = view.frame
     if frame is None:
         return []
@@ -162,7 +161,7 @@ def machine(view: View, width: int, height: int) -> list[Line]:
 
 
 def _cores(frame: Frame, width: int, height: int) -> list[Line]:
-    """A bar for each core with its worker, or, where these do not fit, a cell for each."""
+    """Draw a bar for each core with its worker, or a cell for each if they do not fit."""
     percents = frame.host.core_percents
     users = {cpu: worker.name for worker in frame.workers for cpu in worker.cpus_used}
     if 0 < len(percents) <= height:
@@ -184,7 +183,7 @@ def _share(value: float | None, whole: float | None) -> float | None:
 
 
 def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int) -> Line:
-    """A name, a reading, a bar if there is a whole to compare with, and what else there is."""
+    """Draw a name, a reading, a bar if a maximum is known, and an extra text."""
     room = width - _DEVICE_WIDTH - _READING_WIDTH - (len(extra) + 1 if extra else 0)
     return [
         Run(pad(name, _DEVICE_WIDTH - 1) + " ", Tone.MUTED),
@@ -195,7 +194,7 @@ def _meter(name: str, reading: str, ratio: float | None, extra: str, width: int)
 
 
 def _power_line(frame: Frame) -> Line:
-    """All devices in one line: power, and the hottest."""
+    """Sum up all devices in one line: power, and the hottest."""
     devices = [device for device in frame.devices if device.power_w is not None]
     limits_w = [device.power_limit_w for device in devices]
     known_w = [limit_w for limit_w in limits_w if limit_w is not None]
@@ -211,7 +210,7 @@ def _power_line(frame: Frame) -> Line:
 
 
 def _energy_line(frame: Frame) -> Line:
-    """Joules that a token costs in each phase."""
+    """Draw the joules per token of each phase."""
     energy = frame.energy
     prefill_j, decode_j = (
         (energy.prefill_j_per_token, energy.decode_j_per_token) if energy else (None, None)
@@ -224,7 +223,7 @@ def _energy_line(frame: Frame) -> Line:
 
 
 def device_row(device: DeviceFrame, width: int) -> Line:
-    """`gpu0  512/700 W  ████░  73% 61C`, what it reports of it."""
+    """Draw the reported values of a device: `gpu0 512/700 W ████░ 73% 61C`."""
     if device.power_w is None:
         power = "no power" if width < 60 else "power not reported"
     else:
@@ -246,12 +245,12 @@ def device_row(device: DeviceFrame, width: int) -> Line:
 
 _NUMBER_WIDTH = 7
 _TREND_FROM = 60
-"""From this width on the maximum, the targets and a graph have room, too."""
+"""Minimum width for the maximum, the targets and a graph."""
 _TARGET_WIDTH = 10
 
 
 def title(view: View) -> str:
-    """`LATENCY  last 60s, 34 requests`."""
+    """Return the title `LATENCY last 60s, 34 requests`."""
     if view.frame is None:
         return "LATENCY"
     latency = view.frame.latency
@@ -259,7 +258,7 @@ def title(view: View) -> str:
 
 
 def latency(view: View, width: int, height: int) -> list[Line]:
-    """First token, gaps, handoff and the whole; what the first token's time was made of."""
+    """Draw TTFT, ITL, handoff and end to end, and the stages of the TTFT."""
     frame = view.frame
     if frame is None:
         return []
@@ -293,7 +292,7 @@ _Row = tuple[str, list[float | None], float | None, int | None, Samples]
 
 
 def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
-    """Name, quantiles with the maximum, share in time, target, and what the graph shows."""
+    """List name, quantiles with the maximum, share in time, target, and the graph's samples."""
     ttft = [now.ttft_ms_p50, now.ttft_ms_p95, now.ttft_ms_p99, now.ttft_ms_max]
     itl = [now.itl_ms_p50, now.itl_ms_p95, now.itl_ms_p99, now.itl_ms_max]
     handoff = [now.handoff_ms_p50, now.handoff_ms_p95, None, None]
@@ -308,10 +307,9 @@ def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
 
 
 def _made_of(now: LatencyFrame, width: int, height: int) -> list[Line]:
-    """`ttft mean queue 61.0 + prefill 142`: its stages as far as any request spent time in them.
+    """Write `ttft mean queue 61.0 + prefill 142`, the stages in which requests spent time.
 
-    Where they do not fit into one line the largest come first, as many as `height` lines have
-    room for.
+    If they do not fit into one line, the largest come first, as many as `height` lines hold.
     """
     label = Run("ttft mean ", Tone.MUTED)
     means = [(stage, getattr(now, f"{stage}_ms_mean")) for stage in fig.TTFT_STAGES]
@@ -338,7 +336,7 @@ _CHART_ROWS = 8
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
-    """Devices, power over time, energy."""
+    """Draw devices, power over time, energy."""
     frame = view.frame
     if frame is None:
         return []
@@ -354,7 +352,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
 
 
 def _in_families(devices: list[DeviceFrame]) -> list[DeviceFrame]:
-    """Slices after the GPU that they are part of."""
+    """Order MIG slices after their GPU."""
     parents = [device for device in devices if device.parent is None]
     names = {device.name for device in parents}
     ordered = []
@@ -364,7 +362,7 @@ def _in_families(devices: list[DeviceFrame]) -> list[DeviceFrame]:
 
 
 def _device(frame: Frame, device: DeviceFrame, width: int) -> list[Line]:
-    """A row with its bar, then what else it reports, and what it does not."""
+    """Draw a device's row with its bar, then its other readings."""
     mark = mark_of(alert_of(frame, "", device.name))
     if device.parent is None:
         head = device_row(device, width - 1)
@@ -386,7 +384,7 @@ def _device(frame: Frame, device: DeviceFrame, width: int) -> list[Line]:
 
 
 def _readings(device: DeviceFrame) -> list[tuple[str, str]]:
-    """Every other reading, `-` for what is not reported."""
+    """List every other reading, `-` for an unreported one."""
     throttle = device.throttle_reasons
     readings = [
         ("model", device.model or fig.ABSENT),
@@ -423,7 +421,7 @@ def _both(rx: float | None, tx: float | None) -> str:
 
 
 def _energy(energy: EnergyFrame | None, width: int) -> list[Line]:
-    """The ledger since the daemon started, and the price of a token now."""
+    """Draw the energy sums since the daemon started, and the joules per token now."""
     if energy is None or energy.total_j is None:
         return []
     shares = (

@@ -15,7 +15,7 @@ from tui.lines import Line, Run, Tone, pad, wrap
 
 
 class Entry(NamedTuple):
-    """What a word on a page means, and what to do about it."""
+    """A word on a page, its meaning, and what to do about it."""
 
     word: str
     what: str
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 _WORD_WIDTH = 18
 REQUEST = "request"
-"""The dialog of one request; all others are pages."""
+"""The dialog of one request; all other keys are pages."""
 _TTFT = Entry(
     "ttft",
     "time to first token (TTFT): tokenize + queue + restore + prefill",
@@ -200,7 +200,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
 
 
 def glossary(page: str, width: int) -> list[Line]:
-    """The entries of a page, or of REQUEST, as lines."""
+    """Format the entries of a page, or of REQUEST, as lines."""
     lines: list[Line] = []
     for entry in GLOSSARY[page]:
         word = Run(pad(entry.word, _WORD_WIDTH), Tone.ACCENT)
@@ -215,7 +215,7 @@ def glossary(page: str, width: int) -> list[Line]:
 
 
 def markdown() -> str:
-    """The whole glossary as it stands in docs/console.md."""
+    """Write the whole glossary for docs/console.md."""
     sections = []
     for page, entries in GLOSSARY.items():
         rows = (

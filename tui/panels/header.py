@@ -1,9 +1,7 @@
 """Draw the header, the alerts, the key bar and the events page.
 
-Owns: how severity looks.
-Invariant: the state, the link and the worst alert are shown at every width; the newest event comes
-first.
-Never: judges a reading; thresholds are the daemon's, and here are only its words and the link's.
+Owns: how severity looks. Invariant: the state, the link and the worst alert are shown at every
+width; the newest event comes first. Never: judges a reading; the thresholds are the daemon's.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ SEVERITIES = {
     "info": ("● INFO", Tone.MUTED),
 }
 _REASONS = {"draining": "no new requests", "model_loading": "loading the model"}
-"""In words, where the daemon gives a code."""
+"""Words for the daemon's codes."""
 _LEAST_KEYS = 12
-"""Cells that the names of the pages leave to the keys."""
+"""Minimum cells for the keys beside the pages' names."""
 
 
 class Alert(NamedTuple):
-    """Something that is wrong now."""
+    """A raised alert."""
 
     severity: str
     """`error` or `warning`."""
@@ -38,7 +36,7 @@ class Alert(NamedTuple):
 
 
 def header(view: View, width: int) -> Line:
-    """Name, model, state and link; what matters least goes first when it gets narrow."""
+    """Draw name, model, state and link; the least important goes first on a narrow screen."""
     frame = view.frame
     link = _link_span(view)
     who = f"{clip(view.caller.name, 16)} {view.caller.role}" if view.caller else ""
@@ -46,7 +44,7 @@ def header(view: View, width: int) -> Line:
         return _compose([(0, Run("penstock", Tone.ACCENT))], [(0, link)], width)
     note = f"({_note_parts(frame)[0]})" if frame.model_note else ""
     roles = f"{frame.roles}/{frame.transport}" if frame.transport else frame.roles
-    state = frame.state.upper() if view.link.is_live else ""  # of a lost daemon nobody knows it
+    state = frame.state.upper() if view.link.is_live else ""  # unknown after the link is lost
     kept_width = len(state) + width_of([link]) + (len(roles) + 10 if width >= 80 else 8)
     room = max(12, width - kept_width)
     left = [
@@ -69,7 +67,7 @@ def header(view: View, width: int) -> Line:
 
 
 def _missed_text(view: View) -> str:
-    """Of this console's reading, not of what it reads: frames that it did not get."""
+    """Count the frames that this console missed."""
     num_missed = view.history.num_dropped_frames
     return f"missed {num_missed} frame{'' if num_missed == 1 else 's'}" if num_missed else ""
 
@@ -94,7 +92,7 @@ def _link_span(view: View) -> Run:
 
 
 def _compose(left: list[tuple[int, Run]], right: list[tuple[int, Run]], width: int) -> Line:
-    """Spans two cells apart at both edges; those of the highest rank are dropped to fit."""
+    """Join runs two cells apart at both edges; the highest ranks are dropped to fit."""
 
     def joined(ranked: list[tuple[int, Run]]) -> Line:
         line: Line = []
@@ -113,14 +111,14 @@ def _compose(left: list[tuple[int, Run]], right: list[tuple[int, Run]], width: i
 
 
 def alerts(view: View) -> list[Alert]:
-    """All that is wrong now, the worst first."""
+    """List all alerts, the worst first."""
     frame = view.frame
     theirs = [Alert(a.severity, alert_text(a, frame.at)) for a in frame.alerts] if frame else []
     return sorted([*own_alerts(view), *theirs], key=lambda alert: alert.severity != "error")
 
 
 def own_alerts(view: View) -> list[Alert]:
-    """What no alert of the daemon says: the link, and why its state is not `ready`."""
+    """List the console's own alerts: the link, and a state other than `ready`."""
     frame, found = view.frame, []
     if view.link.why:
         since = None if frame is None or view.link.is_live else fig.clock(frame.at)
@@ -136,12 +134,12 @@ def own_alerts(view: View) -> list[Alert]:
 
 
 def alert_text(alert: AlertFrame, now: str) -> str:
-    """The daemon's words, and for how long it has been so."""
+    """Return the daemon's message and its duration."""
     return f"{alert.message} for {fig.since(alert.since, now)}"
 
 
 def mark_of(alert: AlertFrame | None) -> Run:
-    """The mark that stands at a reading with an alert; a blank without one."""
+    """Return the mark for a reading's alert; a blank without one."""
     if alert is None:
         return Run(" ")
     word, tone = SEVERITIES.get(alert.severity, SEVERITIES["info"])
@@ -149,13 +147,13 @@ def mark_of(alert: AlertFrame | None) -> Run:
 
 
 def _note_parts(frame: Frame) -> tuple[str, str]:
-    """The gist of the model's note, which fits beside its name, and what follows the colon."""
+    """Split the model's note into a part beside its name, and the text after the colon."""
     gist, _, rest = (frame.model_note or "").partition(": ")
     return gist, rest
 
 
 def alert_line(view: View, width: int) -> Line:
-    """The worst alerts that fit and how many more there are, then what limits the appliance."""
+    """Draw the worst alerts that fit, the number of others, then the bottleneck."""
     found = alerts(view)
     limit = view.frame.limit if view.frame else ""
     if not found:
@@ -186,7 +184,7 @@ def alert_line(view: View, width: int) -> Line:
 def key_hints(
     hints: Sequence[tuple[str, str]], pages: Sequence[str], page: str, width: int
 ) -> Line:
-    """The pages, then keys and what they do; where some do not fit, that help has more."""
+    """Draw the pages, then keys with labels; if some do not fit, point to help."""
     line: Line = [Run(f" 1-{len(pages)} ", Tone.ACCENT), Run(page, Tone.CURRENT), Run(" ")]
     named: Line = []
     for number, name in enumerate(pages, start=1):
@@ -212,7 +210,7 @@ def _hint(key: str, label: str) -> Line:
 
 
 def summary(view: View) -> str:
-    """The reading in one line, for terminals too small for panels and for plain text."""
+    """Sum up the reading in one line, for small terminals and plain text."""
     frame = view.frame
     if frame is None:
         return f"{view.link.word} {view.link.why}".rstrip()
@@ -233,12 +231,12 @@ def summary(view: View) -> str:
 
 
 def _pool_words(name: str) -> str:
-    """`kv` of the pool that all share, `kv decode` of a worker's own."""
+    """Name a pool: `kv` for the shared pool, `kv decode` for a worker's own."""
     return name if name == "kv" else f"kv {name}"
 
 
 def version_problem(version: int) -> str | None:
-    """Why frames of this version cannot be shown; None if they can."""
+    """Explain why frames of this version cannot be shown; None: they can."""
     if version == FRAME_VERSION:
         return None
     return (
@@ -259,7 +257,7 @@ _SUBJECT_WIDTH = 10
 
 
 def events(view: View, width: int, height: int) -> list[Line]:
-    """The newest events that fit; what only informed has left after a while."""
+    """Draw the newest events that fit; informational ones disappear after a while."""
     frame = view.frame
     if frame is None:
         return []
@@ -272,7 +270,7 @@ def events(view: View, width: int, height: int) -> list[Line]:
 
 
 def all_events(view: View, width: int) -> list[Line]:
-    """Every event, the newest at the top."""
+    """Draw every event, the newest at the top."""
     recorded = view.frame.events if view.frame else []
     if not recorded:
         return [[Run("no events", Tone.MUTED)]]
@@ -280,7 +278,7 @@ def all_events(view: View, width: int) -> list[Line]:
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
-    """Alerts, what limits the appliance, then events."""
+    """Draw alerts, the bottleneck, then events."""
     frame = view.frame
     if frame is None:
         return []
@@ -298,7 +296,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
 
 
 def _model(frame: Frame, width: int) -> list[Line]:
-    """What is to be known of the model, whole; the header and the line below it cut it."""
+    """Draw the model's whole note, which the header and its next line cut."""
     gist, rest = _note_parts(frame)
     if not gist:
         return []
@@ -312,7 +310,7 @@ def _severity(severity: str) -> Run:
 
 
 def _alert_line(alert: AlertFrame, now: str, width: int) -> Line:
-    """`▲ WARN  kv.occupancy decode  41s  93% in use`."""
+    """Draw `▲ WARN kv.occupancy decode 41s 93% in use`."""
     code = pad(alert.code, _CODE_WIDTH) if width >= _ROOMY else alert.code
     subject = pad(alert.subject, _SUBJECT_WIDTH) if width >= _ROOMY else alert.subject
     return [

@@ -28,20 +28,20 @@ from tui.panels.kv_tiers import lines
 from tui.view import View, pool_counts
 
 _WIDE = 110
-"""From here on two columns."""
+"""Minimum width for two columns."""
 _NARROW = 76
-"""Below this width pools have no table."""
+"""Minimum width for the pools' table."""
 _NAME_WIDTH = 10
 _NUMBER_WIDTH = 8
 _MAP_ROWS = 2
 _MAX_ROWS = 8
-"""Of a map, or of a graph."""
+"""Maximum rows of a map or a graph."""
 _MAX_OWNERS = 8
 _MAX_HOLDERS = 8
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
-    """Pools and their maps; owners, the largest requests and the history beside or below."""
+    """Draw pools and their maps; owners, the largest requests and the history beside or below."""
     frame = view.frame
     if frame is None:
         return []
@@ -76,7 +76,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
 
 
 def _prefix_cache(frame: Frame, width: int) -> list[Line]:
-    """How much of all prompts was found computed, and who has left what can be found."""
+    """Draw the hit rate of all prompts, and the users with cached blocks."""
     totals = frame.totals
     found, asked = totals.prefix_cache_hits, totals.prefix_cache_queries
     rate = fig.ratio(found / asked if asked else None)
@@ -104,7 +104,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
 
 
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:
-    """A row for each pool: occupancy, size, blocks by state."""
+    """Draw a row for each pool: occupancy, size, blocks by state."""
     columns = ["blocks", "size", *(state for state in STATE_CELLS)]
     head = pad("pool", _NAME_WIDTH) + pad("used", 5, right=True)
     head += "".join(pad(c, _cell(c), right=True) for c in columns)
@@ -131,7 +131,7 @@ def _cell(column: str) -> int:
 
 
 def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
-    """Each pool as rows of cells by state."""
+    """Draw each pool as rows of cells by state."""
     legend = " ".join(f"{cell}{state}" for state, cell in STATE_CELLS.items())
     lines: list[Line] = []
     for pool in frame.pools:
@@ -147,7 +147,7 @@ def _maps(frame: Frame, width: int, rows: int) -> list[Line]:
 
 
 def _history(view: View, width: int, height: int) -> list[Line]:
-    """Occupancy of each pool over the window, on a scale from empty to the highest."""
+    """Draw the occupancy of each pool over the window, scaled from 0 to the highest."""
     room = width - _NAME_WIDTH - 6
     lines: list[Line] = [rule("OCCUPANCY", width, f"last {fig.whole_seconds(view.window_s)}")]
     for name, samples in view.history.kv_used_ratio.items():
@@ -162,7 +162,7 @@ def _history(view: View, width: int, height: int) -> list[Line]:
 
 
 def _owners(frame: Frame, width: int) -> list[Line]:
-    """Who holds blocks, pool by pool."""
+    """Draw the users holding blocks, pool by pool."""
     lines: list[Line] = [rule("OWNERS", width, "blocks and requests")]
     for pool in frame.pools:
         lines += _pool_owners(pool, width)
@@ -184,7 +184,7 @@ def _pool_owners(pool: PoolFrame, width: int) -> list[Line]:
 
 
 def _holders(frame: Frame, width: int) -> list[Line]:
-    """The live requests with most blocks."""
+    """List the live requests with most blocks."""
     ranked = sorted(frame.requests, key=lambda request: -request.num_blocks)
     items = [
         (fig.short_id(request.id), fig.count(request.num_blocks))

@@ -1,8 +1,7 @@
 """Draw the caches below the pools as lines of the KV page.
 
-Owns: nothing; pure.
-Invariant: what has not happened is left out, but for what was stored and loaded.
-Never: shows a cache that the daemon has not reported.
+Owns: nothing; pure. Invariant: figures that are 0 are left out, except for stored and loaded
+blocks. Never: shows a cache that the daemon has not reported.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tui.lines import (
 
 
 def lines(frame: Frame, width: int) -> list[Line]:
-    """Of each a line on its state, and figures."""
+    """Draw a line on each cache's state, and its figures."""
     caches = (("DRAM CACHE", frame.dram), ("SSD CACHE", frame.ssd))
     return [line for title, tier in caches if tier for line in _lines(title, tier, width)]
 

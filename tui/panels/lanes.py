@@ -2,10 +2,9 @@
 
 A lane is a phase; several workers of it have a row each.
 
-Owns: nothing; pure.
-Invariant: the lines come in order of importance, so a lower panel shows the first of them; a
-transport is shown with what proves it, or with the word that nothing does.
-Never: shows a number that the frame does not report.
+Owns: nothing; pure. Invariant: the lines come in order of importance, so a lower panel shows the
+first of them; a transport is shown with its measurement at start, or as unmeasured. Never: shows a
+number that the frame does not report.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ from tui.view import View, pool_counts, workers_for
 
 _LABEL_WIDTH = 13
 _PLACE_WIDTH = 44
-"""From which on a worker's row also says where it is."""
+"""Minimum width for a worker's device in its row."""
 _SHORT_REASONS = {"unknown": "not measured"}
-"""Reasons for a route whose own word says nothing to who did not ask."""
+"""Words for route reasons that are unclear without context."""
 
 
 def prefill_title(view: View) -> str:
-    """`PREFILL  cpu 0`, or `PREFILL  2 workers`."""
+    """Return the title `PREFILL cpu 0`, or `PREFILL 2 workers`."""
     return _lane_title(view, "prefill")
 
 
 def decode_title(view: View) -> str:
-    """The title of the decode lane, as `DECODE  cpu 1`."""
+    """Return the title of the decode lane, such as `DECODE cpu 1`."""
     return _lane_title(view, "decode")
 
 
 def handoff_title(view: View) -> str:
-    """The title between the lanes, with the transport, as `HANDOFF  alias`."""
+    """Return the title between the lanes, with the transport, such as `HANDOFF alias`."""
     transport = view.frame.transport if view.frame else None
     return f"HANDOFF  {transport}" if transport else "HANDOFF"
 
@@ -78,7 +77,7 @@ def _lane_title(view: View, role: str) -> str:
 
 
 def where(worker: WorkerFrame, frame: Frame | None) -> str:
-    """`cpu 1`; `cpu 1 + cpu 0` with a core of another; `lent to decode` without its own."""
+    """Name a worker's cores: `cpu 1`; `cpu 1 + cpu 0` with a lent core; `lent to decode`."""
     if worker.state != "ready" or worker.cpus_used == worker.cpus:
         return worker.device
     if worker.cpus_used:
@@ -90,7 +89,7 @@ def where(worker: WorkerFrame, frame: Frame | None) -> str:
 
 
 def prefill(view: View, width: int, height: int) -> list[Line]:
-    """Prompts: how many run and wait, how fast they are computed."""
+    """Draw the prompts: how many run and wait, and the prefill rate."""
     frame = view.frame
     if frame is None:
         return []
@@ -123,7 +122,7 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
 
 
 def handoff(view: View, width: int, height: int) -> list[Line]:
-    """Sequences on their way from the prefill worker to the decode worker."""
+    """Draw the sequences between the prefill worker and the decode worker."""
     frame = view.frame
     if frame is None:
         return []
@@ -162,14 +161,14 @@ def _newest_size(samples: Samples) -> str:
 
 
 def ranked_routes(frame: Frame) -> list[tuple[int, str, str]]:
-    """How many sequences went which way for which reason, the commonest first."""
+    """Count sequences by route and reason, the most frequent first."""
     ranked = sorted(frame.totals.routes.items(), key=lambda item: -item[1])
     ways = ((num, *way.partition(" ")) for way, num in ranked)
     return [(num, clean(route), clean(reason)) for num, route, _, reason in ways]
 
 
 def routes(frame: Frame) -> list[str]:
-    """`1,204 move cheapest` for each way that sequences have gone."""
+    """List `1,204 move cheapest` for each route taken."""
     return [
         f"{fig.count(num)} {route} {_SHORT_REASONS.get(reason, reason)}"
         for num, route, reason in ranked_routes(frame)
@@ -177,7 +176,7 @@ def routes(frame: Frame) -> list[str]:
 
 
 def decode(view: View, width: int, height: int) -> list[Line]:
-    """Outputs: how many run, how fast tokens come; a tick where they stalled behind a prompt."""
+    """Draw the outputs: how many run, the decode rate, and ticks at stalls."""
     frame = view.frame
     if frame is None:
         return []
@@ -222,7 +221,7 @@ def decode(view: View, width: int, height: int) -> list[Line]:
 
 
 def _processes(workers: list[WorkerFrame], width: int) -> list[Line]:
-    """What each is to the machine."""
+    """Draw each process's use of the machine."""
     lines = []
     for worker in workers:
         lines += [[Run(worker.name, Tone.ACCENT)]] if len(workers) > 1 else []
@@ -244,7 +243,7 @@ def _process(worker: WorkerFrame, width: int) -> list[Line]:
 
 
 def _steps(frame: Frame, workers: list[WorkerFrame], width: int) -> list[Line]:
-    """How long steps take: of one worker, or a row for each; those that are not ready first."""
+    """Draw step times of one worker, or a row for each; workers that are not ready come first."""
     if len(workers) < 2:
         return [pairs(width, *(_step(*workers) if workers else _step(None)))]
     lines, label_width = [], max(len(worker.name) for worker in workers) + 2
@@ -265,12 +264,12 @@ def _step(worker: WorkerFrame | None) -> list[tuple[str, str]]:
 
 
 def _graph(view: View, samples: Samples, width: int) -> str:
-    """The window's run of samples; one alone is no trend."""
+    """Draw the window's samples; a single one is left out."""
     return sparkline(view.recent(samples, width) if len(samples) > 1 else (), width)
 
 
 def _trend(view: View, samples: Samples, unit: str, width: int) -> Line:
-    """The newest value and the run up to it."""
+    """Draw the newest value and the graph up to it."""
     value = fig.rate(samples[-1] if samples else None)
     label = [Run(value, Tone.STRONG), Run(f" {unit} ", Tone.MUTED)]
     room = max(_LABEL_WIDTH, width_of(label))
@@ -282,14 +281,14 @@ def _trend(view: View, samples: Samples, unit: str, width: int) -> Line:
 
 
 def _not_ready(workers: list[WorkerFrame], width: int) -> Line | None:
-    """The line that stands first while there is no worker, or the only one cannot work."""
+    """Draw the first line while no worker is ready."""
     if not workers:
         return [Run("▲ no worker", Tone.WARN)]
     return _trouble(workers[0], width) if len(workers) == 1 else None
 
 
 def _trouble(worker: WorkerFrame, width: int) -> Line | None:
-    """Why a worker cannot work; None: it can."""
+    """Explain why a worker cannot work; None: it can."""
     if worker.state == "ready":
         return None
     if worker.state != "loading" or not worker.total_bytes:
@@ -313,7 +312,7 @@ _STAGING = "ring"
 _MAX_LINKS = 8
 _MAX_CHART_ROWS = 5
 _LEAST_RECENT = 6
-"""Newest handoffs that are listed however little room there is, with their heading."""
+"""Minimum rows of newest handoffs, with their heading."""
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "cheapest": "meets the targets at the lowest cost",
@@ -326,11 +325,11 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "colocated": "one worker for both phases",
     }
 )
-"""What each reason for a route means; any other is shown as it is."""
+"""The meaning of each route's reason; others are shown unchanged."""
 
 
 def page(view: View, width: int, height: int) -> list[Line]:
-    """Path, latency, routes; rates and the newest handoffs take the room that is left."""
+    """Draw path, latency, routes; rates and the newest handoffs fill the rest."""
     frame = view.frame
     if frame is None:
         return []
@@ -353,7 +352,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
 
 
 def _recent(view: View, width: int) -> list[Line]:
-    """A line for each request that was handed over and has ended, the newest first."""
+    """Draw a line for each ended request with a handoff, the newest first."""
     handed = [request for request in view.finished if request.handoff_ms is not None]
     rows: list[Line] = [
         [
@@ -370,13 +369,13 @@ def _recent(view: View, width: int) -> list[Line]:
 
 
 def _reason(told: str) -> str:
-    """Why a route was taken, without its figures."""
+    """Return a route's reason without its figures."""
     code = clean(told).partition(":")[0]
     return REASONS.get(code, code)
 
 
 def _models(frame: Frame, width: int) -> list[Line]:
-    """The other models that a request may name; nothing where one is all that is known."""
+    """List the other models that a request may name; nothing with a single model."""
     swaps = frame.swaps
     if swaps is None:
         return []
@@ -400,7 +399,7 @@ def _path(frame: Frame, width: int) -> list[Line]:
 
 
 def _links(frame: Frame, width: int) -> list[Line]:
-    """A row for each link, those that are down and those that carry most first."""
+    """Draw a row for each link; links that are down or busiest come first."""
     links = sorted(frame.links, key=lambda link: (link.down is None, -link.bytes_per_s))
     names = {id(link): f"{link.from_pool} → {link.to_pool}" for link in links}
     name_width = max((len(name) for name in names.values()), default=0) + 2
@@ -509,7 +508,7 @@ def _row(request: RequestFrame) -> Line:
 
 
 def _routes(frame: Frame, width: int) -> list[Line]:
-    """A line for each way that sequences have gone: how many, where, and why so."""
+    """Draw a line for each route taken: how many, where, and why."""
     lines: list[Line] = [rule("ROUTES", width, "since the daemon started")]
     for num, route, reason in ranked_routes(frame):
         why = REASONS.get(reason, reason)
@@ -524,13 +523,13 @@ def _routes(frame: Frame, width: int) -> list[Line]:
 
 
 def _trials(frame: Frame, width: int) -> list[Line]:
-    """What the machine's profile chose, with its figures; nothing where nothing was."""
+    """List the choices of the machine's profile, with their figures."""
     lines = [line for trial in frame.trials for line in wrap(trial, width)]
     return [rule("TRIALS", width, "chosen by the machine's profile"), *lines] if lines else []
 
 
 def _predictions(frame: Frame, width: int) -> list[Line]:
-    """What came of what elastic roles predicted, a line for each way; the worst first."""
+    """Draw the outcomes of elastic roles' predictions, a line per route; the worst first."""
     ways = sorted(frame.totals.ways, key=lambda way: (-way.is_closed, -way.num_missed))
     if not ways:
         return []

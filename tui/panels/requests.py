@@ -21,9 +21,9 @@ from tui.view import REPLAY, View
 
 _MARGIN = 2
 _ROOMY = 100
-"""From here on columns stand two cells apart, below it one."""
+"""Minimum width for two cells between columns."""
 _WIDE = 150
-"""From here on the whole request id is shown."""
+"""Minimum width for the whole request id."""
 _PHASE_TONES = {
     "queued": Tone.MUTED,
     "prefilling": Tone.WARN,
@@ -35,7 +35,7 @@ _PHASE_TONES = {
 
 @dataclass(frozen=True, slots=True)
 class RequestColumn:
-    """One column; the lowest ranks are shown first when there is little room."""
+    """One column; the lowest ranks are shown first on a narrow screen."""
 
     title: str
     width: int
@@ -51,14 +51,14 @@ class RequestColumn:
 
 
 def phase_text(request: RequestFrame) -> str:
-    """`prefilling 62%`, `handing off`, `decoding`; of a finished one how it ended."""
+    """Describe the phase: `prefilling 62%`, `handing off`, `decoding`, or the end."""
     text = clean(fig.phase_text(fields(request)))
     sign = _estimate_sign(request)
     return text.replace("prefilling ", f"prefilling {sign}") if sign else text
 
 
 def _estimate_sign(request: RequestFrame) -> str:
-    """`~` before what a replay can only estimate."""
+    """Return `~` before a replay's estimates."""
     return "~" if isinstance(request, PastRequest) and request.is_estimated else ""
 
 
@@ -68,7 +68,7 @@ def _output_text(request: RequestFrame) -> str:
 
 
 def _note(request: RequestFrame) -> str:
-    """What went wrong, what it waits for, or why it is slow; empty where nothing is to be said."""
+    """Return the error, the wait reason, or the cause of delay; empty: none of them."""
     if request.error:
         return request.error
     if request.behind:
@@ -102,16 +102,16 @@ COLUMNS = (
 
 
 def _joules(request: RequestFrame) -> str:
-    """Its energy without the unit."""
+    """Return its energy without the unit."""
     return fig.short_count(fig.energy_j(request.prefill_j, request.decode_j))
 
 
 def columns_for(width: int, is_metered: bool = True) -> list[RequestColumn]:
-    """The most important columns that fit, in display order; room left over widens the texts.
+    """Choose the most important columns that fit, in display order; spare cells widen the texts.
 
     Args:
         width: cells of a row.
-        is_metered: some device reports energy, which has a column then.
+        is_metered: a device reports energy, so that it gets a column.
     """
     chosen: list[RequestColumn] = []
     gap = 2 if width >= _ROOMY else 1
@@ -139,7 +139,7 @@ def _with_whole_id(column: RequestColumn) -> RequestColumn:
 
 
 def heading(columns: Sequence[RequestColumn], listing: RequestListing) -> Line:
-    """The line above the rows; the sorted column stands out."""
+    """Draw the line above the rows; the sorted column stands out."""
     line: Line = [Run("  ")]
     for column in columns:
         tone = Tone.ACCENT if column.title.lower() == listing.sort else Tone.MUTED
@@ -148,7 +148,7 @@ def heading(columns: Sequence[RequestColumn], listing: RequestListing) -> Line:
 
 
 def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected: bool) -> Line:
-    """One request as a line of the table."""
+    """Draw one request as a line of the table."""
     line: Line = [Run("> " if is_selected else "  ", Tone.ACCENT)]
     phase_tone = _PHASE_TONES.get(request.phase, Tone.MUTED)
     tones = {"ID": Tone.STRONG, "PHASE": Tone.BAD if request.error else phase_tone}
@@ -159,9 +159,9 @@ def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected:
 
 
 def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -> str:
-    """`REQUESTS  30 live, 1-8 by time v`, the filter, and how many have ended how.
+    """Return `REQUESTS 30 live, 1-8 by time v`, the filter, and the ended requests' numbers.
 
-    What does not fit whole is left out whole, from the last on.
+    Parts that do not fit are left out, from the last on.
     """
     frame, listing = view.frame, view.listing
     if frame is None:
@@ -186,7 +186,7 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
 
 
 def summary(view: View, width: int) -> Line:
-    """`today 148 requests, 281k in, 41k out │ ana 3 live, 48.3 tok/s`, as many users as fit."""
+    """Write `today 148 requests, 281k in, 41k out │ ana 3 live`, with the users that fit."""
     frame = view.frame
     if frame is None:
         return []
@@ -215,7 +215,7 @@ def summary(view: View, width: int) -> Line:
 
 
 def placeholder(view: View) -> Line:
-    """What stands in an empty table."""
+    """Return the text of an empty table."""
     if view.frame is None and view.link.is_absent:
         return [Run("  no daemon; start one with: penstock serve", Tone.MUTED)]
     if view.frame is None and view.link.why:
@@ -240,7 +240,7 @@ _NUMBER_WIDTH = 10
 
 
 def detail(request: RequestFrame, width: int) -> list[Line]:
-    """The lines of the dialog that shows one request."""
+    """Draw the lines of one request's dialog."""
     known = fields(request)
     told = fig.request_facts(known) | {
         "state": phase_text(request),
@@ -272,12 +272,12 @@ _PAIRS = (
     ("model", "blocks"),
     ("stream",),
 )
-"""Facts that stand beside each other; what is left has lines of its own."""
+"""Facts shown side by side; others have lines of their own."""
 _FACT_TONES = {"waits": Tone.WARN, "slow because": Tone.STRONG}
 
 
 def waterfall(known: Mapping[str, Any], width: int) -> list[Line]:
-    """A bar for each stage at its place in the whole, then the sum against the whole."""
+    """Draw a bar for each stage at its place in the whole, then the sums."""
     room = width - _LABEL_WIDTH - _NUMBER_WIDTH - 2
     bars, sums = fig.waterfall(known, room)
     lines = [_row("stage", "ms", "", Tone.MUTED)]

@@ -1,1 +1,1 @@
-"""The Textual widgets: they place lines on the terminal and turn keys into messages."""
+"""Place lines on the terminal with Textual widgets, and turn keys into messages."""

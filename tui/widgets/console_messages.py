@@ -22,7 +22,7 @@ class FrameArrived(Message, bubble=False):
         self.frame = frame
 
     def can_replace(self, message: Message) -> bool:
-        """A newer frame makes one that is still waiting superfluous."""
+        """Replace a waiting frame by a newer one."""
         return isinstance(message, FrameArrived)
 
 
@@ -36,7 +36,7 @@ class LinkLost(Message, bubble=False):
 
 
 class CallerKnown(Message, bubble=False):
-    """The daemon has said whom it takes the console for."""
+    """The daemon has sent the caller's user and role."""
 
     def __init__(self, caller: Caller) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class CallerKnown(Message, bubble=False):
 
 
 class FinishedArrived(Message, bubble=False):
-    """The daemon has told the newest finished requests."""
+    """The daemon has sent the newest finished requests."""
 
     def __init__(self, requests: tuple[RequestFrame, ...]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class WindowMoved(Message):
 
 
 class KeyUnderDialog(Message):
-    """A key that means nothing to the dialog on top."""
+    """A key that the top dialog does not use."""
 
     def __init__(self, key: str) -> None:
         super().__init__()

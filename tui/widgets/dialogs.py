@@ -1,8 +1,7 @@
 """Show dialogs over the pages: text, questions, choices, input.
 
-Owns: nothing that outlives it.
-Invariant: each says which key leaves it; what is answered is a text, None is no answer.
-Never: acts; an answer goes to the app.
+Owns: nothing that outlives it. Invariant: each names the key that leaves it; an answer is a text,
+None is no answer. Never: acts; an answer goes to the app.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _KEY_WIDTH = 14
 _TWO_COLUMNS = 60
 _NAME_WIDTH = 20
 _WIDTH = 72
-"""Lines inside the frame are at most so long."""
+"""Maximum width of lines inside the frame."""
 _EDGES = 4
-"""Cells of a row that are the frame and the blanks beside it."""
+"""Cells of a row for the frame and its blanks."""
 
 
 class Dialog(ModalScreen[str]):
@@ -49,23 +48,22 @@ class Dialog(ModalScreen[str]):
         yield Page(lambda width, height: self._paint(width), id="dialog")
 
     def on_mount(self) -> None:
-        """Framed and as high as its lines; what lay over its place has been read."""
+        """Show the frame, as high as its lines."""
         self.app.clear_notifications()
         entitle(self.query_one("#dialog"), self._title)
         self.repaint()
 
     def on_resize(self) -> None:
-        """Lines depend on the width."""
         self.repaint()
 
     def on_key(self, event: Key) -> None:
-        """What means nothing here may mean something to the page below."""
+        """Pass unused keys to the page below."""
         if event.key not in self.active_bindings:
             event.stop()
             self.post_message(KeyUnderDialog(event.key))
 
     def repaint(self) -> None:
-        """Draw what changed, as high as its lines, as far as the terminal goes."""
+        """Draw the changes, as high as the lines and the terminal allow."""
         page = self.query_one(Panel)
         width = min(_WIDTH, self.size.width - _EDGES)
         page.styles.width = width + _EDGES
@@ -74,12 +72,12 @@ class Dialog(ModalScreen[str]):
 
     @property
     def frame_height(self) -> int:
-        """Rows of the page that are not lines."""
+        """Rows of the page besides the lines."""
         return 2
 
 
 class Reader(Dialog):
-    """Something to read; the keys that open one close it, too."""
+    """A text to read; the key that opens it closes it, too."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,enter,e,question_mark,f1", "dismiss", "close", show=False)
@@ -87,14 +85,14 @@ class Reader(Dialog):
 
 
 class Help(Reader):
-    """All keys by what they are about, from the bindings themselves."""
+    """All keys by topic, from the bindings themselves."""
 
     def __init__(self, groups: Mapping[str, Sequence[tuple[str, str]]], *, is_ascii: bool) -> None:
         self._groups = groups
         super().__init__("KEYS  esc or q closes", self._lines, is_ascii=is_ascii)
 
     def _lines(self, width: int) -> list[Line]:
-        """Two columns of groups where there is room, of about the same height."""
+        """Arrange the groups in two columns of about equal height, if they fit."""
         blocks = [self._block(title, keys) for title, keys in self._groups.items()]
         if width < _TWO_COLUMNS:
             return [line for block in blocks for line in block]
@@ -117,7 +115,7 @@ class Explain(Reader):
 
 
 class Detail(Reader):
-    """One request and where its time went."""
+    """One request with its stages."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "explain", "explain", show=False)]
 
@@ -128,7 +126,7 @@ class Detail(Reader):
         super().__init__("REQUEST  e explains, esc or q closes", self._lines, is_ascii=is_ascii)
 
     def action_explain(self) -> None:
-        """What the stages mean."""
+        """Explain the stages."""
         self.app.push_screen(Explain(REQUEST, is_ascii=self._is_ascii))
 
     def _lines(self, width: int) -> list[Line]:
@@ -138,7 +136,7 @@ class Detail(Reader):
         return [[name], [Run("not received yet", Tone.MUTED)]]
 
     def show(self, request: RequestFrame | None) -> None:
-        """Another reading of the same request; None: of a time before it came."""
+        """Show another reading of the request; None: it had not come yet."""
         self._is_there = request is not None
         self.request = request or self.request
         self.repaint()
@@ -165,7 +163,7 @@ class Confirm(Dialog):
 
 
 class AskDialog(Dialog):
-    """A line to type; what is wrong with it is said while it is typed."""
+    """A line to type, with its error shown while typing."""
 
     def __init__(
         self,
@@ -177,7 +175,7 @@ class AskDialog(Dialog):
         *,
         is_ascii: bool,
     ) -> None:
-        """Typing goes on at the value's end, or replaces it."""
+        """Begin with a value; typing appends to it or replaces it."""
         self._is_replaced = is_replaced
         self._value = value
         self._check = check
@@ -185,7 +183,7 @@ class AskDialog(Dialog):
         super().__init__(f"{title}  enter sets, esc leaves", self._lines, is_ascii=is_ascii)
 
     def compose(self) -> ComposeResult:
-        """The line above what there is to say about it."""
+        """Place the input line above its hint."""
         with Panel(lambda width, height: [[], *self._paint(width)], id="dialog"):
             yield Input(self._value, compact=True, select_on_focus=self._is_replaced)
 
@@ -195,16 +193,16 @@ class AskDialog(Dialog):
 
     @property
     def frame_height(self) -> int:
-        """The line itself has a row, too."""
+        """Rows for the frame and the input line."""
         return 3
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Look at every letter."""
+        """Check the text after every letter."""
         self._value = event.value
         self.repaint()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Only a line without a problem is an answer."""
+        """Answer with the line if it has no error."""
         if not self._check(event.value):
             self.dismiss(event.value)
 
@@ -224,13 +222,13 @@ class Choose(Dialog):
         super().__init__(f"{title}  enter takes, esc leaves", self._lines, is_ascii=is_ascii)
 
     def compose(self) -> ComposeResult:
-        """What is typed above the options."""
+        """Place the input line above the options."""
         with Panel(lambda width, height: [[], *self._around(width, height - 1)], id="dialog"):
             yield Input(placeholder="type to narrow", compact=True)
 
     @property
     def frame_height(self) -> int:
-        """The line itself has a row, too."""
+        """Rows for the frame and the input line."""
         return 3
 
     @property
@@ -254,17 +252,17 @@ class Choose(Dialog):
         return rows or [[Run("nothing matches", Tone.MUTED)]]
 
     def _around(self, width: int, height: int) -> list[Line]:
-        """The options around the cursor, if not all can be shown."""
+        """Return the options around the cursor, if not all fit."""
         top = max(0, self._cursor - height + 1)
         return self._paint(width)[top : top + height]
 
     def action_move(self, num_rows: int) -> None:
-        """Move the cursor by so many options, not beyond the ends."""
+        """Move the cursor by a number of options, within the ends."""
         self._cursor = max(0, min(self._cursor + num_rows, len(self._matches) - 1))
         self.repaint()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Fewer or more options match."""
+        """Match the options again."""
         self._text, self._cursor = event.value, 0
         self.repaint()
 

@@ -1,8 +1,7 @@
-"""Take a filter as it is typed; the request tables follow every letter.
+"""Take a filter while it is typed; the request tables follow every letter.
 
-Owns: the text while it is typed, and what is wrong with it.
-Invariant: a text that cannot be read changes nothing; the line says why.
-Never: filters; the app does.
+Owns: the text while it is typed, and its error. Invariant: an invalid text changes nothing; the
+line says why. Never: filters; the app does.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from tui.widgets.panel import Panel
 
 
 class FilterLine(Container):
-    """Hidden until it is opened; enter keeps the filter."""
+    """The filter's input, hidden until opened; enter keeps the filter."""
 
     class Typed(Message):
-        """The filter is another one now."""
+        """The filter has changed."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -35,7 +34,7 @@ class FilterLine(Container):
         self._problem = ""
 
     def compose(self) -> ComposeResult:
-        """What is typed, then what can be."""
+        """Place the input, then a hint on the syntax."""
         yield Panel(lambda width, height: [[Run(" / ", Tone.ACCENT)]], id="slash", classes="-fresh")
         yield Input(compact=True)
         yield Panel(self._paint_hint, id="hint", classes="-fresh")
@@ -46,7 +45,7 @@ class FilterLine(Container):
         return self.has_class("-open")
 
     def open(self, text: str) -> None:
-        """Go on typing at the end of `text`."""
+        """Continue typing at the end of `text`."""
         self.add_class("-open")
         line = self.query_one(Input)
         line.value = text
@@ -54,11 +53,11 @@ class FilterLine(Container):
         line.focus()
 
     def close(self) -> None:
-        """Hide; whoever closes it moves the focus."""
+        """Hide the line; the caller moves the focus."""
         self.remove_class("-open")
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Pass on what can be read."""
+        """Pass a valid filter on."""
         event.stop()
         try:
             parse(event.value)
@@ -72,7 +71,7 @@ class FilterLine(Container):
             panel.repaint()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Keep the filter, unless something is wrong with it."""
+        """Keep the filter, unless it is invalid."""
         event.stop()
         if not self._problem:
             self.post_message(self.Kept())

@@ -1,10 +1,8 @@
 """Show the main screen: header, alerts, one page, keys.
 
-Owns: the layout of the first page (with console.tcss); the names of the pages; which page is on
-screen, and the view being shown; the names of the themes; console.tcss says how each looks.
-Invariant: header, alerts and keys stand at every size and over every page; only the page on
-screen is drawn.
-Never: talks to the daemon.
+Owns: the page on screen, and the view shown; the names of the themes (console.tcss sets the looks).
+Invariant: header, alerts and keys are visible at every size and over every page; only the page on
+screen is drawn. Never: talks to the daemon.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _MOST_FINISHED = 500
 
 
 class MainScreen(Screen[None]):
-    """All that is not a dialog."""
+    """Everything except the dialogs."""
 
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012
         (0, "-tiny"),
@@ -58,7 +56,7 @@ class MainScreen(Screen[None]):
         self.page = NAMES[0]
 
     def compose(self) -> ComposeResult:
-        """From top to bottom."""
+        """Place header, alerts, the pages and the keys."""
         yield self._line("header", lambda width: header.header(self._view, width))
         yield self._line("alerts", lambda width: header.alert_line(self._view, width))
         yield Panel(self._paint_tiny, id="tiny", classes="-fresh")
@@ -74,7 +72,7 @@ class MainScreen(Screen[None]):
         return header.key_hints(self._hints(), pages(self._view.frame), self.page, width)
 
     def _line(self, name: str, paint: Callable[[int], Line]) -> Panel:
-        """A line without a frame, that is never greyed."""
+        """Make a line without a frame that is never greyed."""
         return Panel(lambda width, height: [paint(width)], id=name, classes="-fresh")
 
     def _lined(self, name: str) -> Page:
@@ -86,11 +84,10 @@ class MainScreen(Screen[None]):
         )
 
     def on_mount(self) -> None:
-        """Keys go to the table."""
+        """Give the keys to the table."""
         self.go_to(self.page)
 
     def on_resize(self) -> None:
-        """Titles depend on the size, too."""
         self.call_after_refresh(lambda: self.show(self._view))
 
     @property
@@ -99,7 +96,7 @@ class MainScreen(Screen[None]):
 
     @property
     def num_finished_wanted(self) -> int:
-        """How many finished requests the page can show: what live ones leave free, or a list."""
+        """The number of finished requests that the page can show."""
         if self.page in ("requests", "handoff"):
             return _MOST_FINISHED
         num_live = len(self._view.frame.requests) if self._view.frame else 0
@@ -107,7 +104,7 @@ class MainScreen(Screen[None]):
 
     @property
     def filter_line(self) -> FilterLine:
-        """The line that filters are typed into."""
+        """The line for typing filters."""
         return self.query_one(FilterLine)
 
     @property
@@ -117,7 +114,7 @@ class MainScreen(Screen[None]):
         return page
 
     def go_to(self, page: str) -> None:
-        """Put another page on screen; keys go to it."""
+        """Show another page and give it the keys."""
         self.page = page
         self.query_one(ContentSwitcher).current = _id(page)
         (self.table or self._current).focus()
@@ -155,13 +152,13 @@ def _id(page: str) -> str:
 
 
 class Theme(NamedTuple):
-    """One way to colour the tones."""
+    """One set of colours for the tones."""
 
     name: str
     base: str
-    """Textual's theme, for what is typed into."""
+    """Textual's theme for input fields."""
     classes: frozenset[str]
-    """Of the app, for console.tcss."""
+    """CSS classes of the app, for console.tcss."""
 
 
 THEMES = (

@@ -1,9 +1,8 @@
 """Lay out the overview page's panels.
 
-Owns: the layout of the first page, with console.tcss.
-Invariant: `show` draws only rows that changed.
-Invariant: a page of lines is a pure function of a view and a size; the other two are widgets.
-Never: talks to the daemon.
+Owns: the layout of the first page, with console.tcss; the names of the pages. Invariant: `show`
+draws only changed rows. Invariant: a page of lines is a pure function of a view and a size; the
+other two are widgets. Never: talks to the daemon.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FRAMED: dict[str, tuple[_Title, _Paint]] = {
 }
 _MAX_POOLS = 4
 _MAX_WORKERS = 4
-"""Of one phase, that make its lane higher."""
+"""Maximum workers of one phase that make its lane higher."""
 
 
 class Overview(Container):
@@ -46,7 +45,7 @@ class Overview(Container):
         self._view = View()
 
     def compose(self) -> ComposeResult:
-        """From top to bottom."""
+        """Place the lanes, gauges, requests and events."""
         with Container(id="lanes"):
             yield from map(self._framed, ("prefill", "handoff", "decode"))
         with Container(id="gauges"):
@@ -63,7 +62,7 @@ class Overview(Container):
         )
 
     def show(self, view: View) -> None:
-        """Repaint for what is known now."""
+        """Repaint for another view."""
         self._view = view
         frame = view.frame
         num_pools = min(_MAX_POOLS, len(frame.pools)) if frame else 1
@@ -81,15 +80,15 @@ class Overview(Container):
 
 
 NAMES = ("overview", "requests", "kv", "handoff", "events", "power")
-"""By their digits, from 1."""
+"""The pages by their digits, from 1."""
 Paint = Callable[[View, int, int], list[Line]]
-"""Lines for a view, a width and a height; there may be more of them, a page scrolls."""
+"""Lines for a view, a width and a height; a page scrolls if there are more."""
 LINED: Mapping[str, Paint] = MappingProxyType(
     {"kv": kv.page, "handoff": lanes.page, "events": header.page, "power": gauges.page}
 )
-"""Pages that are lines and nothing else."""
+"""Pages made of lines only."""
 
 
 def pages(frame: Frame | None) -> tuple[str, ...]:
-    """The pages that have something to show: power needs a meter."""
+    """List the visible pages: power needs a meter."""
     return tuple(name for name in NAMES if name != "power" or has_meter(frame))

@@ -2,8 +2,7 @@
 
 The one place where tones become terminal styles.
 
-Owns: the lines on screen; cursor and scroll position; the words of the messages.
-Invariant: only rows whose line changed are drawn again.
+Owns: the lines on screen; cursor and scroll position. Invariant: only changed rows are drawn again.
 Never: decides what to show; its painter does, from a view and a size.
 """
 
@@ -36,12 +35,12 @@ Painter = Callable[[int, int], list[Line]]
 
 
 class Toned(Widget):
-    """What every widget that shows spans has: tones, ASCII and staleness."""
+    """The common part of widgets with runs: tones, ASCII and staleness."""
 
     COMPONENT_CLASSES = {f"tone--{tone}" for tone in Tone} | {"tone--stale"}
 
     def strip_of(self, line: Iterable[Run], width: int, style: str | None = None) -> Strip:
-        """The line in exactly `width` cells; `style` is a component class over all its tones."""
+        """Turn a line into exactly `width` cells; `style` is a component class over all tones."""
         if self.screen.has_class("-stale") and not self.has_class("-fresh"):
             style = "tone--stale"
         is_ascii = self.screen.has_class("-ascii")
@@ -75,17 +74,16 @@ class Panel(Toned):
         return lines
 
     def on_resize(self) -> None:
-        """Lines depend on the size."""
         self.repaint()
 
     def render_line(self, y: int) -> Strip:
-        """Textual's question for one row."""
+        """Return one row for Textual."""
         line = self._lines[y] if y < len(self._lines) else []
         return self.strip_of(line, self.size.width)
 
 
 class Page(Panel, can_focus=True):
-    """Lines that may be more than there is room for."""
+    """Lines that scroll if they do not fit."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down,j", "scroll_lines(1)", "one line down", show=False),
@@ -101,7 +99,7 @@ class Page(Panel, can_focus=True):
         self._top = 0
 
     def shown(self, lines: list[Line], height: int) -> list[Line]:
-        """From the line scrolled to; the last row says how many there are below it."""
+        """Return the lines from the scroll position on; the last row counts the hidden ones."""
         self._top = max(0, min(self._top, len(lines) - height))
         num_below = len(lines) - self._top - height
         if num_below <= 0:
@@ -119,18 +117,18 @@ class Page(Panel, can_focus=True):
         self.action_scroll_lines(num_pages * max(1, self.size.height - 2))
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """The wheel scrolls as the key for a line down does."""
+        """Scroll down by a line."""
         event.prevent_default().stop()
         self.action_scroll_lines(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """The wheel scrolls as the key for a line up does."""
+        """Scroll up by a line."""
         event.prevent_default().stop()
         self.action_scroll_lines(-1)
 
 
 class _AsciiTitle(Content):
-    """A title that is cut off without an ellipsis where it does not fit: that one is no ASCII."""
+    """A title cut off without the ellipsis, which is not ASCII."""
 
     def expand_tabs(self, tab_size: int = 8) -> Content:
         return self
@@ -143,7 +141,7 @@ class _AsciiTitle(Content):
 
 
 def entitle(widget: Widget, title: str) -> None:
-    """Set the title in the widget's border, never as markup; the same title draws nothing."""
+    """Set the title in the widget's border, never as markup; an unchanged one draws nothing."""
     is_ascii = widget.screen.has_class("-ascii")
     text = to_ascii(title) if is_ascii else clean(title)
     if not widget.styles.border_left[0]:
@@ -154,11 +152,11 @@ def entitle(widget: Widget, title: str) -> None:
 
 
 _TITLE_EDGES = 4
-"""Cells of a box's upper edge that its title leaves free, blanks about it included."""
+"""Cells of a box's upper edge beside its title."""
 
 
 class RequestTable(ScrollView, Toned, can_focus=True):
-    """Rows under a heading that the box around them draws."""
+    """Request rows under a heading that the surrounding box draws."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {*Toned.COMPONENT_CLASSES, "tone--cursor"}
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -195,7 +193,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
     def show(
         self, requests: list[RequestFrame], placeholder: Line, is_metered: bool = True
     ) -> None:
-        """Take new readings, in order; the cursor follows its request until that ends."""
+        """Show new readings, in order; the cursor follows its request until it ends."""
         selected = self.selected
         self._is_metered = is_metered
         self._requests = requests
@@ -209,7 +207,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         self._repaint()
 
     def action_move(self, num_rows: int) -> None:
-        """Move the cursor by so many rows, not beyond the ends."""
+        """Move the cursor by a number of rows, within the ends."""
         self._cursor = max(0, min(self._cursor + num_rows, len(self._requests) - 1))
         self._repaint()
 
@@ -226,17 +224,16 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         self.action_move(self.scroll_offset.y + event.y - self._cursor)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """The wheel moves the cursor, and the cursor the rows."""
+        """Move the cursor down by a row."""
         event.prevent_default().stop()
         self.action_move(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """The wheel moves the cursor up by a row."""
+        """Move the cursor up by a row."""
         event.prevent_default().stop()
         self.action_move(-1)
 
     def on_resize(self, event: Resize) -> None:
-        """Columns depend on the width."""
         self._repaint()
 
     def _repaint(self) -> None:
@@ -259,7 +256,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         self.post_message(WindowMoved())
 
     def _window_lines(self, top: int, width: int, height: int) -> dict[int, Line]:
-        """The rows on screen, by their place in the order."""
+        """Draw the rows on screen, by their index."""
         if not self._requests:
             return {0: self._placeholder}
         columns = rows.columns_for(width, self._is_metered)
@@ -269,7 +266,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         }
 
     def render_line(self, y: int) -> Strip:
-        """Textual's question for one row."""
+        """Return one row for Textual."""
         index = self.scroll_offset.y + y
         line = self._lines.get(index, [])
         is_cursor = index == self._cursor and bool(self._requests)
@@ -277,14 +274,14 @@ class RequestTable(ScrollView, Toned, can_focus=True):
 
 
 class RequestBox(Container):
-    """The table under its heading, and beside it, where there is room, the selected request."""
+    """The table under its heading, and beside it, if it fits, the selected request."""
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id, classes="requests framed")
         self._view = View()
 
     def compose(self) -> ComposeResult:
-        """The table at the left."""
+        """Place the table at the left, and the selected request beside it."""
         with Container(classes="listed"):
             yield Panel(lambda width, height: [rows.summary(self._view, width)], classes="summary")
             yield Panel(self._paint_heading, classes="heading")
@@ -296,7 +293,7 @@ class RequestBox(Container):
         return self.query_one(RequestTable)
 
     def show(self, view: View) -> None:
-        """Repaint the requests of what is known now."""
+        """Repaint the requests for another view."""
         self._view = view
         live = view.frame.requests if view.frame else []
         listed = view.listing.arranged(live, view.finished)
@@ -305,7 +302,7 @@ class RequestBox(Container):
             panel.repaint()
 
     def on_window_moved(self, message: WindowMoved) -> None:
-        """The title says which rows are on screen; the side pane follows the cursor."""
+        """Update the title's row numbers and the side pane."""
         message.stop()
         first, last = self.table.window
         room = self.outer_size.width - _TITLE_EDGES

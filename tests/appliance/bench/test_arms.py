@@ -65,7 +65,7 @@ def test_addresses_are_arms_and_names_may_precede(server: FakeOpenAI, tmp_path: 
 
 
 def test_two_arms_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two arms have one name"):
+    with pytest.raises(ConfigError, match="two servers have the same name"):
         Arms(["static", "static"], model=None)
 
 

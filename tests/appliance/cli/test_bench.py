@@ -48,7 +48,7 @@ def test_a_load_of_which_nothing_is_answered_is_a_failure(
     ended = penstock(environ, "bench", "run", *SHORT, "--concurrency", "1")
     assert ended.returncode == 7
     assert ["completed", "0"] in [line.split() for line in ended.stdout.splitlines()]
-    assert "penstock: no reply came to its end" in ended.stderr
+    assert "penstock: no reply completed" in ended.stderr
 
 
 def test_json_and_the_kept_file_have_every_sample(
@@ -112,7 +112,7 @@ def test_interference_needs_no_more_than_two_arms(
         (["run"], 3, "not running"),
         (["run", "--speed", "2"], 2, "are of a --trace"),
         (["compare", "foo"], 3, "or one of static, colocated, elastic"),
-        (["compare", "static", "static"], 78, "two arms have one name"),
+        (["compare", "static", "static"], 78, "two servers have the same name"),
         (["step", "--roles", "none"], 2, "roles are"),
         (["step", "--case", "8"], 2, "give cases as"),
     ],

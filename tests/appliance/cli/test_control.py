@@ -147,7 +147,7 @@ def test_checking_tells_of_a_cache_that_was_asked_for_and_would_not_be(
     ended = penstock(environ, "serve", "--check-config", *asked)
     lines = ended.stdout.splitlines()
     assert ended.returncode == 0  # as a start, which serves without it
-    assert lines[0].startswith("a start would serve, without a cache that was asked for; it serves")
+    assert lines[0].startswith("a start would serve, but without a configured cache; it serves")
     assert lines[-2].startswith("DRAM cache below the pools: up to ")
     assert lines[-1].startswith("no SSD cache: /proc, where /proc/x would be made, takes no files")
 
@@ -212,7 +212,7 @@ def test_checking_names_variables_that_set_nothing(environ: dict[str, str]) -> N
     ended = penstock(environ, "serve", "--check-config")
     assert ended.returncode == 0
     assert ended.stderr == (
-        "penstock: PENSTOCK_DTYP is set, and is no setting; is PENSTOCK_DTYPE meant?\n"
+        "penstock: PENSTOCK_DTYP is set, but is no setting; is PENSTOCK_DTYPE meant?\n"
     )
 
 

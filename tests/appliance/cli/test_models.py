@@ -110,7 +110,7 @@ def test_sums_beside_the_weights_are_compared(
     tmp_path: Path, environ: dict[str, str], sums: str
 ) -> None:
     weights = make_model(tmp_path / "m")
-    assert verified(environ, tmp_path / "m") == (0, ["no sum to compare"])
+    assert verified(environ, tmp_path / "m") == (0, ["no checksum to compare"])
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     if sums == "the sum alone":
         (tmp_path / "m" / "model.safetensors.sha256").write_text(digest)

@@ -203,7 +203,7 @@ def test_what_a_daemon_sends_is_looked_at_before_it_is_kept(
     daemon.script.replies = {f"{ASKED}?since=30m": (200, content)}
     ended = penstock(environ, "record", "-o", str(target))
     assert (ended.returncode, os.listdir(target.parent)) == (8, [])
-    assert "is no recording" in ended.stderr
+    assert "not a recording" in ended.stderr
 
 
 @pytest.mark.parametrize(("name", "code"), [("README.md", 8), ("no such file", 5), ("docs", 8)])

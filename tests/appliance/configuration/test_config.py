@@ -184,7 +184,7 @@ def test_a_variable_that_sets_nothing_is_known_by_its_name() -> None:
     clients = {"PENSTOCK_HOST": "x", "PENSTOCK_API_KEY": "x", "PENSTOCK_CONFIG": "x", "HOME": "x"}
     environ = {**settings, **clients, "PENSTOCK_DTYP": "x"}
     (sentence,) = config.unknown_variables(environ)
-    assert sentence == "PENSTOCK_DTYP is set, and is no setting; is PENSTOCK_DTYPE meant?"
+    assert sentence == "PENSTOCK_DTYP is set, but is no setting; is PENSTOCK_DTYPE meant?"
 
 
 def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) 
 
 def test_only_what_is_near_is_guessed() -> None:
     (nothing,) = config.unknown_variables({"PENSTOCK_NONSENSE": "1"})
-    assert nothing == "PENSTOCK_NONSENSE is set, and is no setting"
+    assert nothing == "PENSTOCK_NONSENSE is set, but is no setting"
     assert is_meant("operatr", SETTINGS) == "is operators meant? "
     of_a_request = is_meant("temperatur", SETTINGS)
     assert of_a_request.startswith("temperature is said by a request")
@@ -208,7 +208,7 @@ def test_a_setting_of_an_earlier_release_says_what_there_is_in_its_place(machine
     with pytest.raises(ConfigError) as refused:
         load({}, {})
     assert refused.value.where.endswith(":2")
-    assert refused.value.hint.startswith("cache_dir is gone, for nothing is made at first start")
+    assert refused.value.hint.startswith("cache_dir no longer exists")
     (told,) = config.unknown_variables({"PENSTOCK_CACHE_DIR": "/x"})
     assert "leave it out" in told
 
@@ -288,7 +288,7 @@ def test_a_shared_folder_in_tmp_must_be_ours_alone(machine: Path) -> None:
         socket_path(None, {})
     folder.rmdir()
     folder.symlink_to(machine / "etc")
-    with pytest.raises(ConfigError, match="not a folder of yours"):
+    with pytest.raises(ConfigError, match="not a folder of this user"):
         socket_path(None, {})
 
 

@@ -34,9 +34,7 @@ T4 = Gpu("gpu0", "Tesla T4", "GPU-t4", 15 * GIB, (7, 5), free_bytes=14 * GIB)
 BROKEN = "not imported: ImportError: undefined symbol: _ZN3c10"
 INSTANCE = Gpu("gpu0/mig0", "A100 MIG 3g.20gb", "MIG-0", 20 * GIB, (8, 0), free_bytes=19 * GIB)
 HIDDEN = replace(H100, obstacle="CUDA_VISIBLE_DEVICES hides it")
-EMPTY = replace(
-    H100, obstacle="it is divided by MIG, and has no instance: nvidia-smi mig -cgi 0 -C"
-)
+EMPTY = replace(H100, obstacle="MIG is on but has no instance: nvidia-smi mig -cgi 0 -C")
 MACHINES = {
     "server": (GOOD, {}),
     "server with flash-attn": (replace(GOOD, flash_attn_fault=None), {}),
@@ -70,16 +68,16 @@ MACHINES = {
         replace(GOOD, gpus=[replace(H100, free_bytes=10 * GIB)], memlock_bytes=8 << 20),
         {
             "gpu memory": ("bad", "10.0 of 80.0 GiB free", "nvidia-smi --query-compute-apps"),
-            "memlock": ("note", "8.0 MiB may be locked", "ulimit -l unlimited"),
+            "memlock": ("note", "8.0 MiB", "ulimit -l unlimited"),
         },
     ),
     "barely enough": (
         replace(GOOD, gpus=[replace(H100, memory_bytes=18 * GIB, free_bytes=17 * GIB)]),
-        {"gpu memory": ("note", "little or no room is left for KV", "nvidia-smi")},
+        {"gpu memory": ("note", "left for KV", "nvidia-smi")},
     ),
     "divided": (
         replace(GOOD, gpus=[INSTANCE]),
-        {"gpu memory": ("note", "little or no room", "smaller model")},
+        {"gpu memory": ("note", "left for KV", "smaller model")},
     ),
     "divided, no instance": (
         replace(GOOD, gpus=[EMPTY]),
@@ -100,7 +98,7 @@ MACHINES = {
             parted=[("gpu0", "gpu1")],
             has_mps=True,
         ),
-        {"p2p": ("note", "by way of the host", "nvidia-smi topo")},
+        {"p2p": ("note", "through the host", "nvidia-smi topo")},
     ),
 }
 
@@ -126,7 +124,7 @@ def test_an_instance_and_mps_are_named() -> None:
     host = replace(GOOD, gpus=[INSTANCE], has_mps=True)
     found = {f.check: f.found for f in gpu_findings(host)}
     assert "is an instance" in found["mig"]
-    assert "at the same time" in found["mps"]
+    assert "at once" in found["mps"]
 
 
 def test_mig_layouts_are_explained_by_what_the_model_needs() -> None:

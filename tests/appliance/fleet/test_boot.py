@@ -223,7 +223,7 @@ def test_memory_below_the_pools_is_said_beforehand(gpu, tiny_llama, tmp_path):
     def said(**fields):
         return check_plan(config(tmp_path, model=tiny_llama, **fields))[0]
 
-    between = "MiB of the host's memory between GPUs and the SSD cache"
+    between = "MiB of host memory between GPUs and the SSD cache"
     assert between in said()
     assert between not in said(ssd_cache="off")
     assert between not in said(prefix_cache=False)
@@ -238,7 +238,7 @@ def test_a_dram_cache_is_said_beforehand_or_why_there_would_be_none(tiny_llama, 
     there = said(dram_cache=1 << 20)
     assert (there.text[:40], there.is_missed) == ("DRAM cache below the pools: up to 1.0 Mi", False)
     assert said() is None
-    off = "no DRAM cache: it keeps the prefix cache, which is off"
+    off = "no DRAM cache: it extends the prefix cache, which is off"
     assert said(dram_cache=1 << 20, prefix_cache=False) == (off, True)
     small = said(dram_cache=1)
     assert (small.text.startswith("no DRAM cache: a block takes"), small.is_missed) == (True, True)

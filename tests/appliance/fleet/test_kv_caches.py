@@ -61,10 +61,10 @@ def test_what_fits_is_said_in_blocks_and_tokens_and_that_headers_take_a_part(dis
     assert " blocks, " in roomy
     assert "hardly of use" not in roomy
     assert "of 1.0 MiB of files (" not in roomy
-    assert tight.endswith("which is hardly of use")
+    assert tight.endswith("which is too small to help")
     assert "1.0 MiB of files hold no block of 4.0 MiB" in said(tmp_path, 1 << 20, 4 << 20)
     off = ServeConfig(tmp_path, tmp_path, prefix_cache=False)
-    why = "no SSD cache: it keeps the prefix cache, which is off"
+    why = "no SSD cache: it extends the prefix cache, which is off"
     assert ssd_forecast(off, PLACEMENT) == (why, False)
     asked = replace(off, ssd_cache=GIB)
     assert ssd_forecast(asked, PLACEMENT) == (why, True)
@@ -100,7 +100,7 @@ def test_on_a_disk_that_has_become_full_what_is_there_is_served_and_grows_later(
     opened.slabs.write(RecordPlace(slab.number, 0), b"1" * 16, 1, 0, buffer)
     opened.close()
     disk(444 << 20)
-    why = r"its disk is full: 444 MiB are free, and 1?[01]\.0 GiB stay so"
+    why = r"its disk is full: 444 MiB free, 1?[01]\.0 GiB reserved"
     assert re.search(why, said(tmp_path, asked))
     assert allowance(tmp_path, asked).cap_bytes == (20 * GIB if asked == "auto" else asked)
     opened = ssd_cache._open(tmp_path, asked, blocks(1))
@@ -164,7 +164,7 @@ async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, mo
     assert seen["ssd.slow"].state == "opening"
     assert f"{folder} does not answer for" in seen["ssd.slow"].reason
     assert (cache.frame().state, cache.tier) == ("failed", None)
-    assert f"{folder} does not answer for 0.2 s; name another" in cache.frame().reason
+    assert f"{folder} does not answer for 0.2 s; choose another" in cache.frame().reason
     await cache.close()
     with pytest.raises(BusyError):
         lock(folder)

@@ -179,7 +179,7 @@ def test_cores_that_are_named_decide_whether_nodes_are_places(checkpoint):
     assert one.topology.transport == "alias"
     asked = plan(checkpoint, nodes=NODES, transport="alias")
     assert [worker.node for worker in asked.workers] == [None, None]
-    assert "not a worker for each" in asked.reasons[0]
+    assert "fewer workers" in asked.reasons[0]
 
 
 def test_four_nodes_are_four_workers(checkpoint):

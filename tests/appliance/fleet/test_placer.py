@@ -184,17 +184,17 @@ def started_two() -> Profile:
         (
             pair_known(210.0, 9.0, 222.0, 14.0),
             2,
-            "a token takes 219 ms in one process",
+            "219 ms in one process",
         ),
         (
             pair_known(210.0, 9.0, 400.0, 14.0),
             1,
-            "with prompts at 55% of the rate",
+            "55% of the rate",
         ),
         (
             started_two(),
             1,
-            "two processes were started, and that start failed",
+            "two processes were started, and the start failed",
         ),
     ],
 )
@@ -282,8 +282,8 @@ def test_a_whole_gpu_and_a_part_of_another_are_placed_by_hand(
          "--place names cuda:0, cuda:1", "one of them"),
         ("2xh100-one-hidden", {"place": "prefill=gpu0 decode=gpu1"}, "CUDA_VISIBLE_DEVICES",
          "name another"),
-        ("2xrtx4090-no-p2p", {"transport": "peer"}, "no P2P", "there is shm"),
-        ("2xh100-nvlink", {"transport": "alias"}, "do not share memory", "there is peer"),
+        ("2xrtx4090-no-p2p", {"transport": "peer"}, "no P2P", "linked by shm"),
+        ("2xh100-nvlink", {"transport": "alias"}, "do not share memory", "linked by peer"),
         ("h100-mig-7x1g.10gb", {"devices": "gpu0/mig3"}, "gpu0/mig3 has 9.8 GiB",
          "a larger MIG instance"),
         ("laptop", {"place": "prefill=cuda:0 decode=0-3"}, "gpu0 has 4.0 GiB", "--devices cpu"),

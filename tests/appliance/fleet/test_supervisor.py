@@ -258,7 +258,7 @@ def test_who_is_awaited_is_said_with_how_far_it_is_unless_lines_say_so() -> None
     a, b = supervisor.workers.values()
     assert supervisor.awaited(0.0) == ["worker a (starting)", "worker b (starting)"]
     a.loaded_bytes, a.total_bytes, b.loaded_bytes, b.total_bytes = 1, 2, 2, 2
-    assert supervisor.awaited(0.0) == ["worker a (loading)", "worker b (preparing its first step)"]
+    assert supervisor.awaited(0.0) == ["worker a (loading)", "worker b (preparing the first step)"]
     supervisor._log_progress()
     assert supervisor.awaited(1e9) == []
     a.state = b.state = "ready"
@@ -293,7 +293,7 @@ async def test_a_worker_that_keeps_dying_is_tried_less_and_less_often_and_that_i
     is_back.clear()
     await is_back.wait()
     assert worker.trouble is not None
-    assert worker.trouble.endswith("times in a row and has just come back")
+    assert worker.trouble.endswith("times in a row and has just restarted")
     worker.has_stepped = True
     assert worker.trouble is None
     worker.has_stepped, worker.ready_at_s = False, 0.0
@@ -585,7 +585,7 @@ async def test_a_killed_exporting_worker_takes_the_other_along_and_both_start_ag
         os.kill(exporter, signal.SIGKILL)
         await until(lambda: len(daemon.died) == 2 and daemon.is_whole(mapper, exporter), 30)
         assert daemon.died == ["decode", "prefill"]
-        assert "its memory was that of worker decode" in daemon.about
+        assert "it used the memory of worker decode" in daemon.about
         # the pool is what it was
         assert daemon.blocks == [("decode", 40)] * 2
         assert daemon.decode.setup.gpu.min_blocks == 40

@@ -159,7 +159,7 @@ DRAM = "10 of 10 blocks from DRAM in 1.0 ms: predicted 0.5 ms, computing them no
         (DRAM, "DRAM"),
         (f"{DRAM}; {SSD}; {SSD}", "DRAM and SSD"),
         (f"{SSD.replace('3 of 4', '0 of 4')}; {DRAM}", "DRAM"),
-        (f"4 blocks not taken from DRAM: predicted 2.0 ms; {SSD}", "SSD"),
+        (f"4 blocks not loaded from DRAM: predicted 2.0 ms; {SSD}", "SSD"),
         (None, "SSD"),
     ],
 )

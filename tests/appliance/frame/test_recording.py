@@ -121,7 +121,7 @@ def change(path: Path, *statements: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("PRAGMA application_id = 7", "is no recording"),
+        ("PRAGMA application_id = 7", "not a recording"),
         ("PRAGMA user_version = 2", "of version 2, this release reads 1"),
         ("DROP TABLE frame_templates", "it has no frame_templates"),
         ("DELETE FROM frames", "holds no frames"),
@@ -152,10 +152,10 @@ def test_garbage_nothing_and_half_of_it_are_no_recordings(tmp_path: Path) -> Non
     with pytest.raises(RecordingError, match="is no file"):
         open_recording(tmp_path)
     path.write_bytes(b"")
-    with pytest.raises(RecordingError, match="is no recording"):
+    with pytest.raises(RecordingError, match="not a recording"):
         open_recording(path)
     path.write_bytes(b"garbage" * 1000)
-    with pytest.raises(RecordingError, match="is no recording") as caught:
+    with pytest.raises(RecordingError, match="not a recording") as caught:
         open_recording(path)
     assert "penstock record" in caught.value.hint
     whole = make_recording(tmp_path).read_bytes()
@@ -166,5 +166,5 @@ def test_garbage_nothing_and_half_of_it_are_no_recordings(tmp_path: Path) -> Non
 
 def test_the_requests_log_itself_is_no_recording(tmp_path: Path) -> None:
     make_recording(tmp_path)
-    with pytest.raises(RecordingError, match="is no recording"):
+    with pytest.raises(RecordingError, match="not a recording"):
         open_recording(tmp_path / "requests.db")

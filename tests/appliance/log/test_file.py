@@ -180,7 +180,7 @@ def test_a_damaged_log_that_its_folder_holds_fast_is_set_aside_once_the_folder_l
     log.record(row("cmpl-1"))
     assert log.flush(60)
     assert rids(log.rows(RowQuery())) == ["cmpl-1"]
-    assert caplog.text.count("cannot move it away") == 1
+    assert caplog.text.count("cannot be moved away") == 1
     assert log.close()
 
 

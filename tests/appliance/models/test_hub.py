@@ -209,7 +209,7 @@ def test_a_hub_that_gives_nothing_more_is_given_up_and_what_came_is_kept(
         ("owner/other", ["has no such model", "HF_TOKEN"]),
         ("owner/name@v9", ["no revision v9"]),
         ("owner/secret", ["has no such model"]),
-        ("owner/gated", ["wants to be asked first", "/owner/gated"]),
+        ("owner/gated", ["gated", "/owner/gated"]),
         ("owner/name:Q4_K_M", ["no quantisation 'Q4_K_M'"]),
         ("owner/strange", ["architectures"]),
         ("owner/old", ["no weights in safetensors", "pytorch_model.bin"]),

@@ -170,7 +170,7 @@ WRONG = {
         {"ssd.off": "warning"},
     ),
     "a disk that hangs": (
-        idle(ssd=TierFrame("down", "no block was written in 5 s", "/a")),
+        idle(ssd=TierFrame("down", "no block was stored in 5 s", "/a")),
         {"ssd.down": "warning"},
     ),
     "a disk that others fill": (
@@ -186,7 +186,7 @@ WRONG = {
     "a start": (idle(workers=[worker("decode", state="loading")], state="loading"), {}),
     "books": (idle(state="degraded", state_reason="x"), {"state.degraded": "error"}),
     "a worker without progress": (
-        idle(state="degraded", state_reason=f"{SILENT}; what comes is served by decode"),
+        idle(state="degraded", state_reason=f"{SILENT}; new requests go to decode"),
         {"worker.stuck": "warning"},
     ),
     "the same and more": (

@@ -202,7 +202,7 @@ def test_one_whose_beginning_is_being_computed_waits_for_that(
         (sequence,) = request.sequences
         sequence.prefix = hasher.chain(sequence.prompt_token_ids)
         machine.service.submit(request)
-    assert told(machine)[1] == f"the beginning of its prompt, which {who} computes"
+    assert told(machine)[1] == f"its prompt's prefix, being computed by {who}"
 
 
 def test_one_whose_blocks_another_pool_has_waits_for_these() -> None:
@@ -212,7 +212,7 @@ def test_one_whose_blocks_another_pool_has_waits_for_these() -> None:
     second = next_turn(world, first)
     world.submit(second)
     words = waits(world.router, world.now_ns)[second.seq_id].text
-    assert words.startswith("blocks of its prompt from another pool; ")
+    assert words.startswith("cached blocks from another pool; ")
     world.run()
     assert waits(world.router, world.now_ns) == {}
 

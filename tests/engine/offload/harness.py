@@ -48,7 +48,7 @@ class FakeDisk:
 
     def do(self, job):
         if job.is_void:
-            job.error = "not needed any more"
+            job.error = "no longer needed"
         elif self.error is not None:
             job.error = self.error
         elif isinstance(job, CopyJob):
@@ -72,7 +72,7 @@ class FakeDisk:
             if copy.to_pool == self.name:
                 self.places[entry.place] = self.read(copy.from_pool, from_id)
             elif not self.is_sound(entry):
-                job.is_damaged, job.error = True, "the checksum of its bytes is wrong"
+                job.is_damaged, job.error = True, "checksum mismatch"
                 return
             else:
                 self.write(copy.to_pool, to_id, self.places[entry.place])

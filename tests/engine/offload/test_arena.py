@@ -282,7 +282,7 @@ def test_a_load_is_read_first_and_what_is_damaged_never_reaches_the_pool():
     job = rig.load()
     assert not rig.sent
     assert rig.disk.jobs[0].copy.pairs == [(0, 7), (1, 8)]
-    rig.disk_has_done(1, "the checksum of its bytes is wrong", is_damaged=True)
+    rig.disk_has_done(1, "checksum mismatch", is_damaged=True)
     assert rig.sent == [("w", Copy(-1, DRAM, "kv", [(7, 50)], None))]
     rig.copied(1, 1)
     rig.assert_over(job)
@@ -292,7 +292,7 @@ def test_a_load_is_read_first_and_what_is_damaged_never_reaches_the_pool():
 def test_where_the_copy_fails_no_block_is_taken_to_be_damaged():
     rig = AloneDisk()
     job = rig.load()
-    rig.disk_has_done(1, "the checksum of its bytes is wrong", is_damaged=True)
+    rig.disk_has_done(1, "checksum mismatch", is_damaged=True)
     rig.copied(1, 0, "RuntimeError: no")
     rig.assert_over(job)
     assert (job.num_done, job.is_damaged, job.error) == (0, False, "RuntimeError: no")
@@ -356,7 +356,7 @@ def test_what_is_cancelled_is_given_up_at_once_unless_somebody_is_at_it():
     rig.assert_over(at_disk)
     unread = rig.load(3)
     assert rig.staged.cancel(unread)
-    rig.disk_has_done(0, "not needed any more")  # a thread comes to it after all
+    rig.disk_has_done(0, "no longer needed")  # a thread comes to it after all
     rig.assert_over(at_disk)
     told = rig.store(4)
     assert not rig.staged.cancel(told)

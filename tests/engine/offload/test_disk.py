@@ -115,7 +115,7 @@ def test_a_damaged_block_does_not_reach_the_pool_nor_what_follows_it(harness):
 def test_what_nobody_needs_any_more_is_not_loaded(harness):
     harness.store(3)
     job = harness.load((3, 1), is_void=True)
-    assert (job.num_done, job.is_damaged, job.error) == (0, False, "not needed any more")
+    assert (job.num_done, job.is_damaged, job.error) == (0, False, "no longer needed")
     assert harness.in_pool(1) == block(1)
 
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_disk_is_reported_with_what_was_done_before(harness):
     harness.store(3, 4)
     harness.index.begin_load(name(4)).place = RecordPlace(99, 0)
     job = harness.load((3, 1), (4, 2))
-    assert (job.num_done, job.error, job.is_damaged) == (1, "the slab is gone", False)
+    assert (job.num_done, job.error, job.is_damaged) == (1, "the slab file is missing", False)
 
 
 def test_erased_places_are_zeros(harness):

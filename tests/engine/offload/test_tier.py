@@ -206,7 +206,7 @@ def test_nothing_is_loaded_where_computing_takes_less(tier):
     assert tier.costs.num_declined == 1
     restored = tier.ssd.forget(1000)
     assert restored[:2] == (0, 0)
-    words = "3 blocks not taken from the SSD: predicted 5.0 ms, computing them 2.5 ms"
+    words = "3 blocks not loaded from the SSD: predicted 5.0 ms to load, recomputing 2.5 ms"
     assert restored.words == words
 
 
@@ -320,7 +320,7 @@ def test_three_missed_deadlines_take_the_tier_down_until_a_probe_passes(tier):
     for seq_id in range(MAX_MISSES):
         assert tier.ssd.reason is None
         miss(tier, chain, seq_id)
-    assert tier.ssd.reason == "a block did not come in time"
+    assert tier.ssd.reason == "loading a block timed out"
     assert tier.events == ["ssd.down"]
     assert not tier.ask(chain, 99)
     tier.compute(tier.chain(7))
