@@ -25,6 +25,8 @@ UNREAD = {"docs/measurements-history.md", "docs/peer-suites.md"}
 """Pages that are kept as they were written."""
 
 MAX_MESSAGE_WORDS = 15
+MIN_WORDING = 25
+"""Characters of a sentence; a test that asserts one has to change with it."""
 BANNED = (
     "too near to call", "what of it", "of those that", "those who", "whoever", "whence", "goes on",
     "gives way", "is none", "as it is now", "what there is", "in whose", "of one's", "of lately",
@@ -140,6 +142,8 @@ def faults() -> Iterator[Fault]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield from _of_source(str(path.relative_to(ROOT)), path.read_text())
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        yield from _of_test(str(path.relative_to(ROOT)), path.read_text())
     for name in PAGES:
         top = ROOT / name
         for path in sorted(top.rglob("*.md")) if top.is_dir() else [top]:
@@ -175,6 +179,24 @@ def _of_source(where: str, source: str) -> Iterator[Fault]:
         for sentence in re.split(r"[.!?;:]\s", text):
             if len(words := sentence.split()) > MAX_MESSAGE_WORDS:
                 yield Fault(room, "long", place, " ".join(words))
+
+
+def _of_test(where: str, source: str) -> Iterator[Fault]:
+    """Yield sentences that a test asserts, where a code or a value would do."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert):
+            asserted: ast.AST = node.test
+        elif isinstance(node, ast.keyword) and node.arg == "match":
+            asserted = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.parametrize":
+            asserted = ast.List(node.args[1:2])
+        else:
+            continue
+        for part in ast.walk(asserted):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                text = " ".join(part.value.split())
+                if len(text) >= MIN_WORDING and len(re.findall(r"\b[a-z]+\b", text)) >= 4:
+                    yield Fault(room_of(where), "wording", f"{where}:{part.lineno}", text)
 
 
 def _of_docstring(room: str, where: str, node: ast.AST, seen: set[int]) -> Iterator[Fault]:

@@ -150,7 +150,7 @@ def test_a_daemon_that_hangs_is_left_and_taken_back(running):
             assert [text_of(one.result()) for one in replies] == wanted
         finally:
             stopped.daemon.process.send_signal(signal.SIGCONT)
-    if "left the router: the daemon is silent" in stopped.told:
+    if "left the router: the daemon does not answer" in stopped.told:
         wait_for(lambda: stopped.has_joined(num_joined + 1))
 
 

@@ -32,6 +32,12 @@ def test_faults_are_found():
     assert "banned" in rules("x = 1  # too near to call\n")
 
 
+def test_a_sentence_in_an_assert_is_found():
+    source = "assert error.what == 'the queue is full of prompts'\nassert x == 'a short text'\n"
+    source += "with raises(E, match='the disk of the cache is full'):\n    pass\n"
+    assert [fault.rule for fault in language._of_test("tests/test_x.py", source)] == ["wording"] * 2
+
+
 def test_a_page_is_read_without_its_commands():
     text = "Plain words.\n```sh\nwho is nobody\n```\nand `whoever`"
     assert list(language._of_page("docs/x.md", text)) == []

@@ -275,7 +275,7 @@ def test_the_others_serve_on_while_a_worker_cannot_be_started_and_that_is_said(
     daemon.wait_for(lambda: told in daemon.http.get("/ready").text, 120)
     ready = daemon.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
-    assert ready.json()["reason"].endswith("what comes is served by prefill")
+    assert ready.json()["reason"].endswith("new requests go to prefill")
     assert daemon.complete("b", max_tokens=8, ignore_eos=True)["usage"]["completion_tokens"] == 8
     state = daemon.fresh_state()
     assert state["state"] == "degraded"

@@ -181,7 +181,7 @@ def test_words_are_sent_where_ids_are_not_known(server: FakeOpenAI) -> None:
 
 def test_ssh_is_refused() -> None:
     target = Target("far", SshAddress("host"), random.Random(0))
-    with pytest.raises(ConfigError, match="does not go through ssh"):
+    with pytest.raises(ConfigError, match="over ssh"):
         run(target, replace(TRACE, trace=BURST[:1]))
 
 

@@ -330,10 +330,10 @@ def test_a_switch_shows_what_the_daemon_then_has(
 
 
 def test_a_refusal_is_told(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    refusal = {"error": {"message": "there is one worker only", "code": "one_worker"}}
+    refusal = {"error": {"message": "one worker, started colocated", "code": "one_worker"}}
     daemon.script.replies = {"POST /v1/penstock/roles": (409, refusal)}
     ended = penstock(environ, "roles", "static")
-    assert (ended.stdout, ended.stderr) == ("", "penstock: there is one worker only\n")
+    assert (ended.stdout, ended.stderr) == ("", "penstock: one worker, started colocated\n")
     assert ended.returncode
 
 

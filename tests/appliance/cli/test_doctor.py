@@ -111,7 +111,7 @@ def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
     ssd["limit"] = "its disk is full"
     found = checks._ssd(config.load_asked({}), state)
     assert (found.verdict, found.found.endswith("; its disk is full")) == ("note", True)
-    assert "make room" in found.hint
+    assert "--ssd-dir" in found.hint
 
 
 def test_of_a_daemon_that_serves_quantised_its_losses_are_told() -> None:
@@ -200,7 +200,7 @@ def test_a_link_that_is_down_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = checks.examine({"state_dir": str(tmp_path)}, lambda: _Asked(tmp_path))
     (told,) = [each for each in found if "gpu0 to gpu1" in each.found]
     assert (told.check, told.verdict) == ("alert", "note")
-    assert "tried again" in told.hint
+    assert "retries" in told.hint
 
 
 @pytest.mark.skipif(not has_kernels(), reason="nothing is tried without kernels")
@@ -253,7 +253,7 @@ def test_whose_files_are_told_of_is_said_where_the_daemon_is_elsewhere(
     for words in (("cache", "stats"), ("db", "path"), ("config", "show")):
         ended = penstock({**environ, "PENSTOCK_HOST": "ssh://box"}, *words)
         assert ended.returncode == 0
-        assert "this machine's files, not of ssh://box" in ended.stderr
+        assert "ssh://box" in ended.stderr
     assert penstock(environ, "db", "path").stderr == ""
 
 
@@ -271,7 +271,7 @@ def test_what_needs_this_machines_files_is_refused_for_a_daemon_elsewhere(
     named = {**environ, "PENSTOCK_HOST": "https://box.example:8000"}
     ended = penstock(named, *words, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "the daemon is on another" in ended.stderr
+    assert "the daemon on another" in ended.stderr
     assert "hint: run it there" in ended.stderr
     assert not (tmp_path / "report.tgz").exists()
 

@@ -142,7 +142,7 @@ def test_what_the_stages_leave_of_the_whole_is_shown():
 
 
 def test_a_long_fact_of_a_request_goes_on_below_itself() -> None:
-    frame = {"id": "cmpl-1", "route": "move", "route_reason": "cheapest: gaps of 4 ms predicted"}
+    frame = {"id": "cmpl-1", "route": "move", "route_reason": "cheapest: max ITL 4 ms"}
     lines = listings.request_page(frame, width=60, bar="#", room=60).splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("route "))
     assert lines[at + 1].startswith(" " * 13)

@@ -199,7 +199,7 @@ def test_only_what_is_near_is_guessed() -> None:
     assert nothing == "PENSTOCK_NONSENSE is set, but is no setting"
     assert is_meant("operatr", SETTINGS) == "is operators meant? "
     of_a_request = is_meant("temperatur", SETTINGS)
-    assert of_a_request.startswith("temperature is said by a request")
+    assert of_a_request.startswith("temperature is set by a request")
     assert is_meant("temperatur", ["temperature"]) == "is temperature meant? "
 
 

@@ -59,7 +59,7 @@ def test_what_fits_is_said_in_blocks_and_tokens_and_that_headers_take_a_part(dis
     assert roomy.startswith(f"SSD cache in {tmp_path}: up to ")
     assert "GiB of files (" in roomy
     assert " blocks, " in roomy
-    assert "hardly of use" not in roomy
+    assert "too small to help" not in roomy
     assert "of 1.0 MiB of files (" not in roomy
     assert tight.endswith("which is too small to help")
     assert "1.0 MiB of files hold no block of 4.0 MiB" in said(tmp_path, 1 << 20, 4 << 20)

@@ -99,7 +99,7 @@ def test_a_write_that_comes_to_its_limit_is_no_record(harness):
     buffer.block[:] = block(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os_pwritev, lambda fd, b, at: real(fd, [memoryview(b[0])[:4096]], at))
-        with pytest.raises(OSError, match="not written to its end"):
+        with pytest.raises(OSError, match="written incompletely"):
             harness.slabs.write(entry.place, name(2), entry.number, 1, buffer)
     harness.index.end_store(entry, is_written=False)
     with pytest.raises(DamagedError):

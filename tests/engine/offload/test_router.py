@@ -37,7 +37,7 @@ def test_what_disk_and_another_pool_have_comes_from_where_it_is_quicker(bytes_pe
     assert again.num_cached_tokens == 40
     assert again.num_restored_tokens == (0 if is_fetched else 40)
     assert bool(world.router.counters.prefix_cache_fetches) == is_fetched
-    assert "by way of another pool 6.0 ms" in again.restore_reason
+    assert "from another pool 6.0 ms" in again.restore_reason
 
 
 @pytest.mark.parametrize("arm", ["peer", "shm"])

@@ -407,7 +407,7 @@ def test_a_worker_that_maps_other_memory_says_so(checkpoint):
             devices[1].mark()()
         prefill.send(MapShared(memory))
         prefill.thread.join()
-        assert "not what was exported" in prefill.failure.what
+        assert "not the exported memory" in prefill.failure.what
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
