@@ -1,1 +1,1 @@
-"""KV blocks: who holds them, and which prefix each has."""
+"""Track KV blocks: their users, states and prefixes."""

@@ -1,12 +1,11 @@
 """Track which sequences and commands use each KV block, and derive each block's state.
 
-Owns: references (which sequences' tables a block is in) and unanswered commands, for all pools, and
-with the index of each pool the hashes of full blocks. A block's state is not kept anywhere: it
-follows from the three.
-Invariants: a block has as many references as tables that it is in, and as many commands as name
-it; it is in the free list exactly if it has neither, and no hash; block 0 is padding and is never
-allocated. A block that has a hash is full, and nobody writes it.
-Never: moves bytes, knows requests or clocks. A timer may start an abort, never a free.
+Owns: references (the sequences' tables that contain a block) and unanswered commands, for all
+pools, and with the index of each pool the hashes of full blocks. A block's state is not stored: it
+follows from the three. Invariants: a block has as many references as tables that contain it, and as
+many commands as name it; it is in the free list exactly if it has neither, and no hash; block 0 is
+padding and is never allocated. A block with a hash is full and is never written. Never: moves
+bytes, knows requests or clocks. A timer may start an abort, never a free.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ CommandKey = tuple[str, int, int]
 
 
 class BlockState(StrEnum):
-    """What references, unanswered commands and a hash make of a block."""
+    """The state of a block by references, unanswered commands and hash."""
 
     FREE = "free"
-    """None of them: it can be allocated."""
+    """No references, commands or hash: it can be allocated."""
     CACHED = "cached"
-    """A hash and nothing else: who needs what is in it finds it, and it can be allocated, too."""
+    """Only a hash: it can be found, and it can be allocated."""
     RESERVED = "reserved"
-    """Referenced, and named by no command: kept for what will be written later."""
+    """References without a command: kept for later writes."""
     ACTIVE = "active"
-    """Referenced, and named by a command: a worker may read and write it."""
+    """References and a command: a worker may read and write it."""
     DRAINING = "draining"
-    """Named by commands, and no reference: nobody needs it, but a worker may still touch it."""
+    """Commands without a reference: unneeded, but a worker may still touch it."""
 
 
 def _nobody(_: Hash) -> None:
@@ -55,18 +54,17 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.life = 1
-        """Grows when the memory is lost with what was in it; block ids stay as they are."""
+        """Grows when the memory is lost with its contents; block ids stay."""
         self.free_block_ids = deque(range(1, num_blocks))
         self.num_references = [0] * num_blocks
-        """Tables that the block is in."""
+        """Tables that contain the block."""
         self.num_commands = [0] * num_blocks
         """Unanswered commands that name the block."""
         self.num_stuck = 0
-        """Blocks that a disk may still touch that has not answered in time: nobody knows when
-        they will be free."""
+        """Blocks that an overdue disk may still touch; when they become free is unknown."""
         self.index = PrefixIndex(name)
         self.on_forget: Callable[[Hash], None] = _nobody
-        """Called with each hash that no block here has any more."""
+        """Called with each hash that leaves the pool."""
         self.counts = dict.fromkeys(BlockState, 0)
         self.counts[BlockState.FREE] = self.capacity
 
@@ -76,14 +74,14 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: the free ones, and the cached ones after them."""
+        """The number of free blocks, including evictable cached ones."""
         return len(self.free_block_ids) + self.counts[BlockState.CACHED]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def state(self, block_id: int) -> BlockState:
-        """What its references, commands and hash make of it."""
+        """Derive a block's state from its references, commands and hash."""
         if self.num_references[block_id]:
             return BlockState.ACTIVE if self.num_commands[block_id] else BlockState.RESERVED
         if self.num_commands[block_id]:
@@ -93,7 +91,7 @@ class BlockPool:
     def count(self, block_id: int, *, references: int = 0, commands: int = 0) -> None:
         """Add to a block's references and commands; the only place where either changes.
 
-        A free block has to be taken out of the free list by whoever first refers to it.
+        The first user of a free block must take it out of the free list.
         """
         before = self.state(block_id)
         self.num_references[block_id] += references
@@ -113,7 +111,7 @@ class BlockPool:
             self.free_block_ids.append(block_id)
 
     def take(self, count: int) -> list[int]:
-        """Free blocks, then cached ones, which lose their hashes; there have to be enough."""
+        """Allocate free blocks, then cached ones, which lose their hashes; enough must exist."""
         while len(self.free_block_ids) < count:
             self.index.num_evicted += 1
             self._forget(self.index.choose())
@@ -121,7 +119,7 @@ class BlockPool:
         return sorted(self.free_block_ids.popleft() for _ in range(count))
 
     def lose(self) -> None:
-        """What was in the memory is lost: a new life begins, in which nothing is found."""
+        """Begin a new life after the memory was lost, without any hashes."""
         self.life += 1
         for block_id in range(1, self.num_blocks):
             if block_id in self.index:
@@ -150,11 +148,11 @@ class BlockPool:
 class _Command:
     worker: str
     blocks: dict[str, list[int]] = field(default_factory=dict)
-    """By pool; those that are not answered for yet."""
+    """Unanswered blocks by pool."""
 
 
 class Ledger:
-    """Who holds which block: all pools' blocks, sequences' tables, unanswered commands."""
+    """Keep the books of all blocks: pools, sequences' tables, unanswered commands."""
 
     def __init__(self, pools: Iterable[BlockPool]) -> None:
         self.pools = {pool.name: pool for pool in pools}
@@ -175,7 +173,7 @@ class Ledger:
     # References
 
     def table(self, owner: Owner, pool: str) -> list[int]:
-        """The owner's blocks in a pool, in order; empty if it has none. Do not modify."""
+        """Return the owner's blocks in a pool, in order; empty if none. Do not modify."""
         return self._tables.get((owner, pool), [])
 
     def reserve(
@@ -187,8 +185,8 @@ class Ledger:
         """Take blocks in every named pool, or in none; True if taken.
 
         Args:
-            owner: whose tables they are added to.
-            wants: number of blocks by pool, those found included.
+            owner: of the tables.
+            wants: number of blocks by pool, including the found ones.
             found: by pool, hashed blocks that the tables begin with.
         """
         for name, count in wants.items():
@@ -203,14 +201,14 @@ class Ledger:
         return True
 
     def refer(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
-        """Add blocks to the owner's table, which other tables may have, too."""
+        """Add blocks to the owner's table; other tables may have them, too."""
         if block_ids:
             self._tables.setdefault((owner, pool), []).extend(block_ids)
             for block_id in block_ids:
                 self.pools[pool].count(block_id, references=1)
 
     def release(self, owner: Owner, pool: str, block_ids: Iterable[int] | None = None) -> None:
-        """The owner is done with these blocks (None: all); free now, or draining while named."""
+        """Release the owner's blocks (None: all); they are free now, or draining while named."""
         if block_ids is None:
             leaving = self._tables.pop((owner, pool), [])
         else:
@@ -225,23 +223,23 @@ class Ledger:
     def publish(
         self, owner: Owner, pool: str, chain: PrefixChain, places: range, user: str
     ) -> None:
-        """Blocks of the owner's table are full and computed, and can be found from now on.
+        """Publish full, computed blocks of the owner's table, so that they can be found.
 
-        The first block with a hash keeps it; another of the same content gets none.
+        The first block with a hash keeps it; another block with equal content gets none.
 
         Args:
-            owner: whose table.
-            pool: where it is.
+            owner: of the table.
+            pool: of the blocks.
             chain: the hashes of its blocks.
             places: in the table.
-            user: whose it counts as.
+            user: that the blocks count for.
         """
         table, index = self.table(owner, pool), self.pools[pool].index
         for place in places:
             index.publish(table[place], chain.hashes[place], chain.parent(place), user)
 
     def num_hashed(self, owner: Owner, pool: str) -> int:
-        """How many blocks the owner's table begins with that have a hash: they are computed."""
+        """Count the leading blocks of the owner's table with a hash: they are computed."""
         index, count = self.pools[pool].index, 0
         for block_id in self.table(owner, pool):
             if block_id not in index:
@@ -250,12 +248,12 @@ class Ledger:
         return count
 
     def renew(self, owner: Owner, pool: str, first: int) -> bool:
-        """Make the blocks of the owner's table its own, from a place on, to be written.
+        """Replace shared blocks of the owner's table by own ones, from a place on, for writing.
 
-        Those that have a hash, or are in other tables as well, are exchanged for free ones.
+        Blocks that have a hash, or are in other tables, are exchanged for free ones.
 
         Returns:
-            False: there are not enough; nothing has changed.
+            False: too few are free; nothing has changed.
         """
         kv_pool, table = self.pools[pool], self.table(owner, pool)
         places = [
@@ -276,21 +274,21 @@ class Ledger:
         return True
 
     def release_all(self, owner: Owner) -> None:
-        """The owner is done with its blocks in every pool."""
+        """Release the owner's blocks in every pool."""
         for name in self.pools:
             self.release(owner, name)
 
     # Commands
 
     def open_command(self, key: CommandKey, worker: str, blocks: dict[str, list[int]]) -> None:
-        """A command naming these blocks was sent to a worker and is unanswered from now on."""
+        """Register a command to a worker that names these blocks."""
         if key in self._commands:
             raise InvariantViolated(f"command {key} is open already", where=worker)
         self._commands[key] = _Command(worker)
         self.extend_command(key, blocks)
 
     def extend_command(self, key: CommandKey, blocks: dict[str, list[int]]) -> None:
-        """An open command names these blocks, too."""
+        """Add blocks to an open command."""
         named = self._commands[key].blocks
         for pool, block_ids in blocks.items():
             named.setdefault(pool, []).extend(block_ids)
@@ -301,7 +299,7 @@ class Ledger:
         return [key for key, command in self._commands.items() if command.worker == worker]
 
     def close_command(self, key: CommandKey) -> bool:
-        """The worker has answered, after its last touch; False if no such command is open."""
+        """Close a command after the worker's last touch; False if it is not open."""
         command = self._commands.pop(key, None)
         if command is None:
             return False
@@ -311,7 +309,7 @@ class Ledger:
         return True
 
     def answer_part(self, key: CommandKey, blocks: dict[str, list[int]]) -> None:
-        """The worker will not touch these of an open command's blocks again."""
+        """Release some of an open command's blocks, which the worker will not touch again."""
         named = self._commands[key].blocks
         for pool, block_ids in blocks.items():
             for block_id in block_ids:
@@ -322,7 +320,7 @@ class Ledger:
         return key in self._commands
 
     def reap(self, worker: str) -> list[CommandKey]:
-        """The worker is dead and its channel read to the end: its commands have ended."""
+        """Close all commands of a dead worker, whose channel has been read to the end."""
         keys = self.unanswered(worker)
         for key in keys:
             self.close_command(key)
@@ -334,7 +332,7 @@ class Ledger:
         return not self._tables and not self._commands
 
     def owners(self) -> set[Owner]:
-        """Whoever has a table in some pool."""
+        """Return the owners of tables in any pool."""
         return {owner for owner, _ in self._tables}
 
     def check_invariants(self) -> None:

@@ -1,8 +1,7 @@
 """Hash a prompt's blocks, each with all blocks before it.
 
-Owns: the chain of a prompt's hashes.
-Invariant: of two blocks with one hash the bytes are alike, whoever computed them.
-Never: knows a pool.
+Owns: the chain of a prompt's hashes. Invariant: two blocks with one hash have equal bytes, from any
+computation. Never: knows a pool.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ KEY_BYTES = 32
 HASH_BYTES = 16
 
 Hash = bytes
-"""Of a block, or of what its chain begins with."""
+"""The hash of a block, or of a chain's root."""
 
 
 class PrefixHasher:
-    """Makes the hashes of one daemon's blocks.
+    """Hash the blocks of one daemon.
 
     Args:
         key: KEY_BYTES secret bytes.
-        extra: all that the bytes of blocks depend on beside tokens, in any unambiguous form.
+        extra: everything besides tokens that blocks depend on, in any unambiguous form.
         block_size: tokens in a block.
     """
 
@@ -40,10 +39,11 @@ class PrefixHasher:
         return blake2b(self._extra, digest_size=32, key=self._key, person=b"kept").digest()
 
     def root(self, *salts: str) -> Hash:
-        """What the chains of all prompts with these salts begin with; of others no hash is alike.
+        """Return the root of all chains with these salts; other salts never give equal hashes.
 
         Args:
-            salts: whose prompts find each other's blocks, as a client's secret and a user's name.
+            salts: separate the prompts that may share blocks, as a client's secret and a user's
+                name.
         """
         root = blake2b(self._extra, digest_size=HASH_BYTES, key=self._key, person=b"root")
         for salt in salts:
@@ -52,7 +52,7 @@ class PrefixHasher:
         return root.digest()
 
     def chain(self, token_ids: Sequence[int], *salts: str) -> PrefixChain:
-        """The hashes of a prompt's full blocks."""
+        """Hash a prompt's full blocks."""
         began_ns = perf_counter_ns()
         chain = PrefixChain(self, self.root(*salts))
         chain.grow(token_ids)
@@ -60,7 +60,7 @@ class PrefixHasher:
         return chain
 
     def hashes(self, parent: Hash, token_ids: Sequence[int]) -> list[Hash]:
-        """Those of the full blocks that so many tokens make, after a parent."""
+        """Hash the full blocks of these tokens, after a parent."""
         data = memoryview(array("I", token_ids).tobytes())
         num_bytes = 4 * self.block_size
         hashes = []
@@ -74,11 +74,11 @@ class PrefixHasher:
 
 
 class PrefixChain:
-    """The hashes of one sequence's full blocks, as far as its tokens are known.
+    """Hold the hashes of one sequence's full blocks, as far as its tokens are known.
 
     Args:
         hasher: that makes them.
-        root: what the chain begins with.
+        root: the beginning of the chain.
     """
 
     __slots__ = ("_hasher", "hashes", "is_secret", "root", "took_ns")
@@ -88,9 +88,9 @@ class PrefixChain:
         self.root = root
         self.hashes: list[Hash] = []
         self.took_ns = 0
-        """To hash the prompt; of a copy 0."""
+        """Time to hash the prompt; 0 for a copy."""
         self.is_secret = False
-        """A client's secret is in its root: its blocks never reach a disk."""
+        """Whether its root has a client's secret: its blocks never reach a disk."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -100,17 +100,17 @@ class PrefixChain:
         return len(self.hashes) * self._hasher.block_size
 
     def parent(self, place: int) -> Hash:
-        """The hash before that of the block at a place."""
+        """Return the hash before the block at a place."""
         return self.hashes[place - 1] if place else self.root
 
     def grow(self, token_ids: Sequence[int]) -> None:
-        """Hash the full blocks of the tokens that follow those of hashed blocks."""
+        """Hash the full blocks of the tokens after the hashed blocks."""
         self.hashes += self._hasher.hashes(self.parent(len(self.hashes)), token_ids)
 
     def num_common(self, other: PrefixChain) -> int:
-        """How many blocks two chains begin with alike.
+        """Count the leading blocks that two chains have in common.
 
-        A hash stands for all that comes before it, so the last that is alike is found by halving.
+        A hash covers everything before it, so the last common one is found by halving.
         """
         mine, theirs = self.hashes, other.hashes
         low, high = 0, min(len(mine), len(theirs))
@@ -123,7 +123,7 @@ class PrefixChain:
         return low
 
     def copy(self) -> PrefixChain:
-        """One that can grow on its own, as each of several answers to one prompt does."""
+        """Copy the chain, so that each of several answers to a prompt grows its own."""
         twin = PrefixChain(self._hasher, self.root)
         twin.is_secret = self.is_secret
         twin.hashes = list(self.hashes)

@@ -1,13 +1,12 @@
 """Find a pool's cached blocks by the hash of their content, and choose which to evict.
 
-Who is evicted: of the users who hold more than an equal share of the hashed blocks, the one who
-holds most; of that user's, the least recently used. So a flood of one user's prompts evicts what
-that user's own earlier ones have left, and another's conversation stays.
+Among the users with more than an equal share of the hashed blocks, the largest loses its least
+recently used block. So one user's flood of prompts evicts only that user's earlier blocks, and
+other conversations stay.
 
-Owns: hashes of blocks, and the order in which those that nobody uses are taken for something else.
-Invariants: a hash has one block, and a block one hash; what is evicted is in no table and named by
-no command, and nothing cached stands behind it in a chain: a tail goes before its head.
-Never: knows sequences; reads or writes a block.
+Owns: hashes of blocks, and the order of eviction. Invariants: a hash has one block, and a block one
+hash; an evicted block is in no table and named by no command, and has no cached successor in a
+chain: a tail goes before its head. Never: knows sequences; reads or writes a block.
 """
 
 from __future__ import annotations
@@ -27,21 +26,20 @@ class _Hashed:
     parent: Hash
     user: str
     released_at: int | None = None
-    """When the last who used it let go of it; None while somebody does."""
+    """When its last user released it; None while it is in use."""
 
 
 class PrefixIndex:
-    """Hashes of one pool's blocks."""
+    """Index one pool's blocks by hash."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._blocks: dict[Hash, int] = {}
         self._hashed: dict[int, _Hashed] = {}
         self._num_behind: Counter[Hash] = Counter()
-        """Evictable blocks by the hash before theirs."""
+        """Evictable successors of each hash."""
         self._tails: dict[str, list[tuple[int, int]]] = {}
-        """By user, a heap of (released_at, block): all that could be evicted now, and old entries
-        of blocks of which that is not so any more."""
+        """A heap of (released_at, block) per user: all evictable tails, and outdated entries."""
         self.held: Counter[str] = Counter()
         """Hashed blocks by user, in use or not."""
         self.num_evicted = 0
@@ -59,10 +57,10 @@ class PrefixIndex:
         return block_hash in self._blocks
 
     def num_hit(self, hashes: Sequence[Hash]) -> int:
-        """How many blocks of a chain are probably here, from the first on.
+        """Estimate how many leading blocks of a chain are here.
 
-        Tails go before heads, so the end is found by halving. It is a hint: in rare cases a block
-        before it is missing, which `blocks` notices.
+        Tails go before heads, so the end is found by halving. In rare cases an earlier block is
+        missing, which `blocks` notices.
         """
         low, high = 0, len(hashes)
         while low < high:
@@ -74,7 +72,7 @@ class PrefixIndex:
         return low
 
     def blocks(self, hashes: Sequence[Hash]) -> list[int]:
-        """The blocks of a chain that are here, from the first on, up to the first that is not."""
+        """Find the leading blocks of a chain that are here, up to the first missing one."""
         found = []
         for block_hash in hashes:
             block_id = self._blocks.get(block_hash)
@@ -86,7 +84,7 @@ class PrefixIndex:
     # Hashes
 
     def publish(self, block_id: int, block_hash: Hash, parent: Hash, user: str) -> bool:
-        """Give a hash to a block that is full, computed and in use.
+        """Give a hash to a full, computed block in use.
 
         Returns:
             False: another block has it already, or this one has a hash.
@@ -99,7 +97,7 @@ class PrefixIndex:
         return True
 
     def forget(self, block_id: int) -> Hash:
-        """The block has no hash any more, which it had; it is in use, or was evicted."""
+        """Remove the hash of a block in use or evicted."""
         hashed = self._hashed.pop(block_id)
         del self._blocks[hashed.hash]
         self.held[hashed.user] -= 1
@@ -111,7 +109,7 @@ class PrefixIndex:
     # Eviction
 
     def released(self, block_id: int) -> None:
-        """Nobody uses a hashed block any more: it can be evicted."""
+        """Make an unused hashed block evictable."""
         hashed = self._hashed[block_id]
         self._now += 1
         hashed.released_at = self._now
@@ -120,7 +118,7 @@ class PrefixIndex:
             self._push(block_id, hashed)
 
     def taken(self, block_id: int) -> None:
-        """Somebody uses a hashed block again, or it is being evicted."""
+        """Make a hashed block unevictable: it is used again, or being evicted."""
         hashed = self._hashed[block_id]
         hashed.released_at = None
         self._num_behind[hashed.parent] -= 1
@@ -131,10 +129,10 @@ class PrefixIndex:
                 self._push(before, self._hashed[before])
 
     def choose(self) -> int:
-        """The block to evict next; there has to be one that can be.
+        """Choose the block to evict next.
 
         Raises:
-            InvariantViolated: there is none.
+            InvariantViolated: none is evictable.
         """
         share = len(self._hashed) / len(self.held) if self.held else 0.0
         oldest: tuple[int, int] | None = None
@@ -149,7 +147,7 @@ class PrefixIndex:
         return oldest[1]
 
     def _oldest_tail(self, user: str) -> tuple[int, int] | None:
-        """The least recently used of a user's tails; old entries before it are dropped."""
+        """Find a user's least recently used tail, dropping outdated entries before it."""
         heap = self._tails.get(user, [])
         while heap:
             released_at, block_id = heap[0]
@@ -161,7 +159,7 @@ class PrefixIndex:
         return None
 
     def _is_tail(self, block_id: int) -> bool:
-        """True if it can be evicted, and nothing that can is behind it."""
+        """Say whether it is evictable without an evictable successor."""
         hashed = self._hashed[block_id]
         return hashed.released_at is not None and hashed.hash not in self._num_behind
 

@@ -23,20 +23,20 @@ PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STAGING = "ring"
 SHARED = "kv"
 SSD, DRAM = "ssd", "dram"
-"""Names of tiers below the pools, which copies have in place of a pool's."""
+"""Names of tiers below the pools, used as pool names in copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that steps what it is given."""
+    """A process that runs steps."""
 
     name: str
     pool: str
-    """Where its sequences have their blocks."""
+    """The pool of its sequences."""
     bus: str
-    """Of the memory that its weights are read over: two that decode on one read them twice."""
+    """The memory bus that its weights are read over; two decoding on one bus read them twice."""
     roles: tuple[str, ...]
-    """What static roles admit to it: PREFILL, DECODE or both."""
+    """The roles that static routing gives it: PREFILL, DECODE or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Pool:
     tier: str
     """`device`: steps read and write it; `dram`: blocks only pass through it."""
     home: str | None
-    """The worker in whose memory it is, with which its content is lost; None: the daemon."""
+    """The worker whose memory it is in, lost with the worker; None: the daemon's."""
     num_blocks: int
     """Including padding block 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One copy on the way: a worker makes it."""
+    """One copy of a link, made by a worker."""
 
     worker: str
     from_pool: str
@@ -63,16 +63,16 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How blocks get from one pool to another."""
+    """The path of blocks from one pool to another."""
 
     from_pool: str
     to_pool: str
     transport: str
     """`alias`, `peer` or `shm`."""
     hops: tuple[Hop, ...]
-    """None for `alias`, which is one pool."""
+    """Empty for `alias`, which is one pool."""
     fallback: Link | None = None
-    """By which blocks go instead when it is down; None: there is no other way."""
+    """The link used while this one is down; None: no fallback."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Topology:
     pools: tuple[Pool, ...]
     links: tuple[Link, ...] = ()
     backs: tuple[Link, ...] = ()
-    """From where is decoded to where prompts are computed: for what only the former has."""
+    """Links from decode pools back to prefill pools, for blocks found only there."""
 
     @cached_property
     def by_name(self) -> dict[str, Worker]:
@@ -111,7 +111,7 @@ class Topology:
 
     @property
     def parked_when_colocated(self) -> list[str]:
-        """Workers that do nothing when those that decode do everything."""
+        """List the workers that are idle when decode workers do everything."""
         return [name for name in self.playing(PREFILL) if name not in self.playing(DECODE)]
 
     @property
@@ -120,38 +120,38 @@ class Topology:
 
     @property
     def transport(self) -> str | None:
-        """The transport of all links, several joined with a plus; None: nothing is handed over."""
+        """The transports of all links, joined with a plus; None: no handoffs."""
         return "+".join(sorted({link.transport for link in self.links})) or None
 
     def pool_of(self, worker: str) -> str:
-        """Where a worker's sequences have their blocks."""
+        """Return the pool of a worker's sequences."""
         return self.by_name[worker].pool
 
     def home_of(self, pool: str) -> str | None:
-        """The worker in whose memory a pool is; None: the daemon's."""
+        """Return the worker whose memory a pool is in; None: the daemon's."""
         return self.pool_by_name[pool].home
 
     def mappers_of(self, worker: str) -> set[str]:
-        """Other workers whose sequences have their blocks in this one's memory."""
+        """List other workers with their sequences' blocks in this one's memory."""
         names = {each.name for each in self.workers if self.home_of(each.pool) == worker}
         return names - {worker}
 
     def has_followed(self, worker: str, ready: Collection[str]) -> bool:
-        """True if a dead worker has only followed another, in whose memory its pool was."""
+        """Say whether a dead worker's pool was in another dead worker's memory."""
         home = self.home_of(self.pool_of(worker))
         return home not in (None, worker) and home not in ready
 
     def link(self, source: str, target: str) -> Link:
-        """How blocks get from one worker's pool to another worker's."""
+        """Return the link from one worker's pool to another's."""
         return self._link_by_pools[self.pool_of(source), self.pool_of(target)]
 
     def links_to(self, pool: str) -> list[Link]:
-        """Those that bring blocks into a pool from elsewhere."""
+        """List the links that bring blocks into a pool."""
         steady = [link for link in self.links if link.fallback is None]
         return [link for link in (*self.backs, *steady) if link.to_pool == pool and link.hops]
 
     def copied_by(self, worker: str) -> list[str]:
-        """Pools other than its own that a worker copies blocks to or from."""
+        """List other pools that a worker copies blocks to or from."""
         ways = [
             *self.links,
             *self.backs,
@@ -162,14 +162,14 @@ class Topology:
         return [name for name in names if name != self.pool_of(worker)]
 
     def passing_pools(self) -> set[str]:
-        """Pools that blocks only pass through."""
+        """List the pools that blocks only pass through."""
         return {pool.name for pool in self.pools if pool.tier == "dram"}
 
     def new_block_pools(self, block_size: int) -> list[BlockPool]:
         return [BlockPool(pool.name, pool.num_blocks, block_size) for pool in self.pools]
 
     def with_pools(self, num_blocks: dict[str, int]) -> Topology:
-        """The same workers and links, with pools of these sizes."""
+        """Copy the topology with pools of these sizes."""
         pools = [replace(pool, num_blocks=num_blocks[pool.name]) for pool in self.pools]
         return replace(self, pools=tuple(pools))
 
@@ -183,14 +183,14 @@ def make_topology(
     in_workers: Collection[str] = (),
     buses: dict[str, str] | None = None,
 ) -> Topology:
-    """Workers by role with their pools and links; sizes of pools are with_pools()'.
+    """Make workers by role with their pools and links; with_pools() sets the pools' sizes.
 
     Args:
         prefill: names of the workers that prefill.
-        decode: those that decode; one that is in both is colocated.
-        transport: `alias`, `peer` or `shm`; or `peer` or `shm` for each pair of them.
-        home: with `alias`, the worker in whose memory the pool is; None: the daemon's.
-        in_workers: with `peer` and `shm`, those whose pools are in their own memory.
+        decode: names of the workers that decode; a name in both is colocated.
+        transport: `alias`, `peer` or `shm`; or `peer` or `shm` for each pair of workers.
+        home: with `alias`, the worker that owns the pool's memory; None: the daemon's.
+        in_workers: with `peer` and `shm`, workers with pools in their own memory.
         buses: memory bus by worker; None: all share one.
     """
     names = list(dict.fromkeys([*prefill, *decode]))
@@ -235,12 +235,12 @@ def _back(
     transport: str,
     in_workers: Collection[str],
 ) -> Link:
-    """From the pool of who decodes to that of who prefills, into no memory that is not reached."""
+    """Make the link from a decode pool back to a prefill pool, avoiding unreachable memory."""
     from_pool, to_pool = pool_of[decode], pool_of[prefill]
     if transport == "peer" and prefill in in_workers:
         if decode in in_workers:  # through the host: the fallback's staging buffer is there
             return _link(decode, prefill, from_pool, to_pool, "shm")
-        # who has written into the host's memory reads there
+        # the prefill worker writes host memory, so it can read there
         return Link(from_pool, to_pool, transport, (Hop(prefill, from_pool, to_pool),))
     return _link(decode, prefill, from_pool, to_pool, transport)
 

@@ -1,1 +1,1 @@
-"""KV beyond the pools: blocks kept on an SSD, across restarts."""
+"""Keep KV blocks below the pools, in DRAM and on an SSD, across restarts."""

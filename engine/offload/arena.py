@@ -4,9 +4,8 @@ Only its worker reaches a GPU's memory, so the copies are commands to workers, a
 buffer are: by a stream of their own there, between two steps where a pool is in the host's memory.
 They have negative numbers, by which their reports are told from those of moving sequences.
 
-Owns: copies that workers have not answered; the slots, and which job has which.
-Invariants: each job is reported once; what a worker that has died was at counts as not done, and is
-reported after its commands were reaped.
+Owns: unanswered copies; the slots, and the job of each. Invariants: each job is reported once;
+unfinished work of a dead worker counts as not done, and is reported after its commands were reaped.
 Never: chooses a block or a place; touches the memory itself.
 """
 
@@ -28,7 +27,7 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a worker is to do."""
+    """A worker's part of a job."""
 
     worker: str
     job: CopyJob
@@ -36,7 +35,7 @@ class _Part:
 
 
 class WorkerCopies:
-    """Copies that workers make for the tiers of one router.
+    """Let workers copy blocks for the tiers of one router.
 
     Args:
         send: passes a command to a worker.
@@ -47,10 +46,10 @@ class WorkerCopies:
         self.later = later
         self._send = send
         self._open: dict[int, _Part] = {}
-        """By the number that the worker is told."""
+        """Parts by the copy's number."""
 
     def begin(self, worker: str, job: CopyJob, done: Callable[[CopyJob], None]) -> None:
-        """A worker has a part in a job from now on: should it die, the job is void.
+        """Register a worker's part in a job: should it die, the job is void.
 
         Args:
             worker: that is ready.
@@ -60,14 +59,14 @@ class WorkerCopies:
         self._open[-job.copy.copy_id] = _Part(worker, job, done)
 
     def send(self, job: CopyJob, pairs: Pairs) -> None:
-        """Have the worker copy these blocks; it is void already if that one has died."""
+        """Make the worker copy these blocks; the job is void if the worker has died."""
         copy_id = -job.copy.copy_id
         if copy_id in self._open:
             copy = Copy(copy_id, job.copy.from_pool, job.copy.to_pool, pairs, None)
             self._send(self._open[copy_id].worker, copy)
 
     def end(self, job: CopyJob) -> None:
-        """The worker is not needed, and was told nothing."""
+        """Drop the part of a worker that was told nothing."""
         self._open.pop(-job.copy.copy_id, None)
 
     def copied(self, report: Copied) -> None:
@@ -80,25 +79,25 @@ class WorkerCopies:
             self._open.pop(report.copy_id).done(job)
 
     def worker_died(self, worker: str) -> None:
-        """Its commands have been reaped."""
+        """End the parts of a dead worker, whose commands have been reaped."""
         for copy_id, part in list(self._open.items()):
             if part.worker == worker:
                 del self._open[copy_id]
                 self.lose(part.job, part.done, f"worker {worker} has died")
 
     def lose(self, job: CopyJob, done: Callable[[CopyJob], None], error: str) -> None:
-        """Nothing of it counts as done; whoever waits for it is told on the loop's next turn."""
+        """Void a job; its waiters are called on the loop's next turn."""
         job.num_done, job.is_void, job.error = 0, True, error
         self.later(0, partial(done, job))
 
 
 class CacheArena:
-    """The store of the DRAM cache: host memory that one router's workers copy to and from.
+    """Store the DRAM cache's blocks in host memory, copied by one router's workers.
 
     Args:
         head: of all its blocks, as if they were a slab; the pool has a block of padding before.
-        worker_of: who copies for a pool; None: nobody now.
-        copies: those of the router's workers.
+        worker_of: the worker that copies for a pool; None: none now.
+        copies: of the router's workers.
         report: called with each job that is over.
     """
 
@@ -116,19 +115,19 @@ class CacheArena:
         self._report = report
 
     def begin(self, job: Job) -> None:
-        """Start a job: copies are made by the workers, all else is done at once."""
+        """Start a job: workers copy, other jobs are done at once."""
         match job:
             case CopyJob():
                 self._copy(job)
                 return
             case GrowJob():
                 job.made, self._head = self._head, None
-            case SweepJob():  # it is nobody's but the daemon's, and ends with it
+            case SweepJob():  # the arena's memory ends with the daemon
                 job.num_done = len(job.places)
         self._copies.later(0, partial(self._report, job))
 
     def cancel(self, job: Job) -> bool:
-        """Make it void; the worker was told already."""
+        """Void the job; the worker was told already."""
         job.is_void = True
         return False
 
@@ -145,25 +144,22 @@ class CacheArena:
         self._copies.send(job, pairs)
 
 
-# Blocks of pools that the disk's threads do not reach, by way of slots in the host's memory.
-# What a GPU has only its worker reaches. So a block goes to the disk in two halves: its worker
-# copies it to a slot, as it would to an arena, and a thread of the disk writes it from there; and
-# back the other way. A block of the pool is named by its command until both are done, as with one
-# half.
-# Invariants: a slot is one job's until nobody touches it any more; loads and stores have slots of
-# their own, so that neither waits for the other; each job is reported once; only blocks whose
-# checksums were right are copied to a pool, and by no other worker than the one that was ready when
-# the job began.
+# Staging: only its worker reaches a GPU's memory, so a block goes to disk in two halves. The worker
+# copies it to a slot in host memory, and a thread of the disk writes it from there; loads go the
+# other way. A block of the pool is named by its command until both halves are done.
+# Invariants: a slot belongs to one job until its last touch; loads and stores have slots of their
+# own, so that neither waits for the other; each job is reported once; only blocks with right
+# checksums are copied to a pool, and only by the worker that was ready when the job began.
 # Never: decides what is stored or loaded; touches the memory itself.
 
 
 STAGING_BYTES = 64 << 20
-"""Of the host's memory, for slots; half of it for loads, half for stores."""
+"""Host memory for slots; half of it for loads, half for stores."""
 MIN_SLOTS = 4
 
 
 def num_slots_for(block_bytes: int) -> int:
-    """How many slots a staging area has.
+    """Count the slots of a staging area.
 
     Args:
         block_bytes: of a block.
@@ -184,13 +180,13 @@ class _Staged:
 
 
 class StagedDisk:
-    """A disk whose threads reach slots, and pools some of which only workers reach.
+    """Connect a disk's threads with pools that only workers reach, through slots.
 
     Args:
-        disk: reaches the slots as a pool of the name DRAM; its jobs' reports come to told().
+        disk: reaches the slots as a pool named DRAM; its jobs' reports come to told().
         slots: blocks of that pool.
-        worker_of: who copies for a pool; None: nobody now.
-        copies: those of the router's workers.
+        worker_of: the worker that copies for a pool; None: none now.
+        copies: of the router's workers.
         report: called with each job that is over.
     """
 
@@ -208,11 +204,11 @@ class StagedDisk:
         self._copies = copies
         self._report = report
         self._free = {True: list(slots[:half]), False: list(slots[half:])}
-        """By whether they are for loads."""
+        """Free slots, by whether they are for loads."""
         self._waiting: dict[bool, deque[_Staged]] = {True: deque(), False: deque()}
-        """For slots; likewise."""
+        """Jobs waiting for slots, by whether they are loads."""
         self._staged: dict[Job, _Staged] = {}
-        """By the job, and by its half at the disk."""
+        """Staged jobs, by the job and by its half at the disk."""
 
     @property
     def write_share(self) -> float:
@@ -226,7 +222,7 @@ class StagedDisk:
         return self._disk.reach(pool) or self._worker_of(pool)
 
     def begin(self, job: Job) -> None:
-        """Start a job, or have it wait for slots."""
+        """Start a job, or let it wait for slots."""
         if not isinstance(job, CopyJob):
             self._disk.begin(job)
             return
@@ -256,7 +252,7 @@ class StagedDisk:
         self._pump(is_load=is_load)
 
     def cancel(self, job: Job) -> bool:
-        """Make it void; True if nobody touches its blocks, nor will."""
+        """Void the job; True if its blocks are untouched for good."""
         staged = self._staged.get(job)
         if staged is None:
             return self._disk.cancel(job)
@@ -272,7 +268,7 @@ class StagedDisk:
         return True
 
     def told(self, job: Job) -> None:
-        """The disk is done with a job, or with its half of one."""
+        """Take in the disk's report of a job, or of its half of one."""
         staged = self._staged.get(job)
         if staged is not None and staged.by_disk is job:
             staged.is_at_disk = False
@@ -339,7 +335,7 @@ class StagedDisk:
         job.started_ns = job.ended_ns - took_ns
         job.num_done = last.num_done
         job.error = job.error or last.error or first.error
-        # the block that is damaged is the one after those that are done
+        # the damaged block follows the completed ones
         job.is_damaged = first.is_damaged and last.num_done == first.num_done
         self._let_go(staged)
         self._report(job)

@@ -1,16 +1,15 @@
 """Read and write KV blocks on disk, in slab files, with threads.
 
-Bytes go from the pool's memory to a buffer of the thread's own and from there to the disk, or back:
-a block reaches a pool only when its checksums are right. Two threads write, two read, so that the
-disk has something to do while a checksum is made; a write holds up no read for longer than it does.
-They have the idle I/O priority and the usual one for cores: a thread that waits for a core while it
-has Python's lock would hold up the daemon's loop. Writing is held to a share of a core instead.
+Bytes go from the pool's memory to a thread's buffer and from there to the disk, or back: a block
+reaches a pool only if its checksums are right. Two threads write, two read, so that the disk works
+while a checksum is computed; a write delays a read by at most its own length. The threads have the
+idle I/O priority but the usual CPU priority: a thread waiting for a core while holding Python's
+lock would block the daemon's loop. Writing is limited to a share of a core instead.
 
-Owns: the folder's lock, its slab files, those of other models among them, and what was reclaimed at
-start; the threads and their buffers. Reports come back by a callback, from the thread.
-Invariant: each job is reported once, after its last touch of pool and slab; a job's pairs are done
-in order, and the first that fails ends it.
-Never: decides what is stored or loaded, or where; raises on what a disk does.
+Owns: the threads and their buffers. Reports come back by a callback, from the thread. Invariant:
+each job is reported once, after its last touch of pool and slab; a job's pairs are done in order,
+and the first failure ends it. Never: decides what is stored or loaded, or where; raises an error of
+the disk.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from engine.offload.slab_files import DamagedError, RecordBuffer, Slabs
 
 NUM_READERS = NUM_WRITERS = 2
 WRITE_SHARE = 0.25
-"""Of a core, that writing may take while requests are served."""
+"""Maximum share of a core for writing while requests are served."""
 PROBE_NAME = ".penstock-probe"
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
 
 class Disk:
-    """The store of the SSD cache: one folder of slab files, with threads that read and write.
+    """Store blocks in one folder of slab files, with threads that read and write.
 
     Args:
         slabs: open.
@@ -61,7 +60,7 @@ class Disk:
         self._pool_fds = pool_fds
         self._report = report
         self.write_share = write_share
-        """May change at any time: what is stored at the end is waited for."""
+        """May change at any time; the final stores run without a limit."""
         self._reads: SimpleQueue[Job | None] = SimpleQueue()
         self._writes: SimpleQueue[Job | None] = SimpleQueue()
         queues = [self._reads] * NUM_READERS + [self._writes] * NUM_WRITERS
@@ -73,24 +72,24 @@ class Disk:
             thread.start()
 
     def reach(self, pool: str) -> str | None:
-        """Threads of the disk copy what is in the host's memory; they are no worker."""
+        """Return no worker: the disk's threads reach host memory."""
         return self.tier if pool in self._pool_fds else None
 
     def begin(self, job: Job) -> None:
-        """Have a thread do this job; reads and writes have threads of their own."""
+        """Give the job to a thread; reads and writes have threads of their own."""
         is_read = isinstance(job, ProbeJob) or (
             isinstance(job, CopyJob) and job.copy.from_pool == self.tier
         )
         (self._reads if is_read else self._writes).put(job)
 
     def cancel(self, job: Job) -> bool:
-        """Make it void; True if no thread has begun with it, nor will."""
+        """Void the job; True if no thread has begun it."""
         with self._beginning:
             job.is_void = True
             return not job.is_begun
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads when they have done what they were given; False: one is stuck."""
+        """End the threads after their jobs; False: one is stuck."""
         for _ in range(NUM_READERS):
             self._reads.put(None)
         for _ in range(NUM_WRITERS):
@@ -168,12 +167,12 @@ class Disk:
 
 
 def probe(slabs: Slabs) -> float:
-    """Write and read a file of its own in the folder; bytes per second of reading.
+    """Write and read a probe file in the folder; return the bytes per second of reading.
 
-    Where the disk has no room for that file, a slab is read, if there is one.
+    Without space for that file, a slab is read, if one exists.
 
     Raises:
-        OSError: it cannot be done, or data read differs from data written.
+        OSError: it failed, or data read differs from data written.
     """
     slabs.remake_folder()
     try:
@@ -209,14 +208,14 @@ def _probe_file(slabs: Slabs) -> float:
 
 
 def _read_timed(fd: int, memory: mmap.mmap) -> float:
-    """Read a file's beginning; bytes per second."""
+    """Read a file's beginning; return the bytes per second."""
     started_ns = time.monotonic_ns()
     num_bytes = os.preadv(fd, [memory], 0)
     return num_bytes / max(time.monotonic_ns() - started_ns, 1) * 1e9
 
 
 def _be_idle() -> None:
-    """This thread's I/O comes after everybody else's, where the disk's scheduler knows that."""
+    """Give this thread the idle I/O priority, where the disk's scheduler supports it."""
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None, use_errno=True).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)

@@ -1,9 +1,7 @@
 """Define the files of an SSD cache: the format of a block, and finding and deleting files.
 
-Owns: how a block and a slab's head are written as bytes; names and modes of the files, and the lock
-on the folder.
-Invariant: what a survey says was read from sealed headers; it takes no lock and changes nothing.
-Never: knows what is being written.
+Owns: names and modes of the files, and the lock on the folder. Invariant: a survey reads sealed
+headers; it takes no lock and changes nothing. Never: knows what is being written.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ _LOCK = "lock"
 
 
 class BusyError(OSError):
-    """Another process has the folder."""
+    """Another process uses the folder."""
 
 
 @dataclass(slots=True)
 class SlabContents:
-    """A slab file as it was found at start: its head and its records."""
+    """A slab file found at start: its head and its records."""
 
     head: SlabHead
     records: list[tuple[int, RecordHead]] = field(default_factory=list)
@@ -47,7 +45,7 @@ class SlabContents:
 
     @property
     def age(self) -> tuple[int, int]:
-        """When its newest block was stored; smaller is older, and empty the oldest."""
+        """When its newest block was stored; smaller is older, empty is oldest."""
         return max(((r.stored_at_s, r.number) for _, r in self.records), default=(0, 0))
 
     @property
@@ -56,17 +54,17 @@ class SlabContents:
 
 
 class ModelShare(NamedTuple):
-    """What a folder has of one model."""
+    """One model's blocks in a folder."""
 
     model: str
     """Its name; empty: unknown."""
     num_blocks: int
     num_bytes: int
-    """Of these blocks."""
+    """Bytes of these blocks."""
 
 
 def shares_of(slabs: Iterable[SlabContents]) -> list[ModelShare]:
-    """What slabs have of each model, dtype and layout, the most first."""
+    """Add up the slabs' blocks by model, dtype and layout, the most first."""
     shares: dict[bytes, ModelShare] = {}
     for each in slabs:
         was = shares.get(each.head.fingerprint, ModelShare(each.head.model, 0, 0))
@@ -79,9 +77,9 @@ def shares_of(slabs: Iterable[SlabContents]) -> list[ModelShare]:
 
 
 def survey(folder: Path) -> Iterator[tuple[Path, SlabContents | None]]:
-    """Each slab in a folder and what its headers say; None: its first page is damaged.
+    """Yield each slab in a folder with its records; None: its first page is damaged.
 
-    Reads only, and takes no lock: of a daemon's folder it is how it was a moment ago.
+    It only reads, without a lock: a running daemon's folder may have changed since.
     """
     for number, path in sorted(slab_paths(folder)):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -93,7 +91,7 @@ def survey(folder: Path) -> Iterator[tuple[Path, SlabContents | None]]:
 
 
 def check_records(path: Path, contents: SlabContents) -> Iterator[bool]:
-    """Read each of a slab's records to its end; True if it is as it was stored."""
+    """Read each of a slab's records; say whether all are intact."""
     head = contents.head
     with path.open("rb") as file:
         for index, record in contents.records:
@@ -104,10 +102,10 @@ def check_records(path: Path, contents: SlabContents) -> Iterator[bool]:
 
 
 def delete_slabs(folder: Path) -> int:
-    """Delete everything that is kept in a folder; bytes given back.
+    """Delete everything that is kept in a folder; return the freed bytes.
 
     Raises:
-        BusyError: a daemon has it.
+        BusyError: a daemon uses it.
         OSError: a file cannot be deleted.
     """
     if not (folder / _LOCK).is_file():
@@ -123,10 +121,10 @@ def delete_slabs(folder: Path) -> int:
 
 
 def lock(folder: Path) -> int:
-    """The folder is this process's as long as the returned descriptor is open.
+    """Lock the folder for this process, as long as the returned descriptor is open.
 
     Raises:
-        BusyError: another has it.
+        BusyError: another process has it.
     """
     fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -142,9 +140,9 @@ def slab_bytes(folder: Path) -> int:
 
 
 def slab_paths(folder: Path) -> list[tuple[int, Path]]:
-    """The slabs of a folder, there or not, and their numbers, in any order.
+    """List the slabs of a folder with their numbers, in any order; empty without the folder.
 
-    What bears a slab's name and is no file, a link for one, is none.
+    Links and folders with a slab's name are ignored.
     """
     if not folder.is_dir():
         return []
@@ -155,7 +153,7 @@ def slab_paths(folder: Path) -> list[tuple[int, Path]]:
 
 
 def head_of(fd: int, number: int) -> SlabHead | None:
-    """A slab's first page; None if it is damaged, or another slab's."""
+    """Read a slab's first page; None: it is damaged, or another slab's."""
     page = memoryview(mmap.mmap(-1, PAGE))
     try:
         size = os.preadv(fd, [page], 0)
@@ -166,7 +164,7 @@ def head_of(fd: int, number: int) -> SlabHead | None:
 
 
 def contents_of(fd: int, head: SlabHead) -> SlabContents:
-    """What the headers of a slab's records say."""
+    """Read the headers of a slab's records."""
     contents, page = SlabContents(head), memoryview(mmap.mmap(-1, PAGE))
     for index in range(head.num_records):
         try:
@@ -189,26 +187,25 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     """Write to a place in a file.
 
     Raises:
-        OSError: not all of it is there.
+        OSError: it was written incompletely.
     """
     if os.pwritev(fd, [data], offset) != len(data):
         raise OSError(errno.ENOSPC, "the record was written incompletely")
 
 
 def physical_bytes(fd: int) -> int:
-    """What a file takes, and what it could take without growing."""
+    """Return the bytes a file takes, or could take without growing."""
     stat = os.fstat(fd)
     return max(stat.st_blocks * 512, stat.st_size)
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, and see to it that it is its owner's alone.
+    """Make the folder, and check that only its owner can enter.
 
-    A folder that was there is taken if it is empty or has been a cache before: what is in it may be
-    deleted.
+    An existing folder is used if it is empty or was a cache before: its contents may be deleted.
 
     Raises:
-        OSError: it cannot be made, belongs to somebody else, or holds something else.
+        OSError: it cannot be made, belongs to another user, or holds other files.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     stat = folder.stat()

@@ -1,12 +1,10 @@
 """Map blocks to places on disk.
 
-Owns: the index of all records, the free places, and who reads or writes which; when each of the
-blocks watched was used last, and the counts of distances. Of files it knows nothing: it names
-places, and whoever has the store is told what to do with them.
-Invariants: a place has at most one record; nobody is given a place that somebody reads or writes;
-a record can be found from when it is written to when it is dropped, and no longer. Deleting has
-two phases: out of the index at once, given to another when its last reader is done.
-Never: reads a clock or a file.
+Owns: the index of all records, the free places, and their readers and writers; the last use of each
+sampled block, and the counts of distances. It knows no files: it names places. Invariants: a place
+has at most one record; a place being read or written is not given away; a record can be found from
+when it is written until it is dropped. Deleting has two phases: out of the index at once, and
+reusable when its last reader is done. Never: reads a clock or a file.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from engine.errors import InvariantViolated
 from engine.offload.records import RecordHead
 
 HIGH_WATERMARK = 0.95
-"""When more of all places than this are taken, and no more can be made..."""
+"""Eviction begins when more than this share of all places is taken..."""
 LOW_WATERMARK = 0.90
-"""...the least recently used go, until no more than this are."""
+"""...and ends at this share."""
 
 
 class RecordPlace(NamedTuple):
-    """A record's: its slab, and its number in it."""
+    """The place of a record: its slab, and its number in it."""
 
     slab: int
     record: int
@@ -34,7 +32,7 @@ class RecordPlace(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class IndexEntry:
-    """A record that is there, or being written."""
+    """A record that exists, or is being written."""
 
     block_hash: bytes
     place: RecordPlace
@@ -43,31 +41,31 @@ class IndexEntry:
     num_readers: int = 0
     is_written: bool = False
     is_used: bool = False
-    """Stored, loaded or touched since the start."""
+    """Whether it was stored, loaded or touched since the start."""
     is_dropped: bool = False
-    """Out of the index: its place is free when nobody reads it any more."""
+    """Out of the index; its place is free after its last reader."""
 
 
 class SlabIndex:
-    """Which hash is in which place of which slab, which places are free, who is evicted next.
+    """Map hashes to places in slabs, and choose free places and evictions.
 
     Args:
-        max_age_s: records older than this expire; None: none does.
+        max_age_s: older records expire; None: no limit.
     """
 
     def __init__(self, max_age_s: int | None = None) -> None:
         self.max_age_s = max_age_s
         self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
-        """By hash, the least recently used first."""
+        """Entries by hash, the least recently used first."""
         self._busy: dict[RecordPlace, IndexEntry] = {}
-        """Being read or written, also those that are dropped."""
+        """Entries being read or written, including dropped ones."""
         self._free: deque[RecordPlace] = deque()
         self._residue: dict[RecordPlace, int] = {}
-        """Free places with old bytes in them, and when those were stored."""
+        """Free places with old bytes, and when those bytes were stored."""
         self._slabs: dict[int, int] = {}
-        """Places by slab."""
+        """Numbers of places by slab."""
         self._damaged: set[RecordPlace] = set()
-        """Where what was read was wrong, until it is erased or written over."""
+        """Places with damaged data, until they are erased or overwritten."""
         self._last_number = 0
         self.num_evicted = self.num_expired = self.num_damaged = 0
 
@@ -76,7 +74,7 @@ class SlabIndex:
 
     @property
     def hashes(self) -> list[bytes]:
-        """Hashes of blocks that could be loaded, the least recently used first."""
+        """List the hashes of loadable blocks, the least recently used first."""
         return [each.block_hash for each in self._entries.values() if each.is_written]
 
     @property
@@ -86,12 +84,12 @@ class SlabIndex:
 
     @property
     def num_free(self) -> int:
-        """Places that the next records get."""
+        """The number of places for the next records."""
         return len(self._free)
 
     @property
     def unused_since_s(self) -> int | None:
-        """When the block that is evicted next was stored; None: it was used since the start."""
+        """When the next block to evict was stored; None: it was used since the start."""
         first = next(iter(self._entries.values()), None)
         return None if first is None or first.is_used else first.stored_at_s
 
@@ -100,7 +98,7 @@ class SlabIndex:
     def add_slab(
         self, slab: int, num_records: int, found: Iterable[tuple[int, RecordHead]] = ()
     ) -> None:
-        """Take a slab's places into the index: it has been made.
+        """Add the places of a new slab to the index.
 
         Args:
             slab: its number.
@@ -117,7 +115,7 @@ class SlabIndex:
                 self._adopt(place, head)
 
     def _adopt(self, place: RecordPlace, head: RecordHead) -> None:
-        """A record from before the start; of two of one block, the newer."""
+        """Add a record from before the start; of two of one block, the newer counts."""
         self._last_number = max(self._last_number, head.number)
         other = self._entries.get(head.block_hash)
         if other is not None and other.number > head.number:
@@ -130,12 +128,12 @@ class SlabIndex:
         self._entries[head.block_hash] = entry
 
     def order_by_age(self) -> None:
-        """After all slabs have been added: what was stored last is taken for used last."""
+        """Order the records by their time of storing, once all slabs are added."""
         ordered = sorted(self._entries.values(), key=lambda entry: entry.number)
         self._entries = OrderedDict((entry.block_hash, entry) for entry in ordered)
 
     def remove_slab(self, slab: int) -> None:
-        """A slab is gone, with all that was in it."""
+        """Remove a deleted slab and its records."""
         self._slabs.pop(slab, None)
         for entry in [e for e in self._entries.values() if e.place.slab == slab]:
             self.drop(entry.block_hash)
@@ -145,7 +143,7 @@ class SlabIndex:
     # What is there
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """True if it could be loaded."""
+        """Say whether a block could be loaded."""
         entry = self._entries.get(block_hash)
         return entry is not None and entry.is_written
 
@@ -153,7 +151,7 @@ class SlabIndex:
         return block_hash in self._entries
 
     def num_leading(self, hashes: Iterable[bytes]) -> int:
-        """How many of a chain's blocks are there, from the first on without a gap."""
+        """Count a chain's stored blocks, from the first on without a gap."""
         count = 0
         for block_hash in hashes:
             if block_hash not in self:
@@ -162,7 +160,7 @@ class SlabIndex:
         return count
 
     def touch(self, hashes: list[bytes]) -> None:
-        """A chain is of use: its tail is forgotten before its head."""
+        """Mark a chain as used, so that its tail is evicted before its head."""
         for block_hash in reversed(hashes):
             if block_hash in self._entries:
                 self._entries.move_to_end(block_hash)
@@ -171,7 +169,7 @@ class SlabIndex:
     # Reading and writing
 
     def begin_store(self, block_hash: bytes, now_s: int) -> IndexEntry | None:
-        """A place to write a block to; None: it is known, or no place is free."""
+        """Choose a place to write a block to; None: it is known, or no place is free."""
         if block_hash in self._entries or not self._free:
             return None
         place = self._free.popleft()
@@ -192,7 +190,7 @@ class SlabIndex:
             self.drop(entry.block_hash)
 
     def begin_load(self, block_hash: bytes) -> IndexEntry | None:
-        """Where to read a block; None: it is not there. The place stays until end_load()."""
+        """Find where to read a block; None: not stored. The place stays until end_load()."""
         entry = self._entries.get(block_hash)
         if entry is None or not entry.is_written:
             return None
@@ -202,7 +200,7 @@ class SlabIndex:
         return entry
 
     def end_load(self, entry: IndexEntry, *, is_sound: bool = True) -> None:
-        """Nobody reads it for this load any more; what is damaged is dropped, and counted."""
+        """End one load of a record; a damaged record is dropped and counted."""
         if not is_sound and not entry.is_dropped:
             self.num_damaged += 1
             self._damaged.add(entry.place)
@@ -216,7 +214,7 @@ class SlabIndex:
     # Deleting
 
     def drop(self, block_hash: bytes) -> None:
-        """Out of the index now; its place is free when nobody reads or writes it any more."""
+        """Remove a block from the index; its place is free after its last reader or writer."""
         entry = self._entries.pop(block_hash)
         entry.is_dropped = True
         if entry.place not in self._busy:
@@ -228,10 +226,10 @@ class SlabIndex:
             self._residue[entry.place] = entry.stored_at_s
 
     def evict(self, num_places: int) -> int:
-        """Drop the least recently used if more of so many places are taken than may be; how many.
+        """Drop the least recently used blocks above the high watermark; return how many.
 
         Args:
-            num_places: that there are, or could be made.
+            num_places: existing and possible places.
         """
         taken = len(self._entries)
         if taken <= HIGH_WATERMARK * num_places:
@@ -245,13 +243,13 @@ class SlabIndex:
         return len(victims)
 
     def oldest_s(self, now_s: int) -> int | None:
-        """Blocks that were stored before are too old; None: none is."""
+        """Return the time before which blocks are too old; None: no limit."""
         return None if self.max_age_s is None else now_s - self.max_age_s
 
     def expire(self, now_s: int) -> list[RecordPlace]:
-        """Drop records that are too old; free places whose bytes are, which are to be erased.
+        """Drop records that are too old; return free places whose old bytes must be erased.
 
-        Each is returned once, and given to nobody before erased() says that it is done.
+        Each place is returned once, and not reused before erased() confirms it.
         """
         if self.max_age_s is None:
             return []
@@ -263,17 +261,17 @@ class SlabIndex:
         return self._take({p for p, at in self._residue.items() if at < oldest_s})
 
     def damaged(self) -> list[RecordPlace]:
-        """Free places where damage was met, to be erased as those that expire() returns."""
+        """Return damaged free places, to be erased as with expire()."""
         return self._take({place for place in self._damaged if place in self._residue})
 
     def clear(self) -> list[RecordPlace]:
-        """Drop everything; the free places with bytes in them, as expire() returns them."""
+        """Drop everything; return free places with old bytes, as expire() does."""
         for block_hash in list(self._entries):
             self.drop(block_hash)
         return self._take(set(self._residue))
 
     def _take(self, places: set[RecordPlace]) -> list[RecordPlace]:
-        """Free places with old bytes in them: given to nobody from now on."""
+        """Take free places with old bytes out of use."""
         self._damaged -= places
         for place in places:
             del self._residue[place]
@@ -281,11 +279,11 @@ class SlabIndex:
         return sorted(places)
 
     def erased(self, places: Iterable[RecordPlace]) -> None:
-        """Nothing of what was in these is left: they are free."""
+        """Free erased places."""
         self._free.extend(place for place in places if place.slab in self._slabs)
 
     def not_erased(self, places: Iterable[RecordPlace]) -> None:
-        """They could not be erased: they are free, and to be erased as long as nobody has them."""
+        """Free places that could not be erased; they are erased later unless reused."""
         there = [place for place in places if place.slab in self._slabs]
         self._free.extend(there)
         self._residue.update(dict.fromkeys(there, 0))

@@ -1,11 +1,9 @@
 """Define the jobs of a block store and their results, for every kind of store.
 
-A job is a Copy with the places of its blocks, or a slab to make, places to sweep, a probe.
+A job is a copy with the places of its blocks, a slab to make, places to sweep, or a probe.
 
-Owns: the numbers of copies between pools and tiers, and which of them have not been answered in
-time although they were begun.
-Invariant: a job is filled in by one who does it, and read by the loop when it has been reported.
-Never: knows who does it.
+Owns: the numbers of copies between pools and tiers, and which of them are overdue. Invariant: a job
+is filled in by its executor, and read by the loop once reported. Never: knows the executor.
 """
 
 from __future__ import annotations
@@ -24,118 +22,120 @@ from engine.wire.messages import Copy
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Something to be done with a store; made on the loop, filled in by who does it."""
+    """One task of a store; made on the loop, filled in by its executor."""
 
     is_void: bool = False
-    """Set on the loop: nobody needs it any more; if it has not begun, it is not done."""
+    """Set on the loop: the job is no longer needed, and skipped if it has not begun."""
     is_begun: bool = False
-    """A thread of the disk has taken it."""
+    """Whether a thread of the disk has taken it."""
     error: str | None = None
-    """Why it could not be done, or not to its end."""
+    """Why it failed or ended early."""
     started_ns: int = 0
     ended_ns: int = 0
 
     @property
     def elapsed_ms(self) -> float:
-        """Without the wait for who does it."""
+        """Return the job's time without waiting for its executor."""
         return (self.ended_ns - self.started_ns) / 1e6
 
 
 @dataclass(slots=True, eq=False)
 class CopyJob(Job):
-    """Blocks to a tier, or from there."""
+    """Blocks to copy to or from a tier."""
 
     copy: Copy = field(kw_only=True)
-    """One of its pools is the tier: there the blocks are numbers of entries in the list."""
+    """One of its pools is the tier, where blocks are indexes into the list."""
     life: int = field(kw_only=True)
-    """The pool's, in which it was begun: what was copied in another is nothing."""
+    """The pool's life when it began: copies of an earlier life are worthless."""
     entries: list[IndexEntry] = field(kw_only=True)
     is_urgent: bool = False
-    """Somebody waits for a store: it comes without a rest after it."""
+    """Whether a sequence waits for this store: no pause follows it."""
     num_done: int = 0
-    """Pairs, from the first on."""
+    """Completed pairs, from the first on."""
     is_damaged: bool = False
-    """The pair after those was not what had been stored."""
+    """Whether the next pair differed from what had been stored."""
 
 
 @dataclass(slots=True, eq=False)
 class GrowJob(Job):
-    """Make another slab, if there is room for one, or if another model's can make room."""
+    """Make another slab, if the cap allows it or another model's slab can go."""
 
     unused_since_s: int | None = None
-    """Other models' slabs with newer blocks stay; None: none does."""
+    """Other models' slabs with newer blocks stay; None: any may go."""
     made: SlabHead | None = None
-    """None without an error: there is no room for one."""
+    """The new slab; None without an error: no space."""
     limit: str | None = None
-    """Why, if it is not the cap that has none."""
+    """The reason, if it is not the cap."""
 
 
 @dataclass(slots=True, eq=False)
 class SweepJob(Job):
-    """Zeros over places, and a look at which slabs are still there."""
+    """Erase places, and check which slabs still exist."""
 
     places: list[RecordPlace] = field(kw_only=True)
     num_done: int = 0
     lost: list[int] = field(default_factory=list)
-    """Slabs whose files somebody has deleted."""
+    """Slabs with deleted files."""
     limit: str | None = None
-    """Why no slab could be made now although the cap has room for one."""
+    """Why no slab could be made now although the cap allows one."""
     oldest_s: int | None = None
-    """Other models' blocks that were stored before are erased; None: none is."""
+    """Other models' blocks stored earlier are erased; None: no limit."""
 
 
 @dataclass(slots=True, eq=False)
 class ProbeJob(Job):
-    """Some bytes written, read back and compared."""
+    """Write some bytes, read them back and compare."""
 
     bytes_per_s: float | None = None
-    """Of reading."""
+    """The rate of reading."""
 
 
-# What loads and stores of a tier have in common: pools, who copies, clocks, and who is told.
-# Invariants: no two copies have one number; the blocks of those that are overdue, and no others,
-# are counted as stuck in their pool.
-# Never: decides anything.
+# The common parts of a tier's loads and stores.
+# Invariants: each copy has a number of its own; exactly the blocks of overdue copies count as
+stuck
+stuck. #
+Never: decides anything.
 
 
 Later = Callable[[float, Callable[[], None]], object]
-"""Calls back after so many seconds, on the loop."""
+"""Calls back after this many seconds, on the loop."""
 
 Tell = Callable[[str, str, str], None]
 """Takes severity, code and message of an event."""
 
 
 class Store(Protocol):
-    """Where blocks are kept, and who copies: Disk by threads, Arena by the workers of the pools."""
+    """A store of blocks: the disk copies with threads, the arena with the pools' workers."""
 
     write_share: float
 
     def reach(self, pool: str) -> str | None:
-        """The worker or thread that would copy a pool's blocks; None: nobody can now."""
+        """Return the worker or thread that would copy a pool's blocks; None: none can now."""
 
     def begin(self, job: Job) -> None:
-        """Start a job; the store tells what came of it when it is done."""
+        """Start a job; the store reports it when done."""
 
     def cancel(self, job: Job) -> bool:
-        """Make it void; True if nobody has begun with it, nor will."""
+        """Void the job; True if it was not begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDeadlines:
-    """How long copies are waited for before they count as missed."""
+    """Maximum waits for copies."""
 
     load_ms: float = 200.0
-    """A load is given up after four times what was predicted of it, but not before this."""
+    """Minimum deadline of a load, besides four times its prediction."""
     store_s: float = 5.0
-    """Without a block stored, after which the store is taken to hang."""
+    """Maximum seconds without a stored block before the store counts as hung."""
     counts_waiting: bool = True
-    """A load takes what the prompt has waited for it; False: what copying took alone, for it was
-    behind steps of the worker that were to be made anyway."""
+    """Whether a load's time includes the prompt's wait.
+
+    False: only the copying counts, since the worker's steps before it would have run anyway."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What one tier has done since the daemon's start."""
+    """Counts of one tier since the daemon's start."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -146,12 +146,12 @@ class Counts:
 
 
 _LABELS = {SSD: "the SSD", DRAM: "DRAM"}
-"""Of each tier."""
+"""Names of the tiers in sentences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What loads and stores of one tier share: its store, index and clocks."""
+    """The common parts of one tier's loads and stores: its store, index and clocks."""
 
     ledger: Ledger
     name: str
@@ -160,30 +160,30 @@ class Context:
     store: Store
     block_bytes: int
     now_ns: Callable[[], int]
-    """The clock of stamps."""
+    """Returns the clock of stamps."""
     now_s: Callable[[], int]
-    """Unix time."""
+    """Returns Unix time."""
     later: Later
     tell: Tell
     patience: CopyDeadlines = CopyDeadlines()
     counts: Counts = field(default_factory=Counts)
     numbers: count[int] = field(default_factory=lambda: count(1))
-    """All tiers of a router have the same."""
+    """Numbers of copies, common to all tiers of a router."""
     overdue: set[CopyJob] = field(default_factory=set)
 
     @property
     def label(self) -> str:
-        """The tier in a sentence."""
+        """The tier's name in a sentence."""
         return _LABELS[self.name]
 
     def is_late(self, job: CopyJob) -> None:
-        """It was begun and does not end: nobody knows when its blocks will be free."""
+        """Mark the blocks of an overdue job as stuck."""
         if job not in self.overdue:
             self.overdue.add(job)
             self.books_of(job).num_stuck += len(job.copy.pairs)
 
     def answered(self, job: CopyJob) -> None:
-        """Nobody will touch its blocks any more."""
+        """Mark the blocks of an overdue job as no longer stuck."""
         if job in self.overdue:
             self.overdue.discard(job)
             self.books_of(job).num_stuck -= len(job.copy.pairs)

@@ -11,32 +11,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _NEWEST_SHARE = 0.3
-"""That the newest load has in the rate."""
+"""Weight of the newest load in the rate."""
 OVERHEAD_MS = 2.0
-"""Of a load, however small: threads that wake up, and the loop."""
+"""Fixed cost of a load: waking threads, and the loop."""
 DEADLINE_RATIO = 4.0
-"""A load is given up after so many times what was predicted of it."""
+"""Deadline of a load, relative to its prediction."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """What loads of one tier are predicted to take, and what they took.
+    """Predict and record the load times of one tier.
 
     Args:
-        bytes_per_s: at which it is read, as a probe found.
+        bytes_per_s: the read rate from a probe.
     """
 
     bytes_per_s: float
     write_bytes_per_s: float | None = None
-    """At which a thread stores; None: it has not stored yet, and is taken to be as fast."""
+    """A thread's store rate; None: nothing stored yet, assumed equal to the read rate."""
     num_loads: int = 0
-    """That were worth it, as predicted, and have been done or given up."""
+    """Loads predicted to be worth it, done or given up."""
     num_declined: int = 0
-    """Where computing was predicted to take less."""
+    """Loads declined because computing was predicted to be faster."""
     num_declined_in_a_row: int = 0
-    """Since a load, or since the disk was last probed: a rate that nobody uses is never learnt."""
+    """Loads declined since the last load or probe: an unused rate is never learnt."""
     load_ms: float = 0.0
-    """What all loads took together."""
+    """Total time of all loads."""
     compute_ms: float = 0.0
     """What computing the same was predicted to take."""
     excess_load_ms: float = 0.0
@@ -45,11 +45,11 @@ class Costs:
         return OVERHEAD_MS + num_bytes / self.bytes_per_s * 1e3
 
     def deadline_ms(self, load_ms: float, least_ms: float) -> float:
-        """After which a load that was predicted to take so long is given up."""
+        """Return the deadline of a load with this prediction."""
         return max(DEADLINE_RATIO * load_ms, least_ms)
 
     def is_worth_it(self, load_ms: float, compute_ms: float | None) -> bool:
-        """Whether to load, by both predictions; where computing was never measured, it is tried."""
+        """Say whether to load, by both predictions; without a measured computing time, load."""
         if compute_ms is None or load_ms < compute_ms:
             self.num_declined_in_a_row = 0
             return True
@@ -58,23 +58,23 @@ class Costs:
         return False
 
     def is_worth_storing(self, num_stored: int, num_loaded: int, compute_ms: float) -> bool:
-        """Whether to store so many bytes and load so many later, rather than to compute them."""
+        """Say whether storing and later loading beats computing."""
         store_ms = num_stored / (self.write_bytes_per_s or self.bytes_per_s) * 1e3
         return OVERHEAD_MS + store_ms + self.predict_ms(num_loaded) < compute_ms
 
     def stored(self, num_bytes: int, elapsed_ms: float) -> None:
-        """A thread has stored so many bytes."""
+        """Learn from a thread's store."""
         rate = num_bytes / max(elapsed_ms, 1e-3) * 1e3
         before = rate if self.write_bytes_per_s is None else self.write_bytes_per_s
         self.write_bytes_per_s = _NEWEST_SHARE * rate + (1 - _NEWEST_SHARE) * before
 
     def loaded(self, num_bytes: int, elapsed_ms: float, compute_ms: float | None) -> None:
-        """A load is over, or was given up.
+        """Learn from a completed or abandoned load.
 
         Args:
-            num_bytes: that are there.
-            elapsed_ms: that somebody waited for them.
-            compute_ms: predicted for what was to be loaded; None: unknown.
+            num_bytes: that have arrived.
+            elapsed_ms: the prompt's wait.
+            compute_ms: predicted for the wanted blocks; None: unknown.
         """
         self.num_loads += 1
         self.load_ms += elapsed_ms

@@ -1,16 +1,15 @@
 """Decide which blocks to store in a tier, and which to load from it.
 
-A prompt whose next blocks are in a tier waits until they are in a pool, where loading them is
-predicted to take less than computing them. There they are cached like any others, and admission
-finds them. It waits no longer than a deadline.
+A prompt with its next blocks in a tier waits until they are in a pool, if loading is predicted to
+beat computing. There they are cached like any others, and admission finds them. It waits at most
+until a deadline.
 
-Owns: loads and stores under way; the rate at which blocks come from the tier, learnt from every
-load, and the sums of what was predicted and of what it took; which blocks are to be stored.
-Invariants: what is loaded or stored, and what is before it in its chain, is named by an open
-command until who copies is done with it; at most an eighth of a pool, or a block, is being loaded;
-each block is loaded once, however many wait for it; what is published was read with the right
-checksums.
-Never: waits; ends or admits a sequence; evicts a block of a pool.
+Owns: running loads and stores; the tier's read rate, learnt from every load, and the sums of
+predicted and real times; the blocks to be stored. Invariants: blocks being loaded or stored, and
+their predecessors in the chain, are named by an open command until the copy is done; at most an
+eighth of a pool, or a block, is being loaded; each block is loaded once for all waiting prompts;
+published blocks had the right checksums. Never: waits; ends or admits a sequence; evicts a block of
+a pool.
 """
 
 from __future__ import annotations
@@ -27,64 +26,64 @@ from engine.offload.load_costs import Costs
 from engine.wire.messages import Copy
 
 POOL_SHARE = 8
-"""A pool has at most this part of its blocks, but one, waiting for loads."""
+"""Maximum blocks waiting for loads: one plus 1 / POOL_SHARE of the pool."""
 JOB_BYTES = 8 << 20
-"""A load is cut into jobs of about so much, so that several threads work at it."""
+"""Approximate bytes of a job; a load is divided so that several threads work."""
 
 PredictMs = Callable[[str, int, int], float | None]
-"""For computing so many tokens of a prompt after so many, with blocks in a pool; None: unknown."""
+"""Predicts computing some tokens after others, in a pool; None: unknown."""
 
 
 class WantedBlocks(NamedTuple):
-    """The blocks that one queued prompt would have loaded from a tier."""
+    """The blocks that one queued prompt needs from a tier."""
 
     seq_id: int
     pool: str
-    """Where it would be computed."""
+    """The pool of its prefill."""
     chain: PrefixChain
     num_useful: int
-    """Blocks that a hit may have: not the one of the prompt's last token."""
+    """Blocks that a hit may have, without the last token's block."""
     user: str
-    """Whose they will count as."""
+    """The user that the blocks count for."""
     fetch_ms: Callable[[int, int], float | None] | None = None
-    """To have those from one place up to another without the tier, as far as can be from another
-    pool; None, and what it returns: there is no such way, or it is not known."""
+    """Predicts bringing a range of blocks without the tier, from another pool if possible; None:
+    unknown or impossible."""
 
 
 class Restored(NamedTuple):
-    """What was decided about a prompt whose blocks were on disk, and what came of it."""
+    """The decision about a prompt's stored blocks, and its outcome."""
 
     num_tokens: int
-    """That were loaded."""
+    """Tokens that were loaded."""
     elapsed_ns: int
-    """That it has waited."""
+    """Time that it waited."""
     words: str
     """Decision, predictions, outcome, excess load time."""
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """What one prompt waits for."""
+    """One prompt's running load."""
 
     wanted: WantedBlocks
     num_blocks: int
     predicted: str
-    """In words."""
+    """The predictions in words."""
     load_ms: float
     compute_ms: float | None
     began_ns: int
     is_cut: bool
-    """There is more than may be loaded at once."""
+    """Whether more blocks are stored than may be loaded at once."""
     jobs: set[CopyJob] = field(default_factory=set)
     num_loaded: int = 0
     copy_ms: float = 0.0
-    """Of those jobs that are done, without any waiting."""
+    """Copying time of its completed jobs, without waiting."""
     tells_rate: bool = True
-    """False: a block was not as it had been stored, or who copied it has died."""
+    """False: a block was damaged, or its copying worker died."""
 
 
 class _Target(NamedTuple):
-    """A block that is being filled."""
+    """A block being filled."""
 
     block_id: int
     block_hash: Hash
@@ -93,14 +92,14 @@ class _Target(NamedTuple):
 
 
 class Loads:
-    """Loads of one tier that are under way, and the prompts that wait for them.
+    """Run the loads of one tier, and note the prompts waiting for them.
 
     Args:
         context: of the tier.
-        costs: what loading takes.
-        predict_ms: what computing takes.
-        ended: called when a prompt waits no longer: its seq_id, whether all has come in time, and
-            whether there is more.
+        costs: predicts loading.
+        predict_ms: predicts computing.
+        ended: called when a prompt stops waiting: its seq_id, whether all blocks came in time, and
+            whether more are stored.
     """
 
     def __init__(
@@ -115,22 +114,22 @@ class Loads:
         self._predict_ms = predict_ms
         self._ended = ended
         self._loads: dict[int, _Load] = {}
-        """By seq_id."""
+        """Loads by seq_id."""
         self._restored: dict[int, Restored] = {}
-        """By seq_id, of those that wait no longer and have not been told."""
+        """Outcomes of finished waits that have not been collected, by seq_id."""
         self._jobs: dict[tuple[str, Hash], CopyJob] = {}
-        """By pool and block."""
+        """Jobs by pool and block."""
         self._targets: dict[CopyJob, list[_Target]] = {}
 
     def __contains__(self, seq_id: int) -> bool:
-        """True while a sequence waits for blocks."""
+        """Say whether a sequence waits for blocks."""
         return seq_id in self._loads
 
     def __len__(self) -> int:
         return len(self._loads)
 
     def begin(self, wanted: WantedBlocks) -> None:
-        """Load what is worth it of a prompt's blocks."""
+        """Load the part of a prompt's blocks that is worth it."""
         context, (seq_id, pool, chain, num_useful, _, fetch) = self._context, wanted
         hashes, kv_pool = chain.hashes[:num_useful], context.ledger.pools[pool]
         here = kv_pool.index.blocks(hashes)
@@ -169,7 +168,7 @@ class Loads:
         context.later(deadline_ms / 1e3, lambda: self._is_due(load))
 
     def _num_coming(self, pool: str, hashes: list[Hash]) -> int:
-        """Of a chain's blocks, those in the tier or on their way from it, without a gap."""
+        """Count a chain's blocks in the tier or being loaded, without a gap."""
         for number, block_hash in enumerate(hashes):
             if block_hash not in self._context.index and (pool, block_hash) not in self._jobs:
                 return number
@@ -178,7 +177,7 @@ class Loads:
     def _begin_jobs(
         self, wanted: WantedBlocks, here: list[int], places: list[int]
     ) -> list[CopyJob]:
-        """Take blocks for these places of a chain, and have them filled."""
+        """Allocate blocks for these places of a chain, and start filling them."""
         context, chain, jobs = self._context, wanted.chain, []
         ledger, pool = context.ledger, wanted.pool
         size = max(JOB_BYTES // context.block_bytes, 1)
@@ -204,7 +203,7 @@ class Loads:
         return jobs
 
     def done(self, job: CopyJob) -> None:
-        """Somebody is done with a load's blocks: what is there can be found from now on."""
+        """Publish the blocks of a completed job."""
         if job not in self._targets:  # it was cancelled, and a thread has come to it since
             return
         context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
@@ -227,7 +226,7 @@ class Loads:
                 self._end(load, is_in_time=True)
 
     def forget(self, seq_id: int) -> Restored | None:
-        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
+        """End the wait of an admitted or ended sequence; return its outcome."""
         load = self._loads.pop(seq_id, None)
         if load is not None:
             self._void_unneeded(load.jobs)
@@ -251,11 +250,11 @@ class Loads:
         return Restored(num_blocks * pool.block_size, elapsed_ns, words)
 
     def _took_ms(self, load: _Load, elapsed_ns: int) -> float:
-        """What a load counts as having taken."""
+        """Return a load's time, with or without the prompt's wait."""
         return elapsed_ns / 1e6 if self._context.patience.counts_waiting else load.copy_ms
 
     def _is_due(self, load: _Load) -> None:
-        """Its deadline has come."""
+        """End a load at its deadline."""
         if self._loads.get(load.wanted.seq_id) is load:
             self._context.counts.missed_deadlines += 1
             begun = load.jobs
@@ -284,7 +283,7 @@ class Loads:
 
 
 def joined(before: Restored | None, after: Restored | None) -> Restored | None:
-    """Several decisions about one prompt as one, their reasons in one sentence."""
+    """Join several decisions about one prompt, with their reasons in one sentence."""
     if before is None or after is None:
         return after or before
     elapsed_ns = before.elapsed_ns + after.elapsed_ns
@@ -297,43 +296,43 @@ def _ms(value_ms: float | None) -> str:
 
 
 STORED_AT_ONCE = 4
-"""Blocks under way to the disk: those cannot be evicted meanwhile."""
+"""Maximum blocks being stored; they cannot be evicted meanwhile."""
 URGENT_BYTES = 4 << 20
-"""What others wait for is stored by jobs of about so much, and free after each."""
+"""Approximate bytes of an urgent store's job; its blocks are free after each job."""
 PAUSE_S = 10.0
-"""After the disk has refused to take something."""
+"""Pause after the disk has rejected a block."""
 LOOK_S = 5.0
-"""Between looks at a disk without room for as much as the cache may hold."""
+"""Interval of checks on a disk with less space than the cache's cap."""
 MAX_REMEMBERED = 1 << 16
-"""Blocks that are to be stored, and as many that may be."""
+"""Maximum remembered blocks to store, and as many candidates."""
 
 
 class Stores:
-    """Stores to one tier that are under way, and what is to be stored at the end.
+    """Run the stores to one tier, and choose what to store.
 
     Args:
         context: of the tier.
-        max_places: blocks that the cap has room for.
+        max_places: blocks within the cap.
         hangs: called with the reason when the disk takes too long.
     """
 
     def __init__(self, context: Context, max_places: int, hangs: Callable[[str], None]) -> None:
         self.max_places = max_places
         self.is_off = False
-        """What it is stored to cannot be relied on."""
+        """Whether the tier is out of use after failures."""
         self._context = context
         self._hangs = hangs
         self._under_way: set[CopyJob] = set()
         self._last_done_ns = 0
         self._wanted: OrderedDict[Hash, None] = OrderedDict()
-        """To be stored, the oldest first."""
+        """Blocks to store, the oldest first."""
         self._warm: OrderedDict[Hash, None] = OrderedDict()
-        """Used once; the newest last."""
+        """Blocks used once; the newest last."""
         self._again: OrderedDict[Hash, None] = OrderedDict()
-        """Used again when no pool had them any more: to be stored when they are computed."""
+        """Blocks needed again after eviction: stored once they are computed."""
         self._grows = False
         self._is_full = False
-        """No slab can be made."""
+        """Whether no slab can be made."""
         self._shortage: str | None = None
         self._refusal: str | None = None
         self._paused_until_ns = 0
@@ -341,11 +340,11 @@ class Stores:
 
     @property
     def limit(self) -> str | None:
-        """Why it takes less than its cap has room for, as it was last seen; None: it does not."""
+        """Why it holds less than its cap at the last check; None: it does not."""
         return self._refusal or self._shortage
 
     def used_again(self, hashes: Iterable[Hash]) -> None:
-        """Blocks that were found in a pool."""
+        """Store blocks that were found in a pool again."""
         for block_hash in hashes:
             self._warm.pop(block_hash, None)
             if not self._context.index.is_known(block_hash):
@@ -354,7 +353,7 @@ class Stores:
         self.pump()
 
     def asked(self, hashes: Iterable[Hash]) -> None:
-        """A prompt needs blocks that are in no pool of its way."""
+        """Note blocks that a prompt needs and no pool on its route has."""
         for block_hash in hashes:
             if block_hash in self._warm and not self._context.index.is_known(block_hash):
                 del self._warm[block_hash]
@@ -362,9 +361,9 @@ class Stores:
         _shorten(self._again)
 
     def store_now(self, pool: str, hashes: Iterable[Hash]) -> None:
-        """Blocks that others are waiting for: each is theirs when it has been stored.
+        """Store blocks at once for waiting sequences; each block is theirs when stored.
 
-        Those that there is no place for now are stored if they are still there when there is.
+        Blocks without a place now are stored later, if they still exist.
         """
         context, left = self._context, deque(hashes)
         if not self._can_store:
@@ -391,7 +390,7 @@ class Stores:
         self.pump()
 
     def used(self, hashes: Iterable[Hash]) -> None:
-        """Blocks that were computed, which might be of use again."""
+        """Note computed blocks that may be useful again."""
         for block_hash in hashes:
             if block_hash in self._again:
                 del self._again[block_hash]
@@ -404,7 +403,7 @@ class Stores:
         self.pump()
 
     def pump(self) -> None:
-        """Store what is to be, as much at once as may be."""
+        """Start waiting stores, as many as allowed at once."""
         context = self._context
         while self._can_store and self._wanted and len(self._under_way) < STORED_AT_ONCE:
             block_hash = next(iter(self._wanted))
@@ -436,7 +435,7 @@ class Stores:
         context.later(context.patience.store_s, lambda: self._is_due(job))
 
     def _is_due(self, job: CopyJob) -> None:
-        """It has had its time; unless others were before it, and the disk goes on."""
+        """Cancel an overdue store, unless the disk is still working on earlier ones."""
         if job not in self._under_way:
             return
         context = self._context
@@ -464,13 +463,13 @@ class Stores:
 
     def _grow(self) -> None:
         if self._is_full:
-            self._wanted.clear()  # every place is being written or read, or there is none
+            self._wanted.clear()  # every place is being written or read, or no place exists
         elif not self._grows:
             self._grows = True
             self._context.store.begin(GrowJob(unused_since_s=self._context.index.unused_since_s))
 
     def grown(self, job: GrowJob) -> None:
-        """There is another slab, or none can be made."""
+        """Take in a new slab, or note that none can be made."""
         self._grows = False
         if job.made is not None:
             self._context.index.add_slab(job.made.number, job.made.num_records)
@@ -483,7 +482,7 @@ class Stores:
             self._is_short(job.limit)
 
     def looked(self, max_places: int, limit: str | None) -> None:
-        """Somebody may have given the disk more room since it was full, or taken it away."""
+        """Update the disk's limit after a check."""
         self._is_short(limit)
         if limit is None:
             self._is_full, self.max_places = False, max_places
@@ -499,7 +498,7 @@ class Stores:
         self._context.store.begin(SweepJob(places=[]))
 
     def done(self, job: CopyJob) -> None:
-        """Somebody has stored a block, or could not."""
+        """Take in a completed or failed store."""
         if job not in self._under_way:  # it was cancelled, and a thread has come to it since
             return
         context = self._context
@@ -517,7 +516,7 @@ class Stores:
             self.refused(job.error)
 
     def refused(self, error: str) -> None:
-        """What it is given is not taken: not so fast again."""
+        """Pause after the disk rejected a block."""
         context = self._context
         if self._can_store and self._refusal is None:
             about = f"{context.label} accepts no blocks: {error}; retry every {PAUSE_S:.0f} s"
@@ -527,21 +526,21 @@ class Stores:
         context.later(PAUSE_S, self.pump)
 
     def flush(self) -> None:
-        """Store what is warm, the newest first: the daemon is about to end."""
+        """Store recently used blocks, the newest first: the daemon is about to end."""
         self._context.store.write_share = 1.0
         self._wanted.update(dict.fromkeys(reversed(self._warm)))
         self._warm.clear()
         self.pump()
 
     def forget(self) -> None:
-        """Nothing of what was said so far is to be stored."""
+        """Drop all waiting stores."""
         self._wanted.clear()
         self._warm.clear()
         self._again.clear()
 
     @property
     def num_pending(self) -> int:
-        """Blocks that are being stored, or are to be and can be."""
+        """Blocks being stored, or waiting to be."""
         return len(self._under_way) + (len(self._wanted) if self._can_store else 0)
 
 

@@ -1,9 +1,7 @@
 """Define how a KV block lies on disk: header, bytes, checksums.
 
-Owns: the bytes of records and slab heads.
-Invariant: what was not sealed for this place, fingerprint and content is read as None or as
-wrong.
-Never: opens a file.
+Owns: the bytes of records and slab heads. Invariant: data not sealed for this place, fingerprint
+and content is read as None or as damaged. Never: opens a file.
 """
 
 from __future__ import annotations
@@ -15,30 +13,30 @@ from typing import NamedTuple
 PAGE = 4096
 """Offsets and lengths of every read and write are multiples of it."""
 HEADER_BYTES = 128
-"""Of a record, before its bytes."""
+"""Bytes of a record's header."""
 DIGEST_BYTES = 32
-"""Of a fingerprint; a hash has at most as many."""
+"""Bytes of a fingerprint, and maximum bytes of a hash."""
 
 _SLAB = struct.Struct("<8sQQQ32s")
 _RECORD = struct.Struct("<8sQQQQ32s32sI")
 _CRC = struct.Struct("<I")
 _MODEL = struct.Struct("<256s")
 _MODEL_AT = 256
-"""Where a slab's first page has its model's name, with a checksum of its own."""
+"""Offset of the model's name in a slab's first page; it has a checksum of its own."""
 _PLACE = struct.Struct("<QQ")
 _SLAB_MAGIC = b"PnstKVs\x01"
 _RECORD_MAGIC = b"PnstKVr\x01"
 
 
 class SlabHead(NamedTuple):
-    """What a slab's first page says."""
+    """The contents of a slab's first page."""
 
     number: int
-    """Of the slab, which is in the file's name, too."""
+    """The slab's number, as in the file's name."""
     record_bytes: int
     num_records: int
     fingerprint: bytes
-    """Of model, dtype and layout: [DIGEST_BYTES]. All records of a slab have the same."""
+    """A digest of model, dtype and layout, [DIGEST_BYTES], common to all records of a slab."""
     model: str = ""
     """Its model's name, for people; empty: unknown."""
 
@@ -48,36 +46,36 @@ class SlabHead(NamedTuple):
         return PAGE + self.num_records * self.record_bytes
 
     def offset(self, index: int) -> int:
-        """Where a record begins in its slab file, in bytes."""
+        """Return a record's offset in its slab file, in bytes."""
         return PAGE + index * self.record_bytes
 
 
 class RecordHead(NamedTuple):
-    """What a record's header says."""
+    """The contents of a record's header."""
 
     number: int
-    """Grows with every store; of two records of one block the newer counts."""
+    """Grows with every store; the newer of two records of one block counts."""
     stored_at_s: int
-    """Unix time."""
+    """The Unix time of storing."""
     num_bytes: int
-    """Of the block."""
+    """Bytes of the block."""
     block_hash: bytes
     fingerprint: bytes
     payload_crc: int
 
 
 def record_bytes(block_bytes: int) -> int:
-    """Length of a record: header and block, up to the next border."""
+    """Return the length of a record: header and block, rounded up to a page."""
     return -(-(HEADER_BYTES + block_bytes) // PAGE) * PAGE
 
 
 def payload_crc(payload: bytes | memoryview) -> int:
-    """The checksum of a block's bytes; Python's lock is free meanwhile."""
+    """Compute the checksum of a block's bytes; Python's lock is free meanwhile."""
     return zlib.crc32(payload)
 
 
 def seal_slab(head: SlabHead) -> bytes:
-    """The first page of a slab."""
+    """Make the first page of a slab."""
     packed = _SLAB.pack(
         _SLAB_MAGIC, head.number, head.record_bytes, head.num_records, head.fingerprint
     )
@@ -98,7 +96,7 @@ def read_slab(page: bytes) -> SlabHead | None:
 
 
 def _read_model(page: bytes) -> str:
-    """A slab's model; empty where the page has no such name, or a damaged one."""
+    """Read a slab's model name; empty: missing or damaged."""
     end = _MODEL_AT + _MODEL.size
     model = page[_MODEL_AT:end]
     if page[end : end + _CRC.size] != _CRC.pack(zlib.crc32(model)):
@@ -107,7 +105,7 @@ def _read_model(page: bytes) -> str:
 
 
 def seal_record(head: RecordHead, slab: int, index: int) -> bytes:
-    """The header of a record that is to lie there, HEADER_BYTES long."""
+    """Make the header of a record for this place, HEADER_BYTES long."""
     packed = _RECORD.pack(
         _RECORD_MAGIC,
         head.number,
@@ -122,7 +120,7 @@ def seal_record(head: RecordHead, slab: int, index: int) -> bytes:
 
 
 def read_record(header: bytes, slab: int, index: int) -> RecordHead | None:
-    """What a record's header says; None if it was not sealed for this place, or is damaged."""
+    """Read a record's header; None: not sealed for this place, or damaged."""
     packed = header[: _RECORD.size]
     crc = header[_RECORD.size : _RECORD.size + _CRC.size]
     if len(crc) < _CRC.size or _CRC.pack(_header_crc(packed, slab, index)) != crc:

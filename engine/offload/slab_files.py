@@ -1,9 +1,8 @@
 """Keep KV blocks in slab files of a folder, under a cap.
 
-Owns: the folder's lock, its slab files, and which are recycled.
-Invariant: physical bytes never exceed the cap; a slab's number is never used twice in a process;
-a descriptor stays open until close(), for a thread may be stuck in it.
-Never: runs a thread.
+Owns: the folder's lock, its slab files, and which are recycled. Invariant: physical bytes never
+exceed the cap; a slab's number is used once per process; a descriptor stays open until close(),
+since a thread may be stuck in it. Never: runs a thread.
 """
 
 from __future__ import annotations
@@ -45,26 +44,26 @@ from engine.units import size_text
 
 SLAB_BYTES = 64 << 20
 MIN_SLABS = 8
-"""A cap is divided into at least so many, where they still hold a record."""
+"""Minimum slabs per cap, if they still hold a record."""
 RESERVE_BYTES = 10 << 30
-"""Of the disk's free space, that a slab never takes from others."""
+"""Free disk bytes that a slab never takes."""
 PROBE_BYTES = 4 << 20
 _INDEX_RECORDS = 160
-"""Records for which a file system may need a page more to say where they lie."""
+"""Records per page of the file system's own metadata."""
 
 
 def _need_bytes(head: SlabHead) -> int:
-    """What a slab takes of its disk when it is full."""
-    pages = 2 + head.num_records // _INDEX_RECORDS  # the first, and those of the file system
+    """Return the disk bytes of a full slab."""
+    pages = 2 + head.num_records // _INDEX_RECORDS  # the first page, and the file system's own
     return head.num_records * head.record_bytes + pages * PAGE
 
 
 class DamagedError(Exception):
-    """A record is not what was stored."""
+    """A record differs from what was stored."""
 
 
 class RecordBuffer:
-    """Memory for one record at a time, aligned as O_DIRECT wants it; a thread's own.
+    """Hold one record at a time, aligned for O_DIRECT; each thread has its own.
 
     Args:
         block_bytes: of a block.
@@ -77,15 +76,15 @@ class RecordBuffer:
 
 @dataclass(slots=True)
 class Reclaimed:
-    """What was in the folder at start and is not kept."""
+    """The files and blocks deleted at start."""
 
     num_damaged_slabs: int = 0
-    """Whose first page cannot be read, or which could not be made whole again."""
+    """Slabs with an unreadable first page, or that could not be completed."""
     num_surplus_slabs: int = 0
-    """Beyond a cap that has become smaller, of any model."""
+    """Slabs of any model beyond a reduced cap."""
     num_damaged_records: int = 0
     num_bytes: int = 0
-    """That were given back to the disk."""
+    """Bytes given back to the disk."""
 
 
 @dataclass(slots=True)
@@ -96,18 +95,18 @@ class _Slab:
 
 
 def full_text(free_bytes: int, reserve_bytes: int) -> str:
-    """Why a cache does not grow: of its disk so much is free, and so much stays so."""
+    """Explain that the disk is full: its free and its reserved bytes."""
     free, reserve = size_text(free_bytes), size_text(reserve_bytes)
     return f"its disk is full: {free} free, {reserve} reserved"
 
 
 class OtherSlabs:
-    """Slabs of models, dtypes and layouts that are not served now: kept, aged and given up."""
+    """Slabs of other models, dtypes and layouts: kept, aged and given up."""
 
     def __init__(self) -> None:
         self._slabs: dict[Path, SlabContents] = {}
         self.shares: list[ModelShare] = []
-        """What there is of each model; any thread may read it."""
+        """The bytes of each model; readable from any thread."""
 
     @property
     def heads(self) -> list[SlabHead]:
@@ -123,10 +122,10 @@ class OtherSlabs:
         self.shares = shares_of(self._slabs.values())
 
     def drop_oldest(self, unused_since_s: int | None) -> bool:
-        """Delete the slab whose newest block is the oldest; False: there is none so old.
+        """Delete the slab whose newest block is the oldest; False: all are newer.
 
         Args:
-            unused_since_s: slabs with newer blocks stay; None: none does.
+            unused_since_s: slabs with newer blocks stay; None: any may go.
         """
         path = min(self._slabs, key=lambda each: self._slabs[each].age, default=None)
         if path is None:
@@ -137,7 +136,7 @@ class OtherSlabs:
         return True
 
     def expire(self, oldest_s: int) -> None:
-        """Erase blocks that were stored before, and forget slabs that somebody has deleted.
+        """Erase blocks stored before a time, and forget deleted slabs.
 
         Raises:
             OSError: one cannot be erased; it is tried again the next time.
@@ -164,13 +163,13 @@ class OtherSlabs:
 
 
 class Slabs:
-    """The folder of one daemon.
+    """Manage the folder of one daemon.
 
     Args:
-        folder: made where it is missing.
+        folder: made if missing.
         block_bytes: of a block.
-        fingerprint: of all that a block's bytes depend on: [DIGEST_BYTES].
-        cap_bytes: physical bytes that the slabs may have together.
+        fingerprint: of everything that a block's bytes depend on: [DIGEST_BYTES].
+        cap_bytes: maximum physical bytes of all slabs.
         reserve_bytes: free bytes that the disk keeps.
         model: its name, for people.
     """
@@ -187,7 +186,7 @@ class Slabs:
         self.folder = folder
         self.block_bytes = block_bytes
         self.is_direct = True
-        """False: the file system cannot, and everything passes the page cache."""
+        """False: the file system lacks direct I/O, so the page cache is used."""
         self.reclaimed = Reclaimed()
         self.others = OtherSlabs()
         self._model = model
@@ -195,7 +194,7 @@ class Slabs:
         self._reserve_bytes = reserve_bytes
         self._record_bytes = record_bytes(block_bytes)
         self.probe_bytes = min(PROBE_BYTES, max(cap_bytes // 64 // PAGE, 1) * PAGE)
-        """Of a file beside the slabs, that is there while it is found out how fast the disk is."""
+        """Bytes of the temporary file that measures the disk's rate."""
         self._slab_cap_bytes = cap_bytes - self.probe_bytes
         wanted = min(SLAB_BYTES, self._slab_cap_bytes // MIN_SLABS)
         self._num_records = max(1, (wanted - PAGE) // self._record_bytes)
@@ -203,33 +202,33 @@ class Slabs:
         self._gone: list[_Slab] = []
         self._next_number = 0
         self._adopted: set[int] = set()
-        """Numbers of slabs that were there at start."""
+        """Numbers of slabs that existed at start."""
         self._lock_fd: int | None = None
         self._growing = Lock()
         self._zeros = memoryview(mmap.mmap(-1, self._record_bytes))
 
     @property
     def max_places(self) -> int:
-        """Records that the cap has room for."""
+        """Records that fit under the cap."""
         num_slabs = self._slab_cap_bytes // self._own_bytes
         return max(num_slabs, 0) * self._num_records
 
     @property
     def num_bytes(self) -> int:
-        """Physical bytes of all slabs, those included that have lost their name."""
+        """Physical bytes of all slabs, including unlinked ones."""
         own = sum(physical_bytes(slab.fd) for slab in [*self._slabs.values(), *self._gone])
         return own + self.others.num_bytes
 
     # Start and end
 
     def open(self) -> list[SlabContents]:
-        """Take the folder; what is in it of the served model. Other models' slabs are kept, too.
+        """Lock the folder and read the served model's slabs. Other models' slabs are kept, too.
 
-        What the cap has no room for is deleted, the oldest first, whichever model's it is.
+        Slabs beyond the cap are deleted, the oldest first, of any model.
 
         Raises:
             BusyError: another process has it.
-            OSError: it cannot be made, or is not one's own.
+            OSError: it cannot be made, or belongs to another user.
         """
         make_private(self.folder)  # refuses what holds files of others
         self._lock_fd = lock(self.folder)
@@ -257,7 +256,7 @@ class Slabs:
         return (head.fingerprint, head.record_bytes) == (self._fingerprint, self._record_bytes)
 
     def _keep(self, contents: SlabContents, path: Path, fd: int) -> None:
-        """Keep another model's slab, if there is something in it."""
+        """Keep another model's slab, unless it is empty."""
         if not contents.records:
             self._reclaim(path, fd)
             return
@@ -266,7 +265,7 @@ class Slabs:
         self.others.add(path, contents)
 
     def _adopt(self, contents: SlabContents, path: Path, fd: int) -> bool:
-        """Make a slab of the served model whole again; False: that cannot be done."""
+        """Complete a slab of the served model; False: impossible."""
         head = contents.head
         try:
             os.ftruncate(fd, min(os.fstat(fd).st_size, head.num_bytes))
@@ -288,7 +287,7 @@ class Slabs:
         path.unlink()
 
     def close(self) -> None:
-        """Leave the folder to others. No thread may be at work in it any more."""
+        """Unlock the folder, once no thread works in it."""
         for slab in [*self._slabs.values(), *self._gone]:
             os.close(slab.fd)
         self._slabs.clear()
@@ -300,14 +299,13 @@ class Slabs:
     # Slabs
 
     def grow(self, unused_since_s: int | None = None) -> SlabHead | None:
-        """Make another slab; None: the cap or the disk has no room for one.
+        """Make another slab; None: the cap or the disk has no space.
 
         Args:
-            unused_since_s: another model's slab with newer blocks does not make room; None: any
-                does.
+            unused_since_s: another model's slab with newer blocks stays; None: any may go.
 
         Raises:
-            OSError: it could not be made, and nothing is left of it.
+            OSError: it could not be made, and was removed.
         """
         self.remake_folder()
         with self._growing:
@@ -335,7 +333,7 @@ class Slabs:
             return head
 
     def _make_room(self, unused_since_s: int | None) -> bool:
-        """Delete old slabs of other models until there is room for one; False: there is none."""
+        """Delete old slabs of other models to fit one more; False: it does not fit."""
         while self._claimed_bytes() + self._own_bytes > self._slab_cap_bytes:
             if not self.others.drop_oldest(unused_since_s):
                 return False
@@ -348,12 +346,10 @@ class Slabs:
         return True
 
     def limit(self) -> str | None:
-        """Why there can be no other slab although the cap has room for one; None: it has none.
-
-        None, too, where there can be one.
+        """Explain why no slab can be made below the cap; None: one can, or the cap is full.
 
         Raises:
-            OSError: the disk cannot be looked at.
+            OSError: the disk cannot be examined.
         """
         need = self._own_bytes
         free_bytes = shutil.disk_usage(self.folder).free
@@ -363,12 +359,12 @@ class Slabs:
         return full_text(free_bytes, self._reserve_bytes)
 
     def any_slab(self) -> int | None:
-        """A descriptor of one; None: there is none."""
+        """Return a descriptor of any slab; None: no slabs."""
         with self._growing:
             return next((slab.fd for slab in self._slabs.values()), None)
 
     def remake_folder(self) -> None:
-        """If somebody has deleted the folder, or the lock in it, make it again and take it.
+        """Make and lock the folder again if it, or its lock, was deleted.
 
         Raises:
             BusyError: another process was faster.
@@ -383,12 +379,12 @@ class Slabs:
             os.close(lock_fd)
 
     def expire_others(self, oldest_s: int) -> None:
-        """Erase other models' blocks that were stored before; raises OSError."""
+        """Erase other models' blocks stored before a time; raises OSError."""
         with self._growing:
             self.others.expire(oldest_s)
 
     def forget_lost(self) -> list[int]:
-        """Numbers of slabs whose files somebody has deleted; their space is given back."""
+        """Drop slabs whose files were deleted, and return their numbers."""
         with self._growing:
             lost = [n for n, slab in self._slabs.items() if not os.fstat(slab.fd).st_nlink]
             for number in lost:
@@ -399,7 +395,7 @@ class Slabs:
             return lost
 
     def _claimed_bytes(self) -> int:
-        """What the slabs take, or will when they are full."""
+        """Return the bytes of all slabs once they are full."""
         heads = [*(slab.head for slab in self._slabs.values()), *self.others.heads]
         return max(sum(map(_need_bytes, heads)), self.num_bytes)
 
@@ -408,7 +404,7 @@ class Slabs:
         return _need_bytes(SlabHead(0, self._record_bytes, self._num_records, self._fingerprint))
 
     def open_file(self, path: Path, flags: int) -> int:
-        """A descriptor of a file in the folder, past the page cache where that can be."""
+        """Open a file in the folder, with direct I/O if possible."""
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         if self.is_direct:
             try:
@@ -433,7 +429,7 @@ class Slabs:
         """Write the buffer's block to a place.
 
         Raises:
-            OSError: it is not there whole.
+            OSError: it was written incompletely.
         """
         slab = self._slab(place)
         head = RecordHead(
@@ -451,7 +447,7 @@ class Slabs:
         """Read a block into the buffer.
 
         Raises:
-            DamagedError: what lies there is not that block as it was stored.
+            DamagedError: the place does not hold that block intact.
             OSError: it cannot be read.
         """
         slab = self._slab(place)
@@ -467,10 +463,10 @@ class Slabs:
             raise DamagedError("checksum mismatch")
 
     def erase(self, place: RecordPlace) -> None:
-        """Write zeros over a place, so that nothing of what was there is left.
+        """Write zeros over a place, so that its old bytes are gone.
 
         Raises:
-            OSError: it could not be done.
+            OSError: it failed.
         """
         slab = self._slab(place)
         write_all(slab.fd, self._zeros, slab.head.offset(place.record))

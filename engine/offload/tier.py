@@ -1,12 +1,11 @@
 """Present stores of blocks below the pools as tiers, the fastest first.
 
-A block that is used a second time is stored; a queued prompt waits for stored blocks where loading
-them beats computing them. SSD and DRAM are values: what differs is the store. After three misses in
-a row, deadlines or errors, nothing is stored or loaded until a probe has passed.
+A block that is used a second time is stored; a queued prompt waits for stored blocks if loading
+beats computing. SSD and DRAM differ only by their store. After three misses in a row, deadlines or
+errors, nothing is stored or loaded until a probe succeeds.
 
-Owns: which sequences it has decided about, misses, probes.
-Invariant: nothing waits for a tier but a queued prompt, and that one no longer than a deadline.
-Never: stores what was salted; serves a block whose checksum is wrong.
+Owns: the sequences already decided, misses, probes. Invariant: only a queued prompt waits for a
+tier, at most until a deadline. Never: stores salted blocks; serves a block with a wrong checksum.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from engine.offload.loads import Loads, PredictMs, Restored, Stores, WantedBlock
 
 MAX_MISSES = 3
 MAX_DECLINED = 8
-"""Loads in a row, because the disk seems too slow, after which its rate is measured again."""
+"""Loads declined in a row before the disk's rate is measured again."""
 MAX_PARTS = 16
-"""That a prompt is loaded in at most, each as large as may be loaded at once."""
+"""Maximum parts in which a prompt is loaded, each of the maximum size."""
 PROBE_DEADLINE_S = 1.0
 PROBE_INTERVAL_S = 10.0
 
 
 class Tier:
-    """One tier below the pools, run on the daemon's loop: index, loads, stores, its health.
+    """Run one tier below the pools on the daemon's loop: index, loads, stores, its health.
 
     Args:
         context: the pools, the disk and the clocks.
-        max_places: blocks that the cap has room for.
-        costs: what loading takes.
-        predict_ms: what computing takes.
-        changed: called when a prompt waits no longer, or blocks of a pool can be taken again.
+        max_places: blocks within the cap.
+        costs: predicts loading.
+        predict_ms: predicts computing.
+        changed: called when a prompt stops waiting, or blocks of a pool are free again.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Tier:
         changed: Callable[[], None],
     ) -> None:
         self.reason: str | None = None
-        """Why nothing is stored or loaded now; None: it is."""
+        """Why nothing is stored or loaded now; None: it works."""
         self.costs = costs
         self._context = context
         self._max_places = max_places
@@ -59,15 +58,15 @@ class Tier:
         self._predict_ms = predict_ms
         self._num_misses = 0
         self._decisions: Counter[int] = Counter()
-        """By seq_id of those queued, how often it has been decided about them..."""
+        """Decisions per queued seq_id..."""
         self._undecided: set[int] = set()
-        """...and those who have got a part, and may get more."""
+        """...and the sequences that got a part, and may get more."""
         self._loads = Loads(context, costs, predict_ms, self._ended)
         self._stores = Stores(context, max_places, self._hangs)
 
     @property
     def index(self) -> SlabIndex:
-        """Which blocks it holds, and where."""
+        """The index of its blocks."""
         return self._context.index
 
     @property
@@ -82,7 +81,7 @@ class Tier:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of all blocks that its cap has room for."""
+        """Maximum bytes of blocks under its cap."""
         return self._max_places * self._context.block_bytes
 
     @property
@@ -91,7 +90,7 @@ class Tier:
 
     @property
     def limit(self) -> str | None:
-        """Why it takes less than its cap has room for; None: it does not."""
+        """Why it holds less than its cap; None: it does not."""
         return self._stores.limit
 
     @property
@@ -102,7 +101,7 @@ class Tier:
     # What the router asks
 
     def has_decided(self, seq_id: int) -> bool:
-        """True if it was asked about a queued sequence before."""
+        """Say whether a queued sequence was decided before."""
         return seq_id in self._decisions and seq_id not in self._undecided
 
     def decide(self, wanted: WantedBlocks) -> None:
@@ -116,37 +115,35 @@ class Tier:
                 self._context.store.begin(ProbeJob())
 
     def is_loading(self, seq_id: int) -> bool:
-        """True while a sequence waits for its blocks."""
+        """Say whether a sequence waits for its blocks."""
         return seq_id in self._loads
 
     def forget(self, seq_id: int) -> Restored | None:
-        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
+        """End the wait of an admitted or ended sequence; return its outcome."""
         self._decisions.pop(seq_id, None)
         self._undecided.discard(seq_id)
         return self._loads.forget(seq_id)
 
     def placed(self, hashes: list[Hash], num_found: int) -> None:
-        """A prompt is about to be computed, for the first time: its blocks are used once more.
+        """Count the use of a prompt's blocks before its first computation.
 
         Args:
-            hashes: of its full blocks; none of them salted.
-            num_found: of those, the first ones, that are in the pool.
+            hashes: of its full blocks, without salt.
+            num_found: leading blocks that are in the pool.
         """
         self.index.touch(hashes[:num_found])
         self._stores.used_again(hashes[:num_found])
         self._stores.asked(hashes[num_found:])
 
     def preempted(self, pool: str, hashes: list[Hash]) -> bool:
-        """Blocks are about to be taken from a sequence that will need them again.
-
-        They are stored at once if that and loading them takes less than computing them.
+        """Store a preempted sequence's blocks, if storing and loading beats computing.
 
         Args:
-            pool: where they are.
-            hashes: of the blocks that its chain begins with, all of them in the pool; none salted.
+            pool: their pool.
+            hashes: of the leading blocks of its chain, all in the pool, without salt.
 
         Returns:
-            True: they are here, or will be.
+            True: they are stored, or will be.
         """
         context, index = self._context, self.index
         missing = [block_hash for block_hash in hashes if not index.is_known(block_hash)]
@@ -164,13 +161,13 @@ class Tier:
         return True
 
     def computed(self, hashes: list[Hash]) -> None:
-        """Blocks are full, and can be found from now on; none of them is salted."""
+        """Note full, published blocks without salt."""
         self._stores.used(hashes)
 
     # What the daemon says
 
     def done(self, job: Job) -> None:
-        """Somebody has done something; on the loop."""
+        """Take in a completed job, on the loop."""
         if isinstance(job, CopyJob) and job.life != self._context.books_of(job).life:
             job.num_done, job.is_void = 0, True  # the pool's memory was lost meanwhile
         match job:
@@ -180,7 +177,7 @@ class Tier:
                 self._stores.done(job)
                 if job.num_done:
                     self.costs.stored(job.num_done * self._context.block_bytes, job.elapsed_ms)
-                self._changed()  # its blocks may be what somebody waits for
+                self._changed()  # a sequence may wait for its blocks
             case GrowJob():
                 self._stores.grown(job)
             case SweepJob():
@@ -190,25 +187,25 @@ class Tier:
         self._stores.pump()
 
     def sweep(self) -> None:
-        """Once in a while: let go of what is too old, notice slabs that are gone."""
+        """Expire old records, and notice deleted slabs; called periodically."""
         now_s = self._context.now_s()
         places = self.index.expire(now_s)
         self._context.store.begin(SweepJob(places=places, oldest_s=self.index.oldest_s(now_s)))
 
     def clear(self) -> int:
-        """Forget all that is on disk, and have it erased; how many blocks that is."""
+        """Erase the whole cache; return the number of blocks."""
         count = len(self.index)
         self._stores.forget()
         self._context.store.begin(SweepJob(places=self.index.clear()))
         return count
 
     def flush(self) -> None:
-        """Store what is warm: the daemon is about to end."""
+        """Store recently used blocks: the daemon is about to end."""
         self._stores.flush()
 
     @property
     def num_pending(self) -> int:
-        """Blocks that are being stored, or are to be."""
+        """Blocks being stored, or waiting to be."""
         return self._stores.num_pending
 
     # The disk
@@ -297,23 +294,23 @@ class OffloadTiers:
     def __init__(self) -> None:
         self.each: list[Tier] = []
         self.numbers = count(1)
-        """Of their copies."""
+        """Numbers of their copies."""
 
     def __bool__(self) -> bool:
         return bool(self.each)
 
     def loading(self, seq_id: int) -> Tier | None:
-        """The tier that a sequence waits for blocks of."""
+        """Return the tier that a sequence waits for."""
         return next((tier for tier in self.each if tier.is_loading(seq_id)), None)
 
     def has_decided(self, seq_id: int) -> bool:
-        """True if all were asked about a queued sequence, or it waits for one of them."""
+        """Say whether all tiers have decided a queued sequence, or it waits for one."""
         if self.loading(seq_id) is not None:
             return True
         return all(tier.has_decided(seq_id) for tier in self.each)
 
     def decide(self, wanted: WantedBlocks) -> None:
-        """Load blocks of a queued prompt from the first tier where that is worth it."""
+        """Load blocks of a queued prompt from the first tier where it is worth it."""
         for tier in self.each:
             if not tier.has_decided(wanted.seq_id):
                 tier.decide(wanted)
@@ -321,14 +318,14 @@ class OffloadTiers:
                     return
 
     def forget(self, seq_id: int) -> Restored | None:
-        """It was admitted, or has ended, and waits for nothing; what it has waited for."""
+        """End the waits of an admitted or ended sequence; return the outcome."""
         found: Restored | None = None
         for tier in self.each:
             found = joined(found, tier.forget(seq_id))
         return found
 
     def placed(self, hashes: list[Hash], num_found: int) -> None:
-        """Tell every tier of it; see Tier.placed()."""
+        """Call Tier.placed() of every tier."""
         for tier in self.each:
             tier.placed(hashes, num_found)
 
@@ -338,6 +335,6 @@ class OffloadTiers:
                 return
 
     def computed(self, hashes: list[Hash]) -> None:
-        """Tell every tier of it; see Tier.computed()."""
+        """Call Tier.computed() of every tier."""
         for tier in self.each:
             tier.computed(hashes)
