@@ -91,10 +91,8 @@ class ProbeJob(Job):
 
 
 # The common parts of a tier's loads and stores.
-# Invariants: each copy has a number of its own; exactly the blocks of overdue copies count as
-stuck
-stuck. #
-Never: decides anything.
+# Invariants: each copy has its own number; exactly the blocks of overdue copies count as stuck.
+# Never: decides anything.
 
 
 Later = Callable[[float, Callable[[], None]], object]
