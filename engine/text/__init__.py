@@ -1,1 +1,1 @@
-"""Text to token ids and back, and grammars over them."""
+"""Turn text into token ids and back, and constrain outputs by grammars."""

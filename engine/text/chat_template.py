@@ -1,8 +1,7 @@
 """Render messages into a prompt with the model's chat template, in a sandbox.
 
-Owns: the sandbox, and what a template finds in it.
-Invariant: renders what transformers renders for the same template and messages.
-Never: lets a template reach anything but what it is given.
+Owns: the sandbox, and its contents. Invariant: renders like transformers for equal templates and
+messages. Never: lets a template reach anything outside its variables.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ import jinja2.sandbox
 from engine.errors import CheckpointError, RequestError
 
 Shape = frozenset[tuple[str, str]]
-"""Which kinds of messages follow each other in a conversation."""
+"""The kinds of messages that follow each other in a conversation."""
 
 _CONTINUE = "CONTINUE_FROM_HERE_TAG "
-"""Marks the end of a message that is to be continued; its space shows whether spaces are kept."""
+"""Marks the end of a message to continue; its space shows whether the template keeps spaces."""
 
 
 class ChatTemplate:
-    """A model's Jinja chat template, compiled, in a sandbox.
+    """Hold a model's Jinja chat template, compiled, in a sandbox.
 
     Args:
         source: the template's text.
-        where: the file it is from.
-        tool_source: the template for conversations with tools, if it is another one.
+        where: its file.
+        tool_source: the template for conversations with tools, if it differs.
     """
 
     def __init__(self, source: str, where: str, tool_source: str | None = None) -> None:
         self.tool_source = source if tool_source is None else tool_source
-        """The template that conversations with tools are rendered with."""
+        """The template for conversations with tools."""
         self._template = _compile(source, where)
         self._tool_template = _compile(self.tool_source, where)
         syntax = self._tool_template.environment.parse(self.tool_source)
         self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(syntax)
-        """False: it would leave out the tools without a word."""
+        """False: it ignores tools."""
         self.known_forms: dict[Shape, int] = {}
-        """The form in which it took conversations before; for whoever offers it several."""
+        """The accepted form of conversations by shape, where several were offered."""
 
     def render(
         self,
@@ -57,14 +56,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for a conversation, up to where the assistant's answer begins or goes on.
+        """Render the prompt of a conversation, up to the beginning or continuation of the answer.
 
         Args:
             messages: with strings as contents.
             tools: OpenAI's definitions of functions.
             add_generation_prompt: end with the header of an assistant's message.
             continue_final_message: end within the last message instead of after it.
-            variables: what else the template may use: special tokens, a client's switches.
+            variables: other variables of the template: special tokens, a client's switches.
 
         Raises:
             RequestError: the template refuses the messages.
@@ -93,7 +92,7 @@ class ChatTemplate:
 
 
 def _cut(text: str) -> str:
-    """The text up to the mark; where a template trims contents, so is their end here."""
+    """Cut the text at the mark, trimming it if the template trims contents."""
     end = text.rfind(_CONTINUE.rstrip())
     if end < 0:
         raise _refusal("it leaves out the final message, which the reply continues")
@@ -109,7 +108,7 @@ def _refusal(why: str) -> RequestError:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it only renders."""
+    """`{% generation %}` marks the assistant's text for training; here it only renders."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -119,7 +118,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _compile(source: str, where: str) -> jinja2.Template:
-    """A template in the environment that transformers gives chat templates."""
+    """Compile a template in the environment that transformers gives chat templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -141,7 +140,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without Jinja's escaping of HTML characters."""
+    """Encode JSON without Jinja's escaping of HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,8 +1,7 @@
 """Find JSON schemas that refer only to themselves, which no value can match.
 
-Owns: the search.
-Invariant: time and memory are linear in the schema's size, however its references are tied.
-Never: judges a reference that leads nowhere.
+Owns: the search. Invariant: time and memory are linear in the schema's size, for any references.
+Never: judges a broken reference.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any
 from urllib.parse import unquote
 
 _DATA = ("const", "enum", "default", "examples")
-"""Keywords under which nothing is a schema."""
+"""Keywords that contain data, not schemas."""
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 Part = Mapping[str, Any]
 
 
 def endless_reference(schema: object) -> str | None:
-    """A `$ref` that leads back to itself before anything has been said; None if there is none.
+    """Find a `$ref` that leads back to itself before any other keyword; None: no such reference.
 
-    `{"$ref": "#"}` has one. A property that refers to the object that it is in is none: the
-    object says something before the reference is followed.
+    `{"$ref": "#"}` is one. A property that refers to its own object is not: the object's other
+    keywords come before the reference.
     """
     parts = {id(part): part for part in _parts(schema)}
     # As for grammars: a part can be said once each of its needs is met by a part that can be.
@@ -49,7 +48,7 @@ def endless_reference(schema: object) -> str | None:
 
 
 def _parts(schema: object) -> Iterator[Part]:
-    """Every object in the schema, the whole first."""
+    """Yield every object in the schema, the whole first."""
     unseen = [schema]
     while unseen:
         one = unseen.pop()
@@ -61,7 +60,7 @@ def _parts(schema: object) -> Iterator[Part]:
 
 
 def _needs(part: Part, schema: object, parts: Mapping[int, Part]) -> Iterator[list[Part]]:
-    """Lists of parts that are about the same value; of each list one must be sayable."""
+    """Yield lists of parts about one value; of each list one must be satisfiable."""
     target = _target(part.get("$ref"), schema)
     if isinstance(target, Mapping) and id(target) in parts:
         yield [target]
@@ -75,7 +74,7 @@ def _needs(part: Part, schema: object, parts: Mapping[int, Part]) -> Iterator[li
 
 
 def _target(reference: object, schema: object) -> object:
-    """What a reference within the schema leads to; None if that is nothing."""
+    """Resolve a reference within the schema; None: it leads nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found = schema

@@ -1,8 +1,6 @@
 """Build a tokenizer from a GGUF file's metadata.
 
-Owns: the names of pre-tokenizers.
-Invariant: ids are those of the file.
-Never: reads a file.
+Owns: the names of pre-tokenizers. Invariant: ids equal the file's. Never: reads a file.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str, after_signs: str = r"[\r\n]*", contractions: str = _CONTRACTIONS) -> str:
-    """Contractions, words with the sign before them, numbers, signs, white space."""
+    """Return patterns of contractions, words with a leading sign, numbers, signs, white space."""
     return (
         rf"{contractions}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+{after_signs}|{_SPACES}"
@@ -32,7 +30,7 @@ def _words(digits: str, after_signs: str = r"[\r\n]*", contractions: str = _CONT
 
 
 def _cased(digits: str, ending: str) -> str:
-    """The same with words that also end where small letters are followed by capitals."""
+    """Return the pattern of words that also end where capitals follow small letters."""
     upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -64,21 +62,21 @@ _CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4"), (_cased(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),)),
     "tekken": (_cased(r"\p{N}", ""),),
 }
-"""Patterns that cut text, one after the other, by the name that the file has for them."""
+"""Patterns that split text in order, by the file's name for them."""
 _WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"}) | {
     "glm4", "tekken",
 }  # fmt: skip
-"""Those whose tokens are used as they are, before any merging."""
+"""Pre-tokenizers whose whole words may be tokens without merging."""
 _BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
-"""Those whose texts begin with a token of its own, where the file does not say."""
+"""Pre-tokenizers that add a beginning token, unless the file says otherwise."""
 _NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 
 def read_tokenizer(model: GgufModel) -> tokenizers.Tokenizer:
-    """The tokenizer of a file.
+    """Build the tokenizer of a file.
 
     Raises:
-        CheckpointError: it has none, or one of a kind that is not known; says which.
+        CheckpointError: it has none, or one of an unknown kind, which is named.
     """
     kind = model.text("tokenizer.ggml.model")
     tokens = _tokens(model)
@@ -102,7 +100,7 @@ def read_tokenizer(model: GgufModel) -> tokenizers.Tokenizer:
 
 
 def special_tokens(model: GgufModel) -> dict[str, str]:
-    """`bos_token` and its kind, which templates use as variables."""
+    """Return `bos_token` and similar tokens, which templates use as variables."""
     tokens = _tokens(model)
     ids = {name: model.integer(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIALS.items()}
     return {
@@ -177,7 +175,7 @@ def _sentence_piece(
 
 
 def _merges(vocabulary: dict[str, int], scores: array[float]) -> Iterator[tuple[str, str]]:
-    """Every way to make a token of two others, the likeliest tokens first."""
+    """Yield all pairs of tokens that form another one, the likeliest tokens first."""
     found = []
     for token, token_id in vocabulary.items():
         if len(token) > 1 and not (token.startswith("<0x") and len(token) == 6):
@@ -197,7 +195,7 @@ def _vocabulary(tokens: Iterable[str]) -> dict[str, int]:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[str]) -> None:
-    """Control tokens, which are silent in replies, and others that no merging cuts."""
+    """Add control tokens, which replies omit, and other tokens that are never split."""
     kinds = model.metadata.get("tokenizer.ggml.token_type")
     if kinds is None:
         kinds = array("i", [1] * len(tokens))
@@ -214,7 +212,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[
 def _add_ends(
     tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[str], kind: str
 ) -> None:
-    """What stands before and after a text, where it is no conversation."""
+    """Add the tokens before and after a plain text."""
     begins = kind in ("llama", "gemma4") or model.text("tokenizer.ggml.pre") in _BEGINS
     said = {"bos": model.flag("tokenizer.ggml.add_bos_token")}
     said["eos"] = model.flag("tokenizer.ggml.add_eos_token")

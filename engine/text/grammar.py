@@ -2,11 +2,10 @@
 
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 
-Owns: how grammars are written, those of tool calls too, and the limits that keep hostile ones
-harmless; the state of each match: which tokens may come next.
-Invariant: size, time, memory and stack of a compilation are bounded whatever a client writes; a
-match's state follows from the output ids alone, so that a sequence can move to another worker.
-Never: imports torch, samples.
+Owns: the form of grammars, also of tool calls, and the limits that keep hostile ones harmless; the
+state of each match: which tokens may come next. Invariant: size, time, memory and stack of a
+compilation are bounded for any input; a match's state follows from the output ids alone, so that a
+sequence can move to another worker. Never: imports torch, samples.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from engine.text.endless_schemas import endless_reference
 from engine.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 65_536
-"""Compiling takes time and stack in proportion: so much is a tenth of a second and 50 MB."""
+"""Maximum size; compiling takes time and stack in proportion, here 0.1 s and 50 MB."""
 _MAX_LARK_RULES = 256
-"""An error at the end of a chain of rules is told once per rule: time grows with the cube."""
+"""Maximum rules: an error at the end of a chain is reported per rule, in cubic time."""
 _COMPILER_STACK_BYTES = 256 << 20
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
@@ -42,11 +41,11 @@ _STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new thread
 _MAX_ERROR_CHARS = 300
 _ANY_OBJECT = {"type": "object"}
 _WHITESPACE = r"[ \n\r\t]{1,64}"
-"""Room for an indent by four over a dozen levels."""
+"""Whitespace for an indent of four over a dozen levels."""
 _NO_WAY_ON = "NoExtensionBias"
-"""llguidance's word for a state in which no token may follow, and the output may not end."""
+"""llguidance's name of a state without a next token or an end."""
 _TOO_MANY = "too many expressions constructed"
-"""What it says when `initial_lexer_fuel` or `step_lexer_fuel` is used up."""
+"""The error when `initial_lexer_fuel` or `step_lexer_fuel` is used up."""
 
 R = TypeVar("R")
 
@@ -58,10 +57,10 @@ class GrammarError(ValueError):
 def json_grammar(
     schema: Mapping[str, Any] | bool | None = None, *, is_lenient: bool = False
 ) -> str:
-    """JSON that matches a schema; without one, any JSON object.
+    """Make the grammar of JSON that matches a schema; without one, of any JSON object.
 
-    Properties come in the schema's order. Keywords that cannot be enforced make `validate` fail,
-    or are ignored if `is_lenient`.
+    Properties come in the schema's order. Unsupported keywords make `validate` fail, or are ignored
+    if `is_lenient`.
 
     Raises:
         GrammarError: it is too large, or a part of it refers only to itself.
@@ -72,7 +71,7 @@ def json_grammar(
 
 
 def regex_grammar(pattern: str) -> str:
-    """Text that a regular expression matches from end to end; no look-around, no back-reference.
+    """Make the grammar of a regular expression over the whole text, without look-around.
 
     Raises:
         GrammarError: it is too large, or has half of a surrogate pair in it.
@@ -85,7 +84,7 @@ def regex_grammar(pattern: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """A grammar of exactly these texts.
+    """Make the grammar of exactly these texts.
 
     Raises:
         GrammarError: they are too large.
@@ -96,10 +95,10 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """What a client's own grammar says: Lark with a `start` rule, or GBNF with a `root` rule.
+    """Make the grammar of a client's text: Lark with a `start` rule, or GBNF with a `root` rule.
 
     Raises:
-        GrammarError: it is too large, or looks like GBNF and is not.
+        GrammarError: it is too large, or looks like invalid GBNF.
     """
     check_length(text)
     num_rules = len(re.findall(r"[\w\]})]\s*:", text))
@@ -128,7 +127,7 @@ def validate(grammar: str) -> None:
 
 
 def _compile_error(grammar: str) -> str:
-    """What the compiler has against it, or that it compiles and no text could ever match it."""
+    """Return the compiler's error, or that no text can match."""
     error: str = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS)
     if error:
         return error
@@ -137,7 +136,7 @@ def _compile_error(grammar: str) -> str:
     matcher.compute_logit_bias()
     if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
         return "no text matches it: it refers to itself without end"
-    # What is forced is written out and tokenized before each step: so much takes 0.03 s.
+    # Forced text is tokenized before each step: the maximum takes 0.03 s.
     num_forced = len(matcher.compute_ff_bytes())
     if num_forced > MAX_GRAMMAR_CHARS:
         return f"it fixes its first {num_forced} bytes, at most {MAX_GRAMMAR_CHARS}"
@@ -145,7 +144,7 @@ def _compile_error(grammar: str) -> str:
 
 
 def check_length(grammar: str) -> None:
-    """Refuse what would take long to read.
+    """Refuse a text that would take long to read.
 
     Raises:
         GrammarError: it is too large.
@@ -157,7 +156,7 @@ def check_length(grammar: str) -> None:
 
 
 def check_size(value: object) -> None:
-    """Refuse what would become too long, before time is spent on writing it."""
+    """Refuse data that would become too long, before time is spent on writing it."""
     num_chars, unseen = 0, [value]
     while unseen:
         one = unseen.pop()
@@ -173,13 +172,13 @@ def check_size(value: object) -> None:
 
 
 def check_references(schema: object) -> None:
-    """Refuse what the compiler takes, and what ends an output at the place where it is met."""
+    """Refuse references that the compiler accepts but that end an output when met."""
     if (reference := endless_reference(schema)) is not None:
         raise GrammarError(shorten(f"the reference {reference} leads only to itself"))
 
 
 def shorten(error: str) -> str:
-    """The first line that says something; what follows is the compiler's state."""
+    """Return the first meaningful line; the rest is the compiler's state."""
     message = re.split(r"\n<(?:state|non-verbose)", error, maxsplit=1)[0].strip()
     if _TOO_MANY in message:
         message = f"with its repetitions written out it is too large ({message})"
@@ -187,10 +186,10 @@ def shorten(error: str) -> str:
 
 
 def with_deep_stack(function: Callable[[], R]) -> R:
-    """Run in a thread of its own: the compiler recurses as deep as a grammar refers.
+    """Run a call in a thread of its own: the compiler recurses as deep as a grammar refers.
 
-    A thread that is started elsewhere at the same moment gets a deep one too, which costs address
-    space only.
+    A thread started elsewhere at this moment gets a deep stack, too, which costs only address
+    space.
     """
     with ThreadPoolExecutor(1, "grammar-stack") as executor:
         with _STACK_SIZE_LOCK:
@@ -203,11 +202,10 @@ def with_deep_stack(function: Callable[[], R]) -> R:
 
 
 def enforced(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mapping[str, Any] | bool:
-    """A schema as the compiler is given it.
+    """Adapt a schema for the compiler.
 
-    Between two tokens of JSON there is at most so much whitespace, unless the schema itself says
-    how much: else a small model may write nothing but line breaks until its tokens are used up.
-    Lenient, it ignores keywords that it cannot enforce.
+    Whitespace between two JSON tokens is limited, unless the schema sets its own: a small model
+    might write nothing but line breaks. Lenient mode ignores unsupported keywords.
     """
     if schema is False:
         return False
@@ -224,7 +222,7 @@ def enforced(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mappi
 
 
 class _Bytes:
-    """All bytes, each a token, and an end: what llguidance asks of a tokenizer, by its names."""
+    """A tokenizer with every byte as a token, and an end, in llguidance's interface."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -249,12 +247,12 @@ def lark_of(text: str) -> str:
 
 
 class GrammarTokenizer:
-    """A model's tokens as grammars see them.
+    """Show a model's tokens to grammars.
 
     Args:
         tokenizer: the checkpoint's.
-        vocab_size: of the model's logits; ids that only one of the two has are never allowed.
-        eos_token_ids: what ends an output, allowed where the grammar is complete.
+        vocab_size: of the model's logits; ids missing in one of the two are never allowed.
+        eos_token_ids: end an output, allowed where the grammar is complete.
 
     Raises:
         GrammarError: the model has no end-of-text id, so that no output could ever end.
@@ -273,7 +271,7 @@ class GrammarTokenizer:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer, by its names."""
+    """The tokenizer in llguidance's interface."""
 
     bos_token_id = None
 
@@ -288,9 +286,9 @@ class _Tokens:
         self._max_token_bytes = max(map(len, tokens), default=1)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Ids of a text that a grammar leaves no choice in: the model's own, if they spell it.
+        """Encode a forced text with the model's own ids, if they spell it.
 
-        Those that put a space in front do not; then the longest tokens that fit are taken.
+        Tokenizers that prepend a space do not; then the longest fitting tokens are taken.
         """
         ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
         spelled = b"".join(self.tokens[i] for i in ids if i < len(self.tokens))
@@ -309,7 +307,7 @@ class _Tokens:
 
 
 class Matcher:
-    """One output's way through a grammar.
+    """Follow one output through a grammar.
 
     Raises:
         GrammarError: the grammar does not compile.
@@ -324,17 +322,17 @@ class Matcher:
         self._check()
 
     def copy(self) -> Matcher:
-        """Another output's matcher, at the same place; cheap beside compiling."""
+        """Make another output's matcher in the present state; cheap beside compiling."""
         other = Matcher.__new__(Matcher)
         other._matcher = self._matcher.deep_copy()
         other._num_consumed = self._num_consumed
         return other
 
     def allowed(self, output_ids: Sequence[int]) -> bytes:
-        """One byte per token id, 0 where it may not follow these outputs.
+        """Compute one byte per token id, 0 where it may not follow these outputs.
 
         Args:
-            output_ids: those of the last call and what has been sampled since.
+            output_ids: the last call's, and the ids sampled since.
 
         Raises:
             GrammarError: they do not match the grammar, or the step would take too long.
@@ -354,26 +352,27 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a model writes tool calls: `opening (begin head arguments tail end)+ closing`."""
+    """A model's syntax of tool calls: `opening (begin head arguments tail end)+ closing`."""
 
     opening: str = ""
-    """Before the first call, such as `[TOOL_CALLS][`."""
+    """The text before the first call, such as `[TOOL_CALLS][`."""
     begin: str = ""
-    """Before each call, such as `<tool_call>` and a line break."""
+    """The text before each call, such as `<tool_call>` and a line break."""
     head: str = '{{"name": "{name}", "arguments": '
-    """From the name of the function to its arguments; names need no escaping in JSON."""
+    """The text from a function's name to its arguments; names need no escaping in JSON."""
     tail: str = "}"
     end: str = ""
     separator: str = ""
     closing: str = ""
     style: str = "json"
-    """Of arguments: one `json` object; `elements`; `python` or `gemma`, a list with commas."""
+    """The form of arguments: one `json` object; `elements`; `python` or `gemma`, a list with
+    commas."""
     key: str = ""
     """Of elements: what stands before a value, with its `name`."""
     value_end: str = ""
     key_separator: str = ", "
     quote: str = ""
-    """Around texts, of the style `gemma`."""
+    """The quote of texts in the style `gemma`."""
 
 
 def calls_grammar(
@@ -386,21 +385,21 @@ def calls_grammar(
     is_lenient: bool = True,
     answer: str | None = None,
 ) -> str:
-    """Calls of these tools, as the model writes them, with arguments that match their schemas.
+    """Make the grammar of calls of these tools, with arguments that match their schemas.
 
     Args:
         tools: names to the JSON schemas of their arguments; None is any object.
         syntax: how this model writes calls.
         special_ids: ids of special tokens that may occur in the syntax, by their text.
-        is_required: the output is calls and nothing else. Otherwise it is free text, in which
-            what follows the syntax's opening and begin must be a call; they may not be empty.
+        is_required: the output is calls and nothing else. Otherwise it is free text, in which the
+            syntax's opening and begin must be followed by a call; they may not be empty.
         is_parallel: any number of calls; otherwise one, and with it the output ends.
-        is_lenient: ignore keywords of the schemas that cannot be enforced.
-        answer: a grammar that the output must match where it is no call, instead of free text.
+        is_lenient: ignore unsupported keywords of the schemas.
+        answer: a grammar for an output without a call, instead of free text.
 
     Raises:
         GrammarError: the schemas are too large, or a part of one refers only to itself.
-        ValueError: free text needs a marker to tell a call by.
+        ValueError: free text needs a marker to recognise a call.
     """
     check_size(tools)
     for tool_schema in tools.values():
@@ -426,7 +425,7 @@ def calls_grammar(
 
 
 class _Writer:
-    """Lark for the calls of one request."""
+    """Write Lark for the calls of one request."""
 
     def __init__(
         self, syntax: CallSyntax, special_ids: Mapping[str, int], *, is_lenient: bool
@@ -436,7 +435,7 @@ class _Writer:
         self._is_lenient = is_lenient
 
     def calls(self, tools: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
-        """A rule for each function, and `tool`, which is any of them."""
+        """Write a rule for each function, and `tool`, which is any of them."""
         syntax, rules = self._syntax, []
         for index, (name, schema) in enumerate(tools.items()):
             shown = json.dumps(name, ensure_ascii=False)[1:-1]
@@ -451,7 +450,7 @@ class _Writer:
         return rules
 
     def _text_rules(self) -> list[str]:
-        """Rules for texts that stand for themselves, up to what ends them."""
+        """Write rules for plain texts, up to their end marks."""
         if self._syntax.style == "python":
             return []
         end = self._syntax.value_end or self._syntax.quote
@@ -460,7 +459,7 @@ class _Writer:
         return [f"text_value[lazy]: /(.|\\n)*/ {lark_text(end)}"]
 
     def _arguments(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """How the arguments of one function are written, and the rules that this needs."""
+        """Write the arguments of one function, and the rules that they need."""
         if self._syntax.style == "json":
             return f"%json {self._json({**_ANY_OBJECT, **schema})}", []
         properties = schema.get("properties")
@@ -474,7 +473,7 @@ class _Writer:
         return f"{rule}_0", _members(rule, items, self.literal(self._syntax.key_separator))
 
     def _member(self, name: str, own: Any, schema: Mapping[str, Any]) -> str:
-        """One argument: its name and its value."""
+        """Write one argument: its name and its value."""
         syntax = self._syntax
         is_text = isinstance(own, dict) and own.get("type") == "string" and "enum" not in own
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -500,7 +499,7 @@ class _Writer:
         return json.dumps(enforced(schema, self._is_lenient))
 
     def free_text(self, marker: str, calls: str, *, is_parallel: bool) -> list[str]:
-        """Rules for free text in which a marker begins a call, and cannot be anything else."""
+        """Write rules for free text in which a marker always begins a call."""
         first, *others = self._pieces(marker)
         rest = "".join(others)
         rules = [r"TEXT: /(.|\n)*/"]
@@ -516,14 +515,14 @@ class _Writer:
         return [*rules, "start: call* TEXT" if is_parallel else "start: call | TEXT"]
 
     def literal(self, text: str) -> str:
-        """Lark for a text: special tokens by their ids, the rest as strings."""
+        """Write a text in Lark: special tokens by their ids, the rest as strings."""
         return " ".join(
             f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else lark_text(piece)
             for piece in self._pieces(text)
         )
 
     def _pieces(self, text: str) -> list[str]:
-        """A text cut around the special tokens in it."""
+        """Split a text around the special tokens in it."""
         names = sorted((name for name in self._special_ids if name), key=len, reverse=True)
         if not names:
             return [text] if text else []
@@ -531,9 +530,9 @@ class _Writer:
 
 
 def _members(rule: str, items: list[tuple[str, bool]], separator: str) -> list[str]:
-    """Rules for a list of which some may be left out: `rule_N` goes on from its Nth member.
+    """Write rules for a list with optional members: `rule_N` begins at its Nth member.
 
-    `rule_N_more` does the same behind another member, and begins with a separator.
+    `rule_N_more` begins there after another member, with a separator.
     """
     rules = []
     for index, (item, is_required) in enumerate(items):

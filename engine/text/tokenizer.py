@@ -1,10 +1,9 @@
 """Turn text into token ids, and a stream of ids back into text.
 
-Owns: the model's tokenizer, from tokenizer.json or made of a GGUF file's metadata; the chat
-template that belongs to it; of streamed text the part that is not yet a whole character.
-Invariant: encode, decode and render give what transformers gives for the same folder; a GGUF
-file's ids are its own.
-Never: knows requests, and never loads a tokenizer from anywhere but the folder.
+Owns: the model's tokenizer, from tokenizer.json or a GGUF file's metadata, and its chat template;
+the unfinished character of streamed text. Invariant: encode, decode and render equal transformers'
+for a folder; a GGUF file's ids are its own. Never: knows requests, and never loads a tokenizer from
+outside the folder.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
 MAX_HELD_LENGTH = 4096
-"""Longer texts and lists of ids are worked on in batches of one: `tokenizers` keeps the interpreter
-lock while it works on a single text, and gives it up for a batch. Short ones are faster alone."""
+"""Maximum length of single texts and lists of ids.
+
+Longer ones form batches of one: `tokenizers` releases Python's lock only for batches."""
 
 
 class Tokenizer:
@@ -50,18 +50,18 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel" in decoder
         self._has_byte_tokens = "ByteFallback" in decoder
         self.is_context_free = decoder == {"ByteLevel"}
-        """A text's bytes are those of its tokens, whatever stands beside each."""
+        """Whether each token stands for fixed bytes, independent of its neighbours."""
         self._pieces: dict[int, str] = {}
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_chars = max(map(len, vocab), default=1)
-        """No token stands for more characters, so a text has at least len / this many tokens."""
+        """Maximum characters per token; a text has at least len / this many tokens."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
-        Of a GGUF file, or a folder that has only such a one, the same out of its metadata.
+        For a GGUF file, or a folder with only such a file, they come from its metadata.
 
         Raises:
             CheckpointError: a file is missing or broken; `where` names it.
@@ -100,7 +100,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with the ids its post-processor adds unless told not to."""
+        """Encode a text, by default with the ids that its post-processor adds."""
         if len(text) > MAX_HELD_LENGTH:
             (encoding,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
@@ -111,7 +111,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids outside the vocabulary are silent."""
+        """Decode token ids; ids outside the vocabulary are silent."""
         ids = [token_id for token_id in token_ids if token_id < self.vocab_size]
         if len(ids) > MAX_HELD_LENGTH:
             (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
@@ -120,14 +120,14 @@ class Tokenizer:
         return str(text)
 
     def piece(self, token_id: int) -> str:
-        """What a token decodes to alone; kept, as the same ones come again and again."""
+        """Decode a single token, with a cache."""
         text = self._pieces.get(token_id)
         if text is None:
             text = self._pieces[token_id] = self.decode([token_id])
         return text
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where in the text each of its tokens stands; (0, 0) for those that encoding adds."""
+        """Return each token's place in the text; (0, 0) for tokens that encoding adds."""
         if len(text) > MAX_HELD_LENGTH:
             (encoding,) = self._backend.encode_batch([text])
         else:
@@ -136,12 +136,12 @@ class Tokenizer:
         return spans
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The prompt for a conversation, with the options of ChatTemplate.render.
+        """Render the prompt of a conversation, with the options of ChatTemplate.render.
 
         Encode it with `add_special_tokens=False`: the template writes its own.
 
         Raises:
-            RequestError: there is no template (`no_chat_template`) or it refuses the messages.
+            RequestError: the model has no template (`no_chat_template`) or it refuses the messages.
         """
         if self.chat_template is None:
             raise RequestError(
@@ -153,35 +153,35 @@ class Tokenizer:
         return self.chat_template.render(messages, variables=variables, **options)
 
     def has_token(self, text: str) -> bool:
-        """Whether the vocabulary has a token that is written so."""
+        """Say whether the vocabulary has this token."""
         return self._backend.token_to_id(text) is not None
 
     def special_id(self, text: str) -> int | None:
-        """Id of the special token that is written so; None if there is none."""
+        """Return the id of this special token; None: not special."""
         token_id: int | None = self._backend.token_to_id(text)
         return token_id if token_id in self._silent_ids else None
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of the texts that are special tokens, with their ids."""
+        """Return the ids of the texts that are special tokens."""
         found = {text: self.special_id(text) for text in texts if text}
         return {text: token_id for text, token_id in found.items() if token_id is not None}
 
     def is_silent(self, token_id: int) -> bool:
-        """True for special ids, and for ids that the vocabulary does not have."""
+        """Say whether an id is special or outside the vocabulary."""
         return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None
 
     def token(self, token_id: int) -> str | None:
-        """How the vocabulary itself writes a token; None if it does not have it."""
+        """Return the vocabulary's own form of a token; None: unknown."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     def token_text(self, token_id: int) -> str:
-        """What one token alone stands for; U+FFFD where it is part of a character."""
+        """Return the text of a single token; U+FFFD for a part of a character."""
         raw = self.token_bytes(token_id)
         return "" if raw is None else raw.decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes that one token stands for; None if the vocabulary does not have it."""
+        """Return the bytes of a single token; None: unknown."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token: str | None = self._backend.id_to_token(token_id)
@@ -195,7 +195,7 @@ class Tokenizer:
 
 
 def _byte_of(character: str) -> bytes:
-    """The byte that a character of a byte-level vocabulary stands for.
+    """Return the byte of a byte-level vocabulary's character.
 
     Printable Latin-1 stands for itself; the 68 others were numbered from U+0100 in byte order.
     """
@@ -210,7 +210,7 @@ _HIDDEN_BYTES = bytes((*range(0x21), *range(0x7F, 0xA1), 0xAD))
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
-    """Names of the decoder's parts."""
+    """List the names of the decoder's parts."""
     if backend.decoder is None:
         return set()
     # Its pickled state is its JSON; to_str() would write out the whole vocabulary.
@@ -231,7 +231,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and its kind, which templates use as variables."""
+    """Return `bos_token` and similar tokens, which templates use as variables."""
     found = {}
     extra = config.get("extra_special_tokens")
     for name, value in {**config, **(extra if isinstance(extra, dict) else {})}.items():
@@ -242,7 +242,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    """The chat template; a file of its own wins over the config."""
+    """Read the chat template; a file of its own wins over the config."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -263,23 +263,24 @@ def _read_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
 
 REPLACEMENT = "\ufffd"
 MAX_UNFINISHED_TOKENS = 3
-"""An unfinished character in UTF-8."""
+"""Maximum tokens of an unfinished character in UTF-8."""
 MAX_HELD_TOKENS = 8
-"""Tokens held back at most. A longer run that ends in U+FFFD is cut before what may yet become a
-character, where its parts, decoded alone, show that no finished character spans the cut."""
+"""Maximum tokens held back.
+
+A longer run ending in U+FFFD is cut where its parts decode to the whole."""
 
 
 class Detokenizer:
-    """One sequence's way from token ids to text, a piece per token.
+    """Turn one sequence's token ids into text, a piece per token.
 
-    Decoders are not free of context: SentencePiece ones strip the space before the first token,
-    and a character may span tokens. So the new tokens are decoded behind the last piece's tokens,
-    and a piece that ends in U+FFFD waits for its rest. Each push decodes a bounded window.
+    Decoders depend on context: SentencePiece ones strip the space before the first token, and a
+    character may span tokens. So new tokens are decoded after the last piece's tokens, and a piece
+    that ends in U+FFFD waits for its rest. Each push decodes a bounded window.
 
     Args:
         tokenizer: the model's.
-        context_ids: what comes before, if the text continues it (a prompt to complete); otherwise
-            the text begins a document of its own.
+        context_ids: tokens that the text continues (a prompt to complete); otherwise the text
+            begins a document of its own.
     """
 
     def __init__(self, tokenizer: Tokenizer, context_ids: Iterable[int] = ()) -> None:
@@ -291,7 +292,7 @@ class Detokenizer:
         self._move_context(spoken[-MAX_HELD_TOKENS:])
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is unfinished."""
+        """Return the text that this token completes; empty within a character."""
         if self._tokenizer.is_context_free and not self._held:
             piece = self._tokenizer.piece(token_id)
             if not piece.endswith(REPLACEMENT):
@@ -308,7 +309,7 @@ class Detokenizer:
         return self._emit(size, self._text_of(self._held[:size]))
 
     def flush(self) -> str:
-        """What is left at the end; an unfinished character becomes U+FFFD."""
+        """Return the rest at the end; an unfinished character becomes U+FFFD."""
         return self._emit(len(self._held), self._text_of(self._held)) if self._held else ""
 
     def _text_of(self, token_ids: list[int]) -> str:
@@ -333,7 +334,7 @@ class Detokenizer:
             )
 
     def _settled_size(self) -> int:
-        """How many held tokens, from the front, no later token can change."""
+        """Count the leading held tokens that later tokens cannot change."""
         whole = self._text_of(self._held)
         for size in range(len(self._held) - MAX_UNFINISHED_TOKENS, 0, -1):
             tail = self._tokenizer.decode(self._held[size:])

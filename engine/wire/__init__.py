@@ -1,1 +1,1 @@
-"""What crosses between the daemon and its workers."""
+"""Define messages and channels between the daemon and its workers."""

@@ -1,11 +1,9 @@
 """Send framed messages between the daemon and a worker over one socket pair.
 
 A frame is a 4-byte little-endian length and a msgpack body, one tagged struct of
-engine.wire.messages.
-Owns: its end of the socket.
-Invariant: messages arrive whole and in order, and after the peer's death everything that it sent
-is still read before ChannelClosed.
-Never: interprets a message, retries, or times out by itself.
+engine.wire.messages. Owns: its end of the socket. Invariant: messages arrive whole and in order;
+after the peer's death all its messages are read before ChannelClosed. Never: interprets a message,
+retries, or times out by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def _frame(body: bytes) -> bytes:
 
 
 class WorkerChannel:
-    """The worker's end: blocking sends, receives that may or may not wait."""
+    """The worker's end: sends block; receives may wait or not."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -42,14 +40,14 @@ class WorkerChannel:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Command).decode
         self._unread: list[Command] = []
-        """Arrived together with one that was expected alone."""
+        """Commands that arrived together with an expected one."""
 
     def expect(self, kind: type[Expected]) -> Expected:
-        """Wait for the next command, which has to be of this kind.
+        """Wait for the next command, which must be of this kind.
 
         Raises:
             ChannelClosed: the daemon closed the channel.
-            TypeError: it is another: a bug of ours.
+            TypeError: it is of another kind, which is a bug.
         """
         command, *self._unread = self.receive(wait=True)
         if not isinstance(command, kind):
@@ -57,7 +55,7 @@ class WorkerChannel:
         return command
 
     def send(self, report: Report) -> None:
-        """Send one report; waits while the daemon is slow to read. Any thread may.
+        """Send one report from any thread; wait while the daemon is slow to read.
 
         Raises:
             ChannelClosed: the daemon closed the channel, or another thread has closed this end.
@@ -69,10 +67,10 @@ class WorkerChannel:
             raise ChannelClosed("the daemon closed the channel") from error
 
     def receive(self, *, wait: bool) -> list[Command]:
-        """All commands that have arrived; with `wait`, at least one.
+        """Return all commands that have arrived; with `wait`, at least one.
 
         Raises:
-            ChannelClosed: the daemon closed the channel and all it sent has been returned.
+            ChannelClosed: the daemon closed the channel and all its commands have been returned.
         """
         commands, self._unread = [*self._unread, *self._take_frames()], []
         while select.select([self._socket], [], [], None if wait and not commands else 0)[0]:
@@ -123,11 +121,11 @@ class DaemonChannel:
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
     def send(self, command: Command) -> None:
-        """Queue one command for sending, together with what follows on this turn of the loop.
+        """Queue one command for sending, together with later ones of this turn of the loop.
 
-        So sequences that are admitted together arrive together, and share a step. Lost without a
-        word if the worker has died: receive reports the death, and the reaping that follows ends
-        the command.
+        So sequences admitted together arrive together, and share a step. If the worker has died,
+        the command is lost: receive reports the death, and the reaping that follows ends the
+        command.
         """
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -142,7 +140,7 @@ class DaemonChannel:
         """Wait for the worker's next message.
 
         Raises:
-            ChannelClosed: the worker closed the channel and all it sent has been returned.
+            ChannelClosed: the worker closed the channel and all its reports have been returned.
         """
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")

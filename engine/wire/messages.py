@@ -24,17 +24,17 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
     name: str
     fd: int | None
-    """Of a memfd that the worker inherits; None: it is on a GPU, its own as PoolMade says, another
-    worker's as MapPool does."""
+    """The memfd that the worker inherits; None: it is on a GPU, this worker's (PoolMade) or
+    another's (MapPool)."""
     num_blocks: int
-    """On a GPU the most that are of use."""
+    """Its blocks; on a GPU the maximum useful number."""
 
 
 class WeightsSpec(msgspec.Struct, frozen=True):
     """A memfd for weights converted to the serving dtype; shared by workers.
 
     The worker converts its share (`share_index` of `share_count`), or nothing if `is_filled`. On
-    cores it computes from there; on a GPU it copies them all when every share is in place.
+    cores it computes from there; on a GPU it copies them all when every share is complete.
     """
 
     fd: int
@@ -43,23 +43,23 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     share_count: int
     is_filled: bool
     is_packed: bool = False
-    """Matrices lie in it packed in pairs; how they are multiplied is in the two lists."""
+    """Whether matrices are packed in pairs; the two lists tell how to multiply them."""
     way_starts: list[int] = []
-    """Numbers of inputs from which on..."""
+    """Smallest numbers of inputs..."""
     ways: list[int] = []
-    """...products are done in these ways."""
+    """...and the kernels for products from there on."""
     weights: str = "stored"
-    """What matrices are quantised to at start, `q8`, `q4` or `int8`; `stored`: not."""
+    """The quantisation of matrices at start, `q8`, `q4` or `int8`; `stored`: none."""
 
 
 class LogitsLoss(msgspec.Struct, frozen=True):
-    """What quantising has done to the logits of fixed prompts."""
+    """The effect of quantising on the logits of fixed prompts."""
 
     num_tokens: int
     kl_nats: float
-    """Mean divergence of the next token's distribution from what it is without."""
+    """Mean KL divergence of the next token's distribution from the unquantised one."""
     same_top_ratio: float
-    """Share of tokens after which the likeliest next one is the same."""
+    """Share of tokens with an unchanged likeliest successor."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True):
@@ -67,29 +67,29 @@ class GpuSpec(msgspec.Struct, frozen=True):
 
     uuid: str
     shares: str | None = None
-    """`exports`: its weights and pool are the other worker's, too; `maps`: it has them from there;
-    None: nobody else's."""
+    """`exports`: another worker maps its weights and pool; `maps`: it maps another's; None: not
+    shared."""
     min_blocks: int = 2
-    """A pool of fewer is a failure; when the worker starts again, of fewer than before."""
+    """Minimum blocks of the pool; after a restart, as many as before."""
     has_graphs: bool = True
-    """Decode steps are captured and replayed."""
+    """Whether decode steps are captured and replayed."""
     is_shared: bool = False
-    """Another worker computes on it, too."""
+    """Whether another worker computes on it, too."""
     exports_pool: bool = False
-    """Workers on other GPUs write blocks into its pool."""
+    """Whether workers on other GPUs write blocks into its pool."""
     packing: str = "widened"
-    """What becomes of quantised matrices, as gpu_layout() has it."""
+    """The layout of quantised matrices, from gpu_layout()."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
-    """What one process exports by CUDA IPC and another maps; opaque to everybody else."""
+    """Handles of memory that one process exports by CUDA IPC and another maps."""
 
     weights: bytes
-    """Empty: the pool alone is shared."""
+    """The weights' handle; empty: only the pool is shared."""
     pool: bytes
     num_blocks: int
     seal: bytes
-    """What the exporter has written behind the pool, in this life of it."""
+    """The bytes after the pool that the exporter wrote in this life."""
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
@@ -102,7 +102,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     block_size: int
     pool: PoolSpec
     weights: WeightsSpec | None
-    """None: the checkpoint's dtype is served, and the files themselves are mapped."""
+    """None: the checkpoint's dtype is served, and its files are mapped."""
     cpus: list[int]
     """Its own cores, one thread each; UseCores changes them."""
     max_num_batched_tokens: int
@@ -111,15 +111,15 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     gpu: GpuSpec | None = None
     """None: it computes on its cores."""
     node: int | None = None
-    """The NUMA node that its pool and its weights are to be on; None: wherever they are touched."""
+    """The NUMA node of its pool and weights; None: any."""
     other_pools: list[PoolSpec] = []
     """That it copies blocks to or from: other workers', or the staging buffer."""
     kv_dtype: str = "auto"
-    """Of all pools: `int8`, or `auto`, which is `dtype`."""
+    """The dtype of all pools: `int8`, or `auto`, which is `dtype`."""
     attention_way: int = 0
-    """How prompts' queries meet keys on cores, as engine.kernels.cpu numbers ways."""
+    """The kernel of prompts' attention on cores, by engine.kernels.cpu's number."""
     measures_kv: bool = False
-    """It is to say in Ready what that does to the logits."""
+    """Whether Ready must report the KV dtype's effect on the logits."""
 
     @property
     def pool_dtype(self) -> str:
@@ -131,16 +131,16 @@ class WeightsComplete(msgspec.Struct, tag=True, frozen=True):
 
 
 class MapShared(msgspec.Struct, tag=True, frozen=True):
-    """After WeightsComplete, for who maps: where weights and pool are. Answered by Ready."""
+    """Give a mapping worker the handles of weights and pool. Answered by Ready."""
 
     memory: SharedMemory
 
 
 class MapPool(msgspec.Struct, tag=True, frozen=True):
-    """Where another worker's pool is that this one copies to.
+    """Tells a worker where another worker's pool is that it copies to.
 
-    It comes after WeightsComplete, and in every new life of that pool. Without memory that life is
-    over: let go of it, which is answered by Unmapped.
+    It comes after WeightsComplete, and in every new life of the pool. Without memory that life has
+    ended: the worker unmaps it and answers by Unmapped.
     """
 
     pool: str
@@ -150,8 +150,8 @@ class MapPool(msgspec.Struct, tag=True, frozen=True):
 class Admit(msgspec.Struct, tag=True, frozen=True):
     """Run this sequence until it has `until_output` output tokens or ends by itself.
 
-    Complete: new, moved and recovered sequences differ only in these numbers. Answered by an
-    entry with `released` set.
+    Complete: new, moved and recovered sequences differ only in these numbers. Answered by an entry
+    with `released` set.
     """
 
     seq_id: int
@@ -163,7 +163,7 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     sampling: SamplingParams
     until_output: int
     max_chunk_tokens: int | None = None
-    """Prompt tokens per step at most, for those who decode beside it; None: as many as go."""
+    """Maximum prompt tokens per step, to protect others' ITL; None: no limit."""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -172,7 +172,7 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     seq_id: int
     generation: int
     reason: str = "ended"
-    """What the entry that answers it has as `released`: `ended` or `preempted`."""
+    """The value of `released` in the answering entry: `ended` or `preempted`."""
 
 
 class Extension(msgspec.Struct, frozen=True, array_like=True):
@@ -184,9 +184,9 @@ class Extension(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Extend(msgspec.Struct, tag=True, frozen=True):
-    """More blocks for sequences that the worker has; void for one that is not there any more.
+    """Add blocks to sequences that the worker has; void for one that it has dropped.
 
-    Not answered by itself: from now on each sequence's Admit names its new blocks, too.
+    Not answered: each sequence's Admit now names its new blocks, too.
     """
 
     extensions: list[Extension]
@@ -205,7 +205,7 @@ class Copy(msgspec.Struct, tag=True, frozen=True):
     """Copy blocks from one pool to another, in order, beside the steps. Answered by Copied.
 
     It may come before the bytes: while the admit that fills them runs here, each block waits for
-    the step that fills it. What the sequence no longer needs, for it has ended, is not copied.
+    the step that fills it. Blocks of an ended sequence are not copied.
     """
 
     copy_id: int
@@ -214,33 +214,32 @@ class Copy(msgspec.Struct, tag=True, frozen=True):
     pairs: list[tuple[int, int]]
     """Block to block."""
     filled_by: FilledBy | None
-    """None: the bytes are there."""
+    """None: the bytes are ready."""
 
 
 class UseCores(msgspec.Struct, tag=True, frozen=True):
-    """Compute on these cores from the next step on, one thread each; none: compute nothing.
+    """Compute on these cores from the next step on, one thread each; empty: compute nothing.
 
-    Answered by CoresUsed between two steps. What is admitted to a parked worker waits in it.
+    Answered by CoresUsed between two steps. Sequences admitted to a parked worker wait in it.
     """
 
     cpus: list[int]
 
 
 class StepShape(msgspec.Struct, frozen=True, array_like=True):
-    """A step of equal sequences: decode if each has one token, else a chunk of a prompt."""
+    """A step of equal sequences: decode if each has one token, otherwise a chunk of a prompt."""
 
     num_sequences: int
     num_tokens: int
-    """Of each."""
+    """Tokens of each sequence."""
     num_before: int
-    """Positions of each that count as computed."""
+    """Positions of each sequence that count as computed."""
 
 
 class MeasureSteps(msgspec.Struct, tag=True, frozen=True):
-    """Make steps like these and time them, until the time is over or a command arrives.
+    """Run and time such steps, until the time is over or a command arrives.
 
-    They read and write the named blocks, whose content is nothing to anybody. Answered by
-    StepsMeasured.
+    They read and write the named blocks, whose content is arbitrary. Answered by StepsMeasured.
     """
 
     measurement_id: int
@@ -250,7 +249,7 @@ class MeasureSteps(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopMeasuring(msgspec.Struct, tag=True, frozen=True):
-    """End MeasureSteps at the next layer, as any command does. Has no answer of its own."""
+    """End MeasureSteps at the next layer, as any command does. Not answered."""
 
 
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
@@ -264,15 +263,15 @@ class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class WeightsLoaded(msgspec.Struct, tag=True, frozen=True):
-    """This worker's share of the weights is in place."""
+    """This worker's share of the weights is loaded."""
 
 
 class PoolMade(msgspec.Struct, tag=True, frozen=True):
-    """The pool on this worker's GPU has been measured out and allocated; it never grows."""
+    """The pool on this worker's GPU has been measured and allocated; it never grows."""
 
     num_blocks: int
     memory: SharedMemory | None
-    """Where another worker finds it; None: no other does."""
+    """Its handle for other workers; None: not exported."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -280,52 +279,50 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     attention: str
     max_num_batched_tokens: int | None = None
-    """Of prompts in a step: more would be hardly faster on this GPU; None: as Setup has it."""
+    """Maximum prompt tokens in a step; more would hardly be faster on this GPU; None: Setup's."""
     sharing: str | None = None
-    """How processes share its GPU: `mps` or `time-sliced`; None: it has the GPU or cores alone."""
+    """How processes share its GPU: `mps` or `time-sliced`; None: not shared."""
     num_graphs: int = 0
     capture_ms: float = 0.0
     graph_bytes: int = 0
-    """Device memory that the graphs took."""
+    """Device memory of the graphs."""
     notes: list[str] = []
-    """What is not as it was to be, in words."""
+    """Deviations from the plan, in words."""
     probes: dict[str, float] = {}
-    """By other pool that it copies to or from: bytes a second of blocks that went there and back,
-    and were found unchanged."""
+    """Copy rates in bytes per second to and from other pools, measured with unchanged data."""
     weights_loss: LogitsLoss | None = None
     kv_loss: LogitsLoss | None = None
-    """Of the worker that measured it; None: it was not its to measure."""
+    """Measured by one worker; None: not by this one."""
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
-    """What one step did for one sequence."""
+    """The result of one step for one sequence."""
 
     seq_id: int
     generation: int
     num_computed_tokens: int
-    """How far it is computed now: positions whose KV is written."""
+    """Computed positions now, with their KV written."""
     token_ids: list[int]
     """Sampled in this step, in order; empty while the prompt is incomplete."""
     logprobs: list[TokenLogprob]
-    """One for each of those tokens, or none."""
+    """One per sampled token, or none."""
     finish_reason: str | None
     """`stop`, `length` or `error` if the worker ended it."""
     released: str | None
-    """Why the worker has let go of it, after its last touch of the blocks: `moved`, it has all that
-    the admit was for; `ended`, by itself or since it was told to; `preempted`, since others need
-    its blocks; None: it has it still."""
+    """Why the worker released its blocks: `moved`, it reached the admit's target; `ended`, by
+    itself or by a command; `preempted`, others need its blocks; None: not released."""
     num_scheduled_tokens: int
     """Tokens of this sequence in this step; 0 if it was only released."""
     admitted_ns: int
     """When the worker took this generation's Admit from its channel."""
     is_decoding: bool = False
-    """Before this step it was computed up to its last token."""
+    """Whether all but its last token were computed before this step."""
     prompt_logprobs: list[TokenLogprob] = []
-    """Of the prompt tokens that follow the positions computed in this step, if asked for."""
+    """Log-probabilities of prompt tokens after the computed positions, if asked for."""
     error: str | None = None
-    """Why what was asked cannot be gone on with, if it ended by `error`; no token was sampled."""
+    """Why the request cannot continue, if it ended by `error`; no token was sampled."""
     is_fault: bool = False
-    """The error is not in what was asked: the model has computed no numbers."""
+    """Whether the model, rather than the request, caused the error."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):
@@ -337,35 +334,35 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     num_decode_tokens: int
     entries: list[SequenceStep]
     num_cores: int | None = None
-    """That it was computed on, where those are fewer than the worker was given."""
+    """The cores that computed it, if fewer than given."""
 
 
 class Copied(msgspec.Struct, tag=True, frozen=True):
-    """Some more of a Copy's pairs are done, or the rest will not be."""
+    """More of a Copy's pairs are done, or the rest is given up."""
 
     copy_id: int
     num_pairs: int
-    """That are complete, after those of earlier reports."""
+    """Completed pairs after earlier reports."""
     num_bytes: int
     started_ns: int
     ended_ns: int
     is_last: bool
-    """Nothing more comes: none of the copy's blocks will be touched again."""
+    """Whether this ends the copy: its blocks are not touched again."""
     error: str | None = None
-    """Why the rest could not be copied."""
+    """Why the rest was not copied."""
     link_ns: int | None = None
-    """What the bytes took on their way, by the device's clock where one copies; None: not known,
-    since the host was too busy, or nothing was copied."""
+    """The transfer time of the bytes, by the device's clock if it copies; None: unknown, since the
+    host was busy or nothing was copied."""
 
 
 class Unmapped(msgspec.Struct, tag=True, frozen=True):
-    """Nothing of this worker reaches the memory of a pool any more that MapPool has told of."""
+    """This worker no longer reaches the pool's memory."""
 
     pool: str
 
 
 class CoresUsed(msgspec.Struct, tag=True, frozen=True):
-    """Every later step runs on these cores, and nothing of this worker on any other."""
+    """Every later step runs on these cores only."""
 
     cpus: list[int]
 
@@ -377,20 +374,20 @@ class MeasuredStep(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     num_before: int
     elapsed_ms: float
-    """Of the whole step, also where it was told from some of the layers."""
+    """Time of the whole step, possibly extrapolated from some layers."""
 
 
 class StepsMeasured(msgspec.Struct, tag=True, frozen=True):
-    """MeasureSteps is over; its blocks will not be touched any more."""
+    """MeasureSteps has ended; its blocks are not touched any more."""
 
     measurement_id: int
     steps: list[MeasuredStep]
     too_long: list[StepShape] = []
-    """Left out: half a layer of it would keep a request waiting."""
+    """Shapes left out: half a layer of them would delay a request."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The worker cannot go on and exits; what, where and hint are for the operator."""
+    """The worker must exit; what, where and hint are for the operator."""
 
     what: str
     where: str

@@ -14,7 +14,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """How to choose the next token. Crosses to workers inside Admit."""
 
     max_tokens: int
-    """Output tokens at most; at least 1."""
+    """Maximum output tokens; at least 1."""
     seed: int
     """0 <= seed < 2**63. The noise of a draw is a hash of seed, output index and token id;
     output_offset is the first index."""
@@ -35,22 +35,21 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """No end-of-text or stop id is sampled before so many output tokens, those that output_offset
-    counts among them."""
+    """Minimum output tokens before an end-of-text or stop id, including output_offset."""
     output_offset: int = 0
-    """The last so many tokens of the prompt are output of an earlier request, which this one goes
-    on with: draws, penalties, min_tokens, bad words and the grammar count them as output,
-    max_tokens does not."""
+    """Last prompt tokens that are an earlier request's output, which this one continues.
+
+    They count as output, except for max_tokens."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these are sampled; None: all are."""
+    """The only ids to sample; None: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids that may not follow each other in the output."""
     grammar: str | None = None
-    """What the output must match, as engine.text.grammar compiles it; None is free text."""
+    """The output's grammar, compiled by engine.text.grammar; None: free text."""
     logprobs: int | None = None
     """How many alternatives to report beside the sampled token; None reports nothing."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token but the first, which nothing precedes."""
+    """Alternatives to report per prompt token, except for the first, which nothing precedes."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
