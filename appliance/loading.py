@@ -51,6 +51,7 @@ from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
 from appliance.process import notify, read_in_thread
 from appliance.service import Service
+from engine.cache.hashes import PrefixHasher
 from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
@@ -150,6 +151,7 @@ class Fetching:
     # What the api asks
 
     swaps = None
+    hasher: PrefixHasher | None = None
     cache_contents = None
     max_per_request = max_tokens_per_request = 0
 
@@ -162,7 +164,7 @@ class Fetching:
     model = tokenizer = property(_refuse)
     check_available = next_seq_id = submit = stop_sequence = close = cancel = _refuse
     drain = resume = set_roles = measurement = measure = _refuse
-    check_room = hash_prompt = queue_place = owner_of = request_frame = degraded_reason = _nothing
+    check_room = queue_place = owner_of = request_frame = degraded_reason = _nothing
 
     def not_ready_reason(self) -> str:
         return self._about

@@ -14,6 +14,7 @@ from enum import IntEnum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from appliance.formats.tool_format import PLAIN, OutputFormat
 from appliance.models.facts import ModelFacts
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason, Sequence
@@ -242,10 +243,12 @@ class ModelInfo:
     """Unix seconds, for /v1/models."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The model's own defaults of sampling fields, by their names."""
+    output_format: OutputFormat = PLAIN
+    """How it writes calls and reasoning."""
     tool_parser: str = "auto"
-    """How it writes calls, a name in api.tool_format; auto is by its chat template."""
+    """The setting: a name in formats.tool_format; auto is by its chat template."""
     reasoning_parser: str = "auto"
-    """The same of its reasoning, a name in api.output_format, or none."""
+    """The setting: a name in formats.tool_format, or none."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may ask for it; `*` in them is any text."""
     default_max_tokens: int | None = None

@@ -22,7 +22,7 @@ from appliance.closed_requests import ClosedRequests
 from appliance.configuration.config import ServeConfig
 from appliance.devices.machine import Devices
 from appliance.fleet.boot import BootPlan, model_info
-from appliance.fleet.cache_identity import PromptHasher, make_hasher
+from appliance.fleet.cache_identity import make_hasher
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
@@ -45,7 +45,7 @@ from appliance.telemetry.deadlines import Availability, Deadlines
 from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.frames import Frames, ServiceState
 from appliance.telemetry.telemetry import Telemetry
-from engine.cache.hashes import PrefixChain
+from engine.cache.hashes import PrefixHasher
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.profile.facts import LINK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router
@@ -84,9 +84,9 @@ class Service:
         self.keeps_text = keeps_text
         """Whether prompts go into the log; may change at any time."""
         self.swaps: Swaps | None = None
-        self.hasher: PromptHasher | None = None
+        self.hasher: PrefixHasher | None = None
         """Of prompts' blocks; None: no prefix cache, or not yet."""
-        model = model_info(plan)
+        model = model_info(plan, tokenizer)
         self._telemetry = Telemetry(model.max_model_len)
         self._frames = Frames(
             plan, model, router, supervisor, self._telemetry, devices, request_log.frame, caches
@@ -139,7 +139,7 @@ class Service:
         router.roles.slo = old.roles.slo  # which an operator may have changed
         self._tokenizer, self.cache_contents = text, router.prefixes.contents
         self._measuring = None
-        self._frames.change_model(plan, model_info(plan), router, workers)
+        self._frames.change_model(plan, model_info(plan, text), router, workers)
         self.deadlines.change_model(router, workers, plan.placement.max_num_batched_tokens)
         self.availability.change_model(router, workers)
 
@@ -173,10 +173,6 @@ class Service:
         """Keep a prefix cache of this model, by what its hashes are made with, if it is on."""
         what, tell = f"the disk of {plan.model_id}", partial(self.event, "warning", "model.slow")
         self.hasher = await read_in_thread(what, partial(make_hasher, config, plan), tell)
-
-    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
-        """The hashes of a prompt's blocks, from any thread; None: the prefix cache is off."""
-        return None if self.hasher is None else self.hasher.chain(token_ids, salt, user)
 
     def next_seq_id(self) -> int:
         """A new sequence id."""

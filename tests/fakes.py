@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import IO
@@ -11,10 +12,11 @@ import msgspec
 
 from appliance.api.appliance import Readings
 from appliance.fleet.roles_change import RolesChange
+from appliance.formats.tool_format import output_format_of
 from appliance.frame.latency import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
-from engine.cache.hashes import PrefixChain, PrefixHasher
+from engine.cache.hashes import PrefixHasher
 from engine.errors import QueueFull, Unavailable
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Ended, FinishReason, On, RouteStage, Sequence
@@ -56,8 +58,6 @@ class FakeAppliance:
         self.hasher: PrefixHasher | None = None
         """Tests with a prefix cache set it."""
         self.known_hashes: set[bytes] = set()
-        self.salts: list[tuple[str | None, str]] = []
-        """Of each prompt that was hashed, with its user."""
         self.model = ModelInfo(
             model_id="fake/tiny-model",
             max_model_len=max_model_len,
@@ -91,6 +91,15 @@ class FakeAppliance:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     @property
+    def model(self) -> ModelInfo:
+        """As it was set, with the output format of the tokenizer's template."""
+        return dataclasses.replace(self._model, output_format=output_format_of(self.tokenizer))
+
+    @model.setter
+    def model(self, model: ModelInfo) -> None:
+        self._model = model
+
+    @property
     def max_per_request(self) -> int:
         return self.max_queued
 
@@ -111,10 +120,6 @@ class FakeAppliance:
 
     def degraded_reason(self) -> str | None:
         return self.degraded
-
-    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
-        self.salts.append((salt, user))
-        return None if self.hasher is None else self.hasher.chain(token_ids, salt or "")
 
     def find_cached(self, sequence: Sequence) -> None:
         """What was asked before is found, but for the block of the last token."""

@@ -16,7 +16,7 @@ from appliance.frame.latency import Histograms
 from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request
-from engine.cache.hashes import PrefixChain
+from engine.cache.hashes import PrefixHasher
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
@@ -40,6 +40,10 @@ class Appliance(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of that model."""
+
+    @property
+    def hasher(self) -> PrefixHasher | None:
+        """Hashes prompts' blocks, from any thread; None: the prefix cache is off."""
 
     @property
     def max_per_request(self) -> int:
@@ -68,9 +72,6 @@ class Appliance(Protocol):
 
     def degraded_reason(self) -> str | None:
         """What is wrong while others serve on; None: nothing."""
-
-    def hash_prompt(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain | None:
-        """The hashes of a prompt's blocks, from any thread; None: the prefix cache is off."""
 
     def next_seq_id(self) -> int:
         """A new sequence id, never used before in this daemon."""

@@ -16,8 +16,8 @@ import msgspec
 
 from appliance.api import turns
 from appliance.api.chat_messages import LEFT_OUT, Message
-from appliance.api.tool_format import OutputFormat
 from appliance.api.tools import Constraint, Tools, in_words, needs_words
+from appliance.formats.tool_format import OutputFormat
 from appliance.frame.figures import things
 from appliance.json_fields import (
     INT64_MAX,

@@ -47,15 +47,14 @@ async def cache(http: Request) -> Response:
     """
     peer, appliance = require(http, Role.OPERATOR), appliance_of(http)
     contents = appliance.cache_contents
-    chain = None if contents is None else appliance.hash_prompt([], None, peer.name)
-    if contents is None or chain is None:
+    if contents is None or appliance.hasher is None:
         raise RequestError(
             "the prefix cache is off, or not there yet",
             code="no_prefix_cache",
             status=409,
             hint="serve with prefix_cache on",
         )
-    lines = _lines(http, contents, chain.root)
+    lines = _lines(http, contents, appliance.hasher.scope(user=peer.name).root)
     return StreamingResponse(
         lines, media_type="application/x-ndjson", headers={"cache-control": "no-store"}
     )

@@ -26,7 +26,7 @@ from appliance.api.openai import chat_ask
 from appliance.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
-from appliance.api.text_reading import CallDelta
+from appliance.formats.text_reading import CallDelta
 from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError

@@ -32,7 +32,6 @@ from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.openai_bodies import MAX_MESSAGES
 from appliance.api.prompts import infill_of
 from appliance.api.stream import Delta
-from appliance.api.tool_format import output_format_of
 from appliance.api.wire import appliance_of, json_response, require
 from appliance.frame.protocol import iso_time, utc_now
 from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
@@ -450,9 +449,8 @@ def _capabilities(appliance: Appliance) -> list[str]:
     model, tokenizer = appliance.model, appliance.tokenizer
     can = ["completion"]
     if tokenizer.chat_template is not None:
-        output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
         can.append("tools")
-        if output_format.thoughts or output_format.tools.is_harmony:
+        if model.output_format.thoughts or model.output_format.tools.is_harmony:
             can.append("thinking")
     if infill_of(tokenizer) is not None:
         can.append("insert")

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import re
 
-from appliance.api.call_readers import read_json
-from appliance.api.text_reading import (
+from appliance.api.tools import Tools
+from appliance.formats.call_readers import read_json
+from appliance.formats.text_reading import (
     CallDelta,
     Part,
     Step,
     TextReading,
     partial_match_chars,
 )
-from appliance.api.tool_format import OutputFormat
-from appliance.api.tools import Tools
+from appliance.formats.tool_format import OutputFormat
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.\-]+)")

@@ -18,8 +18,8 @@ import msgspec
 from appliance.api.ask import Ask
 from appliance.api.logprob_replies import Json, chat_logprobs, completion_logprobs, prompt_logprobs
 from appliance.api.stream import Delta
-from appliance.api.text_reading import CallDelta
 from appliance.api.wire import error_object
+from appliance.formats.text_reading import CallDelta
 from appliance.frame.protocol import iso_time
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError

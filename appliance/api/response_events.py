@@ -16,7 +16,7 @@ import msgspec
 
 from appliance.api.replies import EVENTS, event, keep_alive
 from appliance.api.stream import Delta
-from appliance.api.text_reading import CallDelta
+from appliance.formats.text_reading import CallDelta
 from appliance.json_fields import Fields
 from appliance.request import Request
 from engine.errors import RequestError

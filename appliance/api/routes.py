@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appliance.api.admission import AdmissionTurns
 from appliance.api.appliance import Appliance
 from appliance.api.cache_api import cache_routes, metrics
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.edge import ApiApplication
-from appliance.api.generation import ENDPOINTS, generating_routes
+from appliance.api.endpoints import ENDPOINTS
+from appliance.api.generation import BodyTurns, generating_routes
 from appliance.api.model_choice import model_not_found
 from appliance.api.ollama_api import ollama_routes
 from appliance.api.openapi import document
@@ -63,7 +63,7 @@ def build_app(appliance: Appliance) -> ApiApplication:
         ],
     )
     edge.state.early = EarlyRefusals(appliance, ENDPOINTS, edge.state.http_counts)
-    edge.state.turns = AdmissionTurns()
+    edge.state.turns = BodyTurns()
     edge.state.responses = ResponseStore()
     return edge
 

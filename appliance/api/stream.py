@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
 from appliance.api.output_parser import OutputParser
-from appliance.api.text_reading import (
+from appliance.formats.text_reading import (
     CallDelta,
     Part,
     ReasoningDelta,
     partial_match_chars,
 )
-from appliance.api.tool_format import OutputFormat, output_format_of
 from appliance.request import Request, TokensEmitted
 from engine.schedule.sequence import FinishReason, Sequence
 from engine.text.tokenizer import Detokenizer
@@ -213,7 +212,7 @@ class _SequenceText:
         self._stop = StopMatcher(ask.stop, is_shown=ask.shows_stop)
         self._shown = tokenizer if ask.shows_special else None
         self._parser = _parser(appliance, sequence, ask, prompt_text)
-        marks = _output_format(appliance).tokens if self._parser else ()
+        marks = appliance.model.output_format.tokens if self._parser else ()
         self._marks = {one: text for text, one in tokenizer.special_ids(marks).items()}
         """Special tokens that have a text here: it tells where calls and reasoning begin."""
         self._num_reasoning_tokens = 0
@@ -308,18 +307,13 @@ class _SequenceText:
         self.is_closed = True
 
 
-def _output_format(appliance: Appliance) -> OutputFormat:
-    model = appliance.model
-    return output_format_of(appliance.tokenizer, model.tool_parser, model.reasoning_parser)
-
-
 def _parser(
     appliance: Appliance, sequence: Sequence, ask: Ask, prompt_text: str
 ) -> OutputParser | None:
     """What finds reasoning and calls; None where neither is looked for, as in completions."""
     if not ask.is_chat:
         return None
-    output_format = _output_format(appliance)
+    output_format = appliance.model.output_format
     if not (ask.tools or output_format.thoughts or output_format.tools.is_harmony):
         return None
     must_call = ask.tools is not None and ask.tools.is_required

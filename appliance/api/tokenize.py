@@ -19,7 +19,6 @@ from appliance.api.messages_api import count_ask, in_anthropics_words
 from appliance.api.model_choice import check_model
 from appliance.api.openai import read_chat
 from appliance.api.openai_bodies import ChatRequest
-from appliance.api.tool_format import output_format_of
 from appliance.api.wire import appliance_of, json_response
 from appliance.json_fields import Fields, check, integer, invalid_type, invalid_value
 from appliance.request import ModelInfo
@@ -80,8 +79,7 @@ class _TokenizeApi:
             except RequestError as error:
                 raise in_anthropics_words(error) from error
             assert ask.chat is not None
-            output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-            text = ask.chat.render(tokenizer, output_format).text
+            text = ask.chat.render(tokenizer, model.output_format).text
             if len(text) > MAX_TEXT_CHARS:
                 raise invalid_value("messages", f"has more than {MAX_TEXT_CHARS} characters")
             return {"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))}
@@ -115,8 +113,8 @@ def _encode(fields: Fields, tokenizer: Tokenizer, model: ModelInfo) -> list[int]
         raise invalid_value(given[1], f"cannot be together with `{given[0]}`")
     name = given[0] if given else "prompt"
     if name == "messages":
-        output_format = output_format_of(tokenizer, model.tool_parser, model.reasoning_parser)
-        text = read_chat(check(fields.values, ChatRequest)).render(tokenizer, output_format).text
+        chat = read_chat(check(fields.values, ChatRequest))
+        text = chat.render(tokenizer, model.output_format).text
     else:
         text = fields.required(name)
     if not isinstance(text, str):

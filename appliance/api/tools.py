@@ -31,7 +31,7 @@ from appliance.api.openai_bodies import (
     Tool,
     ToolMode,
 )
-from appliance.api.tool_format import OutputFormat
+from appliance.formats.tool_format import OutputFormat
 from appliance.json_fields import check, invalid_type, invalid_value
 from engine.errors import RequestError
 from engine.text.grammar import (

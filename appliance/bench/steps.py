@@ -28,6 +28,7 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, WorkerFailed
 from engine.wire.messages import Admit, Report, Setup, Stepped
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 
 
@@ -202,7 +203,7 @@ class _Worker:
                 num_prompt_tokens=case.context,
                 num_computed_tokens=0,
                 block_table=list(range(1 + index * count, 1 + (index + 1) * count)),
-                sampling=SamplingParams(num_steps + 1, 0, temperature=0.0, ignore_eos=True),
+                spec=RunSpec(SamplingParams(num_steps + 1, 0, temperature=0.0, ignore_eos=True)),
                 until_output=num_steps + 1,
             ),
         )

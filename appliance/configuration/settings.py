@@ -34,7 +34,7 @@ TOOL_PARSERS = (
     *("hermes", "qwen3_coder", "mistral", "mistral_list", "llama", "pythonic", "granite"),
     *("harmony", "deepseek_v3", "glm", "gemma", "functiongemma"),
 )
-"""The names in api.tool_format, compared by a test: importing it here would be slow."""
+"""The names in formats.tool_format, compared by a test: importing it here would be slow."""
 REASONING_PARSERS = ("think", "mistral", "gemma", "granite")
 
 

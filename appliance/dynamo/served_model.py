@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.api.tool_format import FORMATS, THOUGHTS, output_format_of
+from appliance.formats.tool_format import FORMATS, THOUGHTS, output_format_of
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 

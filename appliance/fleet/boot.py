@@ -38,6 +38,7 @@ from appliance.fleet.weights_plan import (
     plan_weights,
 )
 from appliance.fleet.worker_counts import STARTED_TWO
+from appliance.formats.tool_format import output_format_of
 from appliance.models import cache
 from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
@@ -602,7 +603,7 @@ def _memfd(name: str, num_bytes: int) -> int:
     return fd
 
 
-def model_info(plan: BootPlan) -> ModelInfo:
+def model_info(plan: BootPlan, tokenizer: Tokenizer) -> ModelInfo:
     """Collect what the API needs to know about the model."""
     config, facts = plan.checkpoint.config, facts_of(plan.checkpoint)
     return ModelInfo(
@@ -615,6 +616,7 @@ def model_info(plan: BootPlan) -> ModelInfo:
         sampling=config.sampling,
         aliases=plan.aliases,
         default_max_tokens=plan.default_max_tokens,
+        output_format=output_format_of(tokenizer, plan.tool_parser, plan.reasoning_parser),
         tool_parser=plan.tool_parser,
         reasoning_parser=plan.reasoning_parser,
         folder=str(plan.checkpoint.folder),

@@ -22,7 +22,7 @@ from threading import Thread
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
-from engine.cache.hashes import KEY_BYTES, PrefixChain, PrefixHasher
+from engine.cache.hashes import KEY_BYTES, PrefixHasher
 from engine.errors import ConfigError
 
 log = logging.getLogger("penstock")
@@ -37,31 +37,7 @@ _READ_BYTES = 1 << 20
 _NUM_THREADS = 2
 
 
-class PromptHasher:
-    """Hash prompts into block hashes that include the group of users sharing them.
-
-    Args:
-        hasher: of this model's blocks, as served here.
-        isolates_users: each user finds only blocks of their own prompts.
-    """
-
-    def __init__(self, hasher: PrefixHasher, *, isolates_users: bool) -> None:
-        self._hasher = hasher
-        self._isolates_users = isolates_users
-
-    @property
-    def fingerprint(self) -> bytes:
-        """32 bytes of key and model that identify a cache's blocks on disk."""
-        return self._hasher.fingerprint
-
-    def chain(self, token_ids: list[int], salt: str | None, user: str) -> PrefixChain:
-        """Hash a prompt's blocks for prompts with an equal salt; callable from any thread."""
-        chain = self._hasher.chain(token_ids, salt or "", user if self._isolates_users else "")
-        chain.is_secret = bool(salt)
-        return chain
-
-
-def make_hasher(config: ServeConfig, plan: BootPlan) -> PromptHasher | None:
+def make_hasher(config: ServeConfig, plan: BootPlan) -> PrefixHasher | None:
     """Make the hasher of the model's prefix cache; None: the cache is off.
 
     Raises:
@@ -77,8 +53,8 @@ def make_hasher(config: ServeConfig, plan: BootPlan) -> PromptHasher | None:
             where=str(error.filename or config.state_dir),
             hint="it needs the state folder and the weights; or set --prefix-cache off",
         ) from error
-    hasher = PrefixHasher(key, extra, plan.placement.block_size)
-    return PromptHasher(hasher, isolates_users=config.cache_isolation == "user")
+    isolates_users = config.cache_isolation == "user"
+    return PrefixHasher(key, extra, plan.placement.block_size, isolates_users=isolates_users)
 
 
 def identity(plan: BootPlan, state_dir: Path) -> bytes:

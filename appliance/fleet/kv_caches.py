@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
-from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.dram_cache import DramCache
 from appliance.fleet.ssd_cache import SsdCache
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame
+from engine.cache.hashes import PrefixHasher
 from engine.offload.arena import WorkerCopies
 from engine.schedule.router import Router
 
@@ -34,7 +34,7 @@ class KvCaches:
         self._ssd = SsdCache(config, tell)
 
     async def open(
-        self, plan: BootPlan, hasher: PromptHasher | None, router: Router, workers: Supervisor
+        self, plan: BootPlan, hasher: PrefixHasher | None, router: Router, workers: Supervisor
     ) -> None:
         """Attach the caches to the router, and report faults.
 

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import NO_PREFIX_CACHE, BootPlan, CacheForecast
-from appliance.fleet.cache_identity import PromptHasher
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame
 from appliance.process import read_in_thread
+from engine.cache.hashes import PrefixHasher
 from engine.cache.topology import DRAM, SSD
 from engine.errors import PenstockError
 from engine.offload.arena import StagedDisk, WorkerCopies
@@ -250,7 +250,7 @@ class BlockFormat:
     """The model's name, for people."""
 
 
-def _kept_blocks(plan: BootPlan, hasher: PromptHasher) -> BlockFormat:
+def _kept_blocks(plan: BootPlan, hasher: PrefixHasher) -> BlockFormat:
     """What is kept of a plan's pools, staging buffers left out."""
     setups = [setup for _, setup in plan.workers]
     pool_fds = {setup.pool.name: setup.pool.fd for setup in setups}
@@ -300,7 +300,7 @@ class SsdCache:
     async def open(
         self,
         plan: BootPlan,
-        hasher: PromptHasher | None,
+        hasher: PrefixHasher | None,
         router: Router,
         workers: Supervisor,
         copies: WorkerCopies,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from time import perf_counter_ns
 
+from engine.wire.cache_scope import CacheScope
+
 KEY_BYTES = 32
 HASH_BYTES = 16
 
@@ -25,10 +27,14 @@ class PrefixHasher:
         key: KEY_BYTES secret bytes.
         extra: everything besides tokens that blocks depend on, in any unambiguous form.
         block_size: tokens in a block.
+        isolates_users: no user finds blocks that another has left.
     """
 
-    def __init__(self, key: bytes, extra: bytes, block_size: int) -> None:
+    def __init__(
+        self, key: bytes, extra: bytes, block_size: int, *, isolates_users: bool = False
+    ) -> None:
         self.block_size = block_size
+        self._isolates_users = isolates_users
         self._key = key
         self._extra = blake2b(extra).digest()
         self._block = blake2b(digest_size=HASH_BYTES, key=key, person=b"block")
@@ -38,23 +44,28 @@ class PrefixHasher:
         """32 bytes that name the key and all that a block's values depend on besides its tokens."""
         return blake2b(self._extra, digest_size=32, key=self._key, person=b"kept").digest()
 
-    def root(self, *salts: str) -> Hash:
-        """Return the root of all chains with these salts; other salts never give equal hashes.
+    def scope(self, salt: str | None = None, user: str = "") -> CacheScope:
+        """Name the prompts that find each other's blocks: no hash of another scope is alike.
 
         Args:
-            salts: separate the prompts that may share blocks, as a client's secret and a user's
-                name.
+            salt: a client's secret; None: it has none.
+            user: of the prompt; it counts only where users are isolated.
         """
         root = blake2b(self._extra, digest_size=HASH_BYTES, key=self._key, person=b"root")
-        for salt in salts:
-            data = salt.encode("utf-8", "surrogatepass")
+        for part in (salt or "", user if self._isolates_users else ""):
+            data = part.encode("utf-8", "surrogatepass")
             root.update(len(data).to_bytes(8, "little") + data)
-        return root.digest()
+        return CacheScope(root.digest(), bool(salt))
 
-    def chain(self, token_ids: Sequence[int], *salts: str) -> PrefixChain:
-        """Hash a prompt's full blocks."""
+    def chain(self, token_ids: Sequence[int], scope: CacheScope | None = None) -> PrefixChain:
+        """Hash a prompt's full blocks; from any thread.
+
+        Args:
+            token_ids: the prompt.
+            scope: of its blocks; None: that of prompts without salt and user.
+        """
         began_ns = perf_counter_ns()
-        chain = PrefixChain(self, self.root(*salts))
+        chain = PrefixChain(self, scope or self.scope())
         chain.grow(token_ids)
         chain.took_ns = perf_counter_ns() - began_ns
         return chain
@@ -78,19 +89,17 @@ class PrefixChain:
 
     Args:
         hasher: that makes them.
-        root: the beginning of the chain.
+        scope: the prompts that may find its blocks.
     """
 
-    __slots__ = ("_hasher", "hashes", "is_secret", "root", "took_ns")
+    __slots__ = ("_hasher", "hashes", "scope", "took_ns")
 
-    def __init__(self, hasher: PrefixHasher, root: Hash) -> None:
+    def __init__(self, hasher: PrefixHasher, scope: CacheScope) -> None:
         self._hasher = hasher
-        self.root = root
+        self.scope = scope
         self.hashes: list[Hash] = []
         self.took_ns = 0
         """Time to hash the prompt; 0 for a copy."""
-        self.is_secret = False
-        """Whether its root has a client's secret: its blocks never reach a disk."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -101,7 +110,7 @@ class PrefixChain:
 
     def parent(self, place: int) -> Hash:
         """Return the hash before the block at a place."""
-        return self.hashes[place - 1] if place else self.root
+        return self.hashes[place - 1] if place else self.scope.root
 
     def grow(self, token_ids: Sequence[int]) -> None:
         """Hash the full blocks of the tokens after the hashed blocks."""
@@ -124,7 +133,6 @@ class PrefixChain:
 
     def copy(self) -> PrefixChain:
         """Copy the chain, so that each of several answers to a prompt grows its own."""
-        twin = PrefixChain(self._hasher, self.root)
-        twin.is_secret = self.is_secret
+        twin = PrefixChain(self._hasher, self.scope)
         twin.hashes = list(self.hashes)
         return twin

@@ -64,7 +64,7 @@ class CacheContents:
     def stored(self, sequence: Sequence, topology: range) -> None:
         """Blocks of a sequence can be found from now on, or could be before."""
         chain = sequence.prefix
-        if chain is None or chain.is_secret:
+        if chain is None or chain.scope.is_secret:
             return
         for place in topology:
             block_hash = chain.hashes[place]
@@ -75,7 +75,7 @@ class CacheContents:
                 block_id=_id_of(block_hash),
                 parent_id=_id_of(chain.hashes[place - 1]) if place else None,
                 place=place,
-                root=chain.root,
+                root=chain.scope.root,
                 token_ids=array("I", sequence.tokens_between(start, start + self.block_size)),
             )
             self._tell(ContentsChange(True, block))

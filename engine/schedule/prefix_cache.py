@@ -177,7 +177,7 @@ class PrefixCache:
             sequence: has no blocks.
             open_workers: those that take work.
         """
-        if not self.tiers or sequence.prefix is None or sequence.prefix.is_secret:
+        if not self.tiers or sequence.prefix is None or sequence.prefix.scope.is_secret:
             return False
         if not self.tiers.has_decided(sequence.seq_id):
             hits, kv_pool = self.hits(sequence), self._ledger.pools
@@ -200,7 +200,7 @@ class PrefixCache:
     def release_preempted(self, sequence: Sequence) -> None:
         """Others need its blocks; those that are full are stored first where that is cheaper."""
         chain, computed_in = sequence.prefix, sequence.computed_in
-        if self.tiers and chain and not chain.is_secret and computed_in:
+        if self.tiers and chain and not chain.scope.is_secret and computed_in:
             pool, life = computed_in
             kv_pool, hashes = (
                 self._ledger.pools[pool],
@@ -274,7 +274,7 @@ class PrefixCache:
             self._counters.prefix_cache_queries += sequence.num_prompt_tokens
             self._counters.prefix_cache_hits += sequence.num_cached_tokens
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
-            if self.tiers and not sequence.prefix.is_secret:
+            if self.tiers and not sequence.prefix.scope.is_secret:
                 num_found = len(found.get(kv_pool.name, ()))
                 self.tiers.placed(sequence.prefix.hashes, num_found)
         self.forget(sequence)
@@ -332,7 +332,7 @@ class PrefixCache:
         self._ledger.publish(sequence.seq_id, pool, chain, range(first, num_full), sequence.owner)
         self.contents.stored(sequence, range(first, num_full))
         sequence.num_published_blocks = num_full
-        if self.tiers and not chain.is_secret:
+        if self.tiers and not chain.scope.is_secret:
             self.tiers.computed(chain.hashes[first:num_full])
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
 

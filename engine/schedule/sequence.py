@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from engine.cache.hashes import PrefixChain
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob
 
 
@@ -174,10 +175,9 @@ class Sequence:
     index: int
     """Position among the request's sequences; the `index` of its choice in the reply."""
     prompt_token_ids: list[int]
-    sampling: SamplingParams
+    spec: RunSpec
+    """What is wanted of it; every admit has it unchanged."""
     stamps: Stamps
-    owner: str = ""
-    """Whose it is, for fair shares of the queue."""
     prefix: PrefixChain | None = None
     """The hashes of its full blocks; None: it neither finds others' blocks nor leaves its own."""
     num_cached_tokens: int = 0
@@ -282,6 +282,16 @@ class Sequence:
     @property
     def last_worker(self) -> str | None:
         return self.where.worker if isinstance(self.where, Ended) else self.worker
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are drawn."""
+        return self.spec.sampling
+
+    @property
+    def owner(self) -> str:
+        """Whose share of the queue it takes."""
+        return self.spec.owner
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -101,7 +101,7 @@ def admit(sequence: Sequence, stage: RouteStage, table: list[int]) -> Admit:
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
         block_table=table,
-        sampling=sequence.sampling,
+        spec=sequence.spec,
         until_output=stage.until_output,
         max_chunk_tokens=sequence.max_chunk_tokens,
     )

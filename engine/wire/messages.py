@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.wire.sampling import SamplingParams, TokenLogprob
+from engine.wire.run_spec import RunSpec
+from engine.wire.sampling import TokenLogprob
 
 
 class PoolSpec(msgspec.Struct, frozen=True):
@@ -160,7 +161,7 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     num_prompt_tokens: int
     num_computed_tokens: int
     block_table: list[int]
-    sampling: SamplingParams
+    spec: RunSpec
     until_output: int
     max_chunk_tokens: int | None = None
     """Maximum prompt tokens per step, to protect others' ITL; None: no limit."""

@@ -11,7 +11,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How to choose the next token. Crosses to workers inside Admit."""
+    """How to choose the next token. Crosses to workers in a RunSpec."""
 
     max_tokens: int
     """Maximum output tokens; at least 1."""

@@ -310,6 +310,6 @@ class StepLoop:
             self._runner.extended(extended)
 
     def _take(self, admit: Admit) -> WorkerRequest:
-        grammar = admit.sampling.grammar
+        grammar = admit.spec.sampling.grammar
         matcher = None if grammar is None else self._runner.grammars.compile(grammar)
         return WorkerRequest.of(admit, self._eos_token_ids, time.monotonic_ns(), matcher)

@@ -56,9 +56,10 @@ class WorkerRequest:
     ) -> WorkerRequest:
         """Make the worker's record of a sequence from its admit."""
         # a grammar allows an end of text only where it is complete, so that is no end to ignore
-        is_endless = admit.sampling.ignore_eos and matcher is None
+        sampling = admit.spec.sampling
+        is_endless = sampling.ignore_eos and matcher is None
         eos = () if is_endless else eos_token_ids
-        only = admit.sampling.allowed_token_ids
+        only = sampling.allowed_token_ids
         return cls(
             seq_id=admit.seq_id,
             generation=admit.generation,
@@ -66,11 +67,11 @@ class WorkerRequest:
             num_prompt_tokens=admit.num_prompt_tokens,
             num_computed_tokens=admit.num_computed_tokens,
             block_table=admit.block_table,
-            sampling=admit.sampling,
+            sampling=sampling,
             until_output=admit.until_output,
             admitted_ns=now_ns,
             max_chunk_tokens=admit.max_chunk_tokens,
-            stop_token_ids=frozenset(eos) | frozenset(admit.sampling.stop_token_ids),
+            stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             matcher=matcher,
             allowed_ids=None if only is None else torch.tensor(only, dtype=torch.int64),
         )

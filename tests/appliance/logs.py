@@ -16,6 +16,7 @@ from appliance.log.row import LogRow
 from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 
 US = 1_000
@@ -38,7 +39,7 @@ def sequence(index: int = 0, *, finished_us: int = 30_000, reason: str = "length
         request_id="cmpl-1",
         index=index,
         prompt_token_ids=[1, 2, 3],
-        sampling=SamplingParams(max_tokens=10, seed=5, temperature=0.0),
+        spec=RunSpec(SamplingParams(max_tokens=10, seed=5, temperature=0.0)),
         stamps=stamps,
         output_token_ids=[4] * 10,
         finish_reason=FinishReason(reason),

@@ -22,6 +22,7 @@ from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import FakeWorker
 
@@ -107,9 +108,8 @@ def a_request(service, peer="her", num_sequences=1, num_prompt_tokens=3, max_tok
             request_id=request_id,
             index=index,
             prompt_token_ids=[1] * num_prompt_tokens,
-            sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+            spec=RunSpec(SamplingParams(max_tokens=max_tokens, seed=0), owner=peer.name),
             stamps=Stamps(index + 1),
-            owner=peer.name,
         )
         for index in range(num_sequences)
     ]

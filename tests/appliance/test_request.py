@@ -8,6 +8,7 @@ from appliance.log.row import LogRow
 from appliance.request import Inbox, TokensEmitted
 from engine.cache.hashes import PrefixHasher
 from engine.schedule.sequence import RouteStage, Sequence, Stamps
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.appliance.machine import make_machine
 
@@ -18,7 +19,9 @@ def machine(tiny_llama, tmp_path):
 
 
 def emitted(token_id: int) -> TokensEmitted:
-    sequence = Sequence(1, "cmpl-1", 0, [1], SamplingParams(9, seed=0), Stamps(arrived_ns=0))
+    sequence = Sequence(
+        1, "cmpl-1", 0, [1], RunSpec(SamplingParams(9, seed=0)), Stamps(arrived_ns=0)
+    )
     return TokensEmitted(sequence, [token_id], [], False)
 
 

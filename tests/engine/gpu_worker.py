@@ -15,6 +15,7 @@ from engine.wire.messages import (
     WeightsComplete,
     WeightsLoaded,
 )
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.loop import StepLoop
 from engine.workers.on_gpu import start
@@ -149,7 +150,7 @@ def admit(outputs=(), computed=0, until=12, seq_id=1, prompt=PROMPT, **sampling)
         num_prompt_tokens=len(prompt),
         num_computed_tokens=computed,
         block_table=list(range(first, first + 10)),
-        sampling=SamplingParams(12, seq_id, **{"temperature": 0.0} | sampling),
+        spec=RunSpec(SamplingParams(12, seq_id, **{"temperature": 0.0} | sampling)),
         until_output=until,
     )
 

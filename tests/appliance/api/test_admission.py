@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from appliance.api import admission
+from appliance.api import endpoints, generation
 from appliance.api.fair_threads import Turns
 from appliance.api.wire import Arrival
 from appliance.json_fields import MAX_MARKS
@@ -57,21 +57,21 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
 ):
     gate, entered = threading.Event(), []
 
-    class SlowFields(admission.Fields):
+    class SlowFields(endpoints.Fields):
         @classmethod
         def of_body(cls, body):
-            if len(body) > admission.MAX_INLINE_BYTES:
+            if len(body) > generation.MAX_INLINE_BYTES:
                 entered.append(len(body))
                 assert gate.wait(60)
             return super().of_body(body)
 
-    monkeypatch.setattr(admission, "Fields", SlowFields)
-    large = {"prompt": "hello", "max_tokens": 1, "x": "x" * admission.MAX_INLINE_BYTES}
+    monkeypatch.setattr(endpoints, "Fields", SlowFields)
+    large = {"prompt": "hello", "max_tokens": 1, "x": "x" * generation.MAX_INLINE_BYTES}
     try:
         waiting = [await served.post("/v1/completions", large) for _ in range(3)]
-        await until(lambda: len(entered) == admission.NUM_THREADS)
+        await until(lambda: len(entered) == generation.NUM_THREADS)
         assert (await served.chat(max_tokens=1)).status_code == 200
-        assert len(entered) == admission.NUM_THREADS
+        assert len(entered) == generation.NUM_THREADS
         _, writer = waiting.pop()
         writer.close()  # whose work has not begun
     finally:

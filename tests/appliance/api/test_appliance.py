@@ -202,4 +202,4 @@ async def test_a_change_of_targets_is_answered_with_what_holds_then(kept):
 
 
 async def test_without_a_prefix_cache_prompts_have_no_hashes(kept):
-    assert kept.appliance.hash_prompt([1, 2, 3], None, "her") is None
+    assert kept.appliance.hasher is None

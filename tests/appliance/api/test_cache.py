@@ -11,6 +11,7 @@ from engine.cache.hashes import PrefixHasher
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.appliance.api_server import serving
 from tests.appliance.peers import BOB, client_of
@@ -41,9 +42,15 @@ async def served(appliance, pool, tmp_path):
 
 def store(appliance, pool, tokens, salt: str = "") -> list[int]:
     """Let the blocks of these tokens be found; which they are."""
-    chain = HASHER.chain(tokens, salt)
+    chain = HASHER.chain(tokens, HASHER.scope(salt))
     sequence = Sequence(
-        1, "r", 0, list(tokens), SamplingParams(max_tokens=1, seed=0), Stamps(0), prefix=chain
+        1,
+        "r",
+        0,
+        list(tokens),
+        RunSpec(SamplingParams(max_tokens=1, seed=0)),
+        Stamps(0),
+        prefix=chain,
     )
     blocks = pool.take(len(chain))
     for place, block_id in enumerate(blocks):
@@ -78,7 +85,6 @@ async def test_what_is_there_comes_first_and_then_each_change(served, appliance,
 
 
 async def test_nobody_is_told_of_prompts_that_its_own_would_not_find(served, appliance, pool):
-    appliance.salts.clear()
     store(appliance, pool, range(4), "a secret")
     async with served.http.stream("GET", "/v1/penstock/cache") as reply:
         lines = Lines(reply)
@@ -115,7 +121,7 @@ async def test_it_is_for_operators_and_where_there_is_a_cache(served, appliance)
 
 def test_only_so_many_changes_are_kept(pool, appliance):
     contents = appliance.cache_contents = CacheContents({"only": pool})
-    root = HASHER.root("")
+    root = HASHER.scope().root
     store(appliance, pool, range(4))
     assert [change.is_stored for change in contents.changes(0, root)] == [True]
     assert contents.changes(contents.num_changes, root) == []

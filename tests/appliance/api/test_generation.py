@@ -199,7 +199,7 @@ async def test_a_bug_while_replying_is_answered_logged_and_closed(
 
 
 async def test_a_waiting_stream_has_its_headers_and_is_kept_alive(served, appliance, monkeypatch):
-    monkeypatch.setattr("appliance.api.generation.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("appliance.api.respond.KEEP_ALIVE_S", 0.02)
     appliance.gate.clear()
     async with served.http.stream(
         "POST", "/v1/completions", json={"prompt": "hello", "stream": True}

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.api.output_parser import OutputParser
-from appliance.api.text_reading import CallDelta, ReasoningDelta
-from appliance.api.tool_format import FORMATS, THOUGHTS, OutputFormat
 from appliance.api.tools import Tools
+from appliance.formats.text_reading import CallDelta, ReasoningDelta
+from appliance.formats.tool_format import FORMATS, THOUGHTS, OutputFormat
 
 SCHEMA = {
     "type": "object",

@@ -14,6 +14,7 @@ from appliance.api.stream import Delta
 from appliance.request import ModelInfo, Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.tiny_tokenizers import byte_level
 
@@ -33,7 +34,7 @@ def shape_of(fields: dict[str, object]) -> ReplyShape:
     is_chat = body["messages"] is not None
     ask = chat_ask(body, MODEL) if is_chat else completion_ask(body, MODEL, 8)
     sequences = [
-        Sequence(1 + i, "id", i, [1], SamplingParams(9, seed=0), Stamps(arrived_ns=0))
+        Sequence(1 + i, "id", i, [1], RunSpec(SamplingParams(9, seed=0)), Stamps(arrived_ns=0))
         for i in range(2)
     ]
     # A client chooses the name under which it asks for the model.

@@ -13,6 +13,7 @@ from appliance.api.stream import Delta, OpenReply, StopMatcher
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob
 from tests.tiny_tokenizers import byte_level
 
@@ -46,7 +47,7 @@ def request_of(num_sequences: int = 1) -> Request:
             request_id="cmpl-1",
             index=index,
             prompt_token_ids=[1],
-            sampling=SamplingParams(max_tokens=99, seed=0),
+            spec=RunSpec(SamplingParams(max_tokens=99, seed=0)),
             stamps=Stamps(arrived_ns=0),
         )
         for index in range(num_sequences)
@@ -244,7 +245,7 @@ async def continued(appliance, before, after, stops, *, has_ended=True) -> Delta
     body = {"prompt": [1, *before], "output_offset": len(before), "stop": list(stops)}
     ask = completion_ask(body, ModelInfo("m", 10_000, 300, (), None, 0), 1)
     request.sequences[0].prompt_token_ids = [1, *before]
-    request.sequences[0].sampling = ask.sampling(1 + len(before), 10_000)
+    request.sequences[0].spec = RunSpec(ask.sampling(1 + len(before), 10_000))
     reply = OpenReply(appliance, request, ask)
     said = Delta(request.sequences[0])
     emit(request, after, reason=FinishReason.LENGTH if has_ended else None)

@@ -24,8 +24,10 @@ from engine.profile.facts import PROMPT_MS, FactKey
 from engine.profile.product_ways import WaysChoice
 from engine.profile.prompt_steps import MIN_SAMPLES, STEP_TOKENS
 from engine.schedule.step_times import place_of
+from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GpuSpec
 from tests.gguf_files import write_gguf
+from tests.tiny_tokenizers import byte_level
 
 
 def config(tmp_path, **fields):
@@ -286,7 +288,7 @@ def test_a_lowered_model_length_is_said(plan_of, tiny_llama, caplog):
 def test_what_a_chat_without_a_limit_gets_is_the_operators_word(plan_of, tiny_llama):
     for asked in (None, 300):
         plan = plan_of(model=tiny_llama, default_max_tokens=asked)
-        assert model_info(plan).default_max_tokens == asked
+        assert model_info(plan, Tokenizer(byte_level())).default_max_tokens == asked
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):

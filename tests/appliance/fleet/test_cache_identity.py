@@ -188,12 +188,12 @@ def test_users_share_what_is_cached_unless_they_are_set_apart(tmp_path, isolatio
     hasher = make_hasher(config, make_plan(config))
     assert hasher is not None
     ana, ben, salted = (
-        hasher.chain(list(range(64)), salt, user).root
+        hasher.scope(salt, user).root
         for salt, user in ((None, "ana"), (None, "ben"), ("secret", "ana"))
     )
     assert (ana != ben) == are_apart
     assert salted not in (ana, ben)
-    assert hasher.chain([], "secret", "ben").root != salted or not are_apart
+    assert hasher.scope("secret", "ben").root != salted or not are_apart
 
 
 def test_without_a_cache_nothing_is_hashed_or_written(tmp_path):

@@ -20,6 +20,7 @@ from appliance.log.query import RowQuery, read_rows
 from appliance.log.row import LogRow, RowEnergy, insert_row
 from appliance.log.writer import RequestLog
 from engine.schedule.sequence import Stamps
+from engine.wire.run_spec import RunSpec
 from migrations.request_log import migration
 from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start
 
@@ -123,7 +124,7 @@ def test_a_request_that_goes_on_from_another_says_with_which_output(path: Path) 
     """Its seed alone does not tell what it drew."""
     asked = request("cmpl-1")
     (one,) = asked.sequences
-    one.sampling = msgspec.structs.replace(one.sampling, output_offset=2)
+    one.spec = RunSpec(msgspec.structs.replace(one.sampling, output_offset=2))
     log = start(path)
     log.record(LogRow.from_request(asked))
     log.record(row("cmpl-2"))

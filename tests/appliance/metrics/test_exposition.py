@@ -22,6 +22,7 @@ from appliance.frame.protocol import (
 from appliance.metrics.exposition import exposition
 from appliance.telemetry.signals import STAGING
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.tui.frames import busy, eight_gpus, idle, loading, pool, three_pools, worker
 
@@ -58,7 +59,7 @@ def sequence(finish_reason=FinishReason.STOP, num_output_tokens=3) -> Sequence:
     """One that has ended, with every stage."""
     ms = 1_000_000
     stamps = Stamps(0, 1 * ms, 21 * ms, 121 * ms, 123 * ms, 124 * ms, 140 * ms, 160 * ms, 161 * ms)
-    made = Sequence(1, "cmpl-1", 0, [1] * 40, SamplingParams(max_tokens=8, seed=0), stamps)
+    made = Sequence(1, "cmpl-1", 0, [1] * 40, RunSpec(SamplingParams(max_tokens=8, seed=0)), stamps)
     made.output_token_ids = [1] * num_output_tokens
     made.finish_reason = finish_reason
     return made

@@ -29,6 +29,7 @@ from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, SequenceStep, Stepped
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.appliance.logs import request
 
@@ -42,7 +43,9 @@ def asked(*seq_ids: int) -> Request:
     """A request of some sequences, each of 100 prompt tokens."""
     sampling = SamplingParams(max_tokens=1000, seed=0)
     rid = f"cmpl-{seq_ids[0]}"
-    return request(rid, *(Sequence(i, rid, 0, [1] * 100, sampling, Stamps(0)) for i in seq_ids))
+    return request(
+        rid, *(Sequence(i, rid, 0, [1] * 100, RunSpec(sampling), Stamps(0)) for i in seq_ids)
+    )
 
 
 class Account:
@@ -363,9 +366,8 @@ class Machine:
             request_id=f"cmpl-{number}",
             index=0,
             prompt_token_ids=[1] * num_prompt_tokens,
-            sampling=SamplingParams(max_tokens=num_output_tokens, seed=0),
+            spec=RunSpec(SamplingParams(max_tokens=num_output_tokens, seed=0), owner=user),
             stamps=Stamps(time.monotonic_ns()),
-            owner=user,
         )
         request = Request(
             request_id=f"cmpl-{number}",

@@ -19,6 +19,7 @@ from appliance.telemetry.windows import MIN_STALL_MS, WINDOW_S, UsualTimes, Wind
 from engine.schedule.elastic import Slo
 from engine.schedule.sequence import FinishReason, Phase, Sequence, Stamps
 from engine.wire.messages import SequenceStep, Stepped
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.appliance.machine import Machine, make_machine
 from tests.engine.schedule.harness import World
@@ -36,7 +37,7 @@ def sequence(reason=FinishReason.STOP, queue_ms=20, num_output_tokens=3) -> Sequ
     first = started + 100 * MS
     last = first + 10 * MS * (num_output_tokens - 1)
     stamps = Stamps(0, MS, started, first, first + MS, first + 2 * MS, last, last, last)
-    made = Sequence(1, "cmpl-1", 0, [1], SamplingParams(max_tokens=8, seed=0), stamps)
+    made = Sequence(1, "cmpl-1", 0, [1], RunSpec(SamplingParams(max_tokens=8, seed=0)), stamps)
     made.output_token_ids = [1] * num_output_tokens
     made.finish_reason = reason
     return made
@@ -73,7 +74,7 @@ def first_tokens(windows: Windows, now_s: float, *seen: tuple[int, float, float]
     for num_tokens, queue_ms, prefill_ms in seen:
         started, first = int(queue_ms * MS), int((queue_ms + prefill_ms) * MS)
         made = Sequence(
-            1, "cmpl-1", 0, [1] * num_tokens, SamplingParams(max_tokens=8, seed=0),
+            1, "cmpl-1", 0, [1] * num_tokens, RunSpec(SamplingParams(max_tokens=8, seed=0)),
             Stamps(0, 0, started, first),
         )  # fmt: skip
         windows.first_token(made, queue_ms + prefill_ms, int(now_s * SECOND))

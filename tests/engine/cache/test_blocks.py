@@ -105,7 +105,7 @@ def test_a_command_can_grow_and_be_answered_in_parts():
 
 def published(ledger, owner, count, salt=""):
     """The owner's blocks of a chain of so many, full and computed."""
-    chain = HASHER.chain(range(4 * count), salt)
+    chain = HASHER.chain(range(4 * count), HASHER.scope(salt))
     assert ledger.reserve(owner, {"kv": count + 1})
     ledger.publish(owner, "kv", chain, range(count), "ana")
     return chain
@@ -230,7 +230,7 @@ class LedgerWalk(RuleBasedStateMachine):
     def reserve(self, kv, staging, salt, user):
         """With what is found of a chain; the rest of it is computed, but for the last block."""
         owner, self.next_id = self.next_id, self.next_id + 1
-        chain = HASHER.chain(range(4 * max(kv - 1, 0)), salt)
+        chain = HASHER.chain(range(4 * max(kv - 1, 0)), HASHER.scope(salt))
         pool = self.ledger.pools["kv"]
         found = pool.index.blocks(chain.hashes)
         assert len(found) <= pool.index.num_hit(chain.hashes)

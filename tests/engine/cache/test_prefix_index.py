@@ -194,7 +194,7 @@ def test_a_copy_grows_on_its_own():
     twin.grow([5, 6, 7, 8])
     chain.grow([5, 6, 7, 9])
     assert (len(chain), len(twin), chain.num_common(twin)) == (2, 2, 1)
-    assert chain.parent(0) == twin.parent(0) == chain.root
+    assert chain.parent(0) == twin.parent(0) == chain.scope.root
     assert chain.parent(1) == chain.hashes[0]
 
 
@@ -203,7 +203,7 @@ def test_a_copy_grows_on_its_own():
     [
         hasher(key=bytes(32)).chain([1, 2, 3, 4]),
         hasher(extra=b"another").chain([1, 2, 3, 4]),
-        hasher().chain([1, 2, 3, 4], "salt"),
+        hasher().chain([1, 2, 3, 4], hasher().scope("salt")),
         hasher(size=2).chain([1, 2, 3, 4]),
     ],
     ids=["key", "extra", "salt", "block size"],
@@ -213,5 +213,6 @@ def test_what_a_block_depends_on_beside_its_tokens_sets_it_apart(other):
 
 
 def test_salts_are_told_apart_wherever_they_are_cut():
-    roots = [(), ("",), ("ab",), ("a", "b"), ("", "ab"), ("ab", ""), ("b", "a"), ("\ud800",)]
-    assert len({hasher().root(*salts) for salts in roots}) == len(roots)
+    one = PrefixHasher(KEY, b"model", SIZE, isolates_users=True)
+    scopes = [(), ("ab",), ("a", "b"), ("", "ab"), ("b", "a"), ("\ud800",)]
+    assert len({one.scope(*salts).root for salts in scopes}) == len(scopes)

@@ -9,6 +9,7 @@ from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.wire.messages import Copied, CoresUsed, Stepped
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import BLOCK_SIZE, FakeWorker, next_token
 
@@ -93,10 +94,9 @@ class World:
             request_id=f"r{seq_id}",
             index=0,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=max_tokens, seed=0, temperature=0),
+            spec=RunSpec(SamplingParams(max_tokens=max_tokens, seed=0, temperature=0), owner=owner),
             stamps=Stamps(self.now_ns, self.now_ns),
-            owner=owner,
-            prefix=HASHER.chain(prompt, salt),
+            prefix=HASHER.chain(prompt, HASHER.scope(salt)),
         )
 
     def submit(self, *sequences):
@@ -204,7 +204,7 @@ class World:
 
     def check_contents(self):
         """Who follows what is told of the cache knows what is in it, and nothing else."""
-        contents, root = self.router.prefixes.contents, HASHER.root("")
+        contents, root = self.router.prefixes.contents, HASHER.scope().root
         for is_stored, block in contents.changes(self.num_told, root):
             if is_stored:
                 assert block.block_id not in self.told

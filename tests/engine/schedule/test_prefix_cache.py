@@ -8,6 +8,7 @@ import pytest
 
 from engine.cache.blocks import BlockState
 from engine.schedule.sequence import FinishReason, On, Phase
+from engine.wire.run_spec import RunSpec
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import ARMS, COPYING, World, expected_tokens, next_turn, walk
 
@@ -156,7 +157,7 @@ def test_walks_with_fetches_lose_nothing(arm):
 
 def with_logprobs(sequence):
     sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=0)
-    return dataclasses.replace(sequence, sampling=sampling)
+    return dataclasses.replace(sequence, spec=RunSpec(sampling))
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -18,6 +18,7 @@ from engine.schedule.waiting_limit import (
     QueueRate,
     WaitingLimit,
 )
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 
 SECOND_NS = 1_000_000_000
@@ -38,9 +39,8 @@ class Makes:
             request_id=f"r{self.last_id}",
             index=0,
             prompt_token_ids=[1] * num_prompt_tokens,
-            sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+            spec=RunSpec(SamplingParams(max_tokens=max_tokens, seed=0), owner=owner),
             stamps=Stamps(at_ns),
-            owner=owner,
         )
 
 

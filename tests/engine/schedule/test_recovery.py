@@ -7,12 +7,13 @@ from engine.schedule.block_allocator import PreemptionCandidate, victim
 from engine.schedule.sequence import Sequence, Stamps
 from engine.schedule.sequence_table import age
 from engine.schedule.worker_routes import MAX_PREEMPTIONS
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 
 
 def holder(seq_id, arrived_ns, num_freed, num_lost, num_preemptions=0, is_short=False):
     sampling = SamplingParams(max_tokens=9, seed=0)
-    sequence = Sequence(seq_id, "r", 0, [1], sampling, Stamps(arrived_ns))
+    sequence = Sequence(seq_id, "r", 0, [1], RunSpec(sampling), Stamps(arrived_ns))
     sequence.num_preemptions = num_preemptions
     return PreemptionCandidate(sequence, num_freed, num_lost, is_short)
 

@@ -12,6 +12,7 @@ from engine.schedule.sequence import On, Phase, RouteStage, Sequence, Stamps
 from engine.schedule.step_times import StepLoad
 from engine.schedule.worker_routes import Pair
 from engine.wire.messages import CoresUsed, SequenceStep, Stepped
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 
 PLACES = make_topology(["prefill"], ["decode"], "alias")
@@ -78,7 +79,7 @@ def entry(num_computed_tokens, num_scheduled_tokens):
 
 def sequence(worker=None, phase=Phase.DECODING, num_prompt_tokens=200):
     sampling = SamplingParams(max_tokens=50, seed=0)
-    made = Sequence(1, "r", 0, [1] * num_prompt_tokens, sampling, Stamps(0))
+    made = Sequence(1, "r", 0, [1] * num_prompt_tokens, RunSpec(sampling), Stamps(0))
     made.stages = (RouteStage(worker or "decode", 50),)
     if worker is not None:
         made.where = On(made.stages[0])

@@ -8,6 +8,7 @@ import pytest
 from engine.errors import ChannelClosed
 from engine.wire.channel import DaemonChannel, WorkerChannel
 from engine.wire.messages import Admit, LoadingProgress, Release, WeightsComplete
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 
 
@@ -27,7 +28,7 @@ def admit(num_tokens):
         num_prompt_tokens=num_tokens,
         num_computed_tokens=0,
         block_table=[1],
-        sampling=SamplingParams(max_tokens=1, seed=0),
+        spec=RunSpec(SamplingParams(max_tokens=1, seed=0)),
         until_output=1,
     )
 

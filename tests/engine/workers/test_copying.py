@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.errors import WorkerFailed
 from engine.wire.messages import Admit, Copy, FilledBy, Unmapped
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers import copying
 from engine.workers.copying import Copier, copy_blocks, probe
@@ -143,7 +144,9 @@ def test_pages_of_a_copys_target_are_made_before_there_is_something_to_copy():
     copier = Copier({"kv": source, "other": target}, 64, lambda report: None)
     pairs = [(3, 10), (4, 11), (5, 12), (6, 30)]
     sampling = SamplingParams(max_tokens=1, seed=0)
-    waiting = WorkerRequest.of(Admit(1, 1, [7] * 200, 200, 0, [3, 4, 5, 6], sampling, 1), (), 0)
+    waiting = WorkerRequest.of(
+        Admit(1, 1, [7] * 200, 200, 0, [3, 4, 5, 6], RunSpec(sampling), 1), (), 0
+    )
     copier.take(Copy(1, "kv", "other", pairs, FilledBy(1, 1, 0)), waiting)
 
     def made_bytes():

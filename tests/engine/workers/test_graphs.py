@@ -16,6 +16,7 @@ from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from engine.wire.messages import Admit, Release
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
@@ -135,7 +136,7 @@ def admit(seq_id, num_prompt_tokens, num_outputs, **sampling):
         num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=0,
         block_table=list(range(first, first + BLOCKS_EACH)),
-        sampling=SamplingParams(num_outputs, seq_id, **{"temperature": 0.0} | sampling),
+        spec=RunSpec(SamplingParams(num_outputs, seq_id, **{"temperature": 0.0} | sampling)),
         until_output=num_outputs,
     )
 

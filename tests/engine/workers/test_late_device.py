@@ -16,6 +16,7 @@ from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.wire.messages import Copied
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
@@ -148,12 +149,14 @@ def sequence_of(seq_id, now_ns):
         request_id="r",
         index=0,
         prompt_token_ids=[rng.randrange(250) for _ in range(length)],
-        sampling=SamplingParams(
-            rng.choice([rng.randrange(1, 9), rng.randrange(12, 20)]),
-            seq_id,
-            temperature=rng.choice([0.0, 1.0]),
-            presence_penalty=rng.choice([0.0, 0.0, 1.0]),  # then the host samples
-            ignore_eos=True,
+        spec=RunSpec(
+            SamplingParams(
+                rng.choice([rng.randrange(1, 9), rng.randrange(12, 20)]),
+                seq_id,
+                temperature=rng.choice([0.0, 1.0]),
+                presence_penalty=rng.choice([0.0, 0.0, 1.0]),  # then the host samples
+                ignore_eos=True,
+            )
         ),
         stamps=Stamps(arrived_ns=now_ns),
     )
@@ -202,7 +205,9 @@ def test_blocks_that_pass_on_hold_what_was_computed_whatever_is_dropped(
 
 def test_a_step_that_samples_nothing_is_done_when_it_is_collected(folder):
     with contextlib.closing(Machine(folder, 9)) as machine:
-        sequence = Sequence(2, "r", 0, [1] * 20, SamplingParams(2, 0), Stamps(arrived_ns=0))
+        sequence = Sequence(
+            2, "r", 0, [1] * 20, RunSpec(SamplingParams(2, 0)), Stamps(arrived_ns=0)
+        )
         machine.router.submit([sequence], 0)
         accelerator = machine.devices["prefill"].accelerator
         reads = accelerator.num_reads

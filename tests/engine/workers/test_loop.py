@@ -23,6 +23,7 @@ from engine.wire.messages import (
     StopMeasuring,
     UseCores,
 )
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.runner import Sampled
 from tests.engine.worker_harness import Harness, reports_in
@@ -101,7 +102,7 @@ def admit(seq_id=1, num_tokens=10, until=3, max_tokens=3, computed=0, **sampling
         num_prompt_tokens=num_tokens,
         num_computed_tokens=computed,
         block_table=[1, 2, 3, 4],
-        sampling=SamplingParams(max_tokens=max_tokens, seed=0, **sampling),
+        spec=RunSpec(SamplingParams(max_tokens=max_tokens, seed=0, **sampling)),
         until_output=until,
     )
 

@@ -25,6 +25,7 @@ from engine.text.grammar import (
 )
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit
+from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers import runner as runner_file
 from engine.workers.runner import Runner
@@ -83,7 +84,7 @@ class Machine:
             num_prompt_tokens=len(prompt),
             num_computed_tokens=computed,
             block_table=list(range(first_block, first_block + 20)),
-            sampling=params,
+            spec=RunSpec(params),
             until_output=until or params.max_tokens,
         )
 

@@ -14,7 +14,7 @@ import secrets
 import string
 from dataclasses import dataclass
 
-from appliance.api.call_readers import (
+from appliance.formats.call_readers import (
     GLM_ELEMENTS,
     QWEN_ELEMENTS,
     CallReader,
@@ -274,11 +274,14 @@ class OutputFormat:
         return prompt.rstrip().endswith(tuple(one.rstrip() for one in begins))
 
 
-@functools.lru_cache(maxsize=16)
+PLAIN = OutputFormat(FORMATS["hermes"], has_preamble=True)
+"""Of a model whose template marks neither calls nor reasoning."""
+
+
 def output_format_of(
     tokenizer: Tokenizer, tool_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> OutputFormat:
-    """The format of a model, by its template or as the settings say."""
+    """Choose a model's format by its template, or as the settings say."""
     template = tokenizer.chat_template
     text = template.tool_source if template else ""
     takes_tools = template is not None and template.takes_tools
@@ -291,7 +294,7 @@ def output_format_of(
         others = (one for one in THOUGHTS.values() if any(sign in text for sign in one.signs))
         thoughts = next(others, None)
     has_preamble = tools is None or not takes_tools
-    return OutputFormat(tools or FORMATS["hermes"], thoughts, has_preamble)
+    return OutputFormat(tools or PLAIN.tools, thoughts, has_preamble)
 
 
 def _is_harmony(text: str) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from appliance.api.text_reading import ObjectScanner, Step, TextReading, drop
+from appliance.formats.text_reading import ObjectScanner, Step, TextReading, drop
 
 
 def types_of(schema: object) -> set[str]:

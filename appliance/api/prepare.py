@@ -1,0 +1,250 @@
+"""Prepare a validated request: render, tokenize, hash, compile its grammar, and make its sequences.
+
+Owns: what each sequence of a request runs on: its prompt's tokens and its RunSpec.
+Invariant: a request that is prepared can be served, whatever room there is.
+Never: reads a body; touches the queue.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request as HttpRequest
+
+from appliance.api.appliance import Appliance
+from appliance.api.ask import Ask, Chat
+from appliance.api.prompts import infill_of
+from appliance.api.stream import PromptEcho
+from appliance.api.tools import Constraint
+from appliance.api.turns import Rendered
+from appliance.api.wire import appliance_of, arrival_of, client_request_id
+from appliance.frame.figures import things
+from appliance.json_fields import invalid_value, unsupported
+from appliance.request import ModelInfo, Request
+from engine.cache.hashes import PrefixChain
+from engine.errors import RequestError
+from engine.schedule.sequence import Sequence, Stamps
+from engine.text.tokenizer import Detokenizer, Tokenizer
+from engine.wire.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request's prompts as tokens, and what each of its sequences wants."""
+
+    text: str | None
+    """The prompts' text; None where they came as ids."""
+    prompts: list[list[int]]
+    prefixes: list[PrefixChain | None]
+    """One for each prompt; None: the prefix cache is off."""
+    specs: list[RunSpec]
+    """One for each sequence: the choices of the first prompt, then those of the next."""
+    echoes: list[PromptEcho]
+    """One for each prompt, if the ask wants them repeated."""
+    changes: tuple[str, ...]
+    """What was changed of the messages for the chat template."""
+
+
+def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
+    """Do what takes time: templates, tokenizing, hashes, a grammar; from any thread.
+
+    Raises:
+        RequestError: the request cannot be served, whatever room there is.
+    """
+    tokenizer, model, hasher = appliance.tokenizer, appliance.model, appliance.hasher
+    prompts, changes = ask.prompts, tuple[str, ...]()
+    if ask.chat:
+        rendered = _rendered(ask, ask.chat, tokenizer, model)
+        prompts, changes = [rendered.text], rendered.changes
+    if ask.suffix:
+        prompts = [_infilled(prompt, ask.suffix, tokenizer) for prompt in prompts]
+    ids = _token_ids(ask, prompts, tokenizer, model)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
+    grammar = _grammar(ask, tokenizer, model)
+    bad_words = _bad_words(ask, tokenizer, model)
+    scope = None if hasher is None else hasher.scope(ask.cache_salt, user)
+    prefixes = [None if hasher is None else hasher.chain(one, scope) for one in ids]
+    sampling = partial(ask.sampling, grammar=grammar, bad_words=bad_words)
+    specs = [
+        RunSpec(sampling(len(one), model.max_model_len, choice=choice), scope, user)
+        for one in ids
+        for choice in range(ask.num_choices)
+    ]
+    return Prepared("\n".join(texts) or None, ids, prefixes, specs, echoes, changes)
+
+
+def request_of(http: HttpRequest, ask: Ask, prepared: Prepared) -> Request:
+    """Make the request with its sequences, as the queue takes it."""
+    appliance, arrival = appliance_of(http), arrival_of(http)
+    # A wait for a swap came before, and is of the queue: the two stages change places.
+    tokenized_ns = time.monotonic_ns() - arrival.swap_wait_ns
+    sequences = []
+    for index, spec in enumerate(prepared.specs):
+        place, choice = divmod(index, ask.num_choices)
+        prefix = prepared.prefixes[place]
+        sequences.append(
+            Sequence(
+                seq_id=appliance.next_seq_id(),
+                request_id=arrival.request_id,
+                index=index,
+                prompt_token_ids=prepared.prompts[place],
+                spec=spec,
+                stamps=Stamps(arrived_ns=arrival.arrived_ns, tokenized_ns=tokenized_ns),
+                prefix=prefix.copy() if prefix is not None and choice else prefix,
+            )
+        )
+    is_cut = any(spec.sampling.max_tokens < (ask.max_tokens or 0) for spec in prepared.specs)
+    return Request(
+        request_id=arrival.request_id,
+        endpoint=http.url.path,
+        model=appliance.model.model_id,
+        peer=arrival.peer,
+        is_stream=ask.is_stream,
+        received_at=arrival.received_at,
+        sequences=sequences,
+        prompt_text=prepared.text,
+        client_request_id=client_request_id(http),
+        swap_wait_ms=arrival.swap_wait_ns / 1e6,
+        message_changes=prepared.changes,
+        asked_max_tokens=ask.max_tokens if is_cut else None,
+    )
+
+
+def _token_ids(
+    ask: Ask, prompts: list[str | list[int]], tokenizer: Tokenizer, model: ModelInfo
+) -> list[list[int]]:
+    """Tokenize the prompts, refusing what is too long before that costs time."""
+    for prompt in prompts if ask.truncate is None else ():
+        ask.check_length(prompt, tokenizer.max_token_chars, model.max_model_len)
+    ids = [
+        tokenizer.encode(prompt, not ask.is_chat) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    if ask.truncate is not None:
+        output = min(ask.max_tokens or 1, model.max_model_len // 2)
+        most = model.max_model_len - output if ask.truncate < 0 else ask.truncate
+        ids = [one[max(len(one) - most, 0) :] for one in ids]
+    _check_vocabulary(ids, model.vocab_size)
+    return ids
+
+
+def _rendered(ask: Ask, chat: Chat, tokenizer: Tokenizer, model: ModelInfo) -> Rendered:
+    """Render a chat; one that is too long without its oldest turns, if its client allows that."""
+
+    def render(one: Chat) -> Rendered:
+        return one.render(tokenizer, model.output_format)
+
+    whole = render(chat)
+    if not ask.drops_oldest or len(whole.text.encode()) < model.max_model_len:
+        return whole  # no token is shorter than a byte
+    if _num_tokens(whole, tokenizer, model) < model.max_model_len:
+        return whole
+    quarter = model.max_model_len // 4  # an answer wants room, too
+    most = model.max_model_len - min(ask.max_tokens or quarter, quarter)
+    shorter = chat.shortened()
+    index = bisect_left(
+        shorter,
+        True,
+        key=lambda one: (
+            _num_tokens(one.render(tokenizer, model.output_format), tokenizer, model) <= most
+        ),
+    )
+    if index == len(shorter):
+        return whole  # which is refused with its length
+    count = len(chat.messages) - len(shorter[index].messages)
+    words = f"{things(count, 'oldest message')} left out"
+    found = render(shorter[index])
+    return found._replace(changes=(words, *found.changes))
+
+
+def _num_tokens(rendered: Rendered, tokenizer: Tokenizer, model: ModelInfo) -> int:
+    """Count a prompt's tokens; of one that is far too long only that it is."""
+    fewest = len(rendered.text) // tokenizer.max_token_chars
+    if fewest > model.max_model_len:
+        return fewest
+    return len(tokenizer.encode(rendered.text, add_special_tokens=False))
+
+
+def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
+    """The tokens of texts that may not come, as vLLM finds them.
+
+    Each as it is, and with a space before it, as it stands within a text, where that makes other
+    tokens of the same number.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in ask.bad_words:
+        bare, spaced = (
+            tuple(tokenizer.encode(before + word.lstrip(), add_special_tokens=False))
+            for before in ("", " ")
+        )
+        if not bare:
+            raise invalid_value("bad_words", f"has a word without tokens: {word!r}")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    if max(map(max, found), default=0) >= model.vocab_size:
+        raise invalid_value("bad_words", "has tokens that the model does not have")
+    return tuple(found)
+
+
+def _infilled(prompt: str | list[int], suffix: str, tokenizer: Tokenizer) -> str:
+    """The prompt that asks a model for what stands before a suffix."""
+    infill = infill_of(tokenizer)
+    if infill is None:
+        raise unsupported("suffix", "is not supported: this model has no fill-in-the-middle tokens")
+    if not isinstance(prompt, str):
+        raise invalid_value("suffix", "needs prompts that are texts")
+    return infill.prompt(prompt, suffix)
+
+
+def _grammar(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> str | None:
+    """What the output must match, compiled once to see that it can be."""
+    constraint = ask.constraint
+    if ask.tools:
+        if not model.eos_token_ids and not ask.tools.is_required and constraint is None:
+            return None  # free text, in which calls are found if they come
+        answer = constraint.grammar if constraint else None
+        grammar = ask.tools.grammar(model.output_format, tokenizer, answer)
+        constraint = Constraint(grammar, "tools") if grammar else None
+    if constraint is None:
+        return None
+    if not model.eos_token_ids:
+        raise unsupported(
+            constraint.param, "is not supported by this model: it has no end-of-text id"
+        )
+    constraint.check()
+    return constraint.grammar
+
+
+def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> PromptEcho:
+    """A text comes back as it was, token ids as what they say; of a chat its last message."""
+    if ask.chat:
+        return PromptEcho(ask.chat.echo, [])
+    if isinstance(prompt, str):
+        starts = [start for start, _end in tokenizer.spans(prompt)] if ask.wants_tokens else []
+        return PromptEcho(prompt, starts)
+    detokenizer = Detokenizer(tokenizer)
+    text, offsets = "", []
+    for token_id in prompt:
+        offsets.append(len(text))
+        if tokenizer.is_silent(token_id):  # it was sent by its id, and comes back by its name
+            text += detokenizer.flush() + tokenizer.token_text(token_id)
+        else:
+            text += detokenizer.push(token_id)
+    return PromptEcho(text + detokenizer.flush(), offsets)
+
+
+def _check_vocabulary(prompts: list[list[int]], vocab_size: int) -> None:
+    """Refuse what the tokenizer knows and the model does not: an id without an embedding."""
+    for token_ids in prompts:
+        if max(token_ids, default=0) >= vocab_size:
+            raise RequestError(
+                f"the prompt has token {max(token_ids)}, the model has {vocab_size} tokens",
+                code="invalid_value",
+                param="prompt",
+                hint="the tokenizer does not fit the model",
+            )

@@ -1,0 +1,1 @@
+"""How models write calls and reasoning, and how to read them."""
