@@ -41,7 +41,7 @@ class MemorySharing:
         return worker in self._waiting
 
     def on_weights_complete(self, worker: str) -> None:
-        """A worker has been sent WeightsComplete."""
+        """Note that a worker was sent WeightsComplete."""
         if self._roles[worker] == "maps":
             self._waiting.add(worker)
             self._tell()
@@ -102,7 +102,7 @@ class PeerPools:
         return worker in self._up and any(worker not in self._told[pool] for pool in mine)
 
     def on_weights_complete(self, worker: str) -> None:
-        """A worker has been sent WeightsComplete."""
+        """Note that a worker was sent WeightsComplete, and tell it of the pools."""
         self._up.add(worker)
         for pool, memory in self._memory.items():
             if worker in self._writers[pool]:

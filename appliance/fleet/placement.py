@@ -45,7 +45,7 @@ MAX_STAGING_BYTES = 64 << 20
 MAX_STAGING_SLOTS = 64
 MIN_STAGING_SLOTS = 4
 MIN_COPIED_BLOCKS = 12
-"""Of two pools and the staging buffer between them."""
+"""Minimum blocks of two pools and the staging buffer between them."""
 DEFAULT_FULL_LENGTH_SEQUENCES = 64
 """Maximum full-length sequences per pool without --kv-memory."""
 

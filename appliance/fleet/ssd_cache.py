@@ -251,7 +251,7 @@ class BlockFormat:
 
 
 def _kept_blocks(plan: BootPlan, hasher: PrefixHasher) -> BlockFormat:
-    """What is kept of a plan's pools, staging buffers left out."""
+    """Return the format of a plan's blocks; staging buffers are left out."""
     setups = [setup for _, setup in plan.workers]
     pool_fds = {setup.pool.name: setup.pool.fd for setup in setups}
     slots = range(0)

@@ -372,7 +372,7 @@ def _output(request: Mapping[str, Any]) -> str:
 
 
 def _workers(request: Mapping[str, Any]) -> str:
-    """Each worker, and how blocks came there: `prefill0, by peer at decode1`."""
+    """List the workers, and how blocks came to each: `prefill0, by peer at decode1`."""
     names = (request.get("workers") or request.get("worker") or "").split(",")
     links = (request.get("links") or "").split(",")
     first, *others = names

@@ -1,10 +1,9 @@
 """Serve connections with uvicorn inside the daemon's loop.
 
-Owns: the connections: how many there may be, who gets the last ones, and their end.
-Invariant: whoever connects is served, or told at once to come back; never left waiting. On TCP a
-place is held with a key: who has shown none yields, the oldest first, as do those everywhere
-that have asked nothing for SILENT_S or are between two requests. Whoever yields is told.
-Never: handles a signal, or configures logging.
+Owns: the connections: their limit, the choice of which to evict, and their end. Invariant: a client
+that connects is served, or told at once to come back, never left waiting. On TCP connections
+without a key are evicted first, the oldest first, then all that have sent nothing for SILENT_S or
+are idle. An evicted client is told so. Never: handles a signal, or configures logging.
 """
 
 from __future__ import annotations

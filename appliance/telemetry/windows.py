@@ -106,7 +106,7 @@ class Windows:
             window.add(now_ns, getattr(cut, f"{stage}_ms") or 0.0)
 
     def itl(self, itl_ms: float, now_ns: int) -> None:
-        """A further token has come."""
+        """Add the time to a further token."""
         self._itl_ms.add(now_ns, itl_ms)
 
     def request_finished(self, now_ns: int) -> None:

@@ -246,7 +246,7 @@ def _back(
 
 
 def _with_fallback(link: Link, in_workers: Collection[str]) -> Link:
-    """From one device's memory into another's there is a second way, through the host's."""
+    """Add the fallback through host memory to a link between two devices' memories."""
     source = link.hops[0].worker
     is_between_devices = source in in_workers and link.to_pool in in_workers
     if link.transport != "peer" or not is_between_devices:

@@ -1,8 +1,8 @@
 """Keep KV blocks in host memory: the DRAM tier, and the path of GPU blocks to disk.
 
-Only its worker reaches a GPU's memory, so the copies are commands to workers, as those of a staging
-buffer are: by a stream of their own there, between two steps where a pool is in the host's memory.
-They have negative numbers, by which their reports are told from those of moving sequences.
+Only its worker reaches a GPU's memory, so the copies are commands to workers, as for a staging
+buffer: on a stream of their own there, or between two steps if a pool is in host memory. They have
+negative numbers, which distinguish their reports from reports about moving sequences.
 
 Owns: unanswered copies; the slots, and the job of each. Invariants: each job is reported once;
 unfinished work of a dead worker counts as not done, and is reported after its commands were reaped.

@@ -187,6 +187,6 @@ class Context:
             self.books_of(job).num_stuck -= len(job.copy.pairs)
 
     def books_of(self, job: CopyJob) -> BlockPool:
-        """The ledger's record of the pool that it copies from or to."""
+        """Return the pool that the job copies from or to."""
         copy = job.copy
         return self.ledger.pools[copy.to_pool if copy.from_pool == self.name else copy.from_pool]

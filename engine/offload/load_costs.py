@@ -89,7 +89,7 @@ class Costs:
     def excess_load_ms_of(
         self, has_come: bool, elapsed_ms: float, compute_ms: float | None
     ) -> float:
-        """What a load took beyond computing; what has not come is computed after all."""
+        """Return a load's excess time over computing; failed blocks are computed besides."""
         if compute_ms is None:
             return 0.0
         return max(elapsed_ms - (compute_ms if has_come else 0.0), 0.0)

@@ -368,7 +368,7 @@ class CallSyntax:
     """The form of arguments: one `json` object; `elements`; `python` or `gemma`, a list with
     commas."""
     key: str = ""
-    """Of elements: what stands before a value, with its `name`."""
+    """The text before a value in `elements`, with its `name`."""
     value_end: str = ""
     key_separator: str = ", "
     quote: str = ""

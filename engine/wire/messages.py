@@ -114,7 +114,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     node: int | None = None
     """The NUMA node of its pool and weights; None: any."""
     other_pools: list[PoolSpec] = []
-    """That it copies blocks to or from: other workers', or the staging buffer."""
+    """Pools that it copies blocks to or from: other workers', or the staging buffer."""
     kv_dtype: str = "auto"
     """The dtype of all pools: `int8`, or `auto`, which is `dtype`."""
     attention_way: int = 0

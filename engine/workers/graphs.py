@@ -90,7 +90,7 @@ class DecodeGraphs:
         """Record all of them, the largest first, whose memory the others then fit into.
 
         Args:
-            heartbeat: called when those of a size are there.
+            heartbeat: called after each size.
         """
         started_ns = time.monotonic_ns()
         self._write([_PADDING] * self.batch_sizes[-1])

@@ -41,9 +41,9 @@ def weights_loss(
     """Compare a model quantised at start with the stored one.
 
     Args:
-        served: the model as it is served.
-        checkpoint: that it was made of.
-        dtype: that it is served in.
+        served: the serving model.
+        checkpoint: its checkpoint.
+        dtype: the serving dtype.
         heartbeat: called after each part of it.
     """
     weights = _as_stored(checkpoint, dtype, lambda _done, _total: heartbeat())
@@ -64,9 +64,9 @@ def kv_loss(
     All texts form one, so that later tokens see earlier keys as the pool keeps them.
 
     Args:
-        served: the model as it is served.
-        checkpoint: that it was made of.
-        kv_dtype: of the pool that serves.
+        served: the serving model.
+        checkpoint: its checkpoint.
+        kv_dtype: of the serving pool.
         heartbeat: called after each part of it.
     """
     text = [token for each in _texts(checkpoint) for token in each]

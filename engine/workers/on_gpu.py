@@ -1,9 +1,9 @@
 """Start a worker on a GPU: load weights, size the pool and steps, capture graphs.
 
-Workers on GPUs of their own export their pools to those that write blocks into them.
-One of two workers on a GPU exports its weights and its pool, the other maps them: a handoff is then
-an admit with the same block ids, and the weights are read once and lie there once. Where they have
-a staging buffer instead, each has weights and a pool of its own, and blocks go by way of the host.
+Workers on GPUs of their own export their pools to the workers that write blocks into them. Of two
+workers on a GPU one exports its weights and its pool, the other maps them: a handoff is then an
+admit with unchanged block ids, and the weights are read and stored once. With a staging buffer
+instead, each has weights and a pool of its own, and blocks go through the host.
 
 Owns: the order of the start; buffers and threads of the reading, while it runs; the number of
 blocks and of tokens in a step, and the memory kept free. Invariant: the pool is allocated once,
@@ -260,13 +260,13 @@ def run_largest_steps(runner: Runner, max_num_batched_tokens: int, max_model_len
 
 
 def _run_largest_step(runner: Runner, max_model_len: int, num_tokens: int) -> None:
-    """Run a step of so many prompt tokens, of more than one prompt if none may be so long."""
+    """Run a step of this many prompt tokens, in several prompts if one may not be so long."""
     length = min(num_tokens, max_model_len)
     runner.dummy_step(num_tokens // length, length)
 
 
 def _seconds_of(runner: Runner, setup: Setup, device: Device, num_tokens: int) -> float:
-    """Of a step, when it has run once before."""
+    """Time a step after one warm-up run."""
     _run_largest_step(runner, setup.max_model_len, num_tokens)
     device.mark()()
     started_ns = time.monotonic_ns()

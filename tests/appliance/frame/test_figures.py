@@ -148,8 +148,11 @@ def test_short_ids_leave_out_the_prefix():
     assert fig.short_id("plain") == "plain"
 
 
-SSD = "3 of 4 blocks from the SSD in 5.0 ms: predicted 4.0 ms, computing them 9.0 ms; lost 0.0 ms"
-DRAM = "10 of 10 blocks from DRAM in 1.0 ms: predicted 0.5 ms, computing them not known"
+SSD = (
+    "3 of 4 blocks from the SSD in 5.0 ms: predicted 4.0 ms to load, recomputing 9.0 ms; "
+    "lost 0.0 ms"
+)
+DRAM = "10 of 10 blocks from DRAM in 1.0 ms: predicted 0.5 ms to load, recomputing not known"
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_who_is_placed_is_told_what_it_has_waited_for(tier):
     tier.now_ns += 100  # it waits for its turn
     restored = tier.ssd.forget(1000)
     assert restored[:2] == (12, 7)
-    predicted = "predicted 5.0 ms, computing them 1000000.0 ms; lost 0.0 ms"
+    predicted = "predicted 5.0 ms to load, recomputing 1000000.0 ms; lost 0.0 ms"
     assert restored.words == f"3 of 3 blocks from the SSD in 0.0 ms: {predicted}"
     assert tier.ssd.forget(1000) is None
 
@@ -368,7 +368,7 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tier):
     tier.compute(chain)
     tier.run()
     assert tier.events == ["ssd.refused"]
-    assert tier.ssd.limit == "it takes no blocks: no space left on device"
+    assert tier.ssd.limit == "it accepts no blocks: no space left on device"
     assert tier.kv_pool.num_free == CAPACITY
     tier.ssd.sweep()  # which it can do says nothing of what it takes
     tier.disk.error = None

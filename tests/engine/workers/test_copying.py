@@ -95,7 +95,7 @@ def test_a_ring_that_loses_a_byte_is_found_out(monkeypatch):
 
     monkeypatch.setattr(copying, "copy_blocks", lossy)
     monkeypatch.setattr(copying, "_PROBE_PATIENCE_S", 0.0)
-    with pytest.raises(WorkerFailed, match="not what was sent"):
+    with pytest.raises(WorkerFailed, match="came back changed"):
         probe(*pool_and_staging())
 
 
