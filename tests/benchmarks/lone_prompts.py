@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -79,11 +79,9 @@ class Machine:
     def _descendants(self) -> list[int]:
         found = [os.getpid(), *self._pids]
         for pid in found:
-            try:
-                text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-            except OSError:
-                continue
-            found += map(int, text.split())
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                with suppress(OSError):
+                    found += map(int, children.read_text().split())
         return found
 
     def _ticks(self, pid: int) -> int:
