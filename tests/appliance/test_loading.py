@@ -7,11 +7,27 @@ from types import SimpleNamespace
 import pytest
 
 from appliance import loading, process
+from appliance.api.appliance import Appliance
 from appliance.configuration.config import ServeConfig
-from appliance.loading import Swapping
-from engine.errors import PenstockError
+from appliance.loading import Fetching, Swapping
+from appliance.models.names import HubName
+from engine.errors import PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.model_folder import make_model
+
+
+def test_while_a_model_downloads_there_is_an_answer_to_all_that_the_api_asks():
+    log = SimpleNamespace(event=None, rows=None, events=None, usage=None, recording=None)
+    fetching = Fetching(HubName("a/b"), log)
+    asked = {name for name in vars(Appliance) if not name.startswith("_")}
+    for name in asked - {"model", "tokenizer"}:
+        assert hasattr(fetching, name), name
+    for name in ("model", "tokenizer"):
+        with pytest.raises(Unavailable, match="looking for a/b"):
+            getattr(fetching, name)
+    with pytest.raises(Unavailable):
+        fetching.submit(object())
+    assert (fetching.owner_of("x"), fetching.request_frames()) == (None, [])
 
 
 def two_models(tmp_path):
