@@ -33,7 +33,7 @@ _CHATS = ("Who are you?", "What can you do?", "Tell me a joke.", "What is the ca
 
 
 @dataclass(frozen=True, slots=True)
-class TokenGap:
+class TokenItl:
     """The time between two tokens of one reply."""
 
     ended_s: float
@@ -48,7 +48,7 @@ class DemoChats:
     """
 
     def __init__(self, client: Client) -> None:
-        self.gaps: list[TokenGap] = []
+        self.itls: list[TokenItl] = []
         self._client = client
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(NUM_CHATS)]
@@ -63,9 +63,9 @@ class DemoChats:
         for thread in self._threads:
             thread.join()
 
-    def gaps_between(self, start_s: float, end_s: float) -> list[float]:
-        """Return the token times that ended in this span, in milliseconds."""
-        return [gap.ms for gap in list(self.gaps) if start_s <= gap.ended_s <= end_s]
+    def itls_between(self, start_s: float, end_s: float) -> list[float]:
+        """Return the inter-token latencies that ended in this span, in milliseconds."""
+        return [itl.ms for itl in list(self.itls) if start_s <= itl.ended_s <= end_s]
 
     def _talk(self, first: int) -> None:
         for question in cycle(_CHATS[first:] + _CHATS[:first]):
@@ -77,7 +77,7 @@ class DemoChats:
                     for _ in _pieces(events):
                         now_s = time.perf_counter()
                         if last_s is not None:
-                            self.gaps.append(TokenGap(now_s, (now_s - last_s) * 1e3))
+                            self.itls.append(TokenItl(now_s, (now_s - last_s) * 1e3))
                         last_s = now_s
             except ClientError as error:
                 terminal.note(f"penstock: a short chat failed: {error}")
@@ -102,15 +102,17 @@ def demo() -> None:
         with DemoChats(client) as chats:
             started_s = time.perf_counter()
             time.sleep(QUIET_S)
-            quiet_ms = chats.gaps_between(started_s, time.perf_counter())
-            terminal.write(f"Two short chats stream all the while. {_gaps('Alone', quiet_ms)}\n\n")
+            quiet_ms = chats.itls_between(started_s, time.perf_counter())
+            terminal.write(
+                f"Two short chats stream all the while. {_itl_text('Alone', quiet_ms)}\n\n"
+            )
             loaded_ms: list[float] = []
             num_right = 0
             for question in questions:
                 num_right += _ask(client, chats, text, question, loaded_ms)
         totals = client.get("/v1/penstock/state")["totals"]
     terminal.write(f"{num_right} of {len(questions)} answers are right. ")
-    terminal.write(_gaps("The chats while prompts were computed", loaded_ms) + "\n")
+    terminal.write(_itl_text("The chats while prompts were computed", loaded_ms) + "\n")
     moved = size(totals["handoff_bytes"])
     terminal.write(f"{totals['handoffs']} handoffs from prefill to decode moved {moved}.\n")
     if num_right < len(questions):
@@ -150,8 +152,8 @@ def _ask(
             answer += piece
         request_id = events.request_id
     first_s = first_s or time.perf_counter()
-    gaps_ms = chats.gaps_between(asked_s, first_s)
-    loaded_ms += gaps_ms
+    itls_ms = chats.itls_between(asked_s, first_s)
+    loaded_ms += itls_ms
     row = client.request(str(request_id))
     is_right = answer == question["answer"]
     mark = "right" if is_right else "WRONG"
@@ -162,15 +164,15 @@ def _ask(
     if row["handoff_ms"] is not None:
         moved = size(row["handoff_bytes"] or 0)
         figures.append(f"handoff {duration(row['handoff_ms'])} ({row['transport']}, {moved})")
-    terminal.write(f"         {' · '.join(figures)}\n         {_gaps('chats', gaps_ms)}\n")
+    terminal.write(f"         {' · '.join(figures)}\n         {_itl_text('chats', itls_ms)}\n")
     return is_right
 
 
-def _gaps(whose: str, gaps_ms: list[float]) -> str:
-    if not gaps_ms:
-        return f"{whose}: no gap was seen."
-    shown = (f"{name} {duration(quantile(gaps_ms, q) or 0.0)}" for name, q in _QUANTILES)
-    return f"{whose}: token gaps {', '.join(shown)}."
+def _itl_text(whose: str, itls_ms: list[float]) -> str:
+    if not itls_ms:
+        return f"{whose}: no ITL was seen."
+    shown = (f"{name} {duration(quantile(itls_ms, q) or 0.0)}" for name, q in _QUANTILES)
+    return f"{whose}: ITL {', '.join(shown)}."
 
 
 _QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))

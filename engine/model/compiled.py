@@ -1,7 +1,7 @@
 """Run a step's parts on compiled CPU kernels; record decode steps and replay them.
 
 Owns: one buffer for each kind of result; the addresses, strides and sizes that the kernels are
-given; the tapes, and the inputs that each of them reads.
+given; the decode graphs, and the inputs that each of them reads.
 Invariant: every tensor whose address is passed is contiguous in its rows and alive until the call
 returns; results agree with engine.model.layers and attention to rounding; a replayed step is the
 recorded one, bit for bit.
@@ -70,7 +70,7 @@ class CompiledPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What a recorded decode step depends on besides memory: steps alike in it share a tape."""
+        """Key of a decode graph, besides memory: steps with the same key share one."""
         tables = [cosine.data_ptr() for cosine, _ in self.tables]
         return len(self.positions), self.block_tables.shape[1], self.num_threads, *tables
 
@@ -318,7 +318,7 @@ class CompiledBackend:
 
 MAX_TOKENS = 32
 """From here on the calls themselves take long enough to hide what Python adds."""
-MAX_TAPES = 64
+MAX_GRAPHS = 64
 
 
 class StepExtras(NamedTuple):
@@ -343,7 +343,7 @@ Layers = Callable[[torch.Tensor, torch.Tensor, CompiledPlan, StepExtras], torch.
 
 
 @dataclass(frozen=True, slots=True)
-class _Tape:
+class _DecodeGraph:
     x: torch.Tensor
     plan: CompiledPlan
     extras: StepExtras
@@ -352,13 +352,13 @@ class _Tape:
 
 
 class CpuDecodeGraphs:
-    """The recorded steps of one model, the latest MAX_TAPES of them."""
+    """The recorded steps of one model, the latest MAX_GRAPHS of them."""
 
     def __init__(self, kernels: Kernels, buffers: Buffers, layers: Layers) -> None:
         self._kernels = kernels
         self._buffers = buffers
         self._layers = layers
-        self._tapes: dict[tuple[Any, ...], _Tape] = {}
+        self._graphs: dict[tuple[Any, ...], _DecodeGraph] = {}
 
     def run(
         self,
@@ -369,14 +369,14 @@ class CpuDecodeGraphs:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layers over x; returns x as they left it, and what is still to be added."""
         key = self._key(kv, plan)
-        tape = self._tapes.get(key)
-        if tape is None:
+        graph = self._graphs.get(key)
+        if graph is None:
             return self._record(x, kv, plan, extras)
-        tape.x.copy_(x)
-        tape.plan.take_inputs(plan)
-        tape.extras.take(extras)
-        self._kernels.replay(tape.calls)
-        return tape.x, tape.added
+        graph.x.copy_(x)
+        graph.plan.take_inputs(plan)
+        graph.extras.take(extras)
+        self._kernels.replay(graph.calls)
+        return graph.x, graph.added
 
     def _record(
         self,
@@ -393,9 +393,9 @@ class CpuDecodeGraphs:
         finally:
             calls = self._kernels.recorded()
         if self._buffers.generation == generation:
-            if len(self._tapes) >= MAX_TAPES:
-                del self._tapes[next(iter(self._tapes))]
-            self._tapes[self._key(kv, plan)] = _Tape(x, plan, extras, added, calls)
+            if len(self._graphs) >= MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[self._key(kv, plan)] = _DecodeGraph(x, plan, extras, added, calls)
         return x, added
 
     def _key(self, kv: torch.Tensor, plan: CompiledPlan) -> tuple[Any, ...]:

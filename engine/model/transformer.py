@@ -117,7 +117,7 @@ class Transformer:
         if f"{head}.weight" not in weights:  # tied, and not packed, which makes two of them
             head = embedding
         self._head = linears.make(weights, [head], is_kept=True)
-        self._tapes: CpuDecodeGraphs | None = None
+        self._graphs: CpuDecodeGraphs | None = None
         is_compiled = isinstance(self._backend, CompiledBackend)
         is_compiled = is_compiled and all(branch.is_all_kernels for branch in self._branches)
         self._layer_inputs: LayerInputs | None = None
@@ -125,7 +125,7 @@ class Transformer:
             self._layer_inputs = LayerInputs(config, weights, self.dtype, self._backend, linears)
         self._growing = _growing_rope(self._ropes, self._max_model_len)
         if is_compiled and linears.kernels is not None:
-            self._tapes = CpuDecodeGraphs(linears.kernels, buffers, self._run_layers)
+            self._graphs = CpuDecodeGraphs(linears.kernels, buffers, self._run_layers)
         if self.device.type != "cpu":  # a captured step goes on reading the tables that it saw
             self._grow_tables(self._max_model_len)
 
@@ -182,10 +182,10 @@ class Transformer:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(batch.input_ids, x)
         extras = StepExtras(growth, inputs)
-        has_tape = self._tapes is not None and len(x) <= MAX_TOKENS and plan.is_decode
-        if has_tape and stops is None:
-            assert self._tapes is not None
-            x, added = self._tapes.run(x, kv, plan, extras)
+        has_graph = self._graphs is not None and len(x) <= MAX_TOKENS and plan.is_decode
+        if has_graph and stops is None:
+            assert self._graphs is not None
+            x, added = self._graphs.run(x, kv, plan, extras)
         else:
             added = self._run_layers(x, kv, plan, extras, stops)
         if added is not None:

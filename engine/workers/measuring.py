@@ -83,7 +83,7 @@ class StepMeasuring:
             if elapsed_ms is None:
                 return None
             self._has_long_decodes = elapsed_ms > WHOLE_MS / 2
-        # a whole one is replayed from a tape, which cannot be left in the middle
+        # a whole one is replayed from a decode graph, which cannot be left in the middle
         return in_layers(has_layers=self._has_long_decodes)
 
 

@@ -77,17 +77,17 @@ class Arm:
             backend = lambda *_: TorchBackend()  # noqa: E731
             linears = lambda *_, **__: Linears("torch", None)  # noqa: E731
         before = transformer.choose_backend, transformer.choose_linears
-        self.is_taped = name in ("replayed", "worker")
-        if not self.is_taped:
+        self.is_recorded = name in ("replayed", "worker")
+        if not self.is_recorded:
             timed = lambda choose: lambda *a, **k: Timed(choose(*a, **k), self.spent_s)  # noqa: E731
             transformer.choose_backend, transformer.choose_linears = map(timed, (backend, linears))
         self.model = transformer.Transformer(checkpoint.config, weights, dtype)
         transformer.choose_backend, transformer.choose_linears = before
         model = self.model
-        if not self.is_taped:
-            model._tapes = None  # nothing to time in a tape
-        elif model._tapes is not None:  # but all of it, and what comes behind
-            model._tapes._kernels = Timed(model._tapes._kernels, self.spent_s)
+        if not self.is_recorded:
+            model._graphs = None  # nothing to time in a decode graph
+        elif model._graphs is not None:  # but all of it, and what comes behind
+            model._graphs._kernels = Timed(model._graphs._kernels, self.spent_s)
             model._backend = Timed(model._backend, self.spent_s)
             model._head = Timed(None, self.spent_s)._timed("linears", model._head)
         config = checkpoint.config
@@ -157,7 +157,7 @@ def main() -> None:
             middle = sorted(taken, key=lambda parts: parts["total"])[len(taken) // 2]
             cells = "".join(f"{middle[column]:10.2f}" for column in columns)
             outside = (middle["plan"] + middle["rest"]) / middle["total"]
-            of_it = f"{outside:10.1%}" if middle["replay"] or not arms[name].is_taped else ""
+            of_it = f"{outside:10.1%}" if middle["replay"] or not arms[name].is_recorded else ""
             print(f"{case:17}{name:9}{cells}{of_it}", flush=True)
 
 

@@ -38,7 +38,7 @@ class LayeredRunner:
     deep_ms: float = 0.0
     """Of each half, besides, for every position before the step."""
     top_ks: set[int] = field(default_factory=set)
-    tapes: list[bool] = field(default_factory=list)
+    replayed: list[bool] = field(default_factory=list)
     """Of each step, if it was launched in one."""
     num_halves: int = 0
 
@@ -46,7 +46,7 @@ class LayeredRunner:
         pass
 
     def launch(self, planned, stops=None):
-        self.tapes.append(stops is None)
+        self.replayed.append(stops is None)
         self.top_ks |= {request.sampling.top_k for request, _ in planned}
         num_before = planned[0][0].num_computed_tokens
         for number in range(1, 21):
@@ -97,13 +97,13 @@ def test_a_command_ends_it_within_half_a_layer_and_the_step_does_not_count(clock
 def test_short_decodes_are_replayed_whole_once_it_is_known_that_they_are_short(clock):
     runner = LayeredRunner(clock)
     measured(runner, [DECODE, DECODE])
-    assert runner.tapes == [False, True, True]
+    assert runner.replayed == [False, True, True]
 
 
 def test_long_decodes_can_be_left_in_the_middle(clock):
     runner = LayeredRunner(clock, half_ms=5)
     measured(runner, [DECODE, DECODE])
-    assert runner.tapes == [False] * 3
+    assert runner.replayed == [False] * 3
 
 
 def test_prompts_whose_layers_are_too_long_are_left_out(clock):
@@ -140,7 +140,7 @@ def test_the_budget_ends_it_between_steps(clock):
 def test_a_device_makes_whole_steps(clock):
     runner = LayeredRunner(clock, half_ms=30, is_on_device=True)
     (step,) = measured(runner, [PROMPT]).steps
-    assert (step.elapsed_ms, runner.tapes) == (pytest.approx(600), [True])
+    assert (step.elapsed_ms, runner.replayed) == (pytest.approx(600), [True])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.kernels.cpu import load_kernels
-from engine.model.compiled import MAX_TAPES, MAX_TOKENS
+from engine.model.compiled import MAX_GRAPHS, MAX_TOKENS
 from engine.model.linear import Linears
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
@@ -40,7 +40,7 @@ def folders(tmp_path_factory):
 
 
 class Model:
-    """A model with tapes beside the same one without, each with a pool of its own."""
+    """A model with decode graphs beside the same one without, each with a pool of its own."""
 
     def __init__(self, folder, dtype="float32"):
         checkpoint = Checkpoint.open(folder)
@@ -49,10 +49,10 @@ class Model:
         weights = load_weights(checkpoint, dtype, arena, arena and (0, 1), lambda *_: None)
         to = getattr(torch, dtype)
         weights = {name: Weight.plain(w.values.to(to)) for name, w in weights.items()}
-        self.taped, self.plain = (
+        self.recorded, self.plain = (
             Transformer(checkpoint.config, weights, dtype, 512) for _ in range(2)
         )
-        self.plain._tapes = None
+        self.plain._graphs = None
         self.config = checkpoint.config
         self.dtype = getattr(torch, dtype)
         self.pools = self.new_pools()
@@ -76,22 +76,22 @@ class Model:
         ids = torch.randint(5, 290, batch.positions.shape, generator=generator)
         ends = torch.tensor([new for _, new in sequences]).cumsum(0) - 1
         batch = replace(batch, input_ids=ids, logit_rows=ends.tolist())
-        logits = self.taped.forward(batch, self.pools[0])
+        logits = self.recorded.forward(batch, self.pools[0])
         assert torch.equal(logits, self.plain.forward(batch, self.pools[1]))
         assert torch.equal(*self.pools)
 
     @property
-    def num_tapes(self):
-        return len(self.taped._tapes._tapes)
+    def num_graphs(self):
+        return len(self.recorded._graphs._graphs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_growing_sequence_is_decoded_as_without_tapes(folders, family):
+def test_a_growing_sequence_is_decoded_as_without_graphs(folders, family):
     model = Model(folders[family])
     model.assert_same([(0, 5)])
     for context in range(5, 75):
         model.assert_same([(context, 1)], seed=context)
-    assert 1 <= model.num_tapes <= 5  # one for each power of two that its table passes
+    assert 1 <= model.num_graphs <= 5  # one for each power of two that its table passes
 
 
 @settings(deadline=None, max_examples=15)
@@ -104,7 +104,7 @@ def test_batches_come_and_go_in_any_order(folders, data):
         model.assert_same([(context, num_new) for context in contexts], seed)
 
 
-def test_a_buffer_that_moves_ends_its_tapes(folders):
+def test_a_buffer_that_moves_ends_its_graphs(folders):
     model = Model(folders["llama"])
     for _ in range(3):
         model.assert_same([(9, 1)])
@@ -113,7 +113,7 @@ def test_a_buffer_that_moves_ends_its_tapes(folders):
         model.assert_same([(9, 1)])
 
 
-def test_another_pool_has_tapes_of_its_own(folders):
+def test_another_pool_has_graphs_of_its_own(folders):
     model = Model(folders["llama"])
     for block_size in (8, 16, 8, 4):
         kept = model.new_pools(block_size)
@@ -122,7 +122,7 @@ def test_another_pool_has_tapes_of_its_own(folders):
         assert kept is model.pools
 
 
-def test_more_cores_have_tapes_of_their_own(folders):
+def test_more_cores_have_graphs_of_their_own(folders):
     model = Model(folders["llama"])
     for num_threads in (1, 2, 1, 3):
         torch.set_num_threads(num_threads)
@@ -133,55 +133,55 @@ def test_more_cores_have_tapes_of_their_own(folders):
 
 def test_longer_tables_of_cosines_are_found(folders):
     model = Model(folders["llama"])
-    model.taped._num_table_positions = model.plain._num_table_positions = 0
+    model.recorded._num_table_positions = model.plain._num_table_positions = 0
     model.assert_same([(9, 1)])
-    for transformer in (model.taped, model.plain):
+    for transformer in (model.recorded, model.plain):
         transformer._num_table_positions = 0  # as after a longer sequence: new tables
     for _ in range(2):
         model.assert_same([(9, 1)])
 
 
-def test_there_are_only_so_many_tapes(folders):
+def test_there_are_only_so_many_graphs(folders):
     model = Model(folders["llama"])
     model.assert_same([(3, 1)] * MAX_TOKENS)
     for num_sequences in range(1, MAX_TOKENS + 2):
         for context in (3, 9, 20):
             model.assert_same([(context, 1)] * num_sequences)
-    assert model.num_tapes == MAX_TAPES
+    assert model.num_graphs == MAX_GRAPHS
 
 
-def test_queries_that_grow_with_their_position_are_taped(folders):
+def test_queries_that_grow_with_their_position_are_recorded(folders):
     model = Model(folders["ministral3"])
-    assert model.taped._growing is not None
+    assert model.recorded._growing is not None
     for context in (5, 40, 130, 300, 41):
         model.assert_same([(context, 1), (2, 1)], seed=context)
         model.assert_same([(context, 1), (2, 1)], seed=context + 1)
 
 
 @pytest.mark.parametrize("own", [GEMMA4_E, GEMMA4_MOE], ids=["inputs by layer", "experts"])
-def test_what_gemma_4_adds_to_a_layer_is_taped(tmp_path, own):
+def test_what_gemma_4_adds_to_a_layer_is_recorded(tmp_path, own):
     model = Model(make_checkpoint(tmp_path, "gemma4_text", **own))
     for context in (5, 40, 130, 41):
         model.assert_same([(context, 1), (2, 1)], seed=context)
         model.assert_same([(context, 1), (2, 1)], seed=context + 1)
-    assert model.num_tapes
+    assert model.num_graphs
 
 
-def test_steps_that_torch_has_a_part_in_are_not_taped(folders, monkeypatch):
+def test_steps_that_torch_has_a_part_in_are_not_recorded(folders, monkeypatch):
     monkeypatch.setattr(Linears, "make_experts", lambda *_: None)
     model = Model(folders["mixtral"])
-    assert model.taped._tapes is None
+    assert model.recorded._graphs is None
     model.assert_same([(9, 1)])
 
 
-def test_a_step_that_fails_leaves_no_tape(folders, monkeypatch):
+def test_a_step_that_fails_leaves_no_graph(folders, monkeypatch):
     model = Model(folders["llama"])
     model.assert_same([(0, 9)])
 
     def fail(*_):
         raise RuntimeError("no such layer")
 
-    monkeypatch.setattr(model.taped._tapes, "_layers", fail)
+    monkeypatch.setattr(model.recorded._graphs, "_layers", fail)
     with pytest.raises(RuntimeError):
         model.assert_same([(9, 1)])
     monkeypatch.undo()
