@@ -98,6 +98,24 @@ def packed(values: torch.Tensor, group: int, bits: int = 4, *, has_zeros: bool =
     return stored, (codes - zero) * wide
 
 
+def float4(values: torch.Tensor, whole: str) -> Made:
+    """NVFP4: a matrix' scale divides (compressed-tensors) or multiplies (ModelOpt)."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat((table, -table))
+    groups = values.view(len(values), -1, 16)
+    largest = groups.abs().amax(-1) / 6
+    ratio = 448 / largest.max()
+    own = ratio if whole == "weight_global_scale" else 1 / ratio
+    scales = _fp8(largest * ratio)
+    wide = scales.float() / own if whole == "weight_global_scale" else scales.float() * own
+    codes = (groups / wide.clamp(min=1e-9)[..., None]).unsqueeze(-1).sub(table).abs().argmin(-1)
+    meant = (table[codes] * wide[..., None]).view(values.shape)
+    pairs = codes.view(len(values), -1, 2).to(torch.uint8)
+    name = "weight_packed" if whole == "weight_global_scale" else "weight"
+    stored = {name: pairs[..., 0] | (pairs[..., 1] << 4), "weight_scale": scales}
+    return stored | {whole: own.float().reshape(1)}, meant
+
+
 def gptq(
     values: torch.Tensor, group: int, bits: int = 4, shift: int = 1, *, has_order: bool = False
 ) -> Made:
@@ -201,6 +219,14 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
         lambda values: gptq(values, 128, has_order=True), _GPTQ | {"desc_act": True}
     ),
     "gptq-8": (lambda values: gptq(values, 128, bits=8), _GPTQ | {"bits": 8}),
+    "nvfp4": (
+        lambda values: float4(values, "weight_global_scale"),
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+    ),
+    "nvfp4-modelopt": (
+        lambda values: float4(values, "weight_scale_2"),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
     "awq": (lambda values: awq(values, 128), _AWQ),
     "awq-64": (lambda values: awq(values, 64), _AWQ | {"group_size": 64}),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.tensor_info import BLOCKS, SeparateTensors, TensorInfo
 from engine.errors import CheckpointError
 
-METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4", "modelopt")
 _FLOATS = ("float32", "bfloat16", "float16")
 _WORD_BITS = 32
 
@@ -73,6 +73,11 @@ class Quantisation:
             return plain
         if plain is not None and plain.dtype in ("F8_E4M3", "I8"):
             return self._of_bytes(_Parts(found, stem, plain), shape)
+        if plain is not None and plain.dtype == "U8" and f"{stem}weight_scale_2" in found:
+            return _of_float4(_Parts(found, stem, plain), shape, "weight_scale_2")
+        if f"{stem}weight_global_scale" in found and f"{stem}weight_packed" in found:
+            parts = _Parts(found, stem, found[f"{stem}weight_packed"])
+            return _of_float4(parts, shape, "weight_global_scale")
         if f"{stem}weight_packed" in found:
             return _of_packed(_Parts(found, stem, found[f"{stem}weight_packed"]), shape)
         if f"{stem}qweight" in found:
@@ -161,6 +166,21 @@ class _Parts:
         return TensorInfo(name, codes.file, dtype, shape, codes.start, codes.num_bytes, apart=apart)
 
 
+def _of_float4(parts: _Parts, shape: _Shape, whole: str) -> TensorInfo:
+    """Read NVFP4: two codes in a byte, a scale in FP8 for each 16, and one for the matrix.
+
+    The matrix' scale divides in compressed-tensors' files, and multiplies in ModelOpt's.
+    """
+    rows, depth = shape
+    parts.codes_are("U8", (rows, depth // 2))
+    _check_shape(parts.add("scales", "weight_scale", ("F8_E4M3",)), (rows, depth // 16))
+    role = "divisor" if whole == "weight_global_scale" else "factor"
+    scale = parts.add(role, whole, ("float32",))
+    if scale.shape not in ((), (1,)):
+        _check_shape(scale, (1,))
+    return parts.matrix("nvfp4", shape, SeparateTensors("nvfp4", 4, 16, 1, parts.parts, "nvfp4"))
+
+
 def _of_packed(parts: _Parts, shape: _Shape) -> TensorInfo:
     """Codes of a row one after the other in words, each too large by half of its range."""
     rows, depth = shape
@@ -199,6 +219,10 @@ def _of_section(keys: JsonKeys) -> Quantisation:
             raise keys.bad("version", "gemm: codes in another order are not served")
         if keys.get("bits", 4) != 4:
             raise keys.bad("bits", "4")
+        return Quantisation(method)
+    if method == "modelopt":
+        if keys.get("quant_algo", None) != "NVFP4":
+            raise keys.bad("quant_algo", "NVFP4")
         return Quantisation(method)
     if method == "mxfp4":  # of stacked experts, which engine.checkpoint.checkpoint finds
         return Quantisation(method)
@@ -309,7 +333,9 @@ class Form:
     """Of a row and a block: what the groups' scales are multiplied by, and those that have six
     bits."""
     row_scale_bytes: int = 0
-    """Of a row that has one scale for all its values, and inputs of one byte each."""
+    """Of a row with factors for all its values."""
+    rounds_inputs: bool = False
+    """Products are those of inputs that are integers of one byte."""
 
     @property
     def has_sixes(self) -> bool:
@@ -338,10 +364,11 @@ FORMS = {
     "iq4_nl": Form(4, 32, 2),
     "iq4_xs": Form(4, 32, 1, 2),
     "mxfp4": Form(4, 32, 1),
+    "nvfp4": Form(4, 16, 1, row_scale_bytes=8),
     "int4_32": Form(4, 32, 5),
     "int4_128": Form(4, 128, 5),
     "int8_128": Form(8, 128, 4),
-    "int8_row": Form(8, 32, 0, row_scale_bytes=4),
+    "int8_row": Form(8, 32, 0, row_scale_bytes=4, rounds_inputs=True),
     "fp8_128": Form(8, 128, 4),
 }
 """By block format, or by kind of codes and values of a group. The last five have scales of float32,
@@ -349,7 +376,7 @@ which every format's scale is without being rounded. Products with int8_row are 
 are rounded to integers of one byte, with one scale each."""
 FORM_BY_KIND = {kind: kind for kind in BLOCKS} | {"mxfp4_pairs": "mxfp4"}
 """Of block formats, the form's name."""
-CPU_FORMS = frozenset({"q2_k", "q3_k", "iq4_nl", "iq4_xs"})
+CPU_FORMS = frozenset({"q2_k", "q3_k", "iq4_nl", "iq4_xs", "nvfp4"})
 """Forms that no kernel for GPUs reads."""
 
 

@@ -43,7 +43,7 @@ class SeparateTensors:
     """Where codes, scales and zeros of a quantised matrix lie, each a tensor of its own."""
 
     kind: str
-    """How they lie: `fp8`, `int8`, `packed`, `gptq`, `awq` or `mxfp4`."""
+    """How they lie: `fp8`, `int8`, `packed`, `gptq`, `awq`, `mxfp4` or `nvfp4`."""
     bits: int
     """Of a code."""
     group: int
@@ -51,7 +51,8 @@ class SeparateTensors:
     scale_rows: int
     """Rows that share a scale."""
     parts: Mapping[str, TensorInfo]
-    """`codes` and `scales`, perhaps `zeros`, and `order`: the group that each column is of."""
+    """`codes` and `scales`, perhaps `zeros`, `order` (the group that each column is of), and the
+    whole matrix' `factor` or `divisor`."""
     form: str | None
     """That the kernels read without a value being changed; None: there is none."""
     zero: int = 0

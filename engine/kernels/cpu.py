@@ -23,8 +23,8 @@ BFLOAT16_PAIRS = 3
 """The scheme of matrices that `pack_pairs` has packed."""
 FORMS = {
     "q4_0": 4, "q4_1": 5, "q4_k": 6, "q5_0": 7, "q5_1": 8, "q5_k": 9, "q6_k": 10, "q8_0": 11,
-    "mxfp4": 12, "iq4_nl": 13, "iq4_xs": 14, "q2_k": 15, "q3_k": 16, "int4_32": 17,
-    "int4_128": 18, "int8_128": 19, "int8_row": 20, "fp8_128": 21,
+    "mxfp4": 12, "iq4_nl": 13, "iq4_xs": 14, "q2_k": 15, "q3_k": 16, "nvfp4": 17,
+    "int4_32": 18, "int4_128": 19, "int8_128": 20, "int8_row": 21, "fp8_128": 22,
 }  # fmt: skip
 """Of quantised matrices in panels, by their names in engine.checkpoint.quantisation."""
 WIDENED, DOTS, TILES = range(3)

@@ -52,7 +52,7 @@ INLINE int values_of_unit(int form) { return group_of(form) < UNIT ? group_of(fo
 /* By how much bytes are larger than codes, which may be negative: dots want one of two without sign. */
 INLINE int excess_of(int form)
 {
-    return form == MXFP4 ? 12 : is_curved(form) ? 128 : code_bits(form) == 8 ? 128 : zero_of(form);
+    return is_float4(form) ? 12 : is_curved(form) ? 128 : code_bits(form) == 8 ? 128 : zero_of(form);
 }
 
 INLINE int64_t units_of(int form, int64_t depth)
@@ -187,7 +187,7 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
     const __m512i curve = _mm512_broadcast_i32x4( /* and 128 more */
         _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char)129, (char)141, (char)153, (char)166,
                       (char)181, (char)197, (char)217, (char)241));
-    const __m512i doubled = _mm512_broadcast_i32x4( /* of MXFP4, and 12 more */
+    const __m512i doubled = _mm512_broadcast_i32x4( /* small floats, and 12 more */
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     __m512i high = _mm512_setzero_si512();
     if (code_bits(form) > 4)
@@ -197,8 +197,8 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
         const __m512i packed = _mm512_loadu_si512(from + i * 64);
         codes[2 * i] = _mm512_and_si512(packed, mask);
         codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
-        if (form == MXFP4 || is_curved(form)) {
-            const __m512i table = form == MXFP4 ? doubled : curve;
+        if (is_float4(form) || is_curved(form)) {
+            const __m512i table = is_curved(form) ? curve : doubled;
             codes[2 * i] = _mm512_shuffle_epi8(table, codes[2 * i]);
             codes[2 * i + 1] = _mm512_shuffle_epi8(table, codes[2 * i + 1]);
         }
@@ -278,7 +278,7 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
         }
         if (!rounds_inputs(form))
             by[n] = scales_at(at[n] + code_bytes(form), form, heads[n], g, 0);
-        if (form == MXFP4)
+        if (is_float4(form))
             by[n].scale *= 0.5f;
     }
     for (int j = 0; j < per_group && g * per_group + j < num_units; j++) {
@@ -337,7 +337,7 @@ static void multiply_some(vec *sums, const struct product *p, const char *const 
 {
     switch (p->type) {
         FORM(Q4_0) FORM(Q4_1) FORM(Q4_K) FORM(Q5_0) FORM(Q5_1) FORM(Q5_K) FORM(Q6_K) FORM(Q8_0)
-        FORM(MXFP4) FORM(IQ4_NL) FORM(IQ4_XS) FORM(Q2_K) FORM(Q3_K) FORM(INT4_32) FORM(INT4_128) FORM(INT8_128) FORM(INT8_ROW)
+        FORM(MXFP4) FORM(IQ4_NL) FORM(IQ4_XS) FORM(Q2_K) FORM(Q3_K) FORM(NVFP4) FORM(INT4_32) FORM(INT4_128) FORM(INT8_128) FORM(INT8_ROW)
     }
 }
 

@@ -18,11 +18,13 @@ INLINE int code_bits(int form)
            : form <= Q4_K || (form >= MXFP4 && form <= INT4_128) ? 4
                                                            : 8;
 }
+/* Forms whose codes are small floats, E2M1. */
+INLINE int is_float4(int form) { return form == MXFP4 || form == NVFP4; }
 /* Forms whose codes are numbers of a table's entries. */
 INLINE int is_curved(int form) { return form == IQ4_NL || form == IQ4_XS; }
 INLINE int group_of(int form)
 {
-    return form == Q6_K || form == Q2_K || form == Q3_K ? 16 : form >= INT4_128 && form != INT8_ROW ? 128 : 32;
+    return form == Q6_K || form == Q2_K || form == Q3_K || form == NVFP4 ? 16 : form >= INT4_128 && form != INT8_ROW ? 128 : 32;
 }
 INLINE int64_t groups_of(int form, int64_t depth)
 {
@@ -32,9 +34,11 @@ INLINE int64_t groups_of(int form, int64_t depth)
 INLINE int has_sixes(int form) { return form == Q4_K || form == Q5_K; }
 /* Forms whose scale is a small integer times the block's head. */
 INLINE int has_small_scales(int form) { return form == Q6_K || form == Q3_K || form == IQ4_XS; }
+/* Forms with one head for a whole row. */
+INLINE int has_row_head(int form) { return form == INT8_ROW || form == NVFP4; }
 INLINE int has_head(int form)
 {
-    return has_sixes(form) || has_small_scales(form) || form == Q2_K || form == INT8_ROW;
+    return has_row_head(form) || has_sixes(form) || has_small_scales(form) || form == Q2_K;
 }
 INLINE int stores_minimum(int form)
 {
@@ -53,7 +57,7 @@ INLINE int has_minimum(int form)
 INLINE int scale_size(int form)
 {
     return has_sixes(form) || form == INT8_ROW ? 0
-           : form == MXFP4 || form == Q2_K || has_small_scales(form) ? 1
+           : is_float4(form) || form == Q2_K || has_small_scales(form) ? 1
            : form >= INT4_32                   ? (int)sizeof(float)
                                                : HALF_BYTES;
 }
@@ -64,6 +68,7 @@ INLINE int minimum_size(int form)
 INLINE int64_t head_bytes(int form)
 {
     return form == INT8_ROW ? CODE_ROWS * (int64_t)sizeof(float)
+           : form == NVFP4  ? CODE_ROWS * 2 * (int64_t)sizeof(float)
            : has_sixes(form) ? CODE_ROWS * (2 * HALF_BYTES + 3 * WORD_BYTES)
            : form == Q2_K    ? CODE_ROWS * 2 * HALF_BYTES
            : has_head(form)  ? CODE_ROWS * HALF_BYTES
@@ -72,7 +77,7 @@ INLINE int64_t head_bytes(int form)
 /* Heads of a row up to group number g, that of its own block among them. */
 INLINE int64_t heads_up_to(int form, int64_t g)
 {
-    return !has_head(form) ? 0 : form == INT8_ROW ? 1 : g * group_of(form) / BLOCK_VALUES + 1;
+    return !has_head(form) ? 0 : has_row_head(form) ? 1 : g * group_of(form) / BLOCK_VALUES + 1;
 }
 INLINE int begins_block(int form, int64_t g)
 {
@@ -138,6 +143,27 @@ INLINE vec powers_of_two(const char *from)
     return (vec)(exponents << 23 | ((vec_bits)(exponents == 0) & 0x400000));
 }
 
+/* LANES numbers of 8 bits, sign, exponent and three of the mantissa (E4M3), 256 times too small, so
+ * that they are float16's. */
+INLINE vec eighths(const char *from)
+{
+#if LANES == 16
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
+    const __m256i halves = _mm256_slli_epi16(wide, 7);
+    return (vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbf80)));
+#elif LANES == 8
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)from));
+    const __m128i halves = _mm_slli_epi16(wide, 7);
+    return (vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbf80)));
+#else
+    vec_u8 bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    const vec_bits bits = __builtin_convertvector(bytes, vec_bits);
+    const vec magnitude = (vec)((bits & 0x7f) << 20) * 0x1p112f;
+    return (vec)((vec_bits)magnitude | (bits & 0x80) << 24);
+#endif
+}
+
 /* Scale and minimum of a group's rows; `at` is behind its codes. */
 struct scales {
     vec scale, minimum;
@@ -187,6 +213,9 @@ INLINE struct scales scales_at(const char *at, int form, const char *head, int64
         s.scale = load(head + v * LANES * sizeof(float), FLOAT32);
     else if (has_small_scales(form))
         s.scale = widened_half(head + v * LANES * HALF_BYTES) * integers(scale, 1);
+    else if (form == NVFP4)
+        s.scale = eighths(scale) * all(256.0f) * load(head + v * LANES * sizeof(float), FLOAT32) /
+                  load(head + (CODE_ROWS + v * LANES) * sizeof(float), FLOAT32);
     else if (form == MXFP4)
         s.scale = powers_of_two(scale);
     else if (form >= INT4_32)

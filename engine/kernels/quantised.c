@@ -18,27 +18,6 @@ enum { STREAMS = 2, MAX_INPUTS = 2 };
 enum { STREAMS = 1, MAX_INPUTS = 2 };
 #endif
 
-/* LANES numbers of 8 bits, sign, exponent and three of the mantissa (E4M3), 256 times too small, so
- * that they are float16's. */
-INLINE vec eighths(const char *from)
-{
-#if LANES == 16
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
-    const __m256i halves = _mm256_slli_epi16(wide, 7);
-    return (vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbf80)));
-#elif LANES == 8
-    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)from));
-    const __m128i halves = _mm_slli_epi16(wide, 7);
-    return (vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbf80)));
-#else
-    vec_u8 bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    const vec_bits bits = __builtin_convertvector(bytes, vec_bits);
-    const vec magnitude = (vec)((bits & 0x7f) << 20) * 0x1p112f;
-    return (vec)((vec_bits)magnitude | (bits & 0x80) << 24);
-#endif
-}
-
 /* Codes of 8 bits of LANES rows as numbers. */
 INLINE vec bytes_at(const char *from, int form)
 {
@@ -56,7 +35,7 @@ INLINE vec nibbles(vec_bits packed, int j, int form)
     const __m512 real = _mm512_set_ps(-6.0f, -4.0f, -3.0f, -2.0f, -1.5f, -1.0f, -0.5f, -0.0f, 6.0f,
                                       4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f, 0.0f);
     return (vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)packed, 4 * j),
-                                      is_curved(form) ? curve : form == MXFP4 ? real : integer);
+                                      is_curved(form) ? curve : is_float4(form) ? real : integer);
 #else
     const vec_bits code = packed >> (4 * j);
     if (is_curved(form)) {
@@ -74,13 +53,13 @@ INLINE vec nibbles(vec_bits packed, int j, int form)
 #endif
     }
 #if LANES == 8
-    if (form == MXFP4) {
+    if (is_float4(form)) {
         const __m256 table = _mm256_set_ps(6.0f, 4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f, 0.0f);
         const vec magnitude = (vec)_mm256_permutevar8x32_ps(table, (__m256i)code);
         return (vec)((vec_bits)magnitude | (code & 8) << 28);
     }
 #endif
-    if (form == MXFP4) {
+    if (is_float4(form)) {
         const vec_bits bits = code & 7; /* as E4M3 above: a float32 of too small an exponent */
         const vec magnitude = (vec)(bits << 22) * 0x1p126f;
         return (vec)((vec_bits)magnitude | (code & 8) << 28);
@@ -265,6 +244,7 @@ static void multiply_some(const struct block *b, vec (*out)[STREAMS][VECS], int 
         FOR_INPUTS(IQ4_XS)
         FOR_INPUTS(Q2_K)
         FOR_INPUTS(Q3_K)
+        FOR_INPUTS(NVFP4)
         FOR_INPUTS(INT4_32)
         FOR_INPUTS(INT4_128)
         FOR_INPUTS(INT8_128)
@@ -345,7 +325,7 @@ INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v
     for (int64_t k = first; k < end; k += group) {
         const int64_t g = k / group, num_heads = heads_up_to(form, g);
         const char *at = panel + g * group_bytes(form) + num_heads * head_bytes(form), *head = panel;
-        if (has_head(form) && form != INT8_ROW)
+        if (has_head(form) && !has_row_head(form))
             head += k / BLOCK_VALUES *
                     (head_bytes(form) + BLOCK_VALUES / group * group_bytes(form));
         const struct scales s = scales_at(at + code_bytes(form), form, head, g, v);
@@ -382,6 +362,7 @@ void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t dep
     switch (form) {
         UNPACK(Q4_0) UNPACK(Q4_1) UNPACK(Q4_K) UNPACK(Q8_0) UNPACK(Q5_1) UNPACK(Q5_K) UNPACK(Q6_K)
         UNPACK(Q5_0) UNPACK(MXFP4) UNPACK(IQ4_NL) UNPACK(IQ4_XS) UNPACK(Q2_K) UNPACK(Q3_K)
+        UNPACK(NVFP4)
         UNPACK(INT4_32) UNPACK(INT4_128) UNPACK(INT8_128)
         UNPACK(INT8_ROW) UNPACK(FP8_128)
     }

@@ -6,7 +6,8 @@
  * behind them (high_bits in forms.h); of 2 or 3 bits a lane has two of each of 16 values, and of a
  * third bit there are 16 more behind them, half a lane; codes of 8 bits lie value by value, 16 rows side by side. Where
  * scales are small integers, a head before every 256 values has what they are multiplied by, and where
- * they are six bits, themselves. INT8_ROW has one scale a row, before all codes. Some forms have zeros
+ * they are six bits, themselves. INT8_ROW has one scale a row, before all codes,
+ * and NVFP4 there what a row's scales are multiplied and divided by. Some forms have zeros
  * in place of minimums: a value is scale * (code - zero). The last group of a row may be cut short by
  * the matrix; its place is as large as the others'.
  */
@@ -20,7 +21,7 @@ enum { BLOCK_VALUES = 256, MIN_GROUP = 16, MAX_GROUP = 128 };
 /* Forms, as in cpu.py, behind the types and the scheme of packed pairs. */
 enum {
     Q4_0 = 4, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, MXFP4,
-    IQ4_NL, IQ4_XS, Q2_K, Q3_K, INT4_32, INT4_128, INT8_128, INT8_ROW, FP8_128
+    IQ4_NL, IQ4_XS, Q2_K, Q3_K, NVFP4, INT4_32, INT4_128, INT8_128, INT8_ROW, FP8_128
 };
 
 INLINE int is_quantised(int64_t type) { return type >= Q4_0; }

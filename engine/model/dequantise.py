@@ -39,6 +39,9 @@ class Parts(NamedTuple):
     zeros: torch.Tensor | None = None
     """uint8 [num_rows, groups, 1], in place of one for all."""
     is_float4: bool = False
+    row_factors: torch.Tensor | None = None
+    """uint8 [num_rows, 1, 8]: a float32 that the row's scales, which are FP8 then, are multiplied
+    by, and one that they are divided by."""
     is_curved: bool = False
     """A code is the number of an entry of CURVE."""
 
@@ -47,7 +50,13 @@ class Parts(NamedTuple):
         if self.is_float4:
             table = torch.tensor(FLOAT4, device=self.codes.device)
             values = table[self.codes.long()].view(*self.scales.shape[:2], -1)
-            return values.mul_(_powers_of_two(self.scales)).view(len(self.codes), -1)
+            if self.row_factors is None:
+                scales = _powers_of_two(self.scales)
+            else:
+                factor, divisor = self.row_factors.view(torch.float32).unbind(-1)
+                scales = self.scales.view(torch.float8_e4m3fn).float()[..., 0]
+                scales = (scales * factor / divisor)[..., None]
+            return values.mul_(scales).view(len(self.codes), -1)
         is_signed = self.minimums is None
         scales = _scaled(self.scales, self.heads, is_signed=is_signed)
         codes = self.codes.float()
@@ -268,6 +277,8 @@ class SeparateMatrix:
         Raises:
             CheckpointError: a code is no number.
         """
+        if self._apart.kind == "nvfp4":
+            return self._float4(rows)
         codes, scales, zeros = self._codes(rows), self._scales(rows), self._zeros(rows)
         depth, group = codes.shape[1], self._apart.group
         if self._columns is not None:
@@ -291,6 +302,20 @@ class SeparateMatrix:
         if form is not None and codes.dtype == torch.int16:
             codes = codes.to(torch.int8)
         return Parts(codes, stored, zero=zero, zeros=None if zeros is None else zeros[..., None])
+
+    def _float4(self, rows: torch.Tensor) -> Parts:
+        bytes_ = self._parts["codes"][rows]
+        codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1).to(torch.int8)
+        scales = self._parts["scales"].view(torch.uint8)[rows]
+        if (scales & 0x7F == 0x7F).any():
+            what = f"tensor {self._apart.parts['scales'].name} has values that are no numbers"
+            raise CheckpointError(what, where=str(self._info.file))
+        both = torch.ones(2)
+        for place, role in enumerate(("factor", "divisor")):
+            if role in self._parts:
+                both[place] = self._parts[role].reshape(())
+        factors = both.view(torch.uint8).expand(len(rows), 1, 8).contiguous()
+        return Parts(codes, scales[..., None], is_float4=True, row_factors=factors)
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, depth], int16 where they are packed, or float8."""

@@ -113,7 +113,7 @@ def multiply(
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
     panels, panel_bytes = weight.data, weight.data.shape[1]
     shared = (num_tokens, num_rows, depth, panel_bytes)
-    if form.row_scale_bytes:
+    if form.rounds_inputs:
         codes, scales = rounded_inputs(x)
         _bytes_kernel[grid](
             out, codes, scales, panels, panels.view(torch.float32), x if bias is None else bias,

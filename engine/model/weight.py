@@ -284,9 +284,14 @@ def panels_of(parts: Parts, form: Form) -> torch.Tensor:
     elif bits == 2:
         assert offsets is not None
         groups += _by_panel(missing, parts.scales | (offsets << 4))
-    elif not form.row_scale_bytes:
+    elif not form.rounds_inputs:
         groups += _by_panel(missing, parts.scales, offsets)
     packed = torch.cat(groups, -1)
+    if form.row_scale_bytes == 8:
+        assert parts.row_factors is not None
+        factors = [parts.row_factors[..., :4], parts.row_factors[..., 4:]]
+        head = torch.cat(list(_by_panel(missing, *factors)), -1)
+        return torch.cat((head.flatten(1), packed.flatten(1)), -1)
     if form.row_scale_bytes:
         scales = next(_by_panel(missing, parts.scales[:, :1]))
         return torch.cat((scales.flatten(1), packed.flatten(1)), -1)

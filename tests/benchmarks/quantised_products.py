@@ -22,7 +22,7 @@ from engine.model.weight import Weight
 
 DEPTH = 2048
 NAMES = (
-    "q2_k", "q3_k", "iq4_nl", "iq4_xs",
+    "q2_k", "q3_k", "iq4_nl", "iq4_xs", "nvfp4",
     "q4_0", "q4_1", "q4_k", "mxfp4", "int4_128", "q5_0", "q5_k", "q6_k",
     "q8_0", "int8_128", "int8_row", "fp8_128",
 )  # fmt: skip

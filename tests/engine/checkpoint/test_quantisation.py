@@ -139,7 +139,8 @@ def test_a_part_that_does_not_fit_is_named(folder, tmp_path, kind, end, value, s
     ("keys", "said"),
     [
         ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method is 'bitsandbytes'"),
-        ({"quant_method": "modelopt"}, "one of fp8, compressed-tensors, gptq, awq"),
+        ({"quant_method": "quark"}, "one of fp8, compressed-tensors, gptq, awq"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'FP8', not NVFP4"),
         ({"quant_method": ["gptq"]}, "quant_method is ['gptq']"),
         ({}, "quant_method is None"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', not gemm"),

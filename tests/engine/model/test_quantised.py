@@ -109,6 +109,29 @@ def test_forms_with_scales_of_float32_whatever_the_rows_length(level, form):
 
 
 @each_level
+@pytest.mark.parametrize("place", [0, 1], ids=["multiplied", "divided"])
+def test_small_floats_whose_scales_have_a_scale(level, place):
+    kernels, _ = load_kernels(level)
+    generator = torch.Generator().manual_seed(place)
+    for depth in (16, 48, 704):
+        codes = torch.randint(0, 16, (37, depth), generator=generator).to(torch.int8)
+        scales = torch.randint(1, 127, (37, depth // 16, 1), generator=generator).to(torch.uint8)
+        factors = torch.ones(37, 1, 2)
+        factors[..., place] = 300.0 if place else 0.0031
+        factors = factors.view(torch.uint8)
+        parts = Parts(codes, scales, is_float4=True, row_factors=factors)
+        panels = panels_of(parts, FORMS["nvfp4"])
+        assert panels.shape == panels_shape("nvfp4", 37, depth)
+        linear = CompiledLinear(kernels, [Weight(panels, None, "nvfp4_panels", (37, depth))], [])
+        for num_inputs in (1, 3, 33):
+            for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 2**-8)):
+                x = torch.randn(num_inputs, depth, generator=generator).to(dtype)
+                expected = x.double() @ parts.values().double().T
+                atol = limit * expected.abs().max().item()
+                assert torch.allclose(linear(x).double(), expected, rtol=limit, atol=atol)
+
+
+@each_level
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_bytes_are_those_of_inputs_rounded_token_by_token(level, dtype):
     """Integers, then one product of two scales and one with it; dots are exact to the last bit."""
