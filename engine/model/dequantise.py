@@ -40,8 +40,8 @@ class Parts(NamedTuple):
     """uint8 [num_rows, groups, 1], in place of one for all."""
     is_float4: bool = False
     row_factors: torch.Tensor | None = None
-    """uint8 [num_rows, 1, 8]: a float32 that the row's scales, which are FP8 then, are multiplied
-    by, and one that they are divided by."""
+    """uint8 [num_rows, 1, 8]: two float32. The row's scales are FP8, times the first, divided by
+    the second."""
     is_curved: bool = False
     """A code is the number of an entry of CURVE."""
 
