@@ -201,6 +201,11 @@ class Request:
         return sum(least.values()) if least else None
 
     @property
+    def cache_miss(self) -> str | None:
+        """Say at which token the first prompt's cached prefix ended, and why."""
+        return self.sequences[0].cache_miss
+
+    @property
     def computed_tokens(self) -> int:
         """Positions that are computed, those of each prompt counted once."""
         furthest: dict[int, int] = {}

@@ -339,3 +339,14 @@ def m012_changes(db: Database) -> None:
         _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset, changes,"),
     ):
         db.conn.execute(statement)
+
+
+@migration()
+def m013_cache_miss(db: Database) -> None:
+    """Keep at which token a prompt's cached prefix ended, and why."""
+    for statement in (
+        "DROP VIEW v_requests",
+        "ALTER TABLE requests ADD COLUMN cache_miss TEXT",
+        _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset, changes, cache_miss,"),
+    ):
+        db.conn.execute(statement)

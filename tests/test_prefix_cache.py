@@ -58,6 +58,18 @@ def test_turns_choices_and_twins_are_those_of_a_cold_cache(daemon, arm, served):
     switch_roles(daemon, started_as)
 
 
+def test_a_reply_and_the_log_say_why_a_prompt_missed(daemon):
+    (prompt,) = prompts([200], seed=41)
+    other = [*prompt[:150], (prompt[150] + 1) % 256, *prompt[151:]]
+    said = []
+    for asked in (prompt, other, other):
+        reply = daemon.complete(asked, max_tokens=1, cache_salt="misses")
+        said.append(reply["usage"]["prompt_tokens_details"].get("cache_miss"))
+    assert said == ["token 0: never stored", "token 150: another token", None]
+    rows = daemon.http.get("/v1/penstock/log", params={"limit": 2}).json()["data"]
+    assert [row["cache_miss"] for row in rows] == [None, "token 150: another token"]
+
+
 def assert_turns_choices_and_twins(daemon, oracle, salt):
     """How many of three that ask the same at once found nothing of it in the cache."""
     (prompt,) = prompts([200], seed=7)

@@ -208,6 +208,11 @@ class ReplyShape:
         )
         if num_reasoning := sum(self._num_reasoning.values()):
             used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        if (missed := self.request.cache_miss) is not None:
+            used["prompt_tokens_details"] = {
+                "cached_tokens": self.request.cached_tokens,
+                "cache_miss": missed,
+            }
         return used | self.request.cut_usage
 
 

@@ -344,6 +344,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("worker", _workers(request)),
         ("route", _route(request)),
         ("restored", request.get("restore_reason") or ""),
+        ("cache missed", request.get("cache_miss") or ""),
         ("waits", f"for {waits_for}" if waits_for else ""),
         ("preempted", f"{times(preemptions)}: others needed its KV blocks" if preemptions else ""),
         ("cancelled", f"by {by}" if by else ""),

@@ -169,6 +169,8 @@ class RequestFrame(msgspec.Struct):
     """The request whose prompt is computed before its own; None: it waits for no prompt."""
     behind_tokens: int | None = None
     """Prompt tokens of all requests that are computed before its own."""
+    cache_miss: str | None = None
+    """At which token its cached prefix ended, and why; None: nothing was missed."""
 
 
 class WorkerFrame(msgspec.Struct):

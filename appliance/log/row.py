@@ -63,6 +63,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     route: str | None
     route_reason: str | None
     restore_reason: str | None
+    cache_miss: str | None
     workers: str | None
     """The workers that ran that sequence, in order."""
     links: str | None
@@ -138,6 +139,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             route=slowest.route,
             route_reason=slowest.route_reason,
             restore_reason=slowest.restore_reason,
+            cache_miss=request.cache_miss,
             workers=",".join(slowest.workers) or None,
             links=",".join(slowest.links) or None,
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),

@@ -171,6 +171,7 @@ def request_frame(
         workers=",".join(shown.workers) or None,
         links=",".join(shown.links) or None,
         restore_reason=shown.restore_reason,
+        cache_miss=shown.cache_miss,
         prefill_j=request.prefill_j,
         decode_j=request.decode_j,
     )

@@ -19,11 +19,13 @@ from functools import partial
 from time import perf_counter_ns
 
 from engine.cache.blocks import BlockState, Ledger
+from engine.cache.hashes import Hash
 from engine.cache.topology import PREFILL, Topology
 from engine.offload.loads import WantedBlocks
 from engine.offload.tier import OffloadTiers
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.prefix_copies import PrefixCopies, PrefixLookup, longest
+from engine.schedule.prefix_misses import PrefixMisses
 from engine.schedule.queue import PromptsAhead
 from engine.schedule.sequence import Counters, On, Paused, RouteStage, Sequence
 
@@ -54,8 +56,16 @@ class PrefixCache:
         self._max_step_tokens = max_num_batched_tokens
         self._pools = list(dict.fromkeys(worker.pool for worker in topology.workers))
         self.contents = CacheContents(ledger.pools)
+        self._misses = PrefixMisses(self.contents.block_size)
+        for books in ledger.pools.values():
+            books.on_forget = self._forgotten
         self.tiers = OffloadTiers()
         """Blocks that are kept in DRAM and on disk."""
+
+    def _forgotten(self, block_hash: Hash) -> None:
+        self.contents.forgotten(block_hash)
+        if not any(books.index.has_hash(block_hash) for books in self._ledger.pools.values()):
+            self._misses.evicted(block_hash)
 
     # Before a sequence is placed
 
@@ -274,11 +284,22 @@ class PrefixCache:
             self._counters.prefix_cache_queries += sequence.num_prompt_tokens
             self._counters.prefix_cache_hits += sequence.num_cached_tokens
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
+            self._explain(sequence)
             if self.tiers and not sequence.prefix.scope.is_secret:
                 num_found = len(found.get(kv_pool.name, ()))
                 self.tiers.placed(sequence.prefix.hashes, num_found)
         self.forget(sequence)
         return True
+
+    def _explain(self, sequence: Sequence) -> None:
+        assert sequence.prefix is not None
+        if sequence.sampling.prompt_logprobs is not None:
+            sequence.cache_miss = "token 0: log-probabilities of the prompt were asked for"
+            return
+        tokens, num_cached = sequence.prompt_token_ids, sequence.num_cached_tokens
+        sequence.cache_miss = self._misses.explain(
+            sequence.owner, sequence.prefix, tokens, num_cached
+        )
 
     def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:
         """Blocks that its table would begin with, by pool."""
@@ -330,6 +351,8 @@ class PrefixCache:
         if len(chain) < num_full:
             chain.grow(sequence.tokens_between(chain.num_tokens, num_full * size))
         self._ledger.publish(sequence.seq_id, pool, chain, range(first, num_full), sequence.owner)
+        for block_hash in chain.hashes[first:num_full]:
+            self._misses.stored(block_hash)
         self.contents.stored(sequence, range(first, num_full))
         sequence.num_published_blocks = num_full
         if self.tiers and not chain.scope.is_secret:

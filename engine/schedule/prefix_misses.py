@@ -1,0 +1,108 @@
+"""Find out why a prompt's cached prefix ended where it did.
+
+Owns: the tokens of the newest prompts, and the hashes of the blocks that were evicted last.
+Invariant: a prompt is compared with prompts of its own owner only.
+Never: knows text; changes what is cached.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.cache.hashes import Hash, PrefixChain
+
+MAX_PROMPTS = 64
+MAX_TOKENS = 1 << 20
+"""Of all prompts that are kept: 4 MiB."""
+MAX_EVICTED = 1 << 15
+
+
+class _Prompt(NamedTuple):
+    owner: str
+    root: Hash
+    words: bytes
+    """Its token ids, four bytes each."""
+
+
+class PrefixMisses:
+    """Remember prompts and evictions, and compare new prompts with them.
+
+    Args:
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._prompts: deque[_Prompt] = deque()
+        self._num_tokens = 0
+        self._evicted: dict[Hash, None] = {}
+        """The oldest first."""
+
+    def evicted(self, block_hash: Hash) -> None:
+        """Remember that a block has left a pool."""
+        self._evicted.pop(block_hash, None)
+        self._evicted[block_hash] = None
+        if len(self._evicted) > MAX_EVICTED:
+            del self._evicted[next(iter(self._evicted))]
+
+    def stored(self, block_hash: Hash) -> None:
+        """Forget an eviction, since the block is there again."""
+        self._evicted.pop(block_hash, None)
+
+    def explain(
+        self, owner: str, chain: PrefixChain, token_ids: Sequence[int], num_cached: int
+    ) -> str | None:
+        """Say at which token a prompt's cached prefix ended, and why.
+
+        Args:
+            owner: of the prompt.
+            chain: its hashes.
+            token_ids: of the prompt.
+            num_cached: tokens that were found computed.
+
+        Returns:
+            None: all was found that could be, for the last token is always computed.
+        """
+        size, words = self._block_size, array("I", token_ids).tobytes()
+        place = num_cached // size
+        reason = None
+        if place < (len(token_ids) - 1) // size:
+            reason = self._reason(owner, chain, words, place)
+        self._remember(_Prompt(owner, chain.root, words))
+        return reason
+
+    def _reason(self, owner: str, chain: PrefixChain, words: bytes, place: int) -> str:
+        at, end = place * self._block_size, (place + 1) * self._block_size
+        if chain.hashes[place] in self._evicted:
+            return f"token {at}: evicted"
+        mine = [prompt for prompt in self._prompts if prompt.owner == owner]
+        alike = [prompt.words for prompt in mine if prompt.root == chain.root]
+        common, length = max(((_num_common(t, words), len(t) // 4) for t in alike), default=(0, 0))
+        if common < end:
+            others = (prompt.words for prompt in mine if prompt.root != chain.root)
+            if any(_num_common(each, words) >= end for each in others):
+                return f"token {at}: another salt"
+        if at <= common < min(end, length) and common:
+            return f"token {common}: another token"
+        return f"token {at}: never stored"
+
+    def _remember(self, prompt: _Prompt) -> None:
+        self._prompts.append(prompt)
+        self._num_tokens += len(prompt.words) // 4
+        while len(self._prompts) > MAX_PROMPTS or self._num_tokens > MAX_TOKENS:
+            self._num_tokens -= len(self._prompts.popleft().words) // 4
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Count the tokens that two prompts begin with alike, found by halving."""
+    low, high = 0, min(len(one), len(other)) // 4
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[4 * low : 4 * middle] == other[4 * low : 4 * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
