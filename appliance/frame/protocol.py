@@ -170,7 +170,7 @@ class RequestFrame(msgspec.Struct):
     behind_tokens: int | None = None
     """Prompt tokens of all requests that are computed before its own."""
     cache_miss: str | None = None
-    """At which token its cached prefix ended, and why; None: nothing was missed."""
+    """The token at which its cached prefix ended, and why; None: nothing was missed."""
 
 
 class WorkerFrame(msgspec.Struct):

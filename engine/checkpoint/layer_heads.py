@@ -75,8 +75,8 @@ def kv_layers(
 ) -> tuple[int, ...]:
     """Find, for each layer, the layer that stores its keys and values.
 
-    The last `num_kv_shared_layers` read those of the last layer before them that has the same
-    window, or like them none.
+    Each of the last `num_kv_shared_layers` reads the last layer before them that is like itself:
+    with the same window, or also with none.
     """
     key, num_layers = "num_kv_shared_layers", len(windows)
     num_shared = keys.get(key, 0)

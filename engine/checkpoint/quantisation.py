@@ -335,7 +335,7 @@ class Form:
     row_scale_bytes: int = 0
     """Of a row with factors for all its values."""
     rounds_inputs: bool = False
-    """Products are those of inputs that are integers of one byte."""
+    """Products round their inputs to integers of one byte."""
 
     @property
     def has_sixes(self) -> bool:

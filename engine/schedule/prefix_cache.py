@@ -294,7 +294,7 @@ class PrefixCache:
     def _explain(self, sequence: Sequence) -> None:
         assert sequence.prefix is not None
         if sequence.sampling.prompt_logprobs is not None:
-            sequence.cache_miss = "token 0: log-probabilities of the prompt were asked for"
+            sequence.cache_miss = "token 0: prompt_logprobs"
             return
         tokens, num_cached = sequence.prompt_token_ids, sequence.num_cached_tokens
         sequence.cache_miss = self._misses.explain(

@@ -16,7 +16,7 @@ from engine.cache.hashes import Hash, PrefixChain
 
 MAX_PROMPTS = 64
 MAX_TOKENS = 1 << 20
-"""Of all prompts that are kept: 4 MiB."""
+"""The tokens of all kept prompts together take 4 MiB."""
 MAX_EVICTED = 1 << 15
 
 

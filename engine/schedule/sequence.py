@@ -197,7 +197,7 @@ class Sequence:
     restore_reason: str | None = None
     """What was decided about its blocks on disk, in words; None: there were none."""
     cache_miss: str | None = None
-    """At which token its cached prefix ended, and why; None: nothing was missed."""
+    """The token at which its cached prefix ended, and why; None: nothing was missed."""
     max_chunk_tokens: int | None = None
     """Of its prompt in one step; None: as many as a step takes."""
     output_token_ids: list[int] = field(default_factory=list)

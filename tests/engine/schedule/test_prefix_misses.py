@@ -50,7 +50,7 @@ def test_ten_prompts_that_miss_say_why():
         "token 0: another salt",
         "token 0: never stored",  # what other owners have sent is not told
         "token 2: another token",
-        "token 0: log-probabilities of the prompt were asked for",
+        "token 0: prompt_logprobs",
         "token 0: evicted",
     ]
     assert missed(world, BASE) is None
