@@ -71,7 +71,7 @@ class PrefixMisses:
         reason = None
         if place < (len(token_ids) - 1) // size:
             reason = self._reason(owner, chain, words, place)
-        self._remember(_Prompt(owner, chain.root, words))
+        self._remember(_Prompt(owner, chain.scope.root, words))
         return reason
 
     def _reason(self, owner: str, chain: PrefixChain, words: bytes, place: int) -> str:
@@ -79,10 +79,10 @@ class PrefixMisses:
         if chain.hashes[place] in self._evicted:
             return f"token {at}: evicted"
         mine = [prompt for prompt in self._prompts if prompt.owner == owner]
-        alike = [prompt.words for prompt in mine if prompt.root == chain.root]
+        alike = [prompt.words for prompt in mine if prompt.root == chain.scope.root]
         common, length = max(((_num_common(t, words), len(t) // 4) for t in alike), default=(0, 0))
         if common < end:
-            others = (prompt.words for prompt in mine if prompt.root != chain.root)
+            others = (prompt.words for prompt in mine if prompt.root != chain.scope.root)
             if any(_num_common(each, words) >= end for each in others):
                 return f"token {at}: another salt"
         if at <= common < min(end, length) and common:
