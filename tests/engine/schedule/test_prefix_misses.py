@@ -34,7 +34,8 @@ def test_ten_prompts_that_miss_say_why():
         missed(world, edited(2)),
     ]
     probed = world.sequence(prompt=BASE)
-    probed.sampling = msgspec.structs.replace(probed.sampling, prompt_logprobs=1)
+    sampling = msgspec.structs.replace(probed.sampling, prompt_logprobs=1)
+    probed.spec = msgspec.structs.replace(probed.spec, sampling=sampling)
     world.submit(probed)
     said.append(probed.cache_miss)
     world.router.abort(probed, FinishReason.ABORT, world.now_ns)
