@@ -17,12 +17,16 @@ from tests.daemons import ALONE, ARMS, is_alive
 
 
 def run_streams(daemon, prompts, max_tokens, on_started=None):
-    """Stream all prompts at once; the token ids of each. `on_started` runs after all have begun."""
+    """Stream all prompts at once, the longer ones drawn; return the token ids of each.
+
+    `on_started` runs after all have begun.
+    """
     begun = threading.Barrier(len(prompts) + 1)
 
     def one(prompt):
         tokens, finish_reason = [], None
-        for event in daemon.stream(prompt, max_tokens=max_tokens, ignore_eos=True):
+        draw = {"temperature": 1.0, "seed": len(prompt)} if len(prompt) > 100 else {}
+        for event in daemon.stream(prompt, max_tokens=max_tokens, ignore_eos=True, **draw):
             assert "error" not in event, event
             for choice in event["choices"]:
                 if not tokens and choice["token_ids"]:

@@ -56,6 +56,7 @@ class ServeConfig:
     dtype: str = "auto"
     weights: str = "stored"
     kv_dtype: str = "auto"
+    exact: str = "auto"
     transport: str = "auto"
     roles: str = "auto"
     place: WantedWorkers = ONE_OF_EACH

@@ -68,6 +68,11 @@ SETTINGS: Mapping[str, Setting] = {
         "dtype of the KV cache: auto is the serving dtype; int8 holds about twice the tokens (CPUs "
         "only)",
     ),
+    "exact": Setting(
+        one_of("auto", "bitwise"),
+        "auto lets CPUs with AMX compute prompts faster, with other last bits than decode; bitwise "
+        "does not",
+    ),
     "transport": Setting(
         one_of("auto", "alias", "peer", "shm"),
         "how KV moves from prefill to decode: auto, alias (zero-copy), peer or shm",

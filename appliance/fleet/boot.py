@@ -227,7 +227,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
     model_id, checkpoint, dtype, placement, num_arena_blocks = placed or place(config)
     note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
     machine = Known.of(config.state_dir, machine_scope())
-    weights = plan_weights(checkpoint, dtype, config.weights, placement, machine.profile)
+    weights = plan_weights(checkpoint, dtype, config, placement, machine.profile)
     _keep(machine)
     devices = devices_name(placement.workers, this_inventory().driver)
     known = Known.of(config.state_dir, model_scope(machine.scope, checkpoint, dtype, devices))
@@ -347,7 +347,7 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
         attention = f"; attention on {gpu.name} by {choice.title}"
-    weights = plan_weights(checkpoint, dtype, config.weights, placement)
+    weights = plan_weights(checkpoint, dtype, config, placement)
     words = (weights.words, kv_text(dtype, config.kv_dtype))
     about = "".join(f"; {each}" for each in words if each)
     if num_staging := _num_staging_blocks(config, placement):

@@ -24,13 +24,14 @@ from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from engine.cache.hashes import KEY_BYTES, PrefixHasher
 from engine.errors import ConfigError
+from engine.kernels.cpu import load_kernels
 
 log = logging.getLogger("penstock")
 
 KEY_NAME = "prefix.key"
 WEIGHTS_NAME = "weights.json"
-LAYOUT_VERSION = 1
-"""Increase it whenever the bytes of a block change their meaning."""
+LAYOUT_VERSION = 2
+"""Increase it whenever the bytes of a block change their meaning or rounding."""
 MAX_REMEMBERED = 1024
 _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -67,6 +68,7 @@ def identity(plan: BootPlan, state_dir: Path) -> bytes:
     ropes = {rope for rope in checkpoint.config.ropes if rope is not None}
     parts = {
         "layout": LAYOUT_VERSION,
+        "kernels": _kernels_level(),
         "config": _config_sum(checkpoint.folder),
         "weights": fingerprint(checkpoint.files, state_dir),
         "dtype": plan.dtype,
@@ -79,6 +81,14 @@ def identity(plan: BootPlan, state_dir: Path) -> bytes:
     if plan.kv_dtype != "auto":
         parts["kv_dtype"] = plan.kv_dtype
     return json.dumps(parts, sort_keys=True).encode()
+
+
+def _kernels_level() -> str:
+    """Name what computes on this CPU: each level of the kernels rounds in its own way."""
+    try:
+        return load_kernels()[1]
+    except ImportError:
+        return "torch"
 
 
 def _config_sum(folder: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from appliance.configuration.config import ServeConfig
 from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
 from engine.checkpoint.checkpoint import (
@@ -78,7 +79,7 @@ class WeightsPlan:
 def plan_weights(
     checkpoint: Checkpoint,
     dtype: str,
-    weights: str,
+    config: ServeConfig,
     placement: Placement,
     machine: Profile | None = None,
 ) -> WeightsPlan:
@@ -87,15 +88,15 @@ def plan_weights(
     Args:
         checkpoint: the checkpoint.
         dtype: to serve in.
-        weights: `stored`, or the quantisation at start; check_weights() has accepted it.
+        config: the quantisation at start, which check_weights() has accepted, and `exact`.
         placement: of workers; workers on GPUs have memory of their own.
         machine: stores how bfloat16 is multiplied best, measured if unknown; None: as stored.
     """
-    on_gpu = [plan.gpu is not None for plan in placement.workers]
+    weights, on_gpu = config.weights, [plan.gpu is not None for plan in placement.workers]
     layout: WeightsLayout | PanelsLayout | None = None
     choice = PRODUCTS_AS_STORED
     if not all(on_gpu) and dtype == "bfloat16" and machine is not None:
-        choice = product_choice(machine)
+        choice = product_choice(machine, is_bitwise=config.exact == "bitwise")
     ways = None
     if weights == AS_STORED and choice.ways is not None:
         layout = packed_layout(checkpoint, dtype)
@@ -115,14 +116,14 @@ def plan_weights(
     return WeightsPlan(layout, ways, weights, packing, words, choice)
 
 
-def product_choice(machine: Profile) -> WaysChoice:
+def product_choice(machine: Profile, *, is_bitwise: bool) -> WaysChoice:
     """Choose how bfloat16 is multiplied on this machine; time it if unknown."""
     try:
         kernels, level = load_kernels()
     except ImportError:
         return PRODUCTS_AS_STORED
     try_ways(machine, kernels, level)
-    return choose_ways(machine, level)
+    return choose_ways(machine, level, is_bitwise=is_bitwise)
 
 
 def weights_text(words: str, loss: LogitsLoss | None) -> str | None:

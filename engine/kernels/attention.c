@@ -6,6 +6,11 @@
  * products over it. Positions outside a query's window or beyond its own weigh exactly 0; positions
  * beyond the sequence are never read.
  *
+ * A query's result has the same bits whatever else is in the step: scores are summed in one order on
+ * both ways, tiles of keys begin at multiples of TILE_KEYS, and the running softmax begins anew at
+ * multiples of PART_KEYS, whose sums are merged one after the other. Parts and heads of one query can
+ * so be left to several threads.
+ *
  * Keys and values that lie as codes of a byte are multiplied as codes: a key's scale goes to its
  * scores, a value's to its weights, which are fewer.
  */
@@ -16,24 +21,52 @@ static int64_t queries_per_tile(const attention *a)
     return larger_of(1, TILE_ROWS / (a->num_heads / a->num_kv_heads));
 }
 
-static int64_t items_of(const attention *a, int64_t num_queries)
+/* The first key that a sequence's first query sees, and the end of those of its last. */
+static int64_t first_key_of(const attention *a, const int64_t *sequence)
 {
-    if (num_queries == 1)
-        return a->num_parts;
-    return ceil_div(num_queries, queries_per_tile(a)) * a->num_kv_heads;
+    const int64_t first_position = sequence[2] - sequence[1];
+    return a->window > 0 ? larger_of(0, first_position - a->window + 1) : 0;
+}
+
+static int64_t parts_of(const attention *a, const int64_t *sequence)
+{
+    return ceil_div(sequence[2], PART_KEYS) - first_key_of(a, sequence) / PART_KEYS;
+}
+
+static int64_t items_of(const attention *a, const int64_t *sequence)
+{
+    if (sequence[1] == 1)
+        return parts_of(a, sequence) * a->num_shares;
+    return ceil_div(sequence[1], queries_per_tile(a)) * a->num_kv_heads;
+}
+
+/* One query: all heads of a position, or a share of them, which lie together. */
+static void take_part(const attention *a, tile *t, const int64_t *sequence, int64_t item,
+                      int64_t num_parts_before)
+{
+    const int64_t share = item % a->num_shares, part = item / a->num_shares;
+    t->num_queries = 1;
+    t->first_head = a->num_kv_heads * share / a->num_shares;
+    t->num_heads = a->num_kv_heads * (share + 1) / a->num_shares - t->first_head;
+    const int64_t first_part = first_key_of(a, sequence) / PART_KEYS;
+    t->first_key = larger_of(first_key_of(a, sequence), (first_part + part) * PART_KEYS);
+    t->end_key = smaller_of(sequence[2], (first_part + part + 1) * PART_KEYS);
+    if (parts_of(a, sequence) > 1 || a->sinks != NULL)
+        t->partial = a->partial + (num_parts_before + part) * a->num_heads * (a->head_dim + 2);
 }
 
 static tile tile_of(const attention *a, int64_t item)
 {
-    int64_t s = 0;
-    for (int64_t passed; item >= (passed = items_of(a, a->sequences[3 * s + 1])); s++)
+    int64_t s = 0, num_parts_before = 0;
+    for (int64_t passed; item >= (passed = items_of(a, a->sequences + 3 * s)); s++) {
         item -= passed;
+        num_parts_before += a->sequences[3 * s + 1] == 1 ? parts_of(a, a->sequences + 3 * s) : 0;
+    }
     const int64_t *sequence = a->sequences + 3 * s;
     tile t = {.table = a->block_tables + s * a->table_stride};
     int64_t first_query = 0;
-    if (sequence[1] == 1) { /* all heads of a position lie together, and are read together */
-        t.num_queries = 1;
-        t.num_heads = a->num_kv_heads;
+    if (sequence[1] == 1) {
+        take_part(a, &t, sequence, item, num_parts_before);
     } else {
         /* the longest tiles first: what is left at the end is short */
         const int64_t num_tiles = ceil_div(sequence[1], queries_per_tile(a));
@@ -41,20 +74,18 @@ static tile tile_of(const attention *a, int64_t item)
         t.num_queries = smaller_of(queries_per_tile(a), sequence[1] - first_query);
         t.first_head = item % a->num_kv_heads;
         t.num_heads = 1;
+        const int64_t first = sequence[2] - sequence[1] + first_query;
+        t.end_key = first + t.num_queries;
+        t.first_key = a->window > 0 ? larger_of(0, first - a->window + 1) : 0;
     }
     t.first_row = sequence[0] + first_query;
     t.first_position = sequence[2] - sequence[1] + first_query;
-    t.end_key = t.first_position + t.num_queries;
-    t.first_key = a->window > 0 ? larger_of(0, t.first_position - a->window + 1) : 0;
-    if (sequence[1] == 1 && a->num_parts > 1) {
-        const int64_t first = t.first_key, count = t.end_key - first;
-        t.first_key = first + count * item / a->num_parts;
-        t.end_key = first + count * (item + 1) / a->num_parts;
-        t.partial = a->partial + (s * a->num_parts + item) * a->num_heads * (a->head_dim + 2);
-    }
+    t.first_key = t.first_key / TILE_KEYS * TILE_KEYS;
+    t.is_joined = sequence[1] > 1 &&
+                  (a->sinks != NULL || t.first_key / PART_KEYS < (t.end_key - 1) / PART_KEYS);
     t.num_rows = t.num_queries * (a->num_heads / a->num_kv_heads);
     t.is_direct = t.num_rows <= DIRECT_ROWS && a->head_dim % LANES == 0;
-    t.is_tiled = a->way == TILES && t.num_rows > DIRECT_ROWS;
+    t.is_tiled = a->way == TILES && t.num_rows > DIRECT_ROWS && sequence[1] > FEW_QUERIES;
     t.is_direct = t.is_direct && !t.is_tiled;
     const int64_t rows = t.is_tiled ? SQUARE : t.is_direct ? 1 : MICRO_ROWS;
     const int64_t values = t.is_tiled ? SQUARE : 2 * LANES;
@@ -75,12 +106,14 @@ static int open_workspace(workspace *w, const tile *t)
                              t->padded_dim * TILE_KEYS,
                              t->is_tiled ? rows * t->padded_dim / 2 : 0,
                              t->is_tiled ? TILE_KEYS * t->padded_dim / 2 : 0,
-                             t->is_tiled ? t->num_padded_rows * TILE_KEYS / 2 : 0};
+                             t->is_tiled ? t->num_padded_rows * TILE_KEYS / 2 : 0,
+                             t->is_joined ? t->num_rows * (t->padded_dim + 2) : 0};
     float **const parts[] = {&w->q,           &w->out,
                              &w->largest,     &w->total,
                              &w->weights,     &w->packed_keys,
                              &w->packed_values, (float **)&w->narrow_q,
-                             (float **)&w->narrow_rows, (float **)&w->narrow_weights};
+                             (float **)&w->narrow_rows, (float **)&w->narrow_weights,
+                             &w->joined};
     enum { NUM_PARTS = sizeof sizes / sizeof sizes[0] };
     int64_t size = 0;
     for (int i = 0; i < NUM_PARTS; i++)
@@ -150,22 +183,11 @@ INLINE void write_output(const attention *a, const tile *t, const workspace *w, 
         }
 }
 
-/* The running softmax of a head with a sink begins with it: a score whose value is nothing. */
-INLINE void take_sinks(const attention *a, const tile *t, const workspace *w)
-{
-    const int64_t group = a->num_heads / a->num_kv_heads;
-    for (int64_t head = 0; head < t->num_heads; head++)
-        for (int64_t row = 0; row < t->num_rows; row++) {
-            w->largest[head * t->num_padded_rows + row] =
-                a->sinks[(t->first_head + head) * group + row % group];
-            w->total[head * t->num_padded_rows + row] = 1;
-        }
-}
-
-/* A part's sums, in the order of its heads. */
+/* Sums of a part of the keys as they are handed on: of a row the values, the largest score, the total. */
 static void write_partial(const attention *a, const tile *t, const workspace *w)
 {
-    float *to = t->partial;
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    float *to = t->partial + t->first_head * group * (a->head_dim + 2);
     for (int64_t head = 0; head < t->num_heads; head++)
         for (int64_t row = 0; row < t->num_rows; row++, to += a->head_dim + 2) {
             const int64_t state = head * t->num_padded_rows + row;
@@ -175,30 +197,85 @@ static void write_partial(const attention *a, const tile *t, const workspace *w)
         }
 }
 
-/* One head of one sequence from its parts, each of which had its own largest score. */
-static void join_head(const attention *a, int64_t s, int64_t head, int64_t type)
+/* What has been joined of a row before its first part: a head's sink is a score without a value. */
+static void begin_row(const attention *a, float *joined, int64_t dim, int64_t head)
+{
+    memset(joined, 0, (size_t)dim * sizeof(float));
+    joined[dim] = a->sinks == NULL ? -INFINITY : a->sinks[head];
+    joined[dim + 1] = a->sinks == NULL ? 0 : 1;
+}
+
+/* Adds a part's sums to a row's; products are rounded before they are added, wherever the row lies. */
+static __attribute__((noinline, optimize("fp-contract=off"))) void join_row(float *joined, const float *out, float largest,
+                                               float total, int64_t dim)
+{
+    if (largest == -INFINITY) /* no key of the part was visible */
+        return;
+    const float most = joined[dim] > largest ? joined[dim] : largest;
+    const float kept = expf(joined[dim] - most), share = expf(largest - most);
+    for (int64_t i = 0; i < dim; i++)
+        joined[i] = joined[i] * kept + out[i] * share;
+    joined[dim] = most;
+    joined[dim + 1] = joined[dim + 1] * kept + total * share;
+}
+
+/* Puts the sums of a tile's part to those before it, and begins anew. */
+static void join_tile(const attention *a, const tile *t, const workspace *w)
+{
+    for (int64_t row = 0; row < t->num_rows; row++) {
+        join_row(w->joined + row * (t->padded_dim + 2), w->out + row * t->padded_dim,
+                 w->largest[row], w->total[row], t->padded_dim);
+        w->largest[row] = -INFINITY;
+        w->total[row] = 0;
+    }
+    memset(w->out, 0, (size_t)(t->num_padded_rows * t->padded_dim) * sizeof(float));
+}
+
+/* The joined sums to where a tile without parts has its own. */
+static void take_joined(const tile *t, const workspace *w)
+{
+    for (int64_t row = 0; row < t->num_rows; row++) {
+        const float *joined = w->joined + row * (t->padded_dim + 2);
+        memcpy(w->out + row * t->padded_dim, joined, (size_t)t->padded_dim * sizeof(float));
+        w->total[row] = joined[t->padded_dim + 1];
+    }
+}
+
+/* One head of one query from its parts. */
+static void join_head(const attention *a, const float *parts, int64_t num_parts, int64_t token,
+                      int64_t head, int64_t type)
 {
     const int64_t dim = a->head_dim, stride = a->num_heads * (dim + 2);
-    float *first = a->partial + s * a->num_parts * stride + head * (dim + 2);
-    float largest = a->sinks == NULL ? -INFINITY : a->sinks[head];
-    for (int64_t i = 0; i < a->num_parts; i++)
-        largest = fmaxf(largest, first[i * stride + dim]);
-    float total = a->sinks == NULL ? 0 : expf(a->sinks[head] - largest);
-    for (int64_t i = 0; i < a->num_parts; i++) {
-        const float *part = first + i * stride;
-        const float share = expf(part[dim] - largest); /* 0 for a part without keys */
-        total += share * part[dim + 1];
-        for (int64_t j = 0; j < dim; j++)
-            first[j] = (i == 0 ? 0 : first[j]) + share * part[j];
+    float *joined = scratch((size_t)(dim + 2) * sizeof(float));
+    if (joined == NULL)
+        abort(); /* as in attend_item */
+    begin_row(a, joined, dim, head);
+    for (int64_t i = 0; i < num_parts; i++) {
+        const float *part = parts + i * stride + head * (dim + 2);
+        join_row(joined, part, part[dim], part[dim + 1], dim);
     }
-    void *to = at(a->out, (a->sequences[3 * s] * a->num_heads + head) * dim, (int)type);
-    for (int64_t j = 0; j < dim; j++)
-        first[j] /= total;
+    void *to = at(a->out, (token * a->num_heads + head) * dim, (int)type);
+    const float share = 1.0f / joined[dim + 1];
     int64_t j = 0;
     for (; j + LANES <= dim; j += LANES)
-        store(at(to, j, (int)type), load(first + j, FLOAT32), (int)type);
+        store(at(to, j, (int)type), load(joined + j, FLOAT32) * share, (int)type);
     if (j < dim)
-        store_part(at(to, j, (int)type), load_part(first + j, dim - j, FLOAT32), dim - j, (int)type);
+        store_part(at(to, j, (int)type), load_part(joined + j, dim - j, FLOAT32) * share, dim - j,
+                   (int)type);
+}
+
+static void join_sequences(const attention *a, int64_t type)
+{
+    const float *parts = a->partial;
+    for (int64_t s = 0; s < a->num_sequences; s++) {
+        const int64_t *sequence = a->sequences + 3 * s;
+        if (sequence[1] > 1)
+            continue;
+        const int64_t num_parts = parts_of(a, sequence);
+        for (int64_t head = 0; head < a->num_heads && (num_parts > 1 || a->sinks != NULL); head++)
+            join_head(a, parts, num_parts, sequence[0], head, type);
+        parts += num_parts * a->num_heads * (a->head_dim + 2);
+    }
 }
 
 /* The keys of a layer in a block; the values lie plane_bytes behind them. */
@@ -290,9 +367,9 @@ INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, const
     } else {
         pack(a, t, keys, byte_offset, w, type);
         for (int64_t k = 0; k < TILE_KEYS; k += 2 * LANES)
-            for (int64_t row = 0; row < t->num_rows; row += MICRO_ROWS)
-                multiply(w->weights + row * TILE_KEYS + k, TILE_KEYS, q + row * dim, dim,
-                         w->packed_keys + k, TILE_KEYS, a->head_dim, 1);
+            for (int64_t row = 0; row < t->num_padded_rows; row += SCORE_ROWS)
+                score_packed(w->weights + row * TILE_KEYS + k, q + row * dim, dim,
+                             w->packed_keys + k, a->head_dim);
     }
     for (int64_t row = 0; row < t->num_rows; row++) {
         const int64_t last = t->first_position + row / group - keys->first_position;
@@ -370,8 +447,10 @@ INLINE void attend_item(const attention *a, int64_t item, int type, int kv_type)
     } else {
         read_queries(a, &t, &w, type);
     }
-    if (a->sinks != NULL && t.partial == NULL) /* parts take it when they are joined */
-        take_sinks(a, &t, &w);
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    for (int64_t row = 0; t.is_joined && row < t.num_rows; row++)
+        begin_row(a, w.joined + row * (t.padded_dim + 2), t.padded_dim,
+                  t.first_head * group + row % group);
     key_rows both[2], *keys = &both[0], *next = &both[1];
     open_rows(a, &t, next, t.first_key, kv_type);
     if (t.is_direct && next->count > 0)
@@ -385,7 +464,11 @@ INLINE void attend_item(const attention *a, int64_t item, int type, int kv_type)
         else
             for (int64_t head = 0; head < t.num_heads; head++)
                 attend_head(a, &t, keys, next->count > 0 ? next : NULL, head, &w, kv_type);
+        if (t.is_joined && (next->count == 0 || next->first_position % PART_KEYS == 0))
+            join_tile(a, &t, &w);
     }
+    if (t.is_joined)
+        take_joined(&t, &w);
     if (t.is_tiled)
         end_tiles();
     if (t.partial != NULL)
@@ -423,30 +506,25 @@ KERNEL(attend, "ppppppiiiiiiiiiiiiiiiff")
                        &a.scale, &a.softcap);
     if (type != BFLOAT16)
         a.way = WIDENED;
-    int is_decode = 1;
-    for (int64_t s = 0; s < a.num_sequences; s++)
-        is_decode &= a.sequences[3 * s + 1] == 1;
-    a.num_parts = 1;
-    if (is_decode && a.num_sequences == 1) /* equal parts, each of which begins anew to fetch */
-        a.num_parts = a.num_threads;
-    else if (is_decode && a.num_threads > 1 && a.num_sequences < 2 * a.num_threads)
-        a.num_parts = ceil_div(2 * a.num_threads, a.num_sequences);
+    int64_t num_items = 0, num_parts = 0;
+    a.num_shares = 1;
+    for (int64_t s = 0; s < a.num_sequences; s++) {
+        num_items += items_of(&a, a.sequences + 3 * s);
+        num_parts += a.sequences[3 * s + 1] == 1 ? parts_of(&a, a.sequences + 3 * s) : 0;
+    }
+    if (num_items < 2 * a.num_threads && a.num_threads > 1 && num_parts > 0)
+        a.num_shares = smaller_of(a.num_kv_heads, ceil_div(2 * a.num_threads, num_items));
+    num_items += num_parts * (a.num_shares - 1);
     a.partial = NULL;
-    if (a.num_parts > 1) {
-        const int64_t rows = a.num_sequences * a.num_parts * a.num_heads;
-        a.partial = malloc((size_t)(rows * (a.head_dim + 2)) * sizeof(float));
+    if (num_parts > 0) {
+        a.partial = malloc((size_t)(num_parts * a.num_heads * (a.head_dim + 2)) * sizeof(float));
         if (a.partial == NULL)
             return -1;
     }
-    int64_t num_items = 0;
-    for (int64_t s = 0; s < a.num_sequences; s++)
-        num_items += items_of(&a, a.sequences[3 * s + 1]);
     const parallel_body same = type == FLOAT32 ? attend_float32 : attend_bfloat16;
     const parallel_body codes = type == FLOAT32 ? attend_float32_codes : attend_bfloat16_codes;
     parallel_for(a.num_threads, num_items, kv_type == INT8 ? codes : same, &a);
-    for (int64_t s = 0; a.num_parts > 1 && s < a.num_sequences; s++)
-        for (int64_t head = 0; head < a.num_heads; head++)
-            join_head(&a, s, head, type);
+    join_sequences(&a, type);
     free(a.partial);
     return 0;
 }

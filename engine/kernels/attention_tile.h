@@ -6,8 +6,11 @@
 
 enum {
     TILE_KEYS = 64,
+    PART_KEYS = 512,                    /* whose sums are merged with those before them */
+    FEW_QUERIES = 16,                   /* of a sequence, that no unit of tiles takes */
     TILE_ROWS = 128,                    /* queries times heads in a tile, about */
     MICRO_ROWS = LANES == 16 ? 12 : 6,  /* rows whose sums fit in registers, two vectors each */
+    SCORE_ROWS = LANES == 16 ? 4 : 2,   /* the same of scores, several sums of which are open */
     DIRECT_ROWS = 12,                   /* up to so many, transposing keys does not pay */
     SQUARE = 2 * UNIT_ROWS,             /* rows, columns and values at a time of a unit of tiles */
 };
@@ -23,10 +26,10 @@ typedef struct {
     int64_t way;         /* prompts in bfloat16 by WIDENED products or by TILES, as in kernels.h */
     float scale, softcap;
     const float *sinks; /* of each head, a score beside those of its keys; NULL: none has one */
-    /* Where every sequence has one query and there are fewer sequences than would busy the threads,
-     * its keys are cut into so many parts; each part's sums lie in partial until they are joined. */
-    int64_t num_parts;
-    float *partial; /* [num_sequences, num_parts, num_heads, head_dim + largest, total] */
+    /* Of sequences with one query each part of the keys is an item, or for each share of the heads
+     * one; the sums of parts lie in partial until they are joined. */
+    int64_t num_shares;
+    float *partial; /* [parts of all, num_heads, head_dim + largest, total] */
 } attention;
 
 /* One item: some queries of a sequence, some KV heads. */
@@ -34,11 +37,12 @@ typedef struct {
     const int64_t *table;
     int64_t first_row, first_position, num_queries;
     int64_t first_key, end_key; /* of the positions that are read */
-    float *partial;             /* NULL: the output is complete, and written as it shall be */
+    float *partial;             /* of its part; NULL: the output is complete, and written */
     int64_t first_head, num_heads;
     int64_t num_rows; /* of scores: queries times heads that share a KV head */
     int64_t num_padded_rows, padded_dim;
     int is_direct, is_tiled;
+    int is_joined; /* of several parts, or with sinks, which are joined here */
 } tile;
 
 /* Rows of the pool under the current keys, at the first KV head. */
@@ -52,6 +56,7 @@ typedef struct {
 /* A tile's memory: heads times rows of q, out, largest, total; the rest serves one head at a time. */
 typedef struct {
     float *q, *out, *largest, *total, *weights, *packed_keys, *packed_values;
+    float *joined; /* [rows, padded_dim + largest, total] of the parts so far */
     /* For a unit of tiles, all bfloat16: rows of queries, unscaled; a tile's keys or values; weights. */
     uint16_t *narrow_q, *narrow_rows, *narrow_weights;
 } workspace;
@@ -190,6 +195,68 @@ INLINE void pack(const attention *a, const tile *t, const key_rows *keys, int64_
                                          : load_part(at(value, i, type), count, type), FLOAT32);
         }
     }
+}
+
+/* What score_directly() adds up in lane number `lane`, for SCORE_ROWS rows and two vectors of keys. */
+INLINE void score_lane(vec (*sum)[2], const float *q, int64_t stride, const float *keys, int64_t dim,
+                       int lane)
+{
+#pragma GCC unroll 4
+    for (int row = 0; row < SCORE_ROWS; row++)
+        sum[row][0] = sum[row][1] = all(0);
+    for (int64_t i = lane; i < dim; i += LANES) {
+        const vec low = load(keys + i * TILE_KEYS, FLOAT32);
+        const vec high = load(keys + i * TILE_KEYS + LANES, FLOAT32);
+#pragma GCC unroll 4
+        for (int row = 0; row < SCORE_ROWS; row++) {
+            sum[row][0] += q[row * stride + i] * low;
+            sum[row][1] += q[row * stride + i] * high;
+        }
+    }
+}
+
+INLINE void add_scores(vec (*sum)[2], vec (*more)[2])
+{
+#pragma GCC unroll 4
+    for (int row = 0; row < SCORE_ROWS; row++) {
+        sum[row][0] += more[row][0];
+        sum[row][1] += more[row][1];
+    }
+}
+
+/* Two lanes whose sums store_sums() adds first: 8 apart where there are 16. */
+INLINE void score_halves(vec (*sum)[2], const float *q, int64_t stride, const float *keys,
+                         int64_t dim, int lane)
+{
+    score_lane(sum, q, stride, keys, dim, lane);
+#if LANES == 16
+    vec more[SCORE_ROWS][2];
+    score_lane(more, q, stride, keys, dim, lane + 8);
+    add_scores(sum, more);
+#endif
+}
+
+/* Scores of SCORE_ROWS rows with two vectors of keys as columns, in the order of score_directly(). */
+INLINE void score_packed(float *scores, const float *q, int64_t stride, const float *keys, int64_t dim)
+{
+    vec sum[SCORE_ROWS][2], four[SCORE_ROWS][2], pair[SCORE_ROWS][2], one[SCORE_ROWS][2];
+#pragma GCC unroll 2
+    for (int lane = 0; lane < (LANES < 8 ? LANES : 8); lane += 4) {
+        score_halves(four, q, stride, keys, dim, lane);
+        score_halves(one, q, stride, keys, dim, lane + 1);
+        add_scores(four, one);
+        score_halves(pair, q, stride, keys, dim, lane + 2);
+        score_halves(one, q, stride, keys, dim, lane + 3);
+        add_scores(pair, one);
+        add_scores(four, pair);
+        if (lane == 0)
+            memcpy(sum, four, sizeof sum);
+        else
+            add_scores(sum, four);
+    }
+    for (int row = 0; row < SCORE_ROWS; row++)
+        for (int n = 0; n < 2; n++)
+            store(scores + row * TILE_KEYS + n * LANES, sum[row][n], FLOAT32);
 }
 
 /* sums[MICRO_ROWS][2 vectors] += left[row][n] * right[n] for n below count: the product of rows of

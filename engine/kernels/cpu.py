@@ -115,16 +115,12 @@ class ProductWays:
     ways: tuple[int, ...]
 
     def way_of(self, num_inputs: int) -> int:
-        """What linear_pairs is told for so many."""
+        """Find the way for so many inputs."""
         return self.ways[bisect_right(self.starts, num_inputs) - 1]
 
     def __str__(self) -> str:
-        changes = [
-            (start, way)
-            for i, (start, way) in enumerate(zip(self.starts, self.ways, strict=True))
-            if i == 0 or way != self.ways[i - 1]
-        ]
-        return ", ".join(f"{WAY_NAMES[way]} from {start}" for start, way in changes)
+        steps = zip(self.starts, self.ways, strict=True)
+        return ", ".join(f"{WAY_NAMES[way]} from {start}" for start, way in steps)
 
 
 EXACT = ProductWays((1,), (WIDENED,))

@@ -5,7 +5,8 @@
  * widened value is exact. A tile is 4 weight rows by a few inputs, as many as the registers hold.
  * Its rows are a quarter of the weights apart: one tile after the other, that makes four long streams,
  * which the hardware fetches ahead twice as fast as four rows that lie side by side. Many inputs are
- * bound by arithmetic instead, which panels.c does with fewer loads for each product.
+ * bound by arithmetic instead: a block of rows is widened once, and stays in the second cache while all
+ * inputs pass by. Either way a sum is made in one order, whatever the number of inputs.
  */
 #include "forms.h"
 #include "quantised.h"
@@ -21,11 +22,12 @@ enum { MAX_INPUTS = 2 };
 enum {
     ROWS = 4,          /* weight rows of a tile */
     STEP = 2 * LANES,  /* values of a row that one turn of the loop takes */
-    MAX_DEPTH = 2048,  /* values of a row that a tile takes: its inputs stay in the first cache */
+    MAX_DEPTH = 1024,  /* values of a row that a tile takes: its inputs stay in the first cache */
     AHEAD_BYTES = 1536, /* fetched while others are multiplied; rows of a stream follow each other */
     FEW_BYTES = 96 << 10,    /* of inputs, that may be read again for each tile */
-    BLOCK_BYTES = 192 << 10, /* of weights, that stay in the second cache */
-    MANY_INPUTS = 30, /* from here on packing panels costs less than it gains */
+    BLOCK_BYTES = 256 << 10, /* of packed weights, that stay in the second cache */
+    PACKED = -1, /* weights that pack_tile() has widened, in place of their type */
+    MANY_INPUTS = 30, /* from here on widening rows once costs less than it gains */
     MANY_UNPACKED = 16, /* the same of quantised weights, which are unpacked either way */
 };
 
@@ -74,6 +76,8 @@ static const uint32_t odd_values[16] __attribute__((aligned(64))) = {[0 ... 15] 
 /* One half of STEP weights. A vector of bfloat16 pairs is widened in place: even values, then odd. */
 INLINE vec widened(const char *from, int type, int half)
 {
+    if (type == PACKED)
+        return load(from + half * 4 * LANES, FLOAT32);
     if (type == FLOAT16)
         return widened_half(from + half * 2 * LANES);
     if (type == FLOAT32)
@@ -94,6 +98,16 @@ INLINE void fetch(const char *from, int type)
 /* The sums of the lanes of four vectors. */
 INLINE quad lane_sums(const vec *four)
 {
+#if LANES == 16
+    const __m512 a = (__m512)four[0], b = (__m512)four[1], c = (__m512)four[2], d = (__m512)four[3];
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    return (quad)_mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums));
+#else
     quad folded[4];
     for (int i = 0; i < 4; i++) {
         quad parts[LANES / 4];
@@ -106,6 +120,7 @@ INLINE quad lane_sums(const vec *four)
     const quad ab = SHUFFLE(f[0], f[1], 0, 4, 1, 5) + SHUFFLE(f[0], f[1], 2, 6, 3, 7);
     const quad cd = SHUFFLE(f[2], f[3], 0, 4, 1, 5) + SHUFFLE(f[2], f[3], 2, 6, 3, 7);
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+#endif
 }
 
 /* sums[input][row] += STEP values of each input times those of each row. */
@@ -130,7 +145,7 @@ INLINE void multiply_step(vec (*sums)[ROWS], const char *const *rows, int64_t of
 
 INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs, int is_alone)
 {
-    const int64_t item_bytes = size_of(type);
+    const int64_t item_bytes = type == PACKED ? ROWS * (int64_t)sizeof(float) : size_of(type);
     const char *rows[ROWS] = {tile->rows[0], tile->rows[1], tile->rows[2], tile->rows[3]};
     const float *x[MAX_INPUTS];
     vec sums[MAX_INPUTS][ROWS];
@@ -143,7 +158,9 @@ INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs, int
         for (int j = 0; j < ROWS; j++)
             sums[i][j] = all(0);
     for (int64_t k = 0; k < tile->depth; k += STEP) {
-        if (is_alone)
+        if (type == PACKED)
+            ;
+        else if (is_alone)
 #pragma GCC unroll 4
             for (int j = 0; j < ROWS; j++)
                 fetch(rows[j] + AHEAD_BYTES + k * item_bytes, type);
@@ -158,6 +175,14 @@ INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs, int
         float *out = tile->out + i * tile->out_stride;
         const float *before = tile->is_added ? out : tile->bias;
         const quad row_sums = lane_sums(sums[i]);
+        if (type == PACKED && tile->num_rows == ROWS) {
+            quad whole = {0};
+            if (before != NULL)
+                memcpy(&whole, before, sizeof whole);
+            whole += row_sums;
+            memcpy(out, &whole, sizeof whole);
+            continue;
+        }
         for (int64_t j = 0, at = 0; j < tile->num_rows; j++, at += tile->row_stride)
             out[at] = row_sums[j] + (before == NULL ? 0 : before[at]);
     }
@@ -168,7 +193,9 @@ INLINE void multiply_tile(const struct tile *tile, int type, int num_inputs, int
                     : multiply_tile(tile, type, num_inputs, 0))
 #define FOR_EACH_TYPE(num_inputs)                                                                  \
     case num_inputs:                                                                               \
-        if (type == BFLOAT16)                                                                      \
+        if (type == PACKED)                                                                        \
+            multiply_tile(tile, PACKED, num_inputs, 0);                                            \
+        else if (type == BFLOAT16)                                                                 \
             MULTIPLY(BFLOAT16, num_inputs);                                                        \
         else if (type == FLOAT16)                                                                  \
             MULTIPLY(FLOAT16, num_inputs);                                                         \
@@ -236,6 +263,85 @@ static void multiply_quarters(const struct product *p, const struct rows *rows, 
         multiply_rest(tile, share->depth, p->type, share->num_inputs);
 }
 
+/* Widens rows of a tile that begin at `rows` to [depth / STEP][ROWS][STEP], zeros behind the last. */
+INLINE void pack_rows(float *to, const char *const *rows, int64_t depth, int type)
+{
+    for (int64_t k = 0; k < depth; k += STEP)
+        for (int j = 0; j < ROWS; j++)
+            for (int half = 0; half < 2; half++, to += LANES) {
+                const char *from = rows[j] + k * size_of(type);
+                char rest[STEP * sizeof(float)] = {0};
+                if (depth - k < STEP)
+                    from = memcpy(rest, from, (size_t)((depth - k) * size_of(type)));
+                store(to, widened(from, type, half), FLOAT32);
+            }
+}
+
+static void pack_tile(float *to, const struct product *p, const struct rows *rows, int64_t first,
+                      int64_t k, int64_t depth)
+{
+    const char *from[ROWS];
+    for (int64_t j = 0; j < ROWS; j++) {
+        const int64_t row = first + j < rows->num_rows ? first + j : rows->num_rows - 1;
+        from[j] = rows->weights + (row * p->depth + k) * size_of(p->type);
+    }
+    if (p->type == BFLOAT16)
+        pack_rows(to, from, depth, BFLOAT16);
+    else if (p->type == FLOAT16)
+        pack_rows(to, from, depth, FLOAT16);
+    else
+        pack_rows(to, from, depth, FLOAT32);
+}
+
+static void multiply_packed(const struct product *p, const struct rows *rows, int64_t first,
+                            const float *packed, const struct share *share)
+{
+    struct tile tile = {
+        .x = p->x + share->input * p->x_stride + share->first,
+        .x_stride = p->x_stride,
+        .depth = share->depth / STEP * STEP,
+        .num_rows = rows->num_rows - first < ROWS ? rows->num_rows - first : ROWS,
+        .out = p->out + share->input * p->out_stride + rows->column + first,
+        .out_stride = p->out_stride,
+        .row_stride = 1,
+        .bias = p->bias == NULL ? NULL : p->bias + rows->column + first,
+        .is_added = share->first > 0,
+    };
+    for (int j = 0; j < ROWS; j++)
+        tile.rows[j] = (const char *)(packed + j * STEP);
+    multiply(&tile, PACKED, share->num_inputs);
+    if (tile.depth == share->depth)
+        return;
+    for (int j = 0; j < ROWS; j++)
+        tile.rows[j] += tile.depth * ROWS * (int64_t)sizeof(float);
+    tile.x += tile.depth;
+    tile.depth = STEP;
+    tile.is_added = 1;
+    multiply(&tile, PACKED, share->num_inputs);
+}
+
+/* Many inputs by some rows: these are widened once, and stay in the second cache. Each sum is made
+ * in the order in which it is for few inputs, so that it has the same bits. */
+static void multiply_many(const struct product *p, const struct rows *rows)
+{
+    static _Thread_local float packed[BLOCK_BYTES / sizeof(float) + ROWS * (MAX_DEPTH + STEP)]
+        __attribute__((aligned(64)));
+    const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
+    for (int64_t k = 0; k < p->depth; k += MAX_DEPTH) {
+        struct share share = {.first = k};
+        share.depth = p->depth - k < MAX_DEPTH ? p->depth - k : MAX_DEPTH;
+        const int64_t tile_floats = (share.depth + STEP - 1) / STEP * STEP * ROWS;
+        for (int64_t row = 0; row < rows->num_rows; row += ROWS)
+            pack_tile(packed + row / ROWS * tile_floats, p, rows, row, k, share.depth);
+        for (int64_t i = 0; i < num_shares; i++) {
+            share.input = p->num_inputs * i / num_shares;
+            share.num_inputs = p->num_inputs * (i + 1) / num_shares - share.input;
+            for (int64_t row = 0; row < rows->num_rows; row += ROWS)
+                multiply_packed(p, rows, row, packed + row / ROWS * tile_floats, &share);
+        }
+    }
+}
+
 static int has_few_inputs(const struct product *p)
 {
     return p->num_inputs * p->depth * (int64_t)sizeof(float) <= FEW_BYTES;
@@ -248,15 +354,14 @@ static void multiply_rows(const struct product *p, const struct rows *rows)
     const int is_few = has_few_inputs(p);
     /* equal shares: 3 + 3 + 2 inputs, not 3 + 3 + 1 + 1 */
     const int64_t num_shares = (p->num_inputs + MAX_INPUTS - 1) / MAX_INPUTS;
-    const int64_t max_depth = is_few ? p->depth : MAX_DEPTH;
     const int64_t num_passes = is_few ? rows->quarter : 1, num_tiles = is_few ? 1 : rows->quarter;
     for (int64_t pass = 0; pass < num_passes; pass++)
-        for (int64_t k = 0; k < p->depth; k += max_depth)
+        for (int64_t k = 0; k < p->depth; k += MAX_DEPTH)
             for (int64_t i = 0; i < num_shares; i++) {
                 struct share share = {.first = k, .number = i, .is_alone = num_shares == 1};
                 share.input = p->num_inputs * i / num_shares;
                 share.num_inputs = p->num_inputs * (i + 1) / num_shares - share.input;
-                share.depth = p->depth - k < max_depth ? p->depth - k : max_depth;
+                share.depth = p->depth - k < MAX_DEPTH ? p->depth - k : MAX_DEPTH;
                 for (int64_t tile = 0; tile < num_tiles; tile++)
                     multiply_quarters(p, rows, pass + tile, &share);
             }
@@ -272,9 +377,10 @@ static void multiply_item(void *context, int64_t item)
     const int64_t first = num_rows * item / p->num_items;
     const int64_t end = num_rows * (item + 1) / p->num_items;
     const int64_t row_bytes = p->depth * size_of(p->type);
-    const int64_t depth = p->depth < MAX_DEPTH ? p->depth : MAX_DEPTH;
-    const int64_t block =
-        has_few_inputs(p) ? num_rows : BLOCK_BYTES / (depth * size_of(p->type)) + ROWS;
+    const int64_t depth = p->depth < MAX_DEPTH ? (p->depth + STEP - 1) / STEP * STEP : MAX_DEPTH;
+    const int64_t in_cache = BLOCK_BYTES / (depth * (int64_t)sizeof(float)) / ROWS * ROWS;
+    const int has_many = p->num_inputs >= MANY_INPUTS;
+    const int64_t block = !has_many && has_few_inputs(p) ? num_rows : in_cache;
     for (int64_t i = 0; i < p->num_parts; i++) {
         const struct part *part = &p->parts[i];
         const int64_t next = column + part->num_rows, last = end < next ? end : next;
@@ -283,7 +389,7 @@ static void multiply_item(void *context, int64_t item)
             struct rows rows = {.num_rows = num_left < block ? num_left : block, .column = row};
             rows.weights = (const char *)(uintptr_t)part->address + (row - column) * row_bytes;
             rows.quarter = (rows.num_rows + ROWS - 1) / ROWS;
-            multiply_rows(p, &rows);
+            (has_many ? multiply_many : multiply_rows)(p, &rows);
         }
         column = next;
     }
@@ -343,7 +449,7 @@ static struct product of_one_scheme(const struct product *whole, int64_t *next_p
 struct conversion {
     char *out;
     const char *x;
-    float *arranged;
+    float *arranged, *sums;
     struct unit *units; /* or this */
     const struct product *product;
     int64_t type, num_columns;
@@ -368,6 +474,13 @@ static void arrange_item(void *context, int64_t item)
         if (rounds_inputs(p->type))
             round_input(to, p->depth);
     }
+}
+
+static void sum_item(void *context, int64_t item)
+{
+    const struct conversion *c = context;
+    FOR_ROWS(item, c->product->num_inputs)
+        sum_input(c->sums, c->product, row);
 }
 
 static void fill_item(void *context, int64_t item)
@@ -421,10 +534,13 @@ KERNEL(linear, "ppiiipipi")
                        &num_parts, &bias, &num_threads);
     const struct part *first_part = parts;
     const int has_many = has_many_inputs(first_part, num_inputs);
-    int is_rounded = 0;
-    for (int64_t i = 0; i < num_parts; i++)
+    int is_rounded = 0, is_in_order = depth % STEP == 0, has_sums = 0;
+    for (int64_t i = 0; i < num_parts; i++) {
         is_rounded |= rounds_inputs((int)first_part[i].scheme);
-    const int is_read_in_place = has_many && type == FLOAT32 && !is_rounded;
+        is_in_order &= first_part[i].scheme != BFLOAT16;
+        has_sums |= is_quantised(first_part[i].scheme) && wants_sums((int)first_part[i].scheme);
+    }
+    const int is_read_in_place = has_many && type == FLOAT32 && !is_rounded && is_in_order;
     struct product whole = {
         .parts = parts,
         .bias = bias,
@@ -439,7 +555,7 @@ KERNEL(linear, "ppiiipipi")
         whole.out_stride += whole.parts[i].num_rows;
     const int64_t num_x = is_read_in_place ? 0 : num_inputs * floats_of_input(&whole, type, is_rounded);
     const int64_t num_out = num_inputs * whole.out_stride;
-    const int64_t num_sums = has_many ? 0 : num_inputs * (depth / MIN_GROUP + 1);
+    const int64_t num_sums = has_sums ? num_inputs * (depth / MIN_GROUP + 1) : 0;
     const int64_t num_floats = num_x + (type == FLOAT32 ? 0 : num_out) + num_sums;
     float *memory = scratch((size_t)num_floats * sizeof(float));
     if (memory == NULL && num_floats > 0)
@@ -464,15 +580,17 @@ KERNEL(linear, "ppiiipipi")
             for_items(num_threads, p.num_items, has_many, multiply_dots, &p);
             continue;
         }
-        c.is_split = !has_many && p.type == BFLOAT16;
+        c.is_split = p.type == BFLOAT16;
         if (!is_read_in_place)
             convert(&c, num_threads, arrange_item);
-        if (is_quantised(p.type) && !has_many) {
-            p.x_sums = memory + num_floats - num_sums;
-            sum_inputs(memory + num_floats - num_sums, &p);
+        if (is_quantised(p.type) && wants_sums(p.type)) {
+            p.x_sums = c.sums = memory + num_floats - num_sums;
+            convert(&c, num_threads, sum_item);
         }
-        const parallel_body few = is_quantised(p.type) ? multiply_quantised : multiply_item;
-        for_items(num_threads, p.num_items, has_many, has_many ? multiply_panels : few, &p);
+        const parallel_body body = !is_quantised(p.type) ? multiply_item
+                                   : has_many            ? multiply_panels
+                                                         : multiply_quantised;
+        for_items(num_threads, p.num_items, has_many, body, &p);
     }
     c.product = &whole;
     if (type != FLOAT32)

@@ -98,7 +98,7 @@ INLINE void for_items(int64_t num_threads, int64_t num_items, int has_many, para
     (has_many ? parallel_for : parallel_shares)(num_threads, num_items, body, product);
 }
 
-/* The product as a body of parallel_for, for many inputs, as they are. */
+/* The product with quantised weights as a body of parallel_for, for many inputs, whose sums are there. */
 void multiply_panels(void *context, int64_t item);
 
 /* float16 to float32. */

@@ -285,21 +285,20 @@ static void multiply_some_panels(const void *product, const struct panels *panel
     }
 }
 
-void sum_inputs(float *sums, const struct product *p)
+void sum_input(float *sums, const struct product *p, int64_t input)
 {
-    if (!has_minimum(p->type))
-        return;
     const int group = group_of(p->type);
     const int64_t num_groups = groups_of(p->type, p->depth);
-    for (int64_t i = 0; i < p->num_inputs; i++)
-        for (int64_t g = 0; g < num_groups; g++) {
-            const int count = values_of(p->type, p->depth, g);
-            vec sum = all(0);
-            for (int k = 0; k < count; k += LANES) /* inputs are padded with zeros */
-                sum += load(p->x + i * p->x_stride + g * group + k, FLOAT32);
-            sums[i * num_groups + g] = sum_of(sum);
-        }
+    for (int64_t g = 0; g < num_groups; g++) {
+        const int count = values_of(p->type, p->depth, g);
+        vec sum = all(0);
+        for (int k = 0; k < count; k += LANES) /* inputs are padded with zeros */
+            sum += load(p->x + input * p->x_stride + g * group + k, FLOAT32);
+        sums[input * num_groups + g] = sum_of(sum);
+    }
 }
+
+int wants_sums(int form) { return has_minimum(form); }
 
 void multiply_quantised(void *context, int64_t item)
 {
@@ -318,8 +317,8 @@ void round_input(float *x, int64_t depth)
     }
 }
 
-INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v, int64_t first,
-                   int64_t end)
+INLINE void unpack(float *to, float *scales, int64_t stride, const char *panel, int form, int v,
+                   int64_t first, int64_t end)
 {
     const int group = group_of(form);
     for (int64_t k = first; k < end; k += group) {
@@ -330,6 +329,9 @@ INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v
                     (head_bytes(form) + BLOCK_VALUES / group * group_bytes(form));
         const struct scales s = scales_at(at + code_bytes(form), form, head, g, v);
         const int count = end - k < group ? (int)(end - k) : group;
+        store(scales, s.scale, FLOAT32);
+        store(scales + stride, s.minimum, FLOAT32);
+        scales += 2 * stride;
         for (int j = 0; j < count; j++) {
             vec code;
             if (code_bits(form) < 8) {
@@ -339,25 +341,29 @@ INLINE void unpack(float *to, int64_t stride, const char *panel, int form, int v
             } else {
                 code = bytes_at(at + j * CODE_ROWS + v * LANES, form);
             }
-            store(to + (k - first + j) * stride, plus_product(s.minimum, code, s.scale), FLOAT32);
+            store(to + (k - first + j) * stride, code, FLOAT32);
         }
     }
 }
 
-void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t depth, int64_t row,
-                 int64_t first, int64_t end)
+void unpack_rows(float *to, float *scales, int64_t stride, const struct part *part, int64_t depth,
+                 int64_t row, int64_t first, int64_t end)
 {
     const int form = (int)part->scheme, v = (int)(row % CODE_ROWS / LANES);
     if (row / CODE_ROWS * CODE_ROWS >= part->num_rows) {
         for (int64_t k = first; k < end; k++)
             store(to + (k - first) * stride, all(0), FLOAT32);
+        for (int64_t k = first; k < end; k += group_of(form), scales += 2 * stride) {
+            store(scales, all(0), FLOAT32);
+            store(scales + stride, all(0), FLOAT32);
+        }
         return;
     }
     const char *panel =
         (const char *)(uintptr_t)part->address + row / CODE_ROWS * panel_bytes(form, depth);
 #define UNPACK(form)                                                                               \
     case form:                                                                                     \
-        unpack(to, stride, panel, form, v, first, end);                                            \
+        unpack(to, scales, stride, panel, form, v, first, end);                                    \
         return;
     switch (form) {
         UNPACK(Q4_0) UNPACK(Q4_1) UNPACK(Q4_K) UNPACK(Q8_0) UNPACK(Q5_1) UNPACK(Q5_K) UNPACK(Q6_K)

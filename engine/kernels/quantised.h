@@ -26,13 +26,17 @@ enum {
 
 INLINE int is_quantised(int64_t type) { return type >= Q4_0; }
 
-/* Values [first, end) of LANES rows, which begin with number `row` of the matrix, to columns of a panel of
- * float32: to[k * stride]. first is at a group's beginning. */
-void unpack_rows(float *to, int64_t stride, const struct part *part, int64_t depth, int64_t row,
-                 int64_t first, int64_t end);
+/* Codes [first, end) of LANES rows, which begin with number `row` of the matrix, as floats to columns of a
+ * panel: to[k * stride]. Of each group the scales go to a row of `scales`, the minimums to the next. first
+ * is at a group's beginning. */
+void unpack_rows(float *to, float *scales, int64_t stride, const struct part *part, int64_t depth,
+                 int64_t row, int64_t first, int64_t end);
 
-/* Sums of each group of each input, [num_inputs, groups of a row], where weights have minimums. */
-void sum_inputs(float *sums, const struct product *p);
+/* The sum of each group of an input to its row of [num_inputs, groups of a row]. */
+void sum_input(float *sums, const struct product *p, int64_t input);
+
+/* True of a form that has minimums, which are multiplied by those sums. */
+int wants_sums(int form);
 
 /* True of a form whose products are those of inputs that are one scale times integers of one byte. */
 INLINE int rounds_inputs(int form) { return form == INT8_ROW; }

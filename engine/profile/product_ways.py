@@ -3,11 +3,12 @@
 The kernels read matrices as the checkpoint stores them, or packed in pairs, which a processor's
 dots of pairs and its matrix tiles want. What an instruction is called says little about its speed:
 dots are twice as fast as widening on some processors, and less than half as fast on others. So each
-way is timed once per machine, on few inputs and on many, and checked against the first.
+way is timed once per machine, on few inputs and on many, and checked against the first. One way is
+chosen for all numbers of inputs, so that a row's bits do not depend on how many there are.
 
 Owns: the trial, whose times are facts of the machine, and what follows from these facts.
 Invariant: a way that computes anything else than the first one is not chosen; the same facts give
-the same choice; a default stays until another way is faster by more than GAIN_TO_CHANGE.
+the same choice.
 Never: imports torch; is timed while a model is loaded.
 """
 
@@ -17,7 +18,7 @@ import mmap
 import struct
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from random import Random
@@ -42,14 +43,16 @@ LEVELS = {"avx512bf16": (WIDENED, DOTS), "amx": (WIDENED, DOTS, TILES)}
 STORED = "stored"
 """The place of facts about matrices as the checkpoint has them."""
 NUM_INPUTS = (1, 4, 16, 64, 256)
-"""Tried; from each of them on, up to the next, its best way is used."""
+"""Tried, each in every way."""
+MAX_FEW = 16
+"""Inputs of a step without prompts, for which tiles may give way to another way."""
 ATTENTION_TOKENS = 512
 GAIN = 1.5
 """Packing costs memory and a part of the start, so that it has to bring this at 256 inputs..."""
 LOSS = 0.8
 """...and may not cost more than this at any other number."""
 GAIN_TO_CHANGE = 1.1
-"""Of a way over the one that is used for more inputs, which is the default for fewer."""
+"""Of another way over tiles for few inputs, and of tiles for attention, to be used."""
 ROUNDS = 9
 """Each times all ways one after the other."""
 _DEPTH = 1024
@@ -110,10 +113,12 @@ def _take_turns(
         profile.put(FactKey(what, size, 0, name), times_us)
 
 
-def choose_ways(profile: Profile, level: str) -> WaysChoice:
-    """Choose by the facts that there are.
+def choose_ways(profile: Profile, level: str, *, is_bitwise: bool = False) -> WaysChoice:
+    """Choose by the facts that there are: one way for all numbers of inputs.
 
-    The shortest times are compared: what else runs can only make a call longer.
+    Where tiles are fastest for prompts, another way may be used for up to MAX_FEW inputs, unless
+    the setting `exact` says bitwise. The shortest times are compared: what else runs can only make
+    a call longer.
     """
     ways = LEVELS.get(level, ())
     right = [way for way in ways if not profile.value(IS_WRONG, place=WAY_NAMES[way])]
@@ -124,25 +129,38 @@ def choose_ways(profile: Profile, level: str) -> WaysChoice:
     if not right or not all(found.values()) or not all(stored.values()):
         why = f"bfloat16 products: stored layout{warning}" if wrong else ""
         return WaysChoice(None, WIDENED, why)
-    chosen: dict[int, int] = {}
-    default = min(found[NUM_INPUTS[-1]], key=found[NUM_INPUTS[-1]].__getitem__)
-    for count in reversed(NUM_INPUTS):
-        best = min(found[count], key=found[count].__getitem__)
-        if found[count][default] > GAIN_TO_CHANGE * found[count][best]:
-            default = best
-        chosen[count] = default
-    gains = {count: (stored[count] or 0) / found[count][way] for count, way in chosen.items()}
-    attention = _attention_way(profile, right)
+    attention = WIDENED if is_bitwise else _attention_way(profile, right)
     by_tiles = "; attention by tiles" if attention == TILES else ""
-    few, many = gains[NUM_INPUTS[0]], gains[NUM_INPUTS[-1]]
-    figures = f"repacked is {few:.1f}x at 1 token, {many:.1f}x at {NUM_INPUTS[-1]}"
-    if many < GAIN or min(gains.values()) < LOSS:
-        said = f"bfloat16 products: stored layout{by_tiles}{warning}"
-        why = with_figures(said, figures)
-        return WaysChoice(None, attention, why)
-    product_ways = ProductWays(NUM_INPUTS, tuple(chosen[count] for count in NUM_INPUTS))
-    said = f"bfloat16 products: repacked, {product_ways} tokens{by_tiles}{warning}"
-    return WaysChoice(product_ways, attention, with_figures(said, figures))
+    reason, gains = "", {}
+    for product_ways in _candidates(found, is_bitwise=is_bitwise):
+        gains = {
+            count: (stored[count] or 0) / found[count][product_ways.way_of(count)]
+            for count in NUM_INPUTS
+        }
+        few, many = gains[NUM_INPUTS[0]], gains[NUM_INPUTS[-1]]
+        reason = f"repacked is {few:.1f}x at 1 token, {many:.1f}x at {NUM_INPUTS[-1]}"
+        if many >= GAIN and min(gains.values()) >= LOSS:
+            few_way, *other = (WAY_NAMES[way] for way in product_ways.ways)
+            how = f"{few_way} up to {MAX_FEW} tokens, then {other[0]}" if other else few_way
+            said = f"bfloat16 products: repacked, {how}{by_tiles}{warning}"
+            return WaysChoice(product_ways, attention, with_figures(said, reason))
+    said = f"bfloat16 products: stored layout{by_tiles}{warning}"
+    return WaysChoice(None, attention, with_figures(said, reason))
+
+
+def _candidates(found: dict[int, dict[int, float]], *, is_bitwise: bool) -> Iterator[ProductWays]:
+    """List ways by their speed for many inputs, the first with a faster one for few if allowed."""
+    most = found[NUM_INPUTS[-1]]
+    by_speed = sorted(most, key=most.__getitem__)
+    if by_speed[0] == TILES and not is_bitwise:
+        few = [found[count] for count in NUM_INPUTS if count <= MAX_FEW]
+        costs = {way: sum(us[way] / us[TILES] for us in few) / len(few) for way in by_speed}
+        best = min(costs, key=costs.__getitem__)
+        if costs[best] * GAIN_TO_CHANGE < 1:
+            yield ProductWays((1, MAX_FEW + 1), (best, TILES))
+            return
+    for way in by_speed if is_bitwise else by_speed[:1]:
+        yield ProductWays((1,), (way,))
 
 
 def _times_us(profile: Profile, count: int, ways: list[int]) -> dict[int, float]:

@@ -302,7 +302,7 @@ def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike
     plan_of, tiny_llama, monkeypatch, dtype
 ):
     choice = WaysChoice(ProductWays((1, 16), (WIDENED, TILES)), WIDENED, "repacked")
-    monkeypatch.setattr("appliance.fleet.weights_plan.product_choice", lambda machine: choice)
+    monkeypatch.setattr("appliance.fleet.weights_plan.product_choice", lambda *_, **__: choice)
     plan = plan_of(model=tiny_llama, dtype=dtype)
     specs = [setup.weights for _, setup in plan.workers]
     if dtype == "float32":

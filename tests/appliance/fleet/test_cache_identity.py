@@ -155,7 +155,7 @@ def plan_of(folder, **changes):
     return dataclasses.replace(plan, **changes)
 
 
-def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
+def test_hashes_are_of_one_model_served_in_one_way(tmp_path, monkeypatch):
     weights = make_model(tmp_path / "model")
     folder = weights.parent
     plan = plan_of(folder)
@@ -168,6 +168,9 @@ def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
         identity(dataclasses.replace(plan, product_ways="dots from 1"), tmp_path),
         identity(dataclasses.replace(plan, placement=other_size), tmp_path),
     ]
+    with monkeypatch.context() as patched:
+        patched.setattr("appliance.fleet.cache_identity.load_kernels", lambda: (None, "another"))
+        others.append(identity(plan, tmp_path))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
@@ -176,7 +179,7 @@ def test_hashes_are_of_one_model_served_in_one_way(tmp_path):
     config = folder / "config.json"
     config.write_text(config.read_text() + " ")
     others.append(identity(plan, tmp_path))
-    assert len({first, *others}) == 7
+    assert len({first, *others}) == 8
 
 
 @pytest.mark.parametrize(

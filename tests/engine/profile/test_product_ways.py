@@ -70,16 +70,30 @@ def test_a_level_without_instructions_for_it_has_nothing_to_choose():
     assert choose_ways(profile, "avx2").ways is None
 
 
-def test_the_fastest_way_for_many_inputs_stays_for_fewer_unless_another_is_clearly_faster():
-    choice = chosen(
-        stored=[1, 1, 1, 4, 16], widened=[1, 1, 2, 4, 16], dots=[9] * 5, tiles=[2, 2, 1, 1, 4]
-    )
-    assert choice.ways == ProductWays(NUM_INPUTS, (WIDENED, WIDENED, TILES, TILES, TILES))
-    near = chosen(
-        stored=[1, 1, 1, 4, 16], widened=[1, 1, 1, 4, 16], dots=[9] * 5, tiles=[1.05, 1, 1, 1, 4]
-    )
-    assert near.ways.ways == (TILES,) * 5
+TILED = {"widened": [1, 1, 2, 4, 16], "dots": [9] * 5, "tiles": [2, 2, 1, 1, 4]}
+
+
+def test_one_way_serves_all_numbers_of_inputs_but_tiles_may_leave_the_few_to_another():
+    stored = [1, 1, 1, 4, 16]
+    choice = chosen(stored=[2, 2, 2, 4, 16], **TILED | {"widened": [1, 1, 0.5, 4, 16]})
+    assert choice.ways == ProductWays((1, 17), (WIDENED, TILES))
+    near = chosen(stored=stored, **TILED | {"tiles": [1.05, 1, 1, 1, 4]})
+    assert near.ways == ProductWays((1,), (TILES,))
+    few = {"widened": [1, 1, 1, 4, 4], "dots": [2, 2, 2, 2, 2]}
+    dots = chosen("avx512bf16", stored=[2, 2, 2, 8, 16], **few)
+    assert dots.ways == ProductWays((1,), (DOTS,))
     assert EXACT.way_of(9000) == WIDENED
+
+
+def test_bitwise_takes_the_fastest_way_that_slows_no_number_of_inputs_and_no_tiles_for_attention():
+    times = {"stored": [1, 1, 1, 4, 16], "widened": [1, 1, 1, 4, 9], "dots": [1, 1, 1, 4, 8]}
+    profile = known(**times, tiles=[2, 2, 1, 1, 4])
+    profile.put(FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, "widened"), [30])
+    profile.put(FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, "tiles"), [10])
+    profile.put(FactKey(IS_WRONG, place="attention"), [0.0])
+    assert choose_ways(profile, "amx").attention == TILES
+    choice = choose_ways(profile, "amx", is_bitwise=True)
+    assert (choice.ways, choice.attention) == (ProductWays((1,), (DOTS,)), WIDENED)
 
 
 @given(
@@ -96,7 +110,7 @@ def test_noise_of_three_percent_changes_no_choice(first, second):
         return {name: [us * next(factors) for us in taken] for name, taken in plain.items()}
 
     choices = [chosen("avx512bf16", **noisy(noise)).ways for noise in (first, second)]
-    assert choices == [ProductWays(NUM_INPUTS, (DOTS,) * 5)] * 2
+    assert choices == [ProductWays((1,), (DOTS,))] * 2
 
 
 def test_matrices_stay_as_they_are_where_packing_gains_nothing_or_costs_decode():
