@@ -10,7 +10,7 @@ enum {
     FEW_QUERIES = 16,                   /* of a sequence, that no unit of tiles takes */
     TILE_ROWS = 128,                    /* queries times heads in a tile, about */
     MICRO_ROWS = LANES == 16 ? 12 : 6,  /* rows whose sums fit in registers, two vectors each */
-    SCORE_ROWS = LANES == 16 ? 4 : 2,   /* the same of scores, several sums of which are open */
+    SCORE_ROWS = LANES == 16 ? 4 : 3,   /* the same of scores, several sums of which are open */
     DIRECT_ROWS = 12,                   /* up to so many, transposing keys does not pay */
     SQUARE = 2 * UNIT_ROWS,             /* rows, columns and values at a time of a unit of tiles */
 };
