@@ -112,11 +112,11 @@ def _refusal(said: str, values: Any, kind: Any, where: str) -> RequestError:
     keys = re.findall(r"[^.[\]]+", path)
     param = ".".join(filter(None, (where, path)))
     if missing := re.fullmatch("Object missing required field `(.*)`", what):
-        return _missing(f"{param}.{missing[1]}" if param else missing[1])
+        return required(f"{param}.{missing[1]}" if param else missing[1])
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", what, re.DOTALL):
         return unsupported(f"{param}.{unknown[1][:40]}" if param else unknown[1][:40])
     if what.endswith("got `null`") and not param.endswith("]"):
-        return _missing(param)
+        return required(param)
     if param.endswith("]") and "." not in param and "`object`" not in what:
         param = param[: param.rindex("[")]  # clients know `stop`, not `stop[1]`
     if what.startswith("Invalid"):
@@ -125,6 +125,8 @@ def _refusal(said: str, values: Any, kind: Any, where: str) -> RequestError:
         return RequestError(f"`{param}` must be {_either(words)}", code=code, param=param)
     if wrong := re.fullmatch("Expected `(.*)`, got `(.*)`", what, re.DOTALL):
         wanted = [_WORDS.get(one, one) for one in wrong[1].split(" | ") if one != "null"]
+        if not wanted:
+            return unsupported(param)
         got = _WORDS.get(wrong[2], wrong[2])
         why = f"must be {_either(wanted)}, not {got}"
         return RequestError(f"`{param}` {why}", code="invalid_type", param=param)
@@ -139,10 +141,6 @@ def _bound(what: str) -> str:
     if bound := re.fullmatch("Expected `(.*)` ([<>]=?) (.*)", what):
         return f"must be {_BOUNDS[bound[2]]} {bound[3].removesuffix('.0')}"
     return what.replace("Expected `str` matching regex", "must match")
-
-
-def _missing(param: str) -> RequestError:
-    return RequestError(f"`{param}` is required", code="missing_required_parameter", param=param)
 
 
 def _entry(name: str, values: Any, kind: Any) -> str:
@@ -185,107 +183,6 @@ def _either(words: list[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else "another"
 
 
-class Fields:
-    """A JSON object whose values are taken out by name, with type and range; null is absent.
-
-    Args:
-        values: the object.
-        where: its own place in the body, for the names in errors; empty for the body itself.
-    """
-
-    def __init__(self, values: dict[str, Any], where: str = "") -> None:
-        self.values = values
-        self._where = where
-        self._taken: set[str] = set()
-
-    @classmethod
-    def of_body(cls, body: bytes) -> Fields:
-        """Decode a body; it must be a JSON object."""
-        if len(body) > MAX_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > MAX_MARKS:
-            raise RequestError(
-                f"the body has more than {MAX_MARKS} brackets, braces and colons",
-                code="invalid_value",
-            )
-        try:
-            values = msgspec.json.decode(body)
-        except RecursionError as error:
-            raise RequestError("the body is nested too deeply", code="invalid_json") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestError(_not_json(error, body), code="invalid_json") from error
-        if not isinstance(values, dict):
-            raise RequestError("the body is not a JSON object", code="invalid_type")
-        return cls(values)
-
-    @classmethod
-    def of(cls, value: object, where: str) -> Fields:
-        """An object somewhere in the body, at `where`."""
-        if not isinstance(value, dict):
-            raise invalid_type(where, "an object", value)
-        return cls(value, where)
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names of the values that nothing has taken so far."""
-        return tuple(n for n, v in self.values.items() if v is not None and n not in self._taken)
-
-    def path(self, name: str) -> str:
-        """A field's place in the body, as errors name it."""
-        return f"{self._where}.{name}" if self._where else name
-
-    def get(self, name: str) -> Any:
-        """The raw value, None if absent."""
-        self._taken.add(name)
-        return self.values.get(name)
-
-    def required(self, name: str) -> Any:
-        """The raw value; refused if absent."""
-        value = self.get(name)
-        if value is None:
-            param = self.path(name)
-            raise RequestError(
-                f"`{param}` is required", code="missing_required_parameter", param=param
-            )
-        return value
-
-    def nested(self, name: str) -> Fields | None:
-        """An object in this one, None if absent."""
-        value = self.get(name)
-        return None if value is None else Fields.of(value, self.path(name))
-
-    def items(self, name: str, most: int) -> list[Any]:
-        """A list of at most so many, empty if absent."""
-        value = self.get(name)
-        if not isinstance(value, list | None):
-            raise invalid_type(self.path(name), "a list", value)
-        if value and len(value) > most:
-            raise invalid_value(self.path(name), f"has {len(value)} entries, at most {most} may be")
-        return value or []
-
-    def text(self, name: str) -> str | None:
-        """A string, None if absent."""
-        value = self.get(name)
-        if not isinstance(value, str | None):
-            raise invalid_type(self.path(name), "a string", value)
-        return value
-
-    def integer(self, name: str, low: int, high: int = INT64_MAX) -> int | None:
-        """An integer in [low, high]; 3.0 is one, true is not."""
-        value = self.get(name)
-        return None if value is None else integer(value, self.path(name), low, high)
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        """A number in [low, high]."""
-        value = self.get(name)
-        return default if value is None else number(value, self.path(name), low, high)
-
-    def boolean(self, name: str, default: bool = False) -> bool:
-        """A field that is true or false; raises a 400 that names it."""
-        value = self.get(name)
-        if not isinstance(value, bool | None):
-            raise invalid_type(self.path(name), "a boolean", value)
-        return default if value is None else value
-
-
 def _not_json(error: Exception, body: bytes) -> str:
     """What is wrong with a body; half of a surrogate pair is JSON, but no character."""
     is_cut = "truncated" in str(error)  # in the middle of the second half, where there is none
@@ -307,13 +204,9 @@ def integer(value: object, param: str, low: int, high: int = INT64_MAX) -> int:
     return value
 
 
-def number(value: object, param: str, low: float, high: float) -> float:
-    """A number in [low, high], or a RequestError that names the field."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise invalid_type(param, "a number", value)
-    if not low <= value <= high:
-        raise invalid_value(param, f"must be between {low:g} and {high:g}")
-    return float(value)
+def required(param: str) -> RequestError:
+    """Refuse a body without a field."""
+    return RequestError(f"`{param}` is required", code="missing_required_parameter", param=param)
 
 
 def invalid_type(param: str, wanted: str, value: object) -> RequestError:

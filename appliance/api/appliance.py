@@ -1,7 +1,7 @@
 """Define what the API calls in the daemon, so that API tests need no workers.
 
 Owns: the words of that interface.
-Invariant: whoever implements it runs on the daemon's loop.
+Invariant: an implementation runs on the daemon's loop.
 Never: does anything itself.
 """
 
@@ -68,28 +68,28 @@ class Appliance(Protocol):
         """Raise QueueFull where a prompt of this owner in so large a body would not be taken."""
 
     def not_ready_reason(self) -> str | None:
-        """None if /ready is 200, else why not."""
+        """Tell why /ready is not 200; None if it is."""
 
     def degraded_reason(self) -> str | None:
-        """What is wrong while others serve on; None: nothing."""
+        """Tell what is wrong while other workers serve; None: nothing."""
 
     def next_seq_id(self) -> int:
-        """A new sequence id, never used before in this daemon."""
+        """Make a sequence id that this daemon has never used."""
 
     def submit(self, request: Request) -> None:
         """Accept it whole or raise QueueFull, Unavailable or RequestError and keep nothing."""
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
-        """A stop string matched: end it with finish reason `stop`.
+        """End a sequence after a stop string matched, with finish reason `stop`.
 
         Only the first `num_kept_tokens` output tokens count. No TokensEmitted follows.
         """
 
     def queue_place(self, request: Request) -> int | None:
-        """How many will be taken until one of its own is; None if none of its waits."""
+        """Count the sequences ahead of a request's first; None if it does not wait."""
 
     def owner_of(self, request_id: str) -> str | None:
-        """Name of the peer whose live request it is; None if the id is not live."""
+        """Name the peer of a live request; None if the id is not live."""
 
     def cancel(self, request_id: str, by: str) -> bool:
         """Abort every unfinished sequence of it; False if the id is not live.
@@ -98,10 +98,10 @@ class Appliance(Protocol):
         """
 
     def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
-        """Tell the operator: journal, console and log, which also keeps whose doing it was."""
+        """Tell the operator in journal, console and log, which also keeps the actor."""
 
     def drain(self, by: str) -> None:
-        """Take no new work; what is accepted goes on. Nothing happens if it drains already."""
+        """Take no new work; finish what is accepted. Nothing happens if it drains already."""
 
     def resume(self, by: str) -> None:
         """Take work again; nothing happens if it does.
@@ -118,28 +118,28 @@ class Appliance(Protocol):
         """
 
     def measurement(self) -> dict[str, object]:
-        """How far the model's profile is; raises Unavailable while a model loads."""
+        """Tell how far the model's profile is; raises Unavailable while a model loads."""
 
     def measure(self) -> dict[str, object]:
         """Allow for measuring once more; how far the profile is. Raises as measurement()."""
 
     def close(self, request: Request, http_status: int) -> None:
-        """The terminal reply has been sent, or its client is gone: write the log row."""
+        """Write the log row: the last reply has been sent, or its client is gone."""
 
     def request_frames(self) -> list[dict[str, object]]:
         """Live requests, then the last finished ones, as RequestFrame dictionaries."""
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
-        """One live or newly finished request by its id; None if it is not among them."""
+        """Find a live or newly finished request by its id; None if it is not there."""
 
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
-        """A finished request by id, from the log; blocking, call in a thread."""
+        """Find a finished request in the log by its id; blocking, call in a thread."""
 
     def frame_json(self) -> bytes:
-        """The newest frame, encoded as JSON."""
+        """Encode the newest frame as JSON."""
 
     def readings(self) -> Readings:
-        """Everything as it is now, and what was counted since the start."""
+        """Assemble the present state, and what was counted since the start."""
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
         """Wait for a frame newer than `after_seq`; returns its seq and the encoded frame."""
@@ -154,4 +154,4 @@ class Appliance(Protocol):
         """Sums over the log; blocking, call in a thread."""
 
     def log_recording(self, span: Span) -> IO[bytes]:
-        """A recording out of the log, for the reader to close; blocking, call in a thread."""
+        """Make a recording from the log, for the reader to close; blocking, call in a thread."""

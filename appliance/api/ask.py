@@ -64,7 +64,7 @@ class Chat:
 
     @property
     def echo(self) -> str:
-        """What an answer begins with that repeats the message it goes on from; empty if none is."""
+        """Repeat the message that the answer continues; empty if it continues no message."""
         last = self.messages[-1]
         is_continued = last["role"] == "assistant" or not self.add_generation_prompt
         return str(last["content"]) if is_continued else ""
@@ -167,12 +167,12 @@ class Ask:
 
     @property
     def is_continuation(self) -> bool:
-        """True if the text goes on where the prompt ends, instead of beginning a message."""
+        """True if the text continues the prompt, instead of beginning a message."""
         return self.chat is None or self.chat.continue_final_message
 
     @property
     def wants_tokens(self) -> bool:
-        """True if each token is to be reported, also one whose text comes later or never."""
+        """True if each token is to be reported, also if its text comes later or never."""
         return self.logprobs is not None or self.return_token_ids
 
     def check_length(
@@ -225,7 +225,7 @@ class Ask:
         )
 
     def cannot_follow(self, why: str) -> RequestError:
-        """What was asked cannot be gone on with, as was found while the answer was written."""
+        """Refuse what was found impossible to follow while the answer was written."""
         if self.constraint is not None:
             param = self.constraint.param
         elif self.tools:

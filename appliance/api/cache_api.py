@@ -1,7 +1,7 @@
 """Serve the contents of the prefix cache and its changes to routers.
 
 Owns: the lines of /v1/penstock/cache, /metrics, and the counts of replies.
-Invariant: who reads all lines knows what the asker's own prompts would find in memory.
+Invariant: a reader of all lines knows what its own prompts would find in memory.
 Invariant: labels are of a fixed set, whatever clients send.
 Never: tells of prompts that have a secret.
 """
@@ -36,12 +36,12 @@ MAX_LINE_BLOCKS = 256
 
 
 def cache_routes() -> list[Route]:
-    """The one of the cache."""
+    """List the cache's route."""
     return [Route("/v1/penstock/cache", cache)]
 
 
 async def cache(http: Request) -> Response:
-    """All that is there, and then each change, until either side leaves.
+    """Send all entries, then each change, until either side leaves.
 
     It ends when another model is served. Prompts are in it, so it is for operators.
     """
@@ -116,7 +116,7 @@ class HttpCounts:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def count(self, path: str | None, method: str, status: int, seconds: float) -> None:
-        """A reply has been sent whole, or its client is gone.
+        """Count a reply that has been sent whole, or that lost its client.
 
         Args:
             path: of the route; None: there was none.
@@ -155,7 +155,7 @@ class HttpCounts:
 
 
 async def metrics(http: Request) -> Response:
-    """All there is to chart, as Prometheus reads it."""
+    """Write all metrics as Prometheus reads them."""
     readings = appliance_of(http).readings()
     http_counts: HttpCounts = http.app.state.http_counts
     body = exposition(readings.frame, readings.histograms, http_counts.families())

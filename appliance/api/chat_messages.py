@@ -13,39 +13,20 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.openai_bodies import (
-    AssistantMessage,
-    CalledFunction,
-    ChatMessage,
-    Content,
-    DeveloperMessage,
-    FunctionMessage,
-    RefusalPart,
-    SystemMessage,
-    TextPart,
-    ToolCall,
-    ToolMessage,
-    UserMessage,
-)
-from appliance.json_fields import Json, invalid_type, invalid_value, unsupported
+from appliance.api import openai_bodies as chats
+from appliance.json_fields import Json, invalid_type, invalid_value, required, unsupported
 
 Message = dict[str, Any]
 
-_ROLES: dict[type, str] = {
-    SystemMessage: "system",
-    DeveloperMessage: "system",  # OpenAI's newer word; open models were trained with `system`
-    UserMessage: "user",
-    AssistantMessage: "assistant",
-    ToolMessage: "tool",
-    FunctionMessage: "tool",  # OpenAI's older word
-}
+_OLDER = {"developer": "system", "function": "tool"}
+"""Roles in OpenAI's words, and in the words that open models were trained with."""
 LEFT_OUT = " was left out: this model reads text]"
-"""The end of what a model reads in the place of an image from an earlier turn."""
+"""The end of the text that replaces an image of an earlier turn."""
 MAX_NESTING = 64
 """Of a call's arguments; templates write them out by recursion."""
 
 
-def read_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+def read_messages(messages: Sequence[chats.ChatMessage]) -> list[Message]:
     """Bring a conversation into the form that templates read, in the order given."""
     last = len(messages) - 1
     return [
@@ -58,54 +39,56 @@ def left_out(param: str, kind: str, *, is_last: bool) -> str:
     """Write in the place of an image that one was there; in the user's newest turn refuse it.
 
     Raises:
-        RequestError: so that whoever sent it hears of it once, and can go on.
+        RequestError: so that the client hears of it once, and can continue.
     """
     if is_last:
         raise unsupported(param, f"`{kind}` is not supported: this model reads text")
     return f"[{kind}{LEFT_OUT}"
 
 
-def _message(said: ChatMessage, where: str, *, is_last: bool) -> Message:
-    is_asked = is_last and isinstance(said, UserMessage)
-    content = _content(said.content, where, is_last=is_asked)
-    message: Message = {"role": _ROLES[type(said)], "content": content}
+def _message(said: chats.ChatMessage, where: str, *, is_last: bool) -> Message:
+    is_answer = said.role == "assistant"
+    if said.content is None and not is_answer:
+        raise required(f"{where}.content")
+    if said.audio:
+        raise unsupported(f"{where}.audio")
+    content = _content(said.content, where, is_last=is_last and said.role == "user")
+    message: Message = {"role": _OLDER.get(said.role, said.role), "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (text := getattr(said, name)) is not None:
             message[name] = text
-    if isinstance(said, AssistantMessage):
-        if said.audio:
-            raise unsupported(f"{where}.audio")
-        if said.tool_calls:
-            message["tool_calls"] = [
-                _call(one, f"{where}.tool_calls[{index}]")
-                for index, one in enumerate(said.tool_calls)
-            ]
-        elif said.function_call:  # OpenAI's older form
-            message["tool_calls"] = [_called(said.function_call, f"{where}.function_call")]
+    if said.tool_calls:
+        if not is_answer:
+            raise invalid_value(f"{where}.tool_calls", "is for the role assistant only")
+        message["tool_calls"] = [
+            _call(one, f"{where}.tool_calls[{index}]") for index, one in enumerate(said.tool_calls)
+        ]
+    elif said.function_call:  # OpenAI's older form
+        message["tool_calls"] = [_called(said.function_call, f"{where}.function_call")]
     return message
 
 
-def _content(content: Content | None, where: str, *, is_last: bool) -> str:
+def _content(content: chats.Content | None, where: str, *, is_last: bool) -> str:
     """Join the parts of a content by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(
         part.text
-        if isinstance(part, TextPart)
+        if isinstance(part, chats.TextPart)
         else part.refusal
-        if isinstance(part, RefusalPart)
+        if isinstance(part, chats.RefusalPart)
         else left_out(f"{where}.content[{index}]", "image_url", is_last=is_last)
         for index, part in enumerate(content)
     )
 
 
-def _call(call: ToolCall, where: str) -> Json:
+def _call(call: chats.ToolCall, where: str) -> Json:
     """Write a call as templates read it: with its arguments as an object."""
     called = _called(call.function, f"{where}.function")
     return called if call.id is None else {"id": call.id, **called}
 
 
-def _called(function: CalledFunction, where: str) -> Json:
+def _called(function: chats.CalledFunction, where: str) -> Json:
     arguments = _arguments(function.arguments, f"{where}.arguments")
     return {"type": "function", "function": {"name": function.name, "arguments": arguments}}
 
@@ -124,7 +107,7 @@ def _arguments(value: Any, param: str) -> Json:
 
 
 def nesting(value: object) -> int:
-    """How deep lists and objects lie in each other; counted to a little over the limit."""
+    """Count how deep lists and objects are nested, to a little over the limit."""
     depth, level = 0, [value]
     while level and depth <= MAX_NESTING:
         level = [

@@ -1,7 +1,7 @@
 """Write errors in the words of the API that was asked.
 
 Owns: which API a path belongs to.
-Invariant: whoever asks by an API's path is refused in a way that its official client
+Invariant: requests by an API's path are refused in its way that its official client
 understands.
 Never: decides what is refused.
 """
@@ -22,7 +22,7 @@ class Dialect(Enum):
 
 
 def dialect_of(path: str) -> Dialect:
-    """The API that a path belongs to; OpenAI's where no other does."""
+    """Find the API that a path belongs to; OpenAI's where no other does."""
     for dialect in (Dialect.ANTHROPIC, Dialect.OLLAMA):
         if path == dialect.value or path.startswith(dialect.value + "/"):
             return dialect
@@ -42,7 +42,7 @@ _ANTHROPIC_KINDS = {
 
 
 def error_body(dialect: Dialect, error: RequestError, request_id: str = "") -> dict[str, object]:
-    """What is sent for an error; its message ends with the hint, if there is one."""
+    """Write an error's body; its message ends with the hint, if there is one."""
     message = f"{error.what}; {error.hint}" if error.hint else error.what
     if dialect is Dialect.OLLAMA:
         return {"error": message}

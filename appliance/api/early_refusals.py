@@ -48,11 +48,11 @@ class EarlyRefusals:
     def refuse(
         self, data: bytes, peer: Peer, headers: Collection[tuple[bytes, bytes]]
     ) -> bytes | None:
-        """The reply to a whole request, if it is one that there is no room for.
+        """Make the reply to a whole request that there is no room for.
 
         Args:
             data: all that has come since the connection's last reply.
-            peer: who asks.
+            peer: the client.
             headers: that every reply carries.
         """
         began_s = time.monotonic()
@@ -75,7 +75,7 @@ class EarlyRefusals:
 
 
 def _is_plain(data: bytes) -> bool:
-    """Whether it is a whole request, and its reply is like all others."""
+    """Tell whether it is a whole request with a reply like all others."""
     end = data.find(b"\r\n\r\n")
     head = data[: end + 2].lower()
     length = _LENGTH.findall(head)

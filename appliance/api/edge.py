@@ -41,7 +41,7 @@ _EVERYTHING = "/*"
 
 
 class ApiApplication(Starlette):
-    """The ASGI application in front of an appliance.
+    """Build the ASGI application in front of an appliance.
 
     Set `state.stopping` to end the frame streams, which would otherwise never end.
     """
@@ -64,7 +64,7 @@ class ApiApplication(Starlette):
         self._plain_paths = {route.path for route in routes if not route.param_convertors}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whose path is made plain."""
+        """Answer one request, with its path made plain."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
@@ -99,7 +99,7 @@ class ApiApplication(Starlette):
 
 
 def plain_path(target: str) -> str:
-    """A path without scheme and host, empty segments, or a slash at its end.
+    """Strip a path of scheme and host, empty segments, and a slash at its end.
 
     Clients put base addresses and paths together carelessly; what they mean is clear.
     """
@@ -109,7 +109,7 @@ def plain_path(target: str) -> str:
 
 
 def _allowed_methods(http: Request) -> str:
-    """For the header Allow, of all the routes with this path."""
+    """List the methods of a path's routes, for the header Allow."""
     routes = [
         route
         for route in http.app.routes
@@ -145,7 +145,7 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(http: Request, error: Exception) -> Response:
-    """The client left before its body was complete: nobody reads this."""
+    """Answer a client that left before its body was complete."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

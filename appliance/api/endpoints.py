@@ -23,7 +23,7 @@ from appliance.api.respond import ReplyForm
 from appliance.api.response_events import ResponseShape
 from appliance.api.responses import in_our_words, previous_items, response_ask, store_for
 from appliance.api.wire import appliance_of
-from appliance.json_fields import Fields, invalid_value
+from appliance.json_fields import Json, decode_object, invalid_value
 from appliance.request import Request
 from engine.errors import RequestError
 
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     """A decoded body."""
 
     ask: Ask
-    fields: Fields
+    fields: Json
     """The body's own words."""
 
 
@@ -42,7 +42,7 @@ class Endpoint:
 
     id_prefix: str
     """Of its requests' ids."""
-    decode: Callable[[Fields, HttpRequest], Ask]
+    decode: Callable[[Json, HttpRequest], Ask]
     """Validates a body; called in a thread where that is large."""
     form: Callable[[Asked, Request, HttpRequest], ReplyForm]
     """What its replies look like."""
@@ -56,7 +56,7 @@ def decode(http: HttpRequest, endpoint: Endpoint, body: bytes) -> Asked:
     Raises:
         RequestError: names the field that is wrong.
     """
-    appliance, fields = appliance_of(http), Fields.of_body(body)
+    appliance, fields = appliance_of(http), decode_object(body)
     ask = endpoint.decode(fields, http)
     _check_choices(ask, appliance.max_per_request, appliance.max_tokens_per_request)
     return Asked(ask, fields)
@@ -91,7 +91,7 @@ def _reply_form(asked: Asked, request: Request, http: HttpRequest) -> ReplyShape
 
 
 def _response_form(asked: Asked, request: Request, http: HttpRequest) -> ResponseShape:
-    """A response that is kept when it has ended, unless its client does not want that."""
+    """Shape a response, which is kept when it has ended unless its client declines."""
     return ResponseShape(
         request,
         asked.fields,
@@ -104,13 +104,13 @@ ENDPOINTS = {
     "/v1/completions": Endpoint(
         id_prefix="cmpl-",
         decode=lambda fields, http: completion_ask(
-            fields.values, appliance_of(http).model, appliance_of(http).max_per_request
+            fields, appliance_of(http).model, appliance_of(http).max_per_request
         ),
         form=_reply_form,
     ),
     "/v1/chat/completions": Endpoint(
         id_prefix="chatcmpl-",
-        decode=lambda fields, http: chat_ask(fields.values, appliance_of(http).model),
+        decode=lambda fields, http: chat_ask(fields, appliance_of(http).model),
         form=_reply_form,
     ),
     "/v1/responses": Endpoint(

@@ -1,8 +1,8 @@
 """Run slow work for clients in threads, a few pieces at once, fairly between callers.
 
-Owns: the threads, and who waits for one.
+Owns: the threads, and the queue for them.
 Invariant: no more than `num_at_once` pieces are in threads, those of clients that have left
-included; who waits is bounded, altogether and for each peer, and peers are served in turn.
+included; the queue is bounded, altogether and for each peer, and peers are served in turn.
 Never: looks at the work, or keeps anything for a client that has left.
 """
 
@@ -33,8 +33,8 @@ class Turns:
     Args:
         name: of the threads.
         num_at_once: how many there are.
-        max_waiting: pieces of work that may wait, everybody's.
-        max_waiting_each: those of one peer.
+        max_waiting: maximum pieces of waiting work of all peers.
+        max_waiting_each: maximum pieces of waiting work per peer.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Turns:
         self._max_waiting = max_waiting
         self._max_waiting_each = max_waiting_each
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        """Who waits, by the peer's name; the peer that comes next is the first."""
+        """Waiting work by the peer's name; the next peer is the first."""
 
     @property
     def num_waiting(self) -> int:
@@ -71,7 +71,7 @@ class Turns:
             await self._turn(http)
         job = asyncio.get_running_loop().run_in_executor(self._threads, work)
         job.add_done_callback(lambda _: self._pass_on())
-        # A thread cannot be stopped: its turn is not over when nobody waits for it any more.
+        # A thread cannot be stopped: its turn is not over when its client leaves.
         return await asyncio.shield(job)
 
     async def _turn(self, http: HttpRequest) -> None:
@@ -113,7 +113,7 @@ class Turns:
             del self._lines[owner]
 
     def _pass_on(self) -> None:
-        """A thread is free: it is the next peer's, who then comes last."""
+        """Give a free thread to the next peer, which then comes last."""
         if not self._lines:
             self._num_free += 1
             return
@@ -125,6 +125,6 @@ class Turns:
 
 
 async def hang_up(http: HttpRequest) -> None:
-    """Wait until the client, whose body has been read, is gone."""
+    """Wait until the client is gone, after its body was read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -122,7 +122,7 @@ class _Asked(msgspec.Struct):
 
 
 async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManager[None]:
-    """Where requests may name other models than the one that is served: wait for it, and hold it.
+    """Wait for the model that a request names, where several may be named, and hold it.
 
     Raises:
         ClientDisconnect: the client left meanwhile.
@@ -163,7 +163,7 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
 
 
 def generating_routes() -> list[Route]:
-    """A POST route for each row of ENDPOINTS."""
+    """Make a POST route for each row of ENDPOINTS."""
     return [Route(path, _handler(one), methods=["POST"]) for path, one in ENDPOINTS.items()]
 
 

@@ -48,14 +48,14 @@ def completion_logprobs(
 
 
 def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob, most: int) -> msgspec.Raw:
-    """The likeliest tokens, and the one that came."""
+    """Write the likeliest tokens, and the one that came."""
     alternatives = zip(entry.top_ids[:most], entry.top_logprobs, strict=False)
     every = [*alternatives, (token_id, entry.logprob)]
     return _encoded({key(other): finite(logprob) for other, logprob in every})
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
-    """One entry for each token of the output."""
+    """Write one entry for each token of the output."""
     spell = cache(partial(_spelling, tokenizer))
     pairs = zip(delta.token_ids, delta.logprobs, strict=True)
     return {
@@ -74,7 +74,7 @@ def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> 
 def prompt_logprobs(
     tokenizer: Tokenizer, sequence: Sequence, most: int
 ) -> list[msgspec.Raw | None]:
-    """For each prompt token: its log-probability and at most so many alternatives', by token id."""
+    """Write each prompt token's log-probability and its alternatives', by token id."""
     spell = cache(tokenizer.token_text)
     later = zip(sequence.prompt_token_ids[1:], sequence.prompt_logprobs, strict=False)
     # nothing precedes the first
@@ -107,7 +107,7 @@ def _spelling(tokenizer: Tokenizer, token_id: int) -> Json:
 
 
 def token_key(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text, or its bytes spelled out where it is only part of a character."""
+    """Write a token's text, or its bytes where it is only part of a character."""
     raw = tokenizer.token_bytes(token_id)
     if raw is None:
         return _id_key(token_id)

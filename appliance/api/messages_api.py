@@ -19,28 +19,21 @@ from typing import Any
 
 import msgspec
 
+from appliance.api import message_bodies as bodies
+from appliance.api import openai_bodies as chats
 from appliance.api.ask import Ask, PromptTooLong
 from appliance.api.chat_messages import left_out
 from appliance.api.dialects import Dialect, error_body
-from appliance.api.openai import chat_ask
-from appliance.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from appliance.api.openai import ask_of_chat
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
-from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
+from appliance.json_fields import Json, check, renamed, required, undeclared, unsupported
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
 
-Json = dict[str, Any]
-
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
-PASSED = (
-    *("model", "temperature", "top_p", "top_k", "stream", "min_p", "seed", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
-    *("ignore_eos", "min_tokens"),
-)
-"""The same in a chat; those that are not Anthropic's are vLLM's additions to both."""
 _FILE_EDITOR: Json = {
     "type": "object",
     "properties": {
@@ -67,202 +60,158 @@ _CLIENT_SIDE: dict[str, Json] = {
 }
 """Anthropic's tools that a client runs itself, by the beginning of their type: their models know
 the arguments, others are told."""
-_NO_EFFECT = ("metadata", "service_tier", "betas", "context_management", "cache_control")
+_REFUSED = ("container", "mcp_servers")
 _OUR_WORDS = {
     "max_completion_tokens": "max_tokens",
-    "stop": "stop_sequences",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
 }
-"""What a chat's fields are called here."""
+"""The names here of a chat's fields."""
 
 
-def messages_ask(fields: Fields, model: ModelInfo) -> Ask:
+def messages_ask(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /v1/messages."""
-    max_tokens = fields.required("max_tokens")
-    ask = _chat_ask(fields, model, max_tokens)
-    return dataclasses.replace(ask, include_usage=True)
+    body = check(values, bodies.MessagesRequest)
+    ask = _chat_ask(values, body, model, max_completion_tokens=body.max_tokens)
+    ignored = (*ask.ignored, *undeclared(values, bodies.MessagesRequest, _REFUSED))
+    return dataclasses.replace(ask, include_usage=True, ignored=ignored)
 
 
-def count_ask(fields: Fields, model: ModelInfo) -> Ask:
+def count_ask(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /v1/messages/count_tokens, which generates nothing."""
-    return _chat_ask(fields, model, None)
+    return _chat_ask(values, check(values, bodies.CountTokensRequest), model)
 
 
-def _chat_ask(fields: Fields, model: ModelInfo, max_tokens: object) -> Ask:
-    chat: Json = {name: fields.get(name) for name in PASSED}
-    ignored: list[str] = [name for name in _NO_EFFECT if fields.get(name) is not None]
-    chat["max_completion_tokens"] = max_tokens
-    chat["stop"] = fields.items("stop_sequences", MAX_PARTS) or None
-    chat["messages"] = _messages(fields)
-    if chat["messages"][-1]["role"] == "assistant":
-        # the answer goes on where the client's last message ends
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    chat |= _tools(fields, ignored)
-    chat["response_format"] = _output_format(fields)
-    thinking = fields.nested("thinking")
-    if thinking is not None:
-        kind = thinking.required("type")
-        if kind not in ("enabled", "adaptive", "disabled"):
-            raise invalid_value("thinking.type", "must be enabled, adaptive or disabled")
-        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
-    for name in ("container", "mcp_servers"):
-        if fields.get(name):
+def _chat_ask(values: Json, body: bodies.CountTokensRequest, model: ModelInfo, **own: Any) -> Ask:
+    for name in _REFUSED:
+        if values.get(name):
             raise unsupported(name)
-    ask = chat_ask(chat, model)
-    return dataclasses.replace(ask, ignored=(*ignored, *fields.ignored))
+    messages = _messages(body)
+    continues = messages[-1].role == "assistant"  # the answer begins where it ends
+    tools, others = _tools(body.tools or [])
+    choice, thinking = body.tool_choice, body.thinking
+    is_single = choice.disable_parallel_tool_use if choice else None
+    chat = chats.ChatRequest(
+        **body.shared(),
+        **own,
+        messages=messages,
+        continue_final_message=continues,
+        add_generation_prompt=not continues,
+        stop=body.stop_sequences,
+        tools=tools,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=None if is_single is None else not is_single,
+        response_format=_output_format(body),
+        chat_template_kwargs={"enable_thinking": thinking.type != "disabled"} if thinking else None,
+    )
+    return ask_of_chat(chat, model, tuple(f"tools.{index}" for index in others))
 
 
-def _messages(fields: Fields) -> list[Json]:
-    """The conversation as a chat has it: results of tools are messages of their own."""
-    asked = fields.required("messages")
-    if not isinstance(asked, list):
-        raise invalid_type("messages", "a list of messages", asked)
-    if not asked:
-        raise invalid_value("messages", "is empty")
-    if len(asked) > MAX_MESSAGES:
-        raise invalid_value("messages", f"has {len(asked)} messages, at most {MAX_MESSAGES} may be")
-    messages: list[Json] = []
-    if system := _system(fields):
-        messages.append({"role": "system", "content": system})
-    for index, one in enumerate(asked):
-        is_last = index == len(asked) - 1
-        messages += _message(Fields.of(one, f"messages[{index}]"), is_last=is_last)
+def _messages(body: bodies.CountTokensRequest) -> list[chats.ChatMessage]:
+    """Write the conversation as a chat: results of tools are messages of their own."""
+    messages: list[chats.ChatMessage] = []
+    system = body.system or ""
+    if not isinstance(system, str):
+        system = "\n".join(block.text for block in system)
+    if system := BILLING_LINE.sub("", system):
+        messages.append(chats.ChatMessage(role="system", content=system))
+    for index, turn in enumerate(body.messages):
+        if isinstance(turn, bodies.AssistantTurn):
+            messages.append(_assistant(turn))
+        else:
+            is_last = index == len(body.messages) - 1
+            messages += _said(turn, f"messages[{index}]", is_last=is_last)
     return messages
 
 
-def _system(fields: Fields) -> str:
-    value = fields.get("system")
-    blocks = _blocks(value, "system") if value is not None else []
-    texts = [_text(block) for block in blocks]
-    return BILLING_LINE.sub("", "\n".join(texts))
-
-
-def _message(fields: Fields, *, is_last: bool) -> list[Json]:
-    role = fields.get("role")
-    if role not in ("user", "assistant", "system"):
-        raise invalid_value(fields.path("role"), "must be user or assistant")
-    blocks = _blocks(fields.required("content"), fields.path("content"))
-    return _assistant(blocks) if role == "assistant" else _user(blocks, role, is_last=is_last)
-
-
-def _user(blocks: list[Fields], role: str, *, is_last: bool) -> list[Json]:
-    """Texts between results are joined by line breaks, as in a chat."""
-    messages: list[Json] = []
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            content = _result(block)
-            call_id = _string(block, "tool_use_id")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+def _said(
+    turn: bodies.UserTurn | bodies.SystemTurn, where: str, *, is_last: bool
+) -> list[chats.ChatMessage]:
+    """Join texts between results by line breaks, as in a chat."""
+    role: chats.Role = "user" if isinstance(turn, bodies.UserTurn) else "system"
+    if isinstance(turn.content, str):
+        return [chats.ChatMessage(role=role, content=turn.content)]
+    messages: list[chats.ChatMessage] = []
+    for index, block in enumerate(turn.content):
+        if isinstance(block, bodies.ToolResult):
+            result, call_id = _result(block), block.tool_use_id
+            messages.append(chats.ChatMessage(role="tool", content=result, tool_call_id=call_id))
             continue
-        text = _text(block, is_last=is_last)
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += f"\n{text}"
+        text = _text(block, f"{where}.content[{index}]", is_last=is_last)
+        if messages and messages[-1].role == role:
+            messages[-1].content = f"{messages[-1].content}\n{text}"
         else:
-            messages.append({"role": role, "content": text})
-    return messages or [{"role": role, "content": ""}]
+            messages.append(chats.ChatMessage(role=role, content=text))
+    return messages or [chats.ChatMessage(role=role, content="")]
 
 
-def _assistant(blocks: list[Fields]) -> list[Json]:
-    texts, thoughts, calls = [], [], []
-    for block in blocks:
-        kind = block.get("type")
-        if kind == "thinking":
-            thoughts.append(_string(block, "thinking"))
-        elif kind == "tool_use":
-            arguments = block.required("input")
-            if not isinstance(arguments, dict):
-                raise invalid_type(block.path("input"), "an object", arguments)
-            function = {"name": _string(block, "name"), "arguments": arguments}
-            calls.append({"type": "function", "id": _string(block, "id"), "function": function})
-        elif kind != "redacted_thinking":  # which says nothing that a model could read
-            texts.append(_text(block))
-    message: Json = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return [message]
+def _assistant(turn: bodies.AssistantTurn) -> chats.ChatMessage:
+    if isinstance(turn.content, str):
+        return chats.ChatMessage(role="assistant", content=turn.content)
+    blocks = turn.content
+    thoughts = [block.thinking for block in blocks if isinstance(block, bodies.ThinkingBlock)]
+    calls = [
+        chats.ToolCall(chats.CalledFunction(block.name, block.input), id=block.id)
+        for block in blocks
+        if isinstance(block, bodies.ToolUse)
+    ]
+    return chats.ChatMessage(
+        role="assistant",
+        content="\n".join(block.text for block in blocks if isinstance(block, bodies.TextBlock)),
+        reasoning_content="\n".join(thoughts) or None,
+        tool_calls=calls or None,
+    )
 
 
-def _result(block: Fields) -> str:
-    """What a function gave; that it failed is said before it."""
-    value = block.get("content")
-    parts = _blocks(value, block.path("content")) if value is not None else []
-    text = "\n".join(_text(part, is_last=False) for part in parts)
-    return f"Error: {text}" if block.boolean("is_error") else text
+def _result(block: bodies.ToolResult) -> str:
+    """Read what a tool returned; a failure is said before it."""
+    parts = block.content or ""
+    if not isinstance(parts, str):
+        parts = "\n".join(_text(part, "", is_last=False) for part in parts)
+    return f"Error: {parts}" if block.is_error else parts
 
 
-def _blocks(value: object, param: str) -> list[Fields]:
-    """A string is one block of text."""
-    if isinstance(value, str):
-        return [Fields({"type": "text", "text": value}, f"{param}[0]")]
-    if not isinstance(value, list):
-        raise invalid_type(param, "a string or a list of blocks", value)
-    if len(value) > MAX_PARTS:
-        raise invalid_value(param, f"has {len(value)} blocks, at most {MAX_PARTS} may be")
-    return [Fields.of(one, f"{param}[{index}]") for index, one in enumerate(value)]
+def _text(
+    block: bodies.TextBlock | bodies.ImageBlock | bodies.DocumentBlock, where: str, *, is_last: bool
+) -> str:
+    if isinstance(block, bodies.TextBlock):
+        return block.text
+    kind = "image" if isinstance(block, bodies.ImageBlock) else "document"
+    return left_out(f"{where}.type", kind, is_last=is_last)
 
 
-def _text(block: Fields, *, is_last: bool = True) -> str:
-    kind = block.get("type")
-    if kind in ("image", "document"):
-        return left_out(block.path("type"), kind, is_last=is_last)
-    if kind != "text":
-        named = kind if isinstance(kind, str) else "without a type"
-        raise unsupported(
-            block.path("type"), f"`{named[:40]}` is not supported: this model reads text"
-        )
-    return _string(block, "text")
-
-
-def _string(fields: Fields, name: str) -> str:
-    fields.required(name)
-    return fields.text(name) or ""
-
-
-def _tools(fields: Fields, ignored: list[str]) -> Json:
-    """Functions; tools that Anthropic's own servers run are left out, and told as ignored."""
+def _tools(values: list[Any]) -> tuple[list[Json], list[int]]:
+    """Write tools as in a chat; those that Anthropic's servers would run are left out, by index."""
     tools: list[Json] = []
-    for index, one in enumerate(fields.items("tools", MAX_TOOLS)):
-        tool = Fields.of(one, f"tools[{index}]")
-        kind = tool.text("type") or "custom"
+    others: list[int] = []
+    for index, value in enumerate(values):
+        where = f"tools[{index}]"
+        kind = check(value, bodies.AnyTool, where).type or "custom"
         known = next((one for begin, one in _CLIENT_SIDE.items() if kind.startswith(begin)), {})
         if kind != "custom" and not known:
-            ignored.append(f"tools.{index}")
+            others.append(index)
             continue
-        schema = known.get("parameters", tool.get("input_schema"))
-        function: Json = {"name": tool.required("name"), "parameters": schema}
-        function |= {name: tool.get(name) for name in ("description", "strict")} | known
+        tool = check(value, bodies.ClientTool, where)
+        function: Json = {"name": tool.name, "parameters": tool.input_schema}
+        function |= {"description": tool.description, "strict": tool.strict} | known
         tools.append({"type": "function", "function": function})
-    choice = fields.nested("tool_choice")
-    found: Json = {"tools": tools}
+    return tools, others
+
+
+def _tool_choice(choice: bodies.ToolChoice | None) -> chats.ToolMode | chats.ChosenTool | None:
     if choice is None:
-        return found
-    kind = choice.required("type")
-    if kind == "tool":
-        name = _string(choice, "name")
-        found["tool_choice"] = {"type": "function", "function": {"name": name}}
-    elif kind in ("auto", "any", "none"):
-        found["tool_choice"] = "required" if kind == "any" else kind
-    else:
-        raise invalid_value("tool_choice.type", "must be auto, any, tool or none")
-    if choice.get("disable_parallel_tool_use") is not None:
-        found["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use")
-    return found
-
-
-def _output_format(fields: Fields) -> Json | None:
-    """`output_config.format`, or `output_format` as it was called before."""
-    config = fields.nested("output_config")
-    form = config.nested("format") if config else None
-    form = form or fields.nested("output_format")
-    if form is None:
         return None
-    if form.required("type") != "json_schema":
-        raise unsupported(form.path("type"), "must be json_schema")
-    return {"type": "json_schema", "json_schema": {"schema": form.required("schema")}}
+    if choice.type == "tool":
+        if choice.name is None:
+            raise required("tool_choice.name")
+        return chats.ChosenTool(chats.ChosenFunction(choice.name))
+    return "required" if choice.type == "any" else choice.type
+
+
+def _output_format(body: bodies.CountTokensRequest) -> chats.SchemaFormat | None:
+    """Read `output_config.format`, or `output_format` as it was called before."""
+    form = (body.output_config.format if body.output_config else None) or body.output_format
+    return chats.SchemaFormat(chats.NamedSchema(form.schema)) if form else None
 
 
 def in_anthropics_words(error: RequestError) -> RequestError:
@@ -288,7 +237,7 @@ class MessageShape:
     """The shape of one message.
 
     Args:
-        request: whose reply it is; it has one sequence.
+        request: the request to answer; it has one sequence.
     """
 
     media_type = EVENTS
@@ -302,18 +251,18 @@ class MessageShape:
         self._last: Delta | None = None
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
-        """The message in one piece."""
+        """Write the message in one piece."""
         for delta in deltas:
             self.events(delta)
         self._end_block()
         return self._message(is_ended=True)
 
     def opening(self) -> bytes:
-        """What a stream begins with."""
+        """Begin a stream."""
         return _event("message_start", message=self._message(is_ended=False))
 
     def events(self, delta: Delta) -> bytes:
-        """What a stream tells of a delta."""
+        """Write a delta for a stream."""
         self._last = delta
         told = b""
         if delta.reasoning:
@@ -323,7 +272,7 @@ class MessageShape:
         return told + b"".join(map(self._add_call, delta.calls))
 
     def closing(self) -> bytes:
-        """What a stream ends with."""
+        """End a stream."""
         ended = self._end_block()
         message = self._message(is_ended=True)
         change = {name: message[name] for name in ("stop_reason", "stop_sequence")}
@@ -334,12 +283,12 @@ class MessageShape:
         )
 
     def failure(self, error: RequestError) -> bytes:
-        """What a stream ends with if it fails."""
+        """End a stream that failed."""
         body = error_body(Dialect.ANTHROPIC, error, self._request.request_id)
         return event(body, "error")
 
     def alive(self, place: int | None) -> bytes:
-        """What is told while nothing comes."""
+        """Keep a stream alive while nothing comes."""
         return _event("ping")
 
     def _add(self, kind: str, text: str) -> bytes:
@@ -392,7 +341,7 @@ class MessageShape:
     def _message(self, *, is_ended: bool) -> Json:
         (sequence,) = self._request.sequences
         stop_text = self._last.stop_text if self._last else None
-        # at the beginning of a stream nobody knows yet, so all of it counts as input
+        # at the beginning of a stream it is unknown, so all of it counts as input
         num_cached = (self._request.cached_tokens or 0) if is_ended else 0
         return {
             "id": self._request.request_id,
@@ -425,7 +374,7 @@ class MessageShape:
 
 
 def _parsed(text: str) -> Json:
-    """A call's input; what a limit has cut off is told as text, for it is no object."""
+    """Parse a call's input; one that a limit cut off is no object and is sent as text."""
     try:
         value = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:

@@ -43,7 +43,7 @@ def model_not_found(asked: str, model: ModelInfo) -> RequestError:
 
 
 def _named(model: ModelInfo) -> str:
-    """The names that there are: `a`, `b` and `c` do."""
+    """List the names that exist: `a`, `b` and `c` do."""
     names = [f"`{name}`" for name in (model.model_id, *model.others, *model.aliases)]
     if len(names) == 1:
         return f"{names[0]} does"

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -23,57 +23,54 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from appliance.api import ollama_bodies as bodies
+from appliance.api import openai_bodies as chats
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask, PromptTooLong
 from appliance.api.chat_messages import left_out
 from appliance.api.dialects import Dialect, error_body
 from appliance.api.model_choice import check_model
-from appliance.api.openai import chat_ask, completion_ask
-from appliance.api.openai_bodies import MAX_MESSAGES
+from appliance.api.openai import ask_of_chat, ask_of_completion
 from appliance.api.prompts import infill_of
 from appliance.api.stream import Delta
 from appliance.api.wire import appliance_of, json_response, require
 from appliance.frame.protocol import iso_time, utc_now
-from appliance.json_fields import Fields, invalid_type, invalid_value, unsupported
+from appliance.json_fields import (
+    Json,
+    check,
+    decode_object,
+    invalid_value,
+    undeclared,
+    unsupported,
+)
 from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
 from appliance.request import ModelInfo, Request, Role
 from engine.errors import ConfigError, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 
-Json = dict[str, Any]
-
-_OPTIONS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
-"""Ollama's options, and what they are called in OpenAI's or vLLM's API."""
+_READ = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty")
+_READ_TOO = ("frequency_penalty", "repeat_penalty")
+"""Options that have the same names in a chat."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (1, 1.0),
     "tfs_z": (1, 1.0),
     "mirostat": (0,),
     "penalize_newline": (True,),
 }
-"""Options that would change the answer, and the values with which they do not."""
+"""Options that are known and not supported, with the values that ask for nothing."""
 _NO_EFFECT = {
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram"),
     *("use_mmap", "use_mlock", "numa", "vocab_only", "f16_kv", "repeat_last_n"),
     *("mirostat_tau", "mirostat_eta"),
 }
-"""Options about how a model is loaded; what is loaded here is the operator's."""
-_UNIT = "(ns|us|ms|s|m|h)"
-KEEP_ALIVE = rf"^[-+]?[0-9]+(\.[0-9]+)?({_UNIT}([0-9]+(\.[0-9]+)?{_UNIT})*)?$"
-"""A duration as Ollama's clients write it: `5m`, `1h30m`, `-1`; a number is seconds."""
-MAX_KEEP_ALIVE_CHARS = 32
-_NOTHING = [{"role": "user", "content": ""}]
-"""Stands for the messages that a request to load lacks, as its other fields are checked, too."""
+"""Options about loading a model, which here is for the operator to decide."""
+_REFUSED = {
+    "images": "are not supported: this model reads text",
+    "template": "is a program, and is not run; `raw` sends a bare prompt",
+    "context": "is not kept; send the conversation to /api/chat",
+}
+"""Fields of /api/generate that are known and not supported, unless they are empty."""
 
 
 class NothingToGenerate(Exception):
@@ -84,51 +81,44 @@ class NothingToGenerate(Exception):
         self.reply = reply
 
 
-def chat_ask_of(fields: Fields, model: ModelInfo) -> Ask:
+def chat_ask_of(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /api/chat."""
-    messages = fields.get("messages")
-    if messages is not None and not isinstance(messages, list):
-        raise invalid_type("messages", "a list of messages", messages)
-    if len(messages or []) > MAX_MESSAGES:
-        raise invalid_value("messages", f"has more than {MAX_MESSAGES} messages")
-    common = _common(fields)
-    last = len(messages or []) - 1
+    body = check(values, bodies.OllamaChatRequest)
+    last = len(body.messages or []) - 1
     said = [
-        _message(Fields.of(one, f"messages[{index}]"), is_last=index == last)
-        for index, one in enumerate(messages or [])
+        _message(one, f"messages[{index}]", is_last=index == last)
+        for index, one in enumerate(body.messages or [])
     ]
-    chat = {**common, "messages": said or _NOTHING, "tools": _tools(fields.get("tools"))}
-    drops_oldest = fields.boolean("truncate", default=True)
-    ask = dataclasses.replace(chat_ask(chat, model), drops_oldest=drops_oldest)
-    if not messages:
-        raise _loaded(fields, model, {"message": {"role": "assistant", "content": ""}})
-    return _finished(ask, fields, chat)
+    # a request to load has no messages, and its other fields are checked, too
+    messages = said or [chats.ChatMessage(role="user", content="")]
+    chat = chats.ChatRequest(**_common(values, body), messages=messages, tools=_tools(body.tools))
+    ask = ask_of_chat(chat, model, _ignored(values, bodies.OllamaChatRequest))
+    if not said:
+        raise _loaded(body, model, {"message": {"role": "assistant", "content": ""}})
+    return dataclasses.replace(ask, drops_oldest=body.truncate is not False)
 
 
-def generate_ask(fields: Fields, model: ModelInfo) -> Ask:
+def generate_ask(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /api/generate: a chat of one message, or with `raw` a bare prompt."""
-    prompt, system = fields.text("prompt") or "", fields.text("system")
-    if fields.get("images"):
-        raise unsupported("images", "are not supported: this model reads text")
-    if fields.get("template"):
-        raise unsupported("template", "is a program, and is not run; `raw` sends a bare prompt")
-    if fields.get("context"):
-        raise unsupported("context", "is not kept; send the conversation to /api/chat")
-    common, suffix = _common(fields), fields.text("suffix")
-    if (fields.boolean("raw") and prompt) or suffix:
-        plain = {**common, "prompt": prompt, "suffix": suffix}
-        plain.pop("chat_template_kwargs", None)
-        ask = dataclasses.replace(
-            completion_ask(plain, model, 1), default_max_tokens=model.default_max_tokens
-        )
-        return _finished(ask, fields, plain)
-    messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    chat = {**common, "messages": messages}
-    ask = _finished(chat_ask(chat, model), fields, chat)
+    for name, why in _REFUSED.items():
+        if values.get(name):
+            raise unsupported(name, why)
+    body = check(values, bodies.OllamaGenerateRequest)
+    prompt, common = body.prompt or "", _common(values, body)
+    ignored = _ignored(values, bodies.OllamaGenerateRequest, _REFUSED)
+    if (body.raw and prompt) or body.suffix:
+        common.pop("chat_template_kwargs")
+        plain = chats.CompletionRequest(**common, prompt=prompt, suffix=body.suffix)
+        if not prompt:
+            raise invalid_value("prompt", "is empty")
+        ask = ask_of_completion(plain, model, 1, ignored)
+        return dataclasses.replace(ask, default_max_tokens=model.default_max_tokens)
+    messages = [chats.ChatMessage(role="user", content=prompt)]
+    if body.system is not None:
+        messages.insert(0, chats.ChatMessage(role="system", content=body.system))
+    ask = ask_of_chat(chats.ChatRequest(**common, messages=messages), model, ignored)
     if not prompt:
-        raise _loaded(fields, model, {"response": ""})
+        raise _loaded(body, model, {"response": ""})
     return ask
 
 
@@ -142,86 +132,73 @@ def in_ollamas_words(error: RequestError) -> RequestError:
     return error
 
 
-def _common(fields: Fields) -> Json:
-    """What both have; options that nobody knows are told as ignored."""
-    options = fields.nested("options") or Fields({}, "options")
-    asked: Json = {"model": fields.get("model"), "stream": fields.boolean("stream", default=True)}
-    asked |= {ours: options.get(theirs) for theirs, ours in _OPTIONS.items()}
+def _common(values: Json, body: bodies.OllamaChatRequest | bodies.OllamaGenerateRequest) -> Json:
+    """Write the fields that both have as a chat's."""
+    options = body.options or bodies.Options()
     for name, neutral in _NEUTRAL.items():
-        value = options.get(name)
+        value = (values.get("options") or {}).get(name)
         if value is not None and value not in neutral:
-            raise unsupported(options.path(name))
-    num_predict = options.integer("num_predict", -2)
-    if num_predict is not None and num_predict > 0:
-        asked["max_tokens"] = num_predict
-    asked["response_format"] = _form(fields.get("format"))
-    think = fields.get("think")
-    if think is not None:
-        asked["chat_template_kwargs"] = {"enable_thinking": think not in (False, "none")}
-    _keep_alive_s(fields)  # a model stays until another is asked for
-    unknown = [name for name in options.ignored if name not in _NO_EFFECT]
-    asked["_ignored"] = tuple(f"options.{name}" for name in unknown)
-    return asked
+            raise unsupported(f"options.{name}")
+    limit, think = options.num_predict, body.think
+    return {
+        "model": body.model,
+        "stream": body.stream is not False,
+        **{name: getattr(options, name) for name in (*_READ, *_READ_TOO)},
+        "max_tokens": limit if limit is not None and limit > 0 else None,
+        "response_format": _form(body.format),
+        "chat_template_kwargs": (
+            None if think is None else {"enable_thinking": think not in (False, "none")}
+        ),
+    }
 
 
-def _keep_alive_s(fields: Fields) -> float | None:
-    """Read `keep_alive`: 0 asks to unload; any other duration counts as 1, a negative as -1."""
-    value, path = fields.get("keep_alive"), fields.path("keep_alive")
-    if isinstance(value, str):
-        if len(value) > MAX_KEEP_ALIVE_CHARS or not re.fullmatch(KEEP_ALIVE, value):
-            raise invalid_value(path, "must be a duration as 5m, or seconds")
-        return float(bool(re.search("[1-9]", value))) * (-1 if value[0] == "-" else 1)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise invalid_type(path, "a duration or a number", value)
-    return value
+def _ignored(
+    values: Json, kind: type[msgspec.Struct], known: Container[str] = ()
+) -> tuple[str, ...]:
+    """List the fields and options that have no effect; those about loading need none."""
+    options = undeclared(values.get("options") or {}, bodies.Options, _NEUTRAL, _NO_EFFECT)
+    return (*(f"options.{name}" for name in options), *undeclared(values, kind, known))
 
 
-def _loaded(fields: Fields, model: ModelInfo, empty: Json) -> NothingToGenerate:
-    """Answer a request without a prompt: its model is loaded by the time that it is read."""
-    reason = "unload" if _keep_alive_s(fields) == 0 else "load"
+def _loaded(
+    body: bodies.OllamaChatRequest | bodies.OllamaGenerateRequest, model: ModelInfo, empty: Json
+) -> NothingToGenerate:
+    """Answer a request without a prompt: by now its model is loaded; `keep_alive` 0 unloads."""
+    kept = body.keep_alive
+    is_zero = kept == 0 if not isinstance(kept, str) else not re.search("[1-9]", kept)
     told = {"model": model.model_id, "created_at": utc_now(), **empty}
-    return NothingToGenerate({**told, "done": True, "done_reason": reason})
+    return NothingToGenerate({**told, "done": True, "done_reason": "unload" if is_zero else "load"})
 
 
-def _finished(ask: Ask, fields: Fields, asked: Json) -> Ask:
-    return dataclasses.replace(ask, ignored=(*asked["_ignored"], *fields.ignored))
-
-
-def _form(value: object) -> Json | None:
-    """`json`, or a schema."""
-    if value in (None, ""):
-        return None
-    if value == "json":
-        return {"type": "json_object"}
+def _form(value: str | Json | None) -> chats.ResponseFormat | None:
+    """Read `json`, or a schema."""
     if isinstance(value, dict):
-        return {"type": "json_schema", "json_schema": {"schema": value}}
-    raise invalid_value("format", "must be json, or a JSON schema")
+        return chats.SchemaFormat(chats.NamedSchema(value))
+    return chats.JsonFormat() if value else None
 
 
-def _message(fields: Fields, *, is_last: bool) -> Json:
-    """Ollama's calls have no ids, and their arguments are objects."""
-    message: Json = {"role": fields.get("role"), "content": fields.get("content") or ""}
-    if fields.get("images"):
-        is_asked = is_last and message["role"] == "user"
-        place = left_out(fields.path("images"), "image", is_last=is_asked)
-        message["content"] = f"{place}\n{message['content']}"
-    if calls := fields.get("tool_calls"):
-        message["tool_calls"] = calls
-    if thinking := fields.text("thinking"):
-        message["reasoning_content"] = thinking
-    for name in ("tool_name", "tool_call_id"):
-        if (text := fields.text(name)) is not None:
-            message["name" if name == "tool_name" else name] = text
-    return message
+def _message(said: bodies.OllamaMessage, where: str, *, is_last: bool) -> chats.ChatMessage:
+    """Write a message as a chat's; Ollama's calls have no ids, and their arguments are objects."""
+    content = said.content or ""
+    if said.images:
+        is_asked = is_last and said.role == "user"
+        place = left_out(f"{where}.images", "image", is_last=is_asked)
+        content = f"{place}\n{content}"
+    return chats.ChatMessage(
+        role=said.role,
+        content=content,
+        name=said.tool_name,
+        tool_call_id=said.tool_call_id,
+        reasoning_content=said.thinking or None,
+        tool_calls=said.tool_calls,
+    )
 
 
-def _tools(value: object) -> object:
-    """Older clients leave out what type a tool is."""
-    if not isinstance(value, list):
-        return value
-    return [
-        {"type": "function", **one} if isinstance(one, dict) and one.get("type") is None else one
-        for one in value
+def _tools(values: list[Any] | None) -> list[Any] | None:
+    """Write tools as in a chat; older clients leave out what type a tool is."""
+    return values and [
+        {**one, "type": "function"} if isinstance(one, dict) and one.get("type") is None else one
+        for one in values
     ]
 
 
@@ -234,7 +211,7 @@ class OllamaShape:
     """The shape of one reply.
 
     Args:
-        request: whose reply it is; it has one sequence.
+        request: the request to answer; it has one sequence.
         is_chat: a message, or a response as /api/generate gives it.
     """
 
@@ -249,17 +226,17 @@ class OllamaShape:
         self._last: Delta | None = None
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
-        """The reply in one piece."""
+        """Write the reply in one piece."""
         (delta,) = deltas
         self._take(delta)
         return self._object(delta.text, delta.reasoning, self._complete(is_last=True)) | self._end()
 
     def opening(self) -> bytes:
-        """A stream has none."""
+        """Begin a stream with nothing."""
         return b""
 
     def events(self, delta: Delta) -> bytes:
-        """What a stream tells of a delta."""
+        """Write a delta for a stream."""
         self._take(delta)
         calls = self._complete(is_last=delta.finish_reason is not None)
         if not (delta.text or delta.reasoning or calls):
@@ -268,11 +245,11 @@ class OllamaShape:
         return _line(told | {"done": False})
 
     def closing(self) -> bytes:
-        """What a stream ends with."""
+        """End a stream."""
         return _line(self._object("", "", []) | self._end())
 
     def failure(self, error: RequestError) -> bytes:
-        """What a stream ends with if it fails."""
+        """End a stream that failed."""
         return _line(error_body(Dialect.OLLAMA, error))
 
     def alive(self, place: int | None) -> bytes:
@@ -316,7 +293,7 @@ class OllamaShape:
         return {"model": self._request.model, "created_at": utc_now(), **said}
 
     def _end(self) -> Json:
-        """The reason, and times in nanoseconds; those that were not measured are not there."""
+        """Write the reason and the times in nanoseconds, without those not measured."""
         (sequence,) = self._request.sequences
         reason = self._last.finish_reason if self._last else FinishReason.STOP
         stamps, told = sequence.stamps, {}
@@ -346,7 +323,7 @@ def _line(content: Json) -> bytes:
 
 
 COMPATIBLE_VERSION = "0.14.2"
-"""The release of Ollama whose paths, fields and APIs are served here; apps refuse older ones."""
+"""The compatible release of Ollama; apps refuse older ones."""
 NEVER = "2318-01-01T00:00:00Z"
 """When a model leaves memory; Ollama's clients show a time so far away as `Forever`."""
 RUNNING = "Ollama is running"
@@ -368,7 +345,7 @@ NOT_HERE = {
 
 
 def ollama_routes() -> list[Route]:
-    """All but the two that generate."""
+    """List all routes but the two that generate."""
     api = _Pulls()
     return [
         Route("/", is_running),
@@ -398,19 +375,19 @@ async def is_running(http: HttpRequest) -> Response:
 
 
 async def show_version(http: HttpRequest) -> Response:
-    """The release of Ollama that this is compatible with, and our own version."""
+    """Return the release of Ollama that this is compatible with, and our own version."""
     return json_response({"version": COMPATIBLE_VERSION, "penstock": version("penstock")})
 
 
 async def tags(http: HttpRequest) -> Response:
-    """The model that is served, and those that a request may name instead."""
+    """List the served model, and the models that a request may name instead."""
     model = appliance_of(http).model
     known = {model.model_id: model.facts, **model.others}
     return json_response({"models": [_listed(name, facts) for name, facts in known.items()]})
 
 
 async def running(http: HttpRequest) -> Response:
-    """The one that is served, with the memory of its weights and of its KV pools."""
+    """List the served model, with the memory of its weights and KV pools."""
     appliance = appliance_of(http)
     model, frame = appliance.model, appliance.readings().frame
     pools_bytes = sum(pool.num_blocks * pool.block_bytes for pool in frame.pools)
@@ -426,12 +403,12 @@ async def running(http: HttpRequest) -> Response:
 
 
 async def show(http: HttpRequest) -> Response:
-    """What a model is and can do."""
-    appliance, fields = appliance_of(http), Fields.of_body(await http.body())
-    model = appliance.model
-    name = fields.get("model")
-    name = fields.get("name") if name is None else name
-    if isinstance(name, str) and (plain := name.removesuffix(":latest")) in model.others:
+    """Describe a model and what it can do."""
+    appliance = appliance_of(http)
+    body, model = decode_object(await http.body()), appliance.model
+    asked = check(body, bodies.OllamaModelRequest)
+    name = asked.name if asked.model is None else asked.model
+    if name is not None and (plain := name.removesuffix(":latest")) in model.others:
         return json_response(_shown(plain, model.others[plain], None) | {"template": ""})
     check_model(name, model)
     template = appliance.tokenizer.chat_template
@@ -445,7 +422,7 @@ async def show(http: HttpRequest) -> Response:
 
 
 def _capabilities(appliance: Appliance) -> list[str]:
-    """In Ollama's words: what clients may ask the served model for."""
+    """List in Ollama's words what clients may ask the served model for."""
     model, tokenizer = appliance.model, appliance.tokenizer
     can = ["completion"]
     if tokenizer.chat_template is not None:
@@ -458,7 +435,7 @@ def _capabilities(appliance: Appliance) -> list[str]:
 
 
 def _shown(name: str, facts: ModelFacts | None, max_model_len: int | None) -> Json:
-    """What /api/show tells of any model.
+    """Describe any model for /api/show.
 
     Args:
         name: what it is called here.
@@ -489,7 +466,7 @@ def _shown(name: str, facts: ModelFacts | None, max_model_len: int | None) -> Js
 
 
 def _listed(name: str, facts: ModelFacts | None) -> Json:
-    """A model as lists have it; one that is not on this machine has no bytes here."""
+    """Describe a model in a list; one that is not on this machine has no bytes here."""
     told = f"{name}\n{facts}".encode()
     return {
         "name": name,
@@ -519,7 +496,7 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def _in_millions(count: int) -> str:
-    """A number of parameters as `134.5M` or `8.0B`."""
+    """Write a number of parameters as `134.5M` or `8.0B`."""
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
@@ -534,9 +511,9 @@ class _Pulls:
     async def pull(self, http: HttpRequest) -> Response:
         """Bring a model into the cache of this machine; what is served stays what it is."""
         require(http, Role.USER)
-        fields, model = Fields.of_body(await http.body()), appliance_of(http).model
-        asked = fields.text("model") or fields.text("name") or ""
-        is_stream = fields.boolean("stream", default=True)
+        body = check(decode_object(await http.body()), bodies.OllamaPullRequest)
+        model = appliance_of(http).model
+        asked, is_stream = body.model or body.name or "", body.stream is not False
         plain = asked.removesuffix(":latest")
         if plain == model.model_id or model.others.get(plain) is not None:
             lines = _is_here()
@@ -555,7 +532,7 @@ class _Pulls:
         return json_response(last, status=self._failed_status if "error" in last else 200)
 
     async def _lines(self, name: HubName, served: str) -> AsyncIterator[Json]:
-        """What Ollama's clients show: a status, and bytes. The process ends with its reader."""
+        """Yield what Ollama's clients show, status and bytes. The process ends with its reader."""
         self._is_busy = True
         process, digest = None, f"sha256:{hashlib.sha256(str(name).encode()).hexdigest()}"
         try:
@@ -595,7 +572,7 @@ async def _is_here() -> AsyncIterator[Json]:
 
 
 def _hub_name(asked: str) -> HubName:
-    """The name of a model on the hub, as users of Penstock or of Ollama write it."""
+    """Parse a model's name on the hub, as users of Penstock or of Ollama write it."""
     for prefix in _HUBS:
         asked = asked.removeprefix(prefix)
     try:

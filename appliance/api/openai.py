@@ -77,6 +77,14 @@ def completion_ask(values: Json, model: ModelInfo, max_prompts: int) -> Ask:
     """
     refuse_unsupported(values, COMPLETION_NEUTRAL)
     body = check(values, CompletionRequest)
+    ignored = undeclared(values, CompletionRequest, COMPLETION_NEUTRAL)
+    return ask_of_completion(body, model, max_prompts, ignored)
+
+
+def ask_of_completion(
+    body: CompletionRequest, model: ModelInfo, max_prompts: int, ignored: tuple[str, ...]
+) -> Ask:
+    """Check how a completion's fields go together."""
     prompts = read_prompts(body.prompt, model, max_prompts)
     is_echo = bool(body.echo)
     return _ask(
@@ -91,7 +99,7 @@ def completion_ask(values: Json, model: ModelInfo, max_prompts: int) -> Ask:
         suffix=body.suffix or None,
         **_max_tokens(body, COMPLETION_MAX_TOKENS, is_echo=is_echo),
         is_echo=is_echo,
-        ignored=undeclared(values, CompletionRequest, COMPLETION_NEUTRAL),
+        ignored=ignored,
     )
 
 

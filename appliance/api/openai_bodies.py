@@ -32,14 +32,9 @@ MAX_GUIDED_CHOICES = 1000
 COMPONENTS = "#/components/schemas/"
 
 
-def ref_to(kind: type[Struct]) -> Json:
-    """Describe in the document an object that is checked later."""
-    return {"$ref": COMPONENTS + kind.__name__}
-
-
 def items_of(*kinds: type[Struct]) -> Json:
     """Describe in the document the items of a list that are checked one by one."""
-    refs = [ref_to(kind) for kind in kinds]
+    refs = [{"$ref": COMPONENTS + kind.__name__} for kind in kinds]
     return {"items": refs[0] if len(refs) == 1 else {"anyOf": refs}}
 
 
@@ -47,6 +42,9 @@ Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 LimitOrRoom = Annotated[int, Meta(ge=-1, le=INT64_MAX, extra_json_schema={"not": {"const": 0}})]
 """A number of output tokens; -1 is the room left in the context."""
 TokenId = Annotated[int, Meta(ge=0, extra_json_schema={"$ref": f"{COMPONENTS}TokenId"})]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopK = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
+Seed = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -61,6 +59,12 @@ FunctionName = Annotated[
 ]
 Schema = dict[str, Any] | str
 """A JSON schema, or one written as a string."""
+OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Variables of templates that have fields of their own."""
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Meta(extra_json_schema={"propertyNames": {"not": {"enum": list(OWN_VARIABLES)}}}),
+]
 
 
 class Sampled(Struct, kw_only=True):
@@ -68,11 +72,11 @@ class Sampled(Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Fraction | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    top_k: TopK | None = None
     min_p: Fraction | None = None
-    seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -90,10 +94,12 @@ class Sampled(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
 
+    def shared(self) -> dict[str, Any]:
+        """Read the fields that every API shares, for a body of another."""
+        return {name: getattr(self, name) for name in Sampled.__struct_fields__}
+
 
 class StreamOptions(Struct):
-    """What a stream tells besides its text."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -117,8 +123,6 @@ class NamedSchema(Struct):
 
 
 class SchemaFormat(Struct, tag_field="type", tag="json_schema"):
-    """An answer that follows a schema."""
-
     json_schema: NamedSchema
 
 
@@ -134,6 +138,8 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
 
 
 class Generated(Sampled, kw_only=True):
@@ -147,9 +153,7 @@ class Generated(Sampled, kw_only=True):
     stream_options: StreamOptions | None = None
     repeat_penalty: RepetitionPenalty | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: (
-        Annotated[dict[str, Any], Meta(extra_json_schema=ref_to(StructuredOutputs))] | None
-    ) = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -182,8 +186,6 @@ Prompts = Annotated[
 
 
 class CompletionRequest(Generated, kw_only=True):
-    """A body of /v1/completions."""
-
     prompt: Word | Prompts
     logprobs: NumLogprobs | None = None
     suffix: str | None = None
@@ -192,14 +194,10 @@ class CompletionRequest(Generated, kw_only=True):
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
-    """A text as a part of a message."""
-
     text: str
 
 
 class RefusalPart(Struct, tag_field="type", tag="refusal"):
-    """A refusal as a part of an assistant's message."""
-
     refusal: str
 
 
@@ -218,66 +216,47 @@ class CalledFunction(Struct):
 
 
 class ToolCall(Struct):
-    """A call that the assistant made in an earlier turn."""
-
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] | None = None
 
 
-class _Message(Struct, kw_only=True, tag_field="role"):
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+class ChatMessage(Struct, kw_only=True):
+    """A message of any role; only an assistant's may have no content, or calls."""
+
+    role: Role
+    content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-
-
-class _Heard(_Message, kw_only=True, tag_field="role"):
-    content: Content
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-
-
-class SystemMessage(_Heard, tag="system"):
-    """Instructions."""
-
-
-class DeveloperMessage(_Heard, tag="developer"):
-    """Instructions, in OpenAI's newer word."""
-
-
-class UserMessage(_Heard, tag="user"):
-    """What the user says."""
-
-
-class ToolMessage(_Heard, tag="tool"):
-    """The result of a call."""
-
-
-class FunctionMessage(_Heard, tag="function"):
-    """The result of a call, in OpenAI's older word."""
-
-
-class AssistantMessage(_Message, kw_only=True, tag="assistant"):
-    """An earlier answer, or one to continue."""
-
-    content: Content | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
     function_call: CalledFunction | None = None
     audio: Any = None
 
 
-ChatMessage = (
-    SystemMessage
-    | DeveloperMessage
-    | UserMessage
-    | AssistantMessage
-    | ToolMessage
-    | FunctionMessage
-)
+_SAID: Json = {
+    "required": ["content"],
+    "properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"type": "null"}},
+}
+ChatMessages = Annotated[
+    list[
+        Annotated[
+            ChatMessage,
+            Meta(
+                extra_json_schema={
+                    "anyOf": [_SAID, {"properties": {"role": {"const": "assistant"}}}]
+                }
+            ),
+        ]
+    ],
+    Meta(min_length=1, max_length=MAX_MESSAGES),
+]
 
 
 class Function(Struct):
-    """A function that the model may call."""
-
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -285,27 +264,19 @@ class Function(Struct):
 
 
 class Tool(Struct):
-    """A function as a tool."""
-
     type: Literal["function"]
     function: Function
 
 
 class ChosenFunction(Struct):
-    """A function by its name."""
-
     name: str
 
 
 class ChosenTool(Struct, tag_field="type", tag="function"):
-    """The one function to call."""
-
     function: ChosenFunction
 
 
 class AllowedTools(Struct):
-    """The functions to choose from."""
-
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool], Meta(max_length=MAX_TOOLS)]
 
@@ -317,14 +288,10 @@ class ChosenTools(Struct, tag_field="type", tag="allowed_tools"):
 
 
 ToolMode = Literal["none", "auto", "required"]
-OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""Variables of templates that have fields of their own."""
 
 
 class ChatRequest(Generated, kw_only=True):
-    """A body of /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: ChatMessages
     tools: (
         Annotated[list[Any], Meta(max_length=MAX_TOOLS, extra_json_schema=items_of(Tool))] | None
     ) = None
@@ -332,13 +299,7 @@ class ChatRequest(Generated, kw_only=True):
     functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: (
-        Annotated[
-            dict[str, Any],
-            Meta(extra_json_schema={"propertyNames": {"not": {"enum": list(OWN_VARIABLES)}}}),
-        ]
-        | None
-    ) = None
+    chat_template_kwargs: TemplateVariables | None = None
     reasoning_effort: str | None = None
     documents: Annotated[list[Json], Meta(max_length=MAX_DOCUMENTS)] | None = None
     add_generation_prompt: bool | None = None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from appliance.api.dialects import Dialect, dialect_of
 from appliance.api.ollama_api import NOT_HERE
 from appliance.api.schema_words import COUNT, STRING, Json, listing, one_of, ref, shape, whole
-from appliance.api.schemas import DIALECT_REQUESTS, REQUESTS, TOKEN_ID, WHEN, replies
 from appliance.api.schemas import REPLIES as OTHER_REPLIES
+from appliance.api.schemas import TOKEN_ID, TOKENIZE, WHEN, replies, requests
 from appliance.frame.protocol import FRAME_VERSION
 from appliance.log.query import MAX_DIGITS, MAX_ROWS, SEVERITIES, STAGES, USAGE_BY
 
@@ -98,6 +98,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         streams=(EVENTS,),
         errors=_GENERATING,
     ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        "countInputTokens",
+        "How long the prompt of a response would be.",
+        ref("TokenCount"),
+        body=ref("CountedRequest"),
+        errors=(404, *_WITH_BODY),
+    ),
     ("GET", "/v1/responses/{id}"): Operation(
         "getResponse", "A response that is kept in memory.", ref("Response"), errors=(404,)
     ),
@@ -151,7 +158,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation("root", "What Ollama says at its root.", {}, streams=(TEXT,)),
     ("GET", "/api/version"): Operation(
         "ollamaVersion",
-        "The release of Ollama that this is compatible with, and our own version.",
+        "Return the release of Ollama that this is compatible with, and our own version.",
         shape({"version": STRING, "penstock": STRING}),
     ),
     ("GET", "/api/tags"): Operation(
@@ -185,7 +192,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "tokenize",
         "Turn a text, or the prompt that a chat becomes, into token ids.",
         ref("Tokens"),
-        body=ref("TokenizeRequest"),
+        body=TOKENIZE,
         errors=(404, *_WITH_BODY),
     ),
     ("POST", "/detokenize"): Operation(
@@ -199,7 +206,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "listModels", "The one model that is served.", listing(ref("Model"))
     ),
     ("GET", "/v1/models/{id}"): Operation(
-        "getModel", "A model by its id, whose slashes may be encoded.", ref("Model"), errors=(404,)
+        "getModel",
+        "A model by its id, in which slashes may be encoded.",
+        ref("Model"),
+        errors=(404,),
     ),
     ("GET", "/api/v0/models"): Operation(
         "lmStudioModels",
@@ -241,12 +251,18 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "getRequest", "One request, live or from the log.", ref("RequestFrame"), errors=(404, 503)
     ),
     ("DELETE", "/v1/requests/{id}"): Operation(
-        "deleteRequest", "End a live request of one's own.", _CANCELLED, errors=(404,)
+        "deleteRequest",
+        "End a live request, as its owner or an operator.",
+        _CANCELLED,
+        errors=(404,),
     ),
     ("POST", "/v1/requests/{id}/cancel"): Operation(
-        "cancelRequest", "End a live request of one's own.", _CANCELLED, errors=(404,)
+        "cancelRequest",
+        "End a live request, as its owner or an operator.",
+        _CANCELLED,
+        errors=(404,),
     ),
-    ("GET", "/v1/penstock/state"): Operation("state", "Everything as it is now.", ref("Frame")),
+    ("GET", "/v1/penstock/state"): Operation("state", "Show the present state.", ref("Frame")),
     ("GET", "/v1/penstock/cache"): Operation(
         "cache",
         "What the prefix cache holds by tokens, and each change of that; for operators.",
@@ -261,7 +277,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         streams=(LINES, EVENTS),
     ),
     ("GET", "/v1/penstock/whoami"): Operation(
-        "whoami", "Who the appliance takes its client for.", ref("Peer")
+        "whoami", "Tell clients their name and role.", ref("Peer")
     ),
     ("POST", "/v1/penstock/drain"): Operation("drain", "Take no new work; for operators.", _STATUS),
     ("POST", "/v1/penstock/resume"): Operation(
@@ -323,12 +339,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 
 
 def document(version: str, *, needs_key: bool, vocab_size: int | None = None) -> Json:
-    """The OpenAPI 3.1 document of all operations.
+    """Build the OpenAPI 3.1 document of all operations.
 
     Args:
         version: of the server.
-        needs_key: as on TCP; on the Unix socket the kernel says who asks.
-        vocab_size: of the model that is served; None: there is none yet.
+        needs_key: as on TCP; on the Unix socket the kernel identifies the client.
+        vocab_size: of the model that is served; None: no model is loaded yet.
     """
     token_id = COUNT if vocab_size is None else whole(0, vocab_size - 1)
     paths: dict[str, Json] = {}
@@ -339,11 +355,7 @@ def document(version: str, *, needs_key: bool, vocab_size: int | None = None) ->
         "info": {"title": "Penstock", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": REQUESTS
-            | {TOKEN_ID: token_id}
-            | DIALECT_REQUESTS
-            | replies()
-            | OTHER_REPLIES,
+            "schemas": {**requests(), TOKEN_ID: token_id, **replies(), **OTHER_REPLIES},
             "headers": {
                 "RequestId": {"description": "The request's id, as in the log.", "schema": STRING}
             },

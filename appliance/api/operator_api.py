@@ -2,7 +2,7 @@
 
 Owns: /v1/requests and the routes under /v1/penstock; counts of replies by route, method and class
 of status; how many queries run and recordings are open at once.
-Invariant: whoever reads the appliance may read all of this; what changes something asks authority.
+Invariant: clients that may read the appliance may read all of this; changes ask for authority.
 Never: decides about requests; it asks the Appliance.
 """
 
@@ -13,8 +13,10 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Annotated
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -34,14 +36,14 @@ from appliance.api.wire import (
 )
 from appliance.configuration.settings import ROLES
 from appliance.fleet.roles_change import RolesChange
-from appliance.json_fields import Fields, invalid_value
+from appliance.json_fields import check, decode_object, invalid_value, undeclared
 from appliance.log.query import event_query, most_rows, row_query, span_query, usage_query
 from appliance.request import Role
 from engine.errors import Unavailable
 
 
 def control_routes() -> list[Route]:
-    """What the console and the CLI use."""
+    """List the routes of the console and the CLI."""
     return [
         Route("/v1/requests", requests),
         Route("/v1/requests/{id}", request),
@@ -85,7 +87,7 @@ async def cancel(http: Request) -> Response:
 
 
 async def state(http: Request) -> Response:
-    """Everything as it is now."""
+    """Show the present state."""
     return Response(appliance_of(http).frame_json(), media_type="application/json")
 
 
@@ -123,20 +125,20 @@ async def _frames(http: Request) -> AsyncIterator[bytes]:
                 newer.cancel()
             yield frame_json
             if appliance_of(http) is not appliance:
-                return  # its model has come: whoever asks again sees another
+                return  # its model has come: the next request sees another
     finally:
         stopped.cancel()
 
 
 async def whoami(http: Request) -> Response:
-    """Who the appliance takes its client for."""
+    """Tell clients their name and role."""
     peer = peer_of(http)
     known = {"name": peer.name, "role": peer.role.name.lower(), "uid": peer.uid, "key": peer.key}
     return json_response(known)
 
 
 async def drain(http: Request) -> Response:
-    """Take no new work; what is accepted goes on."""
+    """Take no new work; finish what is accepted."""
     appliance_of(http).drain(require(http, Role.OPERATOR).name)
     return json_response({"status": "draining"})
 
@@ -148,7 +150,7 @@ async def resume(http: Request) -> Response:
 
 
 async def measured(http: Request) -> Response:
-    """How far the profile of the model is."""
+    """Tell how far the profile of the model is."""
     return json_response(appliance_of(http).measurement())
 
 
@@ -159,22 +161,27 @@ async def measure(http: Request) -> Response:
 
 
 MAX_TARGET_MS = 86_400_000
+_TargetMs = Annotated[int, Meta(ge=0, le=MAX_TARGET_MS)]
+
+
+class RolesRequest(msgspec.Struct):
+    """A body of /v1/penstock/roles."""
+
+    roles: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})] | None = None
+    slo_ttft_ms: _TargetMs | None = None
+    slo_itl_ms: _TargetMs | None = None
 
 
 async def switch_roles(http: Request) -> Response:
-    """Change roles, targets or both; an empty object changes nothing and tells what is so."""
+    """Change roles, targets or both; an empty object changes nothing and shows the present ones."""
     peer = require(http, Role.OPERATOR)
-    fields = Fields.of_body(await http.body())
-    roles = fields.text("roles")
-    if roles not in (None, *ROLES):
+    values = decode_object(await http.body())
+    body = check(values, RolesRequest)
+    if body.roles not in (None, *ROLES):
         raise invalid_value("roles", f"must be one of {', '.join(ROLES)}")
-    change = RolesChange(
-        roles,
-        fields.integer("slo_ttft_ms", 0, MAX_TARGET_MS),
-        fields.integer("slo_itl_ms", 0, MAX_TARGET_MS),
-    )
-    if fields.ignored:
-        raise invalid_value(fields.ignored[0], "is not known here")
+    if unknown := undeclared(values, RolesRequest):
+        raise invalid_value(unknown[0], "is not known here")
+    change = RolesChange(body.roles, body.slo_ttft_ms, body.slo_itl_ms)
     return json_response(appliance_of(http).set_roles(change, peer.name))
 
 
@@ -211,7 +218,7 @@ class _LogApi:
         return await self._reply(http, lambda: appliance_of(http).log_rows(query))
 
     async def events(self, http: Request) -> Response:
-        """What operators should know, in the order of log()."""
+        """List what operators should know, in the order of log()."""
         query = event_query(http.query_params)
         return await self._reply(http, lambda: appliance_of(http).log_events(query))
 
@@ -221,7 +228,7 @@ class _LogApi:
         return await self._reply(http, lambda: appliance_of(http).log_usage(query))
 
     async def recording(self, http: Request) -> Response:
-        """A recording, as a file that `penstock top --replay` shows."""
+        """Send a recording, as a file that `penstock top --replay` shows."""
         span = span_query(http.query_params)
         place = self._place_for(http)
         try:
@@ -232,7 +239,7 @@ class _LogApi:
         return _FileReply(file, place, lambda: self._give_back(place))
 
     def _place_for(self, http: Request) -> _Place:
-        """A place for one more recording, if need be that of somebody who does not read theirs.
+        """Take a place for one more recording, if need be from a client that reads too slowly.
 
         Raises:
             Unavailable: all that are open are being read.

@@ -85,7 +85,7 @@ class OutputParser:
         return self._reported()
 
     def flush(self) -> list[Part]:
-        """What is still held back, at the end."""
+        """Return what is still held back, at the end."""
         if self.is_done:
             return []
         self._reading.is_ended = True
@@ -99,7 +99,7 @@ class OutputParser:
         return parts
 
     def _run(self) -> Step[None]:
-        """All but Harmony: text, in which marks begin reasoning and calls."""
+        """Parse all but Harmony: text, in which marks begin reasoning and calls."""
         reading = self._reading
         while not self.is_done:
             if reading.is_after_call and (yield from self._skip_closer()):
@@ -130,19 +130,19 @@ class OutputParser:
         return mark is not None
 
     def _turn(self, size: int, *, is_reasoning: bool) -> Step[None]:
-        """A mark that begins or ends reasoning, with the space around it, is neither."""
+        """Skip a mark that begins or ends reasoning, with the space around it."""
         self._reading.take(size)
         self._reading.is_reasoning = is_reasoning
         self._reading.take((yield from self._reading.skip_space(0)))
 
     def _marks(self) -> tuple[str, ...]:
-        """What would begin a call, or end the reasoning, here."""
+        """List what would begin a call, or end the reasoning, here."""
         marks = self._format.marks if self._format else ()
         is_reasoning = self._reading.is_reasoning and self._thoughts is not None
         return (*marks, *self._thoughts.ends) if is_reasoning and self._thoughts else marks
 
     def _say_until(self, marks: tuple[str, ...]) -> Step[str | None]:
-        """Report text up to a mark. Space is held back: around calls and reasoning it is none."""
+        """Report text up to a mark. Space is held back: around calls and reasoning it is cut."""
         reading = self._reading
         while True:
             text = reading.text
@@ -178,7 +178,7 @@ class OutputParser:
         return found is not None
 
     def _loose_call(self) -> Step[int | None]:
-        """Where a call may begin without a mark."""
+        """Find where a call may begin without a mark."""
         reading, tool_format = self._reading, self._format
         if tool_format is None or not tool_format.loose or reading.is_reasoning:
             return None
@@ -190,7 +190,7 @@ class OutputParser:
         return at if reading.text[at : at + 1] == tool_format.loose else None
 
     def _call(self, at: int, mark: str) -> Step[None]:
-        """A call, or text that looked like the beginning of one."""
+        """Parse a call, or text that looked like the beginning of one."""
         assert self._format is not None
         reading = self._reading
         read = self._format.read if mark or self._format.is_bare else read_json
@@ -219,7 +219,7 @@ class OutputParser:
                 return
 
     def _message(self, head: str) -> Step[None]:
-        """One message, whose head has been read."""
+        """Parse one message, after its head."""
         reading = self._reading
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
         name = recipient[1] if recipient else ""

@@ -170,7 +170,7 @@ def _num_tokens(rendered: Rendered, tokenizer: Tokenizer, model: ModelInfo) -> i
 
 
 def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
-    """The tokens of texts that may not come, as vLLM finds them.
+    """Find the tokens of forbidden texts, as vLLM does.
 
     Each as it is, and with a space before it, as it stands within a text, where that makes other
     tokens of the same number.
@@ -192,7 +192,7 @@ def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[
 
 
 def _infilled(prompt: str | list[int], suffix: str, tokenizer: Tokenizer) -> str:
-    """The prompt that asks a model for what stands before a suffix."""
+    """Write the prompt that asks a model for the text before a suffix."""
     infill = infill_of(tokenizer)
     if infill is None:
         raise unsupported("suffix", "is not supported: this model has no fill-in-the-middle tokens")
@@ -202,7 +202,7 @@ def _infilled(prompt: str | list[int], suffix: str, tokenizer: Tokenizer) -> str
 
 
 def _grammar(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> str | None:
-    """What the output must match, compiled once to see that it can be."""
+    """Make the grammar of the output, compiled once to see that it can be."""
     constraint = ask.constraint
     if ask.tools:
         if not model.eos_token_ids and not ask.tools.is_required and constraint is None:
@@ -221,7 +221,7 @@ def _grammar(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> str | None:
 
 
 def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> PromptEcho:
-    """A text comes back as it was, token ids as what they say; of a chat its last message."""
+    """Repeat a text as it was, token ids as their text, and of a chat its last message."""
     if ask.chat:
         return PromptEcho(ask.chat.echo, [])
     if isinstance(prompt, str):

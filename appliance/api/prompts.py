@@ -76,7 +76,7 @@ class Infill:
     is_suffix_first: bool = False
 
     def prompt(self, before: str, behind: str) -> str:
-        """The text that asks for what is between."""
+        """Write the text that asks for what is between."""
         if self.is_suffix_first:
             return f"{self.suffix}{behind}{self.prefix}{before}{self.middle}"
         return f"{self.prefix}{before}{self.suffix}{behind}{self.middle}"
@@ -93,7 +93,7 @@ MARKS = (
 
 
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
-    """The marks that a model has; None if it has none."""
+    """Find the marks that a model has; None if it has none."""
     for marks in MARKS:
         texts = filter(None, (marks.prefix, marks.suffix, marks.middle))
         if all(map(tokenizer.has_token, texts)):

@@ -29,7 +29,7 @@ from engine.text.tokenizer import Tokenizer
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _PLACE = "\x00"
-"""Stands for a text whose surroundings are to be found."""
+"""Stands for a text to find its surroundings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ReplyShape:
     tells nothing else, as most do; None where each tells more."""
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
-        """The reply in one piece; one delta per sequence."""
+        """Write the reply in one piece, from one delta per sequence."""
         written = list(deltas)
         for delta in written:
             self._num_reasoning[delta.sequence.index] = delta.num_reasoning_tokens
@@ -79,7 +79,7 @@ class ReplyShape:
         return reply
 
     def _best(self, deltas: list[Delta]) -> list[Delta]:
-        """Those that are told: of each prompt's the likeliest by token, where not all are."""
+        """Choose the answers to return: the likeliest by token per prompt, where not all are."""
         if self.ask.num_best is None:
             return deltas
         size = self.ask.num_choices
@@ -88,11 +88,11 @@ class ReplyShape:
         return [delta for one in ranked for delta in one[: self.ask.num_best]]
 
     def opening(self) -> bytes:
-        """What a stream begins with, before anything is generated."""
+        """Begin a stream, before anything is generated."""
         return b""
 
     def events(self, delta: Delta) -> bytes:
-        """What a stream tells of a delta; nothing while its text is held back."""
+        """Write a delta for a stream; nothing while its text is held back."""
         self._num_reasoning[delta.sequence.index] = delta.num_reasoning_tokens
         is_told = delta.text or delta.reasoning or delta.calls
         has_news = is_told or delta.finish_reason or self.ask.wants_tokens
@@ -110,17 +110,17 @@ class ReplyShape:
         return role + b"".join(event(self._delta_chunk(one, is_first)) for one in delta.apart())
 
     def closing(self) -> bytes:
-        """What a stream ends with."""
+        """End a stream."""
         if not self.ask.include_usage:
             return _DONE
         return event(self._object("chat.completion.chunk", []) | {"usage": self._usage()}) + _DONE
 
     def alive(self, place: int | None) -> bytes:
-        """What is told while nothing comes: a comment, which clients skip."""
+        """Keep a stream alive with a comment, which clients skip."""
         return keep_alive(place)
 
     def failure(self, error: RequestError) -> bytes:
-        """What a stream ends with if it fails: its status is out already."""
+        """End a stream that failed: its status has been sent."""
         return event(error_object(error)) + _DONE
 
     def _plain_event(self, sequence: Sequence) -> tuple[bytes, bytes] | None:
@@ -141,7 +141,7 @@ class ReplyShape:
         return self._chunk(choice, delta.sequence, delta.num_tokens)
 
     def _role_chunk(self, sequence: Sequence) -> Json:
-        """What a chat's stream begins with; it may have no content if there are calls."""
+        """Begin a chat's stream, without content if there are calls."""
         delta = {"role": "assistant", "content": None if self.ask.tools else ""}
         choice: Json = {"index": sequence.index, "delta": delta, "finish_reason": None}
         chunk = self._chunk(choice | {"logprobs": None}, sequence, 0)
@@ -198,7 +198,7 @@ class ReplyShape:
         return completion_logprobs(self.tokenizer, delta, self.ask.logprobs, by_ids=by_ids)
 
     def _usage(self) -> Json:
-        """Each prompt counts once, also where it has several choices."""
+        """Count tokens; each prompt counts once, also where it has several choices."""
         sequences = self.request.sequences
         num_output = sum(sequence.num_output_tokens for sequence in sequences)
         used = usage(
@@ -217,7 +217,7 @@ class ReplyShape:
 
 
 def _mean_logprob(delta: Delta) -> float:
-    """How likely an answer is, by token, so that a long one is not the worse for it."""
+    """Compute how likely an answer is by token, so that long ones do not lose."""
     entries = delta.logprobs
     return sum(one.logprob for one in entries) / len(entries) if entries else -math.inf
 
@@ -244,7 +244,7 @@ def _chat_delta(delta: Delta) -> dict[str, Any]:
 
 
 def _reasoning(delta: Delta) -> Json:
-    """By both names under which clients look for it."""
+    """Write reasoning under both names that clients look for."""
     text = delta.reasoning
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
@@ -269,29 +269,29 @@ def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int
 
 
 def keep_alive(place: int | None) -> bytes:
-    """A comment in a stream of events; of a request that waits it tells the place in the queue."""
+    """Write a comment for a stream; for a waiting request, with its place in the queue."""
     return b": keep-alive\n\n" if place is None else b": keep-alive queue=%d\n\n" % place
 
 
 def event(content: object, name: str | None = None) -> bytes:
-    """A server-sent event with JSON content, as bytes."""
+    """Write a server-sent event with JSON content, as bytes."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def fingerprint(model: ModelInfo) -> str:
-    """`system_fingerprint`: the same while one model is served with the same limits."""
+    """Make `system_fingerprint`, which is constant for a model and its limits."""
     text = f"{model.model_id}\n{model.created}\n{model.max_model_len}\n{model.vocab_size}"
     return "fp_" + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
 def other_model_object(model_id: str) -> Json:
-    """An entry of /v1/models that a request may name: it is swapped in then."""
+    """Write an entry of /v1/models that a request may name to have it swapped in."""
     return {"id": model_id, "object": "model", "owned_by": "penstock", "is_loaded": False}
 
 
 def model_object(model: ModelInfo) -> Json:
-    """The served model as an entry of /v1/models."""
+    """Write the served model as an entry of /v1/models."""
     return {
         "id": model.model_id,
         "object": "model",

@@ -43,22 +43,22 @@ class ReplyForm(Protocol):
         """The Content-Type of a streamed reply."""
 
     def whole(self, deltas: Iterable[Delta]) -> dict[str, object]:
-        """The reply in one piece; one delta per sequence."""
+        """Write the reply in one piece, from one delta per sequence."""
 
     def opening(self) -> bytes:
-        """What a stream begins with, before anything is generated."""
+        """Begin a stream, before anything is generated."""
 
     def events(self, delta: Delta) -> bytes:
-        """What a stream tells of a delta; may be nothing."""
+        """Write a delta for a stream; may be nothing."""
 
     def closing(self) -> bytes:
-        """What a stream ends with."""
+        """End a stream."""
 
     def failure(self, error: RequestError) -> bytes:
-        """What a stream ends with instead if it fails."""
+        """End a stream that failed."""
 
     def alive(self, place: int | None) -> bytes:
-        """What a stream says while nothing comes, lest somebody between takes it for dead.
+        """Keep a stream alive while nothing comes, for proxies that close idle ones.
 
         Args:
             place: in the queue; None if it does not wait there.
@@ -125,7 +125,7 @@ class Reply:
             self._appliance.cancel(self._request.request_id, HUNG_UP)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """One JSON object when everything is there."""
+        """Send one JSON object when everything is there."""
         whole = {sequence.seq_id: Delta(sequence) for sequence in self._request.sequences}
         async for deltas in self._reply.deltas():
             for delta in deltas:
@@ -162,7 +162,7 @@ class Reply:
         return 200
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        """One write for whatever is ready."""
+        """Yield one write for all that is ready."""
         if opening := self._shape.opening():
             yield opening
         async for deltas in self._reply.deltas(KEEP_ALIVE_S):
@@ -177,7 +177,7 @@ class Reply:
         yield self._shape.closing()
 
     async def _written(self, write: Callable[[list[Delta]], bytes], deltas: list[Delta]) -> bytes:
-        """What a client reads of deltas; where that is much, other replies go on meanwhile."""
+        """Write deltas; in a thread where they are large, so that other replies continue."""
         of_prompt = self._ask.prompt_logprobs is not None
         if of_prompt or self._ask.logprobs is not None:
             num_logprobs = sum(one.num_logprobs(has_prompt=of_prompt) for one in deltas)

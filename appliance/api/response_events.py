@@ -17,12 +17,10 @@ import msgspec
 from appliance.api.replies import EVENTS, event, keep_alive
 from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
-from appliance.json_fields import Fields
+from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
-
-Json = dict[str, Any]
 
 _ECHOED: Json = {
     "previous_response_id": None,
@@ -38,7 +36,7 @@ _ECHOED: Json = {
     "truncation": "disabled",
     "user": None,
 }
-"""Fields of the body that a response repeats, and what they are if nothing was said."""
+"""Fields of the body that a response repeats, with their defaults."""
 
 _STATUS = {
     FinishReason.STOP: "completed",
@@ -69,7 +67,7 @@ _THOUGHTS = {
 read nothing else."""
 
 
-def _wants_summary(fields: Fields) -> bool:
+def _wants_summary(fields: Json) -> bool:
     reasoning = fields.get("reasoning")
     summary = reasoning.get("summary") if isinstance(reasoning, dict) else None
     return summary not in (None, "none")
@@ -87,10 +85,10 @@ class ResponseShape:
     """The shape of one response.
 
     Args:
-        request: whose reply it is; it has one sequence.
+        request: the request to answer; it has one sequence.
         fields: the body, of which a response repeats some.
         created_at: Unix seconds.
-        on_end: gets the whole response when it has ended; None if nobody keeps it.
+        on_end: gets the whole response when it has ended; None: it is not kept.
     """
 
     media_type = EVENTS
@@ -98,7 +96,7 @@ class ResponseShape:
     def __init__(
         self,
         request: Request,
-        fields: Fields,
+        fields: Json,
         *,
         created_at: int,
         on_end: Callable[[Json], None] | None = None,
@@ -130,21 +128,21 @@ class ResponseShape:
         self._finish_reason: FinishReason | None = None
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
-        """The response in one piece."""
+        """Write the response in one piece."""
         for delta in deltas:
             self.events(delta)
         self._end_output()
         return self._ended()
 
     def opening(self) -> bytes:
-        """What a stream begins with."""
+        """Begin a stream."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def events(self, delta: Delta) -> bytes:
-        """What a stream tells of a delta."""
+        """Write a delta for a stream."""
         self._finish_reason = delta.finish_reason
         self._num_reasoning_tokens = delta.num_reasoning_tokens
         thought = self._think(delta.reasoning) if delta.reasoning else b""
@@ -152,24 +150,24 @@ class ResponseShape:
         return said + b"".join(map(self._call, delta.calls))
 
     def closing(self) -> bytes:
-        """What a stream ends with; there is no `[DONE]` here."""
+        """End a stream; there is no `[DONE]` here."""
         last, status = self._end_output(), self._status()
         name = "response.completed" if status == "completed" else "response.incomplete"
         return last + self._event(name, response=self._ended())
 
     def _ended(self) -> Json:
-        """The whole response, which is kept if somebody keeps it."""
+        """Write the whole response, and keep it where its client wants that."""
         response = self._response(self._status())
         if self._on_end is not None:
             self._on_end(response)
         return response
 
     def alive(self, place: int | None) -> bytes:
-        """What is told while nothing comes."""
+        """Keep a stream alive while nothing comes."""
         return keep_alive(place)
 
     def failure(self, error: RequestError) -> bytes:
-        """What a stream ends with if it fails."""
+        """End a stream that failed."""
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": error.what}
         return self._event("response.failed", response=response)
@@ -205,7 +203,7 @@ class ResponseShape:
         return self._item_event(name, **{f"{self._thought.place}_index": 0}, **told)
 
     def _call(self, call: CallDelta) -> bytes:
-        """A part of a call, in its own item."""
+        """Write a part of a call, in its own item."""
         begun = b""
         if not self._is_open or self._call_index != call.index:
             is_custom = call.name in self._custom

@@ -7,7 +7,7 @@ Owns: items of output, and the order and numbers of events; which fields and ite
 OpenAI's client and Codex send them, and what is refused; `previous_response_id`, `store`, and the
 routes of one response.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
-Never: keeps a response longer than its memory has room for, or shows it to anybody else.
+Never: keeps a response longer than its memory has room for, or shows it to another client.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from appliance.api import openai_bodies as chats
+from appliance.api import response_bodies as bodies
 from appliance.api.ask import Ask
-from appliance.api.chat_messages import Message, left_out
-from appliance.api.openai import chat_ask, refuse_unsupported
-from appliance.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from appliance.api.response_events import Json
+from appliance.api.chat_messages import left_out
+from appliance.api.openai import ask_of_chat, refuse_unsupported
 from appliance.api.wire import json_response, peer_of, require, response_not_found
-from appliance.json_fields import Fields, invalid_type, invalid_value, renamed, unsupported
+from appliance.json_fields import Json, check, invalid_value, renamed, undeclared, unsupported
 from appliance.request import ModelInfo, Role
 from engine.errors import RequestError
 
@@ -38,166 +38,153 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    "truncation": ("disabled", "auto"),
     "top_logprobs": (0,),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-"""Known, not supported: the values that ask for nothing."""
-
-PASSED = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop"),
-    *("stop_token_ids", "ignore_eos", "min_tokens", "cache_salt", "chat_template_kwargs"),
-)
-"""The same in a chat, or vLLM's additions to both."""
+"""Fields that are known and not supported, with the values that ask for nothing."""
 
 _OUR_WORDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-"""What a chat's fields are called here."""
-
-_TEXT_PARTS = ("input_text", "output_text", "text")
+"""The names here of a chat's fields."""
 
 
-def response_ask(fields: Fields, model: ModelInfo, previous_items: Sequence[Any] = ()) -> Ask:
-    """Validate a body of /v1/responses; it goes on from the items of an earlier one."""
-    refuse_unsupported({n: fields.get(n) for n in NEUTRAL}, NEUTRAL)
-    fields.get("previous_response_id"), fields.get("store")
-    chat = {name: fields.get(name) for name in PASSED}
-    chat["messages"] = _messages(fields, previous_items)
-    chat["max_completion_tokens"] = fields.get("max_output_tokens")
-    chat["response_format"] = _response_format(fields.nested("text"))
-    tools = [
-        Fields.of(one, f"tools[{index}]")
-        for index, one in enumerate(fields.items("tools", MAX_TOOLS))
-    ]
-    chat["tools"] = [_tool(tool) for tool in tools if tool.get("type") in _CALLED]
-    others = [f"tools.{index}" for index, one in enumerate(tools) if one.get("type") not in _CALLED]
-    choice = fields.get("tool_choice")
-    has_none = bool(others) and not chat["tools"]
-    chat["tool_choice"] = None if has_none and choice == "auto" else _tool_choice(choice)
-    reasoning = fields.nested("reasoning")
-    chat["reasoning_effort"] = reasoning.text("effort") if reasoning else None
-    _check_metadata(fields.nested("metadata"))
-    drops_oldest = fields.get("truncation") == "auto"
-    ignored = *others, *fields.ignored
-    ask = chat_ask(chat, model)
-    return dataclasses.replace(ask, drops_oldest=drops_oldest, ignored=ignored)
+def response_ask(values: Json, model: ModelInfo, previous_items: Sequence[Any] = ()) -> Ask:
+    """Validate a body of /v1/responses, which may continue the items of an earlier one."""
+    body = check(values, bodies.ResponseRequest)
+    chat = {
+        "max_completion_tokens": body.max_output_tokens,
+        "stop": body.stop,
+        "cache_salt": body.cache_salt,
+    }
+    ask = _ask(values, body, model, previous_items, **chat)
+    ignored = (*ask.ignored, *undeclared(values, bodies.ResponseRequest, NEUTRAL))
+    return dataclasses.replace(ask, ignored=ignored)
 
 
-def _messages(fields: Fields, previous_items: Sequence[Any]) -> list[Message]:
-    """The conversation; an assistant's calls belong to what it said just before."""
-    asked = fields.required("input")
-    if isinstance(asked, str):
-        items: list[Any] = [{"role": "user", "content": asked}]
-    else:
-        items = fields.items("input", MAX_MESSAGES)
-    if not items:
-        raise invalid_value("input", "is empty")
-    instructions = fields.text("instructions")
-    messages: list[Message] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
-    if len(previous_items) + len(items) > MAX_MESSAGES:
-        raise invalid_value("input", f"has more than {MAX_MESSAGES} items, earlier ones included")
+def counted_ask(values: Json, model: ModelInfo, previous_items: Sequence[Any] = ()) -> Ask:
+    """Validate a body of /v1/responses/input_tokens, which generates nothing."""
+    return _ask(values, check(values, bodies.CountedRequest), model, previous_items)
+
+
+def _ask(
+    values: Json,
+    body: bodies.CountedRequest,
+    model: ModelInfo,
+    previous_items: Sequence[Any],
+    **own: Any,
+) -> Ask:
+    refuse_unsupported(values, NEUTRAL)
+    tools, others = _tools(body.tools or [])
+    choice = _tool_choice(body.tool_choice)
+    chat = chats.ChatRequest(
+        **body.shared(),
+        **own,
+        messages=_messages(body, previous_items),
+        response_format=_response_format(body.text),
+        tools=tools,
+        tool_choice=None if others and not tools and choice == "auto" else choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    ask = ask_of_chat(chat, model, tuple(f"tools.{index}" for index in others))
+    return dataclasses.replace(ask, drops_oldest=body.truncation == "auto")
+
+
+def _messages(
+    body: bodies.CountedRequest, previous_items: Sequence[Any]
+) -> list[chats.ChatMessage]:
+    """Read the conversation; an assistant's calls belong to the message before them."""
+    is_text = isinstance(body.input, str)
+    items = [{"role": "user", "content": body.input}] if is_text else list(body.input)
+    if len(previous_items) + len(items) > chats.MAX_MESSAGES:
+        raise invalid_value(
+            "input", f"has more than {chats.MAX_MESSAGES} items, earlier ones included"
+        )
+    messages: list[chats.ChatMessage] = []
+    if body.instructions is not None:
+        messages.append(chats.ChatMessage(role="system", content=body.instructions))
     thought = ""
-    for index, item in enumerate([*previous_items, *items], start=-len(previous_items)):
-        message = _message(Fields.of(item, f"input[{index}]"), is_last=index == len(items) - 1)
-        if message is None:
+    for index, value in enumerate([*previous_items, *items], start=-len(previous_items)):
+        where = f"input[{index}]"
+        item = _item(value, where)
+        if isinstance(item, bodies.ReasoningItem):
+            parts = item.content or item.summary or []
+            thought = "\n".join(part.text for part in parts if part.text)
             continue
-        if message["role"] == "":
-            thought = message["content"]  # of what the assistant says next
+        if isinstance(item, bodies.UnreadItem):
             continue
-        if thought and message["role"] == "assistant":
-            message["reasoning_content"], thought = thought, ""
-        last = messages[-1] if messages else {}
-        if message.get("tool_calls") and last.get("role") == "assistant":
-            last.setdefault("tool_calls", []).extend(message["tool_calls"])
-        else:
-            messages.append(message)
+        message = _message(item, where, is_last=index == len(items) - 1)
+        last = messages[-1] if messages else None
+        if message.role == "assistant":
+            message.reasoning_content, thought = thought or None, ""
+            if message.tool_calls and last and last.role == "assistant":
+                last.tool_calls = last.tool_calls or []
+                last.tool_calls += message.tool_calls
+                continue
+        messages.append(message)
     return messages
 
 
-_UNREADABLE = ("web_search_call", "file_search_call", "image_generation_call", "local_shell_call")
-"""Items of tools that are not served here, and say nothing to a model."""
+def _item(value: Any, where: str) -> bodies.Item:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind is not None and (not isinstance(kind, str) or kind not in bodies.ITEMS):
+        raise unsupported(f"{where}.type", "is not supported; messages and function calls are")
+    item: bodies.Item = check(value, bodies.ITEMS[kind], where)
+    return item
 
 
-def _message(item: Fields, *, is_last: bool) -> Message | None:
-    """One item; None if it says nothing. Reasoning has no role of its own."""
-    kind = item.get("type")
-    if kind in _UNREADABLE:
-        return None
-    if kind == "reasoning":
-        return {"role": "", "content": _reasoning(item)}
-    if kind == "custom_tool_call":
-        function = {"name": _string(item, "name"), "arguments": {"input": _string(item, "input")}}
-        call = {"type": "function", "id": _string(item, "call_id"), "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind in (None, "message"):
-        role = _string(item, "role")
-        is_asked = is_last and role == "user"
-        return {"role": role, "content": _text(item, "content", is_last=is_asked)}
-    if kind == "function_call":
-        function = {"name": _string(item, "name"), "arguments": _string(item, "arguments")}
-        call = {"type": "function", "id": _string(item, "call_id"), "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind == "function_call_output" and item.get("call_id") is None:
-        # Codex tells a goal so, which answers no call
-        return {"role": "user", "content": _text(item, "output")}
-    if kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
-        call_id = _string(item, "call_id")
-        return {"role": "tool", "tool_call_id": call_id, "content": _text(item, "output")}
-    raise unsupported(item.path("type"), "is not supported; messages and function calls are")
+def _message(
+    item: bodies.MessageItem | bodies.FunctionCallItem | bodies.CustomCallItem | bodies.OutputItem,
+    where: str,
+    *,
+    is_last: bool,
+) -> chats.ChatMessage:
+    """Write an item as a chat's message."""
+    if isinstance(item, bodies.MessageItem):
+        is_asked = is_last and item.role == "user"
+        text = _text(item.content, where, is_last=is_asked)
+        return chats.ChatMessage(role=item.role, content=text)
+    if isinstance(item, bodies.FunctionCallItem | bodies.CustomCallItem):
+        if isinstance(item, bodies.CustomCallItem):
+            arguments: str | Json = {"input": item.input}
+        else:
+            arguments = item.arguments
+        call = chats.ToolCall(chats.CalledFunction(item.name, arguments), id=item.call_id)
+        return chats.ChatMessage(role="assistant", tool_calls=[call])
+    text = _text(item.output, where, name="output")
+    if item.call_id is None:  # Codex tells a goal so, which answers no call
+        return chats.ChatMessage(role="user", content=text)
+    return chats.ChatMessage(role="tool", content=text, tool_call_id=item.call_id)
 
 
-def _reasoning(item: Fields) -> str:
-    """Its text, or its summary; what is encrypted only says nothing here."""
-    parts = item.items("content", MAX_PARTS) or item.items("summary", MAX_PARTS)
-    places = [f"{item.path('content')}[{index}]" for index in range(len(parts))]
-    texts = [Fields.of(one, at).text("text") for one, at in zip(parts, places, strict=True)]
-    return "\n".join(filter(None, texts))
+def _text(
+    content: bodies.ItemContent, where: str, *, name: str = "content", is_last: bool = False
+) -> str:
+    """Join the parts of a content by line breaks, as in a chat."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        left_out(f"{where}.{name}[{index}].type", "input_image", is_last=is_last)
+        if isinstance(part, bodies.InputImage)
+        else part.refusal
+        if isinstance(part, chats.RefusalPart)
+        else part.text
+        for index, part in enumerate(content)
+    )
 
 
-def _text(item: Fields, name: str, *, is_last: bool = False) -> str:
-    """A string; parts are joined by line breaks, as in a chat."""
-    value = item.required(name)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid_type(item.path(name), "a string or a list of text parts", value)
-    if len(value) > MAX_PARTS:
-        raise invalid_value(item.path(name), f"has {len(value)} parts, at most {MAX_PARTS} may be")
-    parts = [Fields.of(one, f"{item.path(name)}[{index}]") for index, one in enumerate(value)]
-    texts = []
-    for part in parts:
-        if part.get("type") == "refusal":
-            texts.append(_string(part, "refusal"))
-            continue
-        if part.get("type") == "input_image":
-            texts.append(left_out(part.path("type"), "input_image", is_last=is_last))
-            continue
-        if part.get("type") not in _TEXT_PARTS:
-            raise unsupported(part.path("type"), "is not supported; only text is")
-        texts.append(_string(part, "text"))
-    return "\n".join(texts)
+def _response_format(text: bodies.TextSettings | None) -> chats.ResponseFormat | None:
+    """Write the form as in a chat, where a schema has its name and strictness beside it."""
+    form = text.format if text else None
+    if isinstance(form, bodies.FlatSchemaFormat):
+        return chats.SchemaFormat(chats.NamedSchema(form.schema, form.name, form.strict))
+    return form
 
 
-def _response_format(text: Fields | None) -> dict[str, Any] | None:
-    """A chat has a schema's name and strictness in an object of their own."""
-    form = text.nested("format") if text else None
-    if form is None:
-        return None
-    kind = form.required("type")
-    if kind != "json_schema":
-        return {"type": kind}
-    schema = {name: form.get(name) for name in ("name", "schema", "strict")}
-    return {"type": kind, "json_schema": schema | {"schema": form.required("schema")}}
-
-
-_CALLED = ("function", "custom")
-"""Types of tools that a client runs itself."""
 _INPUT: Json = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -205,47 +192,45 @@ _INPUT: Json = {
 }
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    """Bring a tool into a chat's form; one that takes a text, as Codex's patch, gets one string."""
-    if tool.get("type") == "custom":
-        form = tool.nested("format")
-        grammar = form.text("definition") if form else None
-        told = [tool.text("description"), grammar and f"The input follows this grammar:\n{grammar}"]
-        description = "\n\n".join(filter(None, told))
-        function = {"name": tool.get("name"), "description": description, "parameters": _INPUT}
-        return {"type": "function", "function": function}
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool.get(name) for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+def _tools(values: list[Any]) -> tuple[list[Json], list[int]]:
+    """Write tools as in a chat; those that OpenAI's servers would run are left out, by index."""
+    tools, others = [], []
+    for index, value in enumerate(values):
+        where = f"tools[{index}]"
+        kind = check(value, bodies.OtherTool, where).type
+        if kind not in ("function", "custom"):
+            others.append(index)
+            continue
+        tool = check(value, bodies.CustomTool if kind == "custom" else bodies.FunctionTool, where)
+        if isinstance(tool, bodies.CustomTool):
+            grammar = tool.format.definition if tool.format else None
+            told = [tool.description, grammar and f"The input follows this grammar:\n{grammar}"]
+            description = "\n\n".join(filter(None, told))
+            function = {"name": tool.name, "description": description, "parameters": _INPUT}
+        else:
+            fields = msgspec.structs.asdict(tool)
+            function = {name: one for name, one in fields.items() if one is not None}
+        tools.append({"type": "function", "function": function})
+    return tools, others
 
 
-def _tool_choice(choice: object) -> object:
-    if not isinstance(choice, dict):
-        return choice
-    fields = Fields(choice, "tool_choice")
-    if fields.get("type") == "allowed_tools":
-        tools = [_tool_choice(one) for one in fields.items("tools", MAX_TOOLS)]
-        allowed = {"mode": fields.get("mode"), "tools": tools}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    if fields.get("type") not in _CALLED:
-        raise unsupported("tool_choice.type", "is not supported; only functions are")
-    return {"type": "function", "function": {"name": _string(fields, "name")}}
-
-
-def _check_metadata(metadata: Fields | None) -> None:
-    """It comes back with the response, so it is what OpenAI says it is."""
-    if metadata is not None:
-        for name in metadata.ignored:
-            metadata.text(name)
-
-
-def _string(fields: Fields, name: str) -> str:
-    fields.required(name)
-    return fields.text(name) or ""
+def _tool_choice(
+    choice: chats.ToolMode
+    | bodies.FunctionChoice
+    | bodies.CustomChoice
+    | bodies.AllowedChoice
+    | None,
+) -> chats.ToolMode | chats.ChosenTool | chats.ChosenTools | None:
+    if isinstance(choice, bodies.AllowedChoice):
+        tools = [chats.ChosenTool(chats.ChosenFunction(one.name)) for one in choice.tools]
+        return chats.ChosenTools(chats.AllowedTools(choice.mode, tools))
+    if isinstance(choice, bodies.FunctionChoice | bodies.CustomChoice):
+        return chats.ChosenTool(chats.ChosenFunction(choice.name))
+    return choice
 
 
 def in_our_words(error: RequestError) -> RequestError:
-    """A chat's refusal, naming the field that the client knows."""
+    """Name the field that the client knows, in a chat's refusal."""
     return renamed(error, _OUR_WORDS)
 
 
@@ -285,18 +270,18 @@ class ResponseStore:
                 self._num_bytes -= oldest.num_bytes
 
     def response(self, response_id: str, owner: str) -> bytes:
-        """One as it was sent, as JSON.
+        """Return a response as it was sent, as JSON.
 
         Raises:
-            RequestError: 404: there is none, or it is another's.
+            RequestError: 404: it does not exist, or is another client's.
         """
         return self._of(response_id, owner).response
 
     def items(self, response_id: str, owner: str) -> list[Json]:
-        """The conversation that it ended.
+        """Return the conversation that a response ended.
 
         Raises:
-            RequestError: 404, likewise.
+            RequestError: 404: it does not exist, or is another client's.
         """
         items: list[Json] = msgspec.json.decode(self._of(response_id, owner).items)
         return items
@@ -305,7 +290,7 @@ class ResponseStore:
         """Delete a stored response.
 
         Raises:
-            RequestError: 404, likewise.
+            RequestError: 404: it does not exist, or is another client's.
         """
         kept = self._of(response_id, owner)
         with self._lock:
@@ -322,7 +307,7 @@ class ResponseStore:
 
 
 def memory_routes() -> list[Route]:
-    """A response that is kept, by its id."""
+    """List the routes of a kept response."""
     return [
         Route("/v1/responses/{id}", response),
         Route("/v1/responses/{id}", forget, methods=["DELETE"]),
@@ -356,45 +341,39 @@ async def forget(http: HttpRequest) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def previous_items(fields: Fields, http: HttpRequest) -> list[Json]:
-    """The items that a conversation goes on from; empty where it begins.
+def previous_items(values: Json, http: HttpRequest) -> list[Json]:
+    """Find the items of the conversation to continue; empty where it begins.
 
     Raises:
         RequestError: 400 `previous_response_not_found`, as OpenAI says it.
     """
-    previous = fields.text("previous_response_id")
+    previous = check(values, bodies.StoredResponses).previous_response_id
     if not previous:
         return []
     try:
         return _store(http).items(previous, peer_of(http).name)
     except RequestError as error:
         raise RequestError(
-            f"there is no response `{previous[:200]}` to go on from",
+            f"there is no response `{previous[:200]}` to continue",
             code="previous_response_not_found",
             param="previous_response_id",
             hint="responses are kept in memory for a while; send the conversation in full",
         ) from error
 
 
-def store_for(fields: Fields, http: HttpRequest) -> Callable[[Json], None] | None:
-    """What keeps a response that has ended; None where its client does not want that."""
-    if not fields.boolean("store", default=True):
+def store_for(values: Json, http: HttpRequest) -> Callable[[Json], None] | None:
+    """Make what keeps a response that has ended; None where its client does not want that."""
+    if check(values, bodies.StoredResponses).store is False:
         return None
-    owner, store = peer_of(http).name, _store(http)
-    items = [*previous_items(fields, http), *_items(fields.get("input"))]
+    owner, store, asked = peer_of(http).name, _store(http), values["input"]
+    if isinstance(asked, str):
+        asked = [{"type": "message", "role": "user", "content": asked}]
+    items = [*previous_items(values, http), *asked]
 
     def keep(ended: Json) -> None:
         store.keep(owner, ended, [*items, *ended["output"]])
 
     return keep
-
-
-def _items(asked: object) -> list[Json]:
-    if isinstance(asked, str):
-        return [{"type": "message", "role": "user", "content": asked}]
-    if not isinstance(asked, list):
-        raise invalid_value("input", "must be a string or a list of items")
-    return asked
 
 
 def _store(http: HttpRequest) -> ResponseStore:

@@ -39,7 +39,7 @@ from engine.errors import Unavailable
 
 
 def build_app(appliance: Appliance) -> ApiApplication:
-    """The ASGI application in front of an appliance."""
+    """Build the ASGI application in front of an appliance."""
     edge = ApiApplication(
         appliance,
         [
@@ -69,7 +69,7 @@ def build_app(appliance: Appliance) -> ApiApplication:
 
 
 async def models(http: Request) -> Response:
-    """The model that is served, and those that a request may name instead."""
+    """List the served model, and the models that a request may name instead."""
     served = appliance_of(http).model
     listed = [model_object(served), *map(other_model_object, served.others)]
     return json_response({"object": "list", "data": listed})
@@ -101,7 +101,7 @@ async def props(http: Request) -> Response:
 
 
 async def model(http: Request) -> Response:
-    """A model by its id, which may contain slashes."""
+    """Return a model by its id, which may contain slashes."""
     served, asked = appliance_of(http).model, http.path_params["id"]
     if asked in served.others:
         return json_response(other_model_object(asked))
@@ -126,12 +126,12 @@ async def ready(http: Request) -> Response:
 
 
 async def show_version(http: Request) -> Response:
-    """What is running, and the frames that it speaks."""
+    """Return what is running, and its version of frames."""
     return json_response({"version": version("penstock"), "frame_version": FRAME_VERSION})
 
 
 async def openapi(http: Request) -> Response:
-    """What this server can be asked, as an OpenAPI document."""
+    """Return what this server can be asked, as an OpenAPI document."""
     needs_key, vocab_size = peer_of(http).key is not None, None
     with contextlib.suppress(Unavailable):  # while a model is fetched
         vocab_size = appliance_of(http).tokenizer.vocab_size

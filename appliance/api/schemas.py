@@ -1,28 +1,35 @@
 """Hold the JSON schemas of requests and replies, as data.
 
-Owns: the bodies of POSTs in all three APIs; the shapes of replies, of frames by their own types, of
-the log's rows and of errors.
+Owns: the shapes of replies, of frames by their own types, of the log's rows and of errors; the
+schemas of requests come from the declarations that check them.
 Invariant: a body that satisfies its schema is refused only for what a schema cannot say: how fields
 go together, another model's name, a prompt longer than the context, more answers than the queue
 takes, a grammar that cannot be compiled, a text that is not the JSON it must be.
-Never: checks anything; what a field may be is decided where it is read.
+Never: checks anything.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from appliance.api.ollama_api import KEEP_ALIVE, MAX_KEEP_ALIVE_CHARS
-from appliance.api.openai_bodies import (
-    MAX_STOPS,
-    MAX_TOOLS,
-    ChatRequest,
-    CompletionRequest,
-    StructuredOutputs,
-    Tool,
+from appliance.api.message_bodies import ClientTool, CountTokensRequest, MessagesRequest
+from appliance.api.ollama_bodies import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+    OllamaPullRequest,
+    OllamaTool,
 )
-from appliance.api.operator_api import MAX_TARGET_MS
-from appliance.api.responses import PASSED
+from appliance.api.openai_bodies import ChatRequest, CompletionRequest, Tool
+from appliance.api.operator_api import RolesRequest
+from appliance.api.response_bodies import (
+    ITEMS,
+    CountedRequest,
+    CustomTool,
+    FunctionTool,
+    OtherTool,
+    ResponseRequest,
+)
 from appliance.api.schema_words import (
     BOOLEAN,
     COUNT,
@@ -37,45 +44,16 @@ from appliance.api.schema_words import (
     ref,
     shape,
     whole,
-    within,
+)
+from appliance.api.tokenize import (
+    DetokenizeRequest,
+    TokenizeChat,
+    TokenizeContent,
+    TokenizePrompt,
 )
 from appliance.configuration.settings import ROLES
 from appliance.frame.figures import STAGES
 from appliance.frame.protocol import Frame
-
-_, _DECLARED = msgspec.json.schema_components(
-    [ChatRequest, CompletionRequest, StructuredOutputs, Tool],
-    ref_template=ref("{name}")["$ref"],
-)
-SAMPLING: Json = _DECLARED["ChatRequest"]["properties"]
-STOPS: Json = items({"type": "string", "minLength": 1, "maxLength": 1024}, maxItems=MAX_STOPS)
-_LIMIT: Json = SAMPLING["max_tokens"]
-
-_ROLE: Json = one_of("system", "developer", "user", "assistant", "tool", "function")
-FUNCTION_NAME: Json = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
-_FUNCTION: Json = shape(
-    {"name": FUNCTION_NAME},
-    {"description": STRING, "parameters": OBJECT, "strict": BOOLEAN},
-)
-TOOL_CALL: Json = shape(
-    {"function": shape({"name": {"type": "string", "minLength": 1}}, {"arguments": STRING})},
-    {"id": STRING, "type": {"const": "function"}},
-)
-_EFFORT: Json = one_of("none", "minimal", "low", "medium", "high", "xhigh")
-_INPUT_TEXT: Json = {
-    "anyOf": [
-        STRING,
-        items(shape({"type": one_of("input_text", "output_text", "text"), "text": STRING})),
-    ]
-}
-_TOKENIZE: Json = {
-    "model": STRING,
-    "add_special_tokens": BOOLEAN,
-    "add_special": BOOLEAN,
-    "return_token_strs": BOOLEAN,
-    "with_pieces": BOOLEAN,
-}
-_PROMPT: Json = {"type": "string", "minLength": 1}
 
 TOKEN_ID = "TokenId"
 WHEN: Json = {
@@ -86,213 +64,29 @@ WHEN: Json = {
 }
 """A moment: ISO 8601, or an age such as 30m, 1h, 2d."""
 
-REQUESTS: Json = {
-    TOKEN_ID: COUNT,
-    **_DECLARED,
-    "ResponseRequest": shape(
-        {"input": {"anyOf": [_PROMPT, items(ref("InputItem"), minItems=1)]}},
-        {
-            **{n: SAMPLING[n] for n in PASSED},
-            "chat_template_kwargs": OBJECT,
-            "instructions": STRING,
-            "previous_response_id": {"type": "string", "maxLength": 0},  # one that is kept
-            "reasoning": shape(
-                {}, {"effort": _EFFORT, "summary": one_of("auto", "concise", "detailed")}
-            ),
-            "max_output_tokens": _LIMIT,
-            "truncation": one_of("auto", "disabled"),
-            "text": shape({}, {"format": ref("FlatFormat")}),
-            "tools": items(
-                {"allOf": [_FUNCTION, shape({"type": {"const": "function"}})]}, maxItems=MAX_TOOLS
-            ),
-            "tool_choice": {
-                "anyOf": [
-                    one_of("none", "auto", "required"),
-                    shape({"type": {"const": "function"}, "name": STRING}),
-                ]
-            },
-            "parallel_tool_calls": BOOLEAN,
-            "metadata": {"type": "object", "additionalProperties": STRING},
-            "store": BOOLEAN,
-        },
+_BODIES = [
+    *(CompletionRequest, ChatRequest, Tool),
+    *(
+        ResponseRequest,
+        CountedRequest,
+        FunctionTool,
+        CustomTool,
+        OtherTool,
+        *dict.fromkeys(ITEMS.values()),
     ),
-    "InputItem": {
-        "anyOf": [
-            shape(
-                {"role": _ROLE, "content": _INPUT_TEXT},
-                {"type": {"const": "message"}},
-            ),
-            shape(
-                {
-                    "type": {"const": "function_call"},
-                    "call_id": STRING,
-                    "name": {"type": "string", "minLength": 1},
-                    "arguments": STRING,
-                }
-            ),
-            shape(
-                {
-                    "type": {"const": "function_call_output"},
-                    "output": _INPUT_TEXT,
-                },
-                {"call_id": STRING},
-            ),
-        ]
-    },
-    "FlatFormat": {
-        "anyOf": [
-            shape({"type": one_of("text", "json_object")}),
-            shape(
-                {"type": {"const": "json_schema"}, "schema": OBJECT},
-                {"name": STRING, "strict": BOOLEAN},
-            ),
-        ]
-    },
-    "TokenizeRequest": {
-        "anyOf": [
-            shape({"prompt": STRING}, _TOKENIZE),
-            shape({"content": STRING}, _TOKENIZE),
-            {"allOf": [ref("ChatRequest"), shape({}, _TOKENIZE)]},
-        ]
-    },
-    "DetokenizeRequest": shape({"tokens": items(ref("TokenId"))}, {"model": STRING}),
-    "RolesRequest": {
-        **shape(
-            {},
-            {
-                "roles": one_of(*ROLES),
-                "slo_ttft_ms": whole(0, MAX_TARGET_MS),
-                "slo_itl_ms": whole(0, MAX_TARGET_MS),
-            },
-        ),
-        "additionalProperties": {"type": "null"},
-    },
-}
+    *(MessagesRequest, CountTokensRequest, ClientTool),
+    *(OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest, OllamaPullRequest, OllamaTool),
+    *(TokenizePrompt, TokenizeContent, TokenizeChat, DetokenizeRequest, RolesRequest),
+]
+TOKENIZE: Json = {"anyOf": [ref("TokenizePrompt"), ref("TokenizeContent"), ref("TokenizeChat")]}
 
 
-_TEXT_BLOCK: Json = shape({"type": {"const": "text"}, "text": STRING})
-_TEXTS: Json = {"anyOf": [STRING, items(_TEXT_BLOCK)]}
-_OLLAMA: Json = {
-    "model": STRING,
-    "stream": BOOLEAN,
-    "format": {"anyOf": [one_of("json"), OBJECT]},
-    "think": {"anyOf": [BOOLEAN, one_of("low", "medium", "high")]},
-    "keep_alive": {
-        "anyOf": [
-            {"type": "string", "pattern": KEEP_ALIVE, "maxLength": MAX_KEEP_ALIVE_CHARS},
-            NUMBER,
-        ]
-    },
-    "options": shape(
-        {},
-        {
-            **{name: SAMPLING[name] for name in ("temperature", "top_k", "top_p", "min_p")},
-            **{name: SAMPLING[name] for name in ("repeat_penalty", "presence_penalty")},
-            "frequency_penalty": SAMPLING["frequency_penalty"],
-            "seed": whole(0),
-            "num_predict": whole(-2),
-            "stop": SAMPLING["stop"],
-        },
-    ),
-}
+def requests() -> Json:
+    """Make the JSON schemas of all bodies by name."""
+    _, bodies = msgspec.json.schema_components(_BODIES, ref_template=ref("{name}")["$ref"])
+    bodies["RolesRequest"]["additionalProperties"] = {"type": "null"}
+    return {TOKEN_ID: COUNT, **bodies}
 
-_MESSAGES: Json = items(ref("AnthropicMessage"), minItems=1)
-_MESSAGE_FIELDS: Json = {
-    "model": STRING,
-    "system": _TEXTS,
-    "temperature": within(0, 1),
-    "top_p": SAMPLING["top_p"],
-    "top_k": whole(0),
-    "stop_sequences": STOPS,
-    "thinking": shape({"type": one_of("enabled", "adaptive", "disabled")}),
-    "tools": items(
-        shape({"name": FUNCTION_NAME, "input_schema": OBJECT}, {"description": STRING}),
-        maxItems=MAX_TOOLS,
-    ),
-    "tool_choice": shape({"type": one_of("auto", "none")}, {"disable_parallel_tool_use": BOOLEAN}),
-}
-
-DIALECT_REQUESTS: Json = {
-    "MessagesRequest": shape(
-        {"messages": _MESSAGES, "max_tokens": whole(1)}, {**_MESSAGE_FIELDS, "stream": BOOLEAN}
-    ),
-    "CountTokensRequest": shape({"messages": _MESSAGES}, _MESSAGE_FIELDS),
-    "AnthropicMessage": {
-        "anyOf": [
-            shape(
-                {
-                    "role": {"const": "user"},
-                    "content": {
-                        "anyOf": [
-                            STRING,
-                            items(
-                                {
-                                    "anyOf": [
-                                        _TEXT_BLOCK,
-                                        shape(
-                                            {
-                                                "type": {"const": "tool_result"},
-                                                "tool_use_id": STRING,
-                                            },
-                                            {"content": _TEXTS, "is_error": BOOLEAN},
-                                        ),
-                                    ]
-                                }
-                            ),
-                        ]
-                    },
-                }
-            ),
-            shape(
-                {
-                    "role": {"const": "assistant"},
-                    "content": {
-                        "anyOf": [
-                            STRING,
-                            items(
-                                {
-                                    "anyOf": [
-                                        _TEXT_BLOCK,
-                                        shape({"type": {"const": "thinking"}, "thinking": STRING}),
-                                        shape(
-                                            {
-                                                "type": {"const": "tool_use"},
-                                                "id": STRING,
-                                                "name": FUNCTION_NAME,
-                                                "input": OBJECT,
-                                            }
-                                        ),
-                                    ]
-                                }
-                            ),
-                        ]
-                    },
-                }
-            ),
-        ]
-    },
-    "OllamaChatRequest": shape(
-        {},
-        {
-            **_OLLAMA,
-            "messages": items(ref("OllamaMessage")),
-            "truncate": BOOLEAN,
-            "tools": items(OBJECT, maxItems=0),
-        },
-    ),
-    "OllamaMessage": shape(
-        {"role": one_of("system", "user", "assistant", "tool"), "content": STRING},
-        {"thinking": STRING, "tool_name": STRING},
-    ),
-    "OllamaGenerateRequest": shape(
-        {}, {**_OLLAMA, "prompt": STRING, "system": STRING, "raw": BOOLEAN}
-    ),
-    "OllamaPullRequest": shape(
-        {"model": {"type": "string", "pattern": "^[A-Za-z0-9]{1,20}/[A-Za-z0-9]{1,20}$"}},
-        {"stream": BOOLEAN},
-    ),
-    "OllamaModelRequest": shape({}, {"model": STRING, "name": STRING}),
-}
 
 _OLLAMA_DETAILS: Json = shape(
     dict.fromkeys(("format", "family", "parameter_size", "quantization_level"), STRING)
@@ -416,7 +210,7 @@ _REPLIES: Json = {
     ),
     "Answer": shape(
         {"role": {"const": "assistant"}, "content": nullable(STRING)},
-        {"refusal": STRING, "tool_calls": items(TOOL_CALL)},
+        {"refusal": STRING, "tool_calls": items(ref("ToolCall"))},
     ),
     "ChatLogprobs": shape(
         {"content": items({"allOf": [_LOGPROB, shape({"top_logprobs": items(_LOGPROB)})]})},

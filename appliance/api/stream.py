@@ -94,7 +94,7 @@ class Delta:
         self.finish_reason, self.stop_text = later.finish_reason, later.stop_text
 
     def apart(self) -> list[Delta]:
-        """The delta as deltas of one call each, and the end alone, as clients read them."""
+        """Split the delta into deltas of one call each, and the end alone, as clients read them."""
         num_kinds = bool(self.reasoning) + bool(self.text) + len(self.calls)
         if num_kinds > 1 and self.reasoning:
             first = Delta(self.sequence, reasoning=self.reasoning, num_tokens=self.num_tokens)
@@ -233,7 +233,7 @@ class _SequenceText:
             self._close(self._sequence.finish_reason, delta)
 
     def _has_prompt_logprobs(self) -> bool:
-        """False if it was ended before all of those that were asked for are there."""
+        """Tell whether all that was asked for is there."""
         sequence = self._sequence
         is_asked = sequence.sampling.prompt_logprobs is not None
         return not is_asked or len(sequence.prompt_logprobs) == sequence.num_prompt_tokens - 1
@@ -253,7 +253,7 @@ class _SequenceText:
         return self._say(self._text_of(token_id), delta)
 
     def _text_of(self, token_id: int) -> str:
-        """What it completes of the text."""
+        """Take a token, and return the text that it completes."""
         if token_id in self._marks:
             return self._detokenizer.flush() + self._marks[token_id]
         if self._shown is not None and self._shown.is_silent(token_id):
@@ -310,7 +310,7 @@ class _SequenceText:
 def _parser(
     appliance: Appliance, sequence: Sequence, ask: Ask, prompt_text: str
 ) -> OutputParser | None:
-    """What finds reasoning and calls; None where neither is looked for, as in completions."""
+    """Make what finds reasoning and calls; None where neither is wanted, as in completions."""
     if not ask.is_chat:
         return None
     output_format = appliance.model.output_format
@@ -345,7 +345,7 @@ class StopMatcher:
         return self.matched is not None
 
     def push(self, piece: str) -> str:
-        """The text that is safe to send now; nothing after a match."""
+        """Return the text that is safe to send now; nothing after a match."""
         if self.has_matched:
             return ""
         if not self._stops:
@@ -363,6 +363,6 @@ class StopMatcher:
         return text[:size]
 
     def flush(self) -> str:
-        """What is still held back, at the end."""
+        """Return what is still held back, at the end."""
         held, self._held = self._held, ""
         return held

@@ -8,19 +8,24 @@ Never: generates, or touches the queue; asks for a role.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from appliance.api.appliance import Appliance
+from appliance.api.ask import Ask, Chat
 from appliance.api.fair_threads import Turns
 from appliance.api.messages_api import count_ask, in_anthropics_words
 from appliance.api.model_choice import check_model
 from appliance.api.openai import read_chat
-from appliance.api.openai_bodies import ChatRequest
+from appliance.api.openai_bodies import ChatRequest, TokenId
+from appliance.api.prompts import checked_ids
+from appliance.api.responses import counted_ask, in_our_words, previous_items
 from appliance.api.wire import appliance_of, json_response
-from appliance.json_fields import Fields, check, integer, invalid_type, invalid_value
+from appliance.json_fields import Json, check, decode_object, invalid_value
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
@@ -29,17 +34,52 @@ MAX_AT_ONCE = 2
 MAX_TEXT_CHARS = 1 << 20
 MAX_TOKENS = 1 << 20
 
-Json = dict[str, Any]
-
 
 def tokenize_routes() -> list[Route]:
-    """Both, with their turns in common."""
+    """List the routes, which share their turns."""
     api = _TokenizeApi()
     return [
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
-        Route("/v1/messages/count_tokens", api.count, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_messages, methods=["POST"]),
+        Route("/v1/responses/input_tokens", api.count_input, methods=["POST"]),
     ]
+
+
+class _Tokenized(Struct, kw_only=True):
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+
+
+class TokenizePrompt(_Tokenized, kw_only=True):
+    """A text to tokenize, as vLLM's clients send it."""
+
+    prompt: str
+
+
+class TokenizeContent(_Tokenized, kw_only=True):
+    """A text to tokenize, as llama.cpp's clients send it."""
+
+    content: str
+
+
+class TokenizeChat(ChatRequest, kw_only=True):
+    """A chat to tokenize the prompt of."""
+
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """A body of /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    model: str | None = None
 
 
 class _TokenizeApi:
@@ -47,87 +87,120 @@ class _TokenizeApi:
         self._turns = Turns("tokenize", MAX_AT_ONCE)
 
     async def tokenize(self, http: Request) -> Response:
-        """A text, or the prompt that a chat becomes, as token ids."""
+        """Return a text, or the prompt that a chat becomes, as token ids."""
         appliance, body = appliance_of(http), await http.body()
 
         def work() -> Json:
-            fields = Fields.of_body(body)
-            check_model(fields.get("model"), appliance.model)
+            asked = _asked(decode_object(body))
+            check_model(asked.model, appliance.model)
             tokenizer = appliance.tokenizer
-            ids = _encode(fields, tokenizer, appliance.model)
+            ids = _encode(asked, tokenizer, appliance.model)
             strings = None
-            if fields.boolean("return_token_strs"):
+            if asked.return_token_strs:
                 strings = [tokenizer.token(one) or "" for one in ids]
-            has_pieces = fields.boolean("with_pieces")
             return {
                 "count": len(ids),
                 "max_model_len": appliance.model.max_model_len,
-                "tokens": [_piece(one, tokenizer) for one in ids] if has_pieces else ids,
+                "tokens": [_piece(one, tokenizer) for one in ids] if asked.with_pieces else ids,
                 "token_strs": strings,
             }
 
         return await self._turns.run(http, lambda: json_response(work()))
 
-    async def count(self, http: Request) -> Response:
-        """How many tokens the prompt of Anthropic's messages has."""
+    async def count_messages(self, http: Request) -> Response:
+        """Count the tokens of the prompt that Anthropic's messages become."""
         appliance, body = appliance_of(http), await http.body()
-        tokenizer, model = appliance.tokenizer, appliance.model
 
         def work() -> Json:
             try:
-                ask = count_ask(Fields.of_body(body), model)
+                ask = count_ask(decode_object(body), appliance.model)
+                return {"input_tokens": _num_tokens(ask, appliance)}
             except RequestError as error:
                 raise in_anthropics_words(error) from error
-            assert ask.chat is not None
-            text = ask.chat.render(tokenizer, model.output_format).text
-            if len(text) > MAX_TEXT_CHARS:
-                raise invalid_value("messages", f"has more than {MAX_TEXT_CHARS} characters")
-            return {"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))}
+
+        return await self._turns.run(http, lambda: json_response(work()))
+
+    async def count_input(self, http: Request) -> Response:
+        """Count the tokens of the prompt that a response's input becomes."""
+        appliance, body = appliance_of(http), await http.body()
+
+        def work() -> Json:
+            try:
+                values = decode_object(body)
+                ask = counted_ask(values, appliance.model, previous_items(values, http))
+                num_tokens = _num_tokens(ask, appliance)
+            except RequestError as error:
+                raise in_our_words(error) from error
+            return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
         return await self._turns.run(http, lambda: json_response(work()))
 
     async def detokenize(self, http: Request) -> Response:
-        """Token ids as text, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         appliance, body = appliance_of(http), await http.body()
 
         def work() -> Json:
-            fields = Fields.of_body(body)
-            check_model(fields.get("model"), appliance.model)
-            ids = fields.required("tokens")
-            if not isinstance(ids, list):
-                raise invalid_type("tokens", "a list of token ids", ids)
-            if len(ids) > MAX_TOKENS:
-                raise invalid_value("tokens", f"has more than {MAX_TOKENS} ids")
-            highest = appliance.tokenizer.vocab_size - 1
-            ids = [integer(one, "tokens", 0, highest) for one in ids]
-            text = appliance.tokenizer.decode(ids, skip_special_tokens=False)
+            asked = check(decode_object(body), DetokenizeRequest)
+            check_model(asked.model, appliance.model)
+            tokenizer = appliance.tokenizer
+            ids = checked_ids(asked.tokens, "tokens", tokenizer.vocab_size) if asked.tokens else []
+            text = tokenizer.decode(ids, skip_special_tokens=False)
             return {"prompt": text, "content": text}
 
         return await self._turns.run(http, lambda: json_response(work()))
 
 
-def _encode(fields: Fields, tokenizer: Tokenizer, model: ModelInfo) -> list[int]:
-    """Like the two POSTs that generate: a chat's template writes its own special tokens."""
-    given = [one for one in ("prompt", "content", "messages") if fields.get(one) is not None]
+def _asked(values: Json) -> TokenizePrompt | TokenizeContent | TokenizeChat:
+    given = [one for one in _KINDS if values.get(one) is not None]
     if len(given) > 1:
         raise invalid_value(given[1], f"cannot be together with `{given[0]}`")
-    name = given[0] if given else "prompt"
-    if name == "messages":
-        chat = read_chat(check(fields.values, ChatRequest))
-        text = chat.render(tokenizer, model.output_format).text
-    else:
-        text = fields.required(name)
-    if not isinstance(text, str):
-        raise invalid_type(name, "a string", text)
+    return check(values, _KINDS[given[0] if given else "prompt"])
+
+
+_KINDS: dict[str, type[TokenizePrompt | TokenizeContent | TokenizeChat]] = {
+    "prompt": TokenizePrompt,
+    "content": TokenizeContent,
+    "messages": TokenizeChat,
+}
+
+
+def _encode(
+    asked: TokenizePrompt | TokenizeContent | TokenizeChat, tokenizer: Tokenizer, model: ModelInfo
+) -> list[int]:
+    """Tokenize as requests that generate do: a chat's template writes its own special tokens."""
+    match asked:
+        case TokenizeChat():
+            name, text = "messages", _render(read_chat(asked), tokenizer, model)
+        case TokenizePrompt():
+            name, text = "prompt", asked.prompt
+        case _:
+            name, text = "content", asked.content
+    _check_chars(text, name)
+    is_text = name == "prompt" or bool(asked.add_special)
+    adds = is_text if asked.add_special_tokens is None else asked.add_special_tokens
+    return tokenizer.encode(text, adds)
+
+
+def _num_tokens(ask: Ask, appliance: Appliance) -> int:
+    """Count the tokens of a chat's prompt."""
+    tokenizer, model = appliance.tokenizer, appliance.model
+    assert ask.chat is not None
+    text = _render(ask.chat, tokenizer, model)
+    _check_chars(text, "messages")
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _render(chat: Chat, tokenizer: Tokenizer, model: ModelInfo) -> str:
+    return chat.render(tokenizer, model.output_format).text
+
+
+def _check_chars(text: str, name: str) -> None:
     if len(text) > MAX_TEXT_CHARS:
         raise invalid_value(name, f"has more than {MAX_TEXT_CHARS} characters")
-    has_special = fields.boolean("add_special")
-    is_text = name == "prompt" or has_special
-    return tokenizer.encode(text, fields.boolean("add_special_tokens", default=is_text))
 
 
 def _piece(token_id: int, tokenizer: Tokenizer) -> Json:
-    """A token and its text, which is bytes where it is a part of a character."""
+    """Write a token and its text, or its bytes where it is a part of a character."""
     data = tokenizer.token_bytes(token_id) or b""
     try:
         return {"id": token_id, "piece": data.decode()}

@@ -17,20 +17,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.openai_bodies import (
-    ChatRequest,
-    ChosenFunction,
-    ChosenTool,
-    ChosenTools,
-    Function,
-    Generated,
-    JsonFormat,
-    ResponseFormat,
-    SchemaFormat,
-    StructuredOutputs,
-    Tool,
-    ToolMode,
-)
+from appliance.api import openai_bodies as chats
 from appliance.formats.tool_format import OutputFormat
 from appliance.json_fields import check, invalid_type, invalid_value
 from engine.errors import RequestError
@@ -53,7 +40,7 @@ class Tools:
     definitions: list[dict[str, Any]]
     """As the client wrote them, for the template."""
     schemas: dict[str, dict[str, Any] | None]
-    """Of the arguments, by the name of the function; only of those that may be called."""
+    """Schemas of the arguments, by the name of each function that may be called."""
     is_required: bool
     is_parallel: bool
     is_strict: bool
@@ -63,7 +50,7 @@ class Tools:
     def grammar(
         self, output_format: OutputFormat, tokenizer: Tokenizer, answer: str | None = None
     ) -> str | None:
-        """What the output must match; None if calls cannot be told from free text beforehand.
+        """Make the grammar of the output; None if free text and calls begin alike.
 
         Args:
             output_format: the model's.
@@ -103,20 +90,21 @@ class Tools:
             raise invalid_value("tools", f"cannot be compiled: {error}") from error
 
 
-def read_tools(body: ChatRequest) -> Tools | None:
+def read_tools(body: chats.ChatRequest) -> Tools | None:
     """Read the tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
     is_legacy = bool(body.functions) and not body.tools
     where = "functions" if is_legacy else "tools"
-    choice: ToolMode | ChosenTool | ChosenTools | None
+    choice: chats.ToolMode | chats.ChosenTool | chats.ChosenTools | None
     if is_legacy:  # as OpenAI's API was before tools
         functions, name = list(body.functions or ()), "function_call"
         definitions = [{"type": "function", "function": _plain(one)} for one in functions]
         asked = body.function_call
-        choice = ChosenTool(asked) if isinstance(asked, ChosenFunction) else asked
+        choice = chats.ChosenTool(asked) if isinstance(asked, chats.ChosenFunction) else asked
     else:
         definitions, choice, name = body.tools or [], body.tool_choice, "tool_choice"
         functions = [
-            check(one, Tool, f"tools[{index}]").function for index, one in enumerate(definitions)
+            check(one, chats.Tool, f"tools[{index}]").function
+            for index, one in enumerate(definitions)
         ]
     schemas = {function.name: function.parameters or None for function in functions}
     if len(schemas) < len(functions):
@@ -139,25 +127,27 @@ def read_tools(body: ChatRequest) -> Tools | None:
     )
 
 
-def _plain(function: Function) -> dict[str, Any]:
+def _plain(function: chats.Function) -> dict[str, Any]:
     """Write a function for a template, without what its client left out."""
     told: dict[str, Any] = msgspec.to_builtins(function)
     return {name: value for name, value in told.items() if value is not None}
 
 
 def _choice(
-    choice: ToolMode | ChosenTool | ChosenTools | None, schemas: dict[str, Any], param: str
+    choice: chats.ToolMode | chats.ChosenTool | chats.ChosenTools | None,
+    schemas: dict[str, Any],
+    param: str,
 ) -> tuple[str, list[str]]:
     """Read how a model must choose (none, auto, required, named), and among which functions."""
-    if isinstance(choice, ChosenTool):
+    if isinstance(choice, chats.ChosenTool):
         return "named", [_named(choice, schemas, param)]
-    if isinstance(choice, ChosenTools):
+    if isinstance(choice, chats.ChosenTools):
         allowed = choice.allowed_tools
         return allowed.mode, [_named(tool, schemas, param) for tool in allowed.tools]
     return choice or "auto", list(schemas)
 
 
-def _named(tool: ChosenTool, schemas: dict[str, Any], param: str) -> str:
+def _named(tool: chats.ChosenTool, schemas: dict[str, Any], param: str) -> str:
     name = tool.function.name
     if name not in schemas:
         raise invalid_value(param, "names a function that is not in `tools`")
@@ -190,7 +180,7 @@ only if you need it; otherwise answer in words."""
 
 
 def in_words(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
-    """The conversation with its tools, calls and results as text."""
+    """Write the conversation with its tools, calls and results as text."""
     spelled = [_spelled(message) for message in messages]
     merged: list[Message] = []
     for message, was in zip(spelled, messages, strict=True):
@@ -210,7 +200,7 @@ def in_words(messages: list[Message], tools: list[dict[str, Any]] | None) -> lis
 
 
 def needs_words(messages: Iterable[Message]) -> bool:
-    """Whether a conversation has calls or results in it."""
+    """Tell whether a conversation has calls or results in it."""
     return any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
 
 
@@ -259,7 +249,7 @@ class Constraint:
             raise _refusal(self.param, error) from error
 
 
-def read_constraint(body: Generated) -> Constraint | None:
+def read_constraint(body: chats.Generated) -> Constraint | None:
     """Read the form that the answer must have; None if it is free."""
     found = [*_response_format(body.response_format), *_structured_outputs(body)]
     older = {  # vLLM's older names, and llama.cpp's
@@ -278,27 +268,25 @@ def read_constraint(body: Generated) -> Constraint | None:
     return found[0] if found else None
 
 
-def _response_format(wanted: ResponseFormat | None) -> list[Constraint]:
-    if isinstance(wanted, SchemaFormat):
+def _response_format(wanted: chats.ResponseFormat | None) -> list[Constraint]:
+    if isinstance(wanted, chats.SchemaFormat):
         inner = wanted.json_schema
         kind = "json" if inner.strict else "lenient_json"
         return [_made(kind, inner.schema, "response_format.json_schema.schema")]
-    if isinstance(wanted, JsonFormat):
+    if isinstance(wanted, chats.JsonFormat):
         if wanted.schema is not None:  # llama.cpp's, and of several hosted services
             return [_made("json", wanted.schema, "response_format.schema")]
         return [_made("json_object", True, "response_format")]
     return []
 
 
-def _structured_outputs(body: Generated) -> list[Constraint]:
+def _structured_outputs(body: chats.Generated) -> list[Constraint]:
     wanted = body.structured_outputs
     if wanted is None:
         return []
-    given = {name: value for name, value in wanted.items() if value is not None}
-    forms = check(given, StructuredOutputs, "structured_outputs")
     return [
         _made(kind, value, f"structured_outputs.{kind}")
-        for kind, value in msgspec.structs.asdict(forms).items()
+        for kind, value in msgspec.structs.asdict(wanted).items()
         if value is not None and value is not False
     ]
 

@@ -2,7 +2,7 @@
 
 Owns: which API a path belongs to, and its shape of errors; the headers that replies carry, and what
 of a client's headers is kept; the two refusals, `role_required` and `not_owner`.
-Invariant: whoever asks by an API's path is refused in a way that its official client understands; a
+Invariant: requests by an API's path are refused in its way that its official client understands; a
 refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
 """
@@ -43,13 +43,13 @@ class Arrival:
     write_part: Callable[[bytes], Awaitable[None]]
     """Sends a part of a streamed reply's body; the connection's own."""
     peer: Peer = field(default_factory=Peer)
-    """Who asks. The gate finds out; until then it is nobody in particular."""
+    """The client, once the gate has identified it; before that an unnamed one."""
     is_known: Callable[[], bool] = lambda: True
-    """Whether who asks would still be let in; a reply that has no end asks again and again."""
+    """Tell whether the client would still be let in; endless replies ask repeatedly."""
     request_id: str = field(default_factory=_new_id)
     """In every reply's x-request-id; a request that generates gets another, with a prefix."""
     arrived_ns: int = field(default_factory=time.monotonic_ns)
-    """CLOCK_MONOTONIC when its head was here, and once it has a body, when all of that was."""
+    """CLOCK_MONOTONIC when its head arrived, or if it has a body, when that was complete."""
     received_at: str = field(default_factory=utc_now)
     """The same moment as ISO 8601, UTC."""
     swap_wait_ns: int = 0
@@ -59,15 +59,15 @@ class Arrival:
     """Ends the connection, whatever has not been read; what is still sent on it goes nowhere."""
 
     def keep(self, scope: Scope) -> None:
-        """Let everybody who handles this request find it."""
+        """Keep it where all handlers of this request find it."""
         scope.setdefault("state", {})[_KEY] = self
 
     def generates(self, id_prefix: str) -> None:
-        """It asks for text: its id says which kind, as clients expect."""
+        """Name its id by the kind of text it asks for, as clients expect."""
         self.request_id = f"{id_prefix}{secrets.token_hex(12)}"
 
     def has_body(self) -> None:
-        """Whether the whole body has arrived.
+        """Note that the whole body has arrived.
 
         A client that sends slowly has not waited for us, and gains no place in the queue by it.
         Nothing happens the second time.
@@ -79,18 +79,18 @@ class Arrival:
 
 
 def arrival_of(http: Request) -> Arrival:
-    """How a request came in."""
+    """Read how a request came in."""
     return cast(Arrival, http.scope["state"][_KEY])
 
 
 def client_request_id(http: Request) -> str | None:
-    """The client's own id for the request, of harmless characters; None if it has none."""
+    """Read the client's own id for the request, of harmless characters; None if not given."""
     given = http.headers.get("x-request-id", "")
     return re.sub(r"[^A-Za-z0-9._:-]", "", given)[:128] or None
 
 
 def appliance_of(http: Request) -> Appliance:
-    """The appliance that the application was built for."""
+    """Find the appliance that the application was built for."""
     return cast(Appliance, http.app.state.appliance)
 
 
@@ -102,12 +102,12 @@ def error_object(error: RequestError) -> dict[str, object]:
 def json_response(
     content: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """A JSON reply of anything that msgspec encodes."""
+    """Make a JSON reply of anything that msgspec encodes."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def error_response(http: Request, error: RequestError) -> Response:
-    """An error object as the API that was asked has it, and when to come back."""
+    """Write an error in the API's own shape, and when to come back."""
     headers = reply_headers(http)
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
@@ -129,17 +129,17 @@ def reply_headers(http: Request) -> dict[str, str]:
 
 
 def peer_of(http: Request) -> Peer:
-    """The peer of a request: who asks, as the server found out."""
+    """Find the peer of a request, as the server identified it."""
     return arrival_of(http).peer
 
 
 def is_known(http: Request) -> bool:
-    """Whether who asks would still be let in; a reply that has no end asks again and again."""
+    """Tell whether the client would still be let in; endless replies ask repeatedly."""
     return arrival_of(http).is_known()
 
 
 def require(http: Request, role: Role) -> Peer:
-    """The peer of a request, if its role is enough.
+    """Find the peer of a request, if its role is enough.
 
     Raises:
         Forbidden: `role_required`.
@@ -151,13 +151,13 @@ def require(http: Request, role: Role) -> Peer:
             code="role_required",
             hint=f"`penstock keys new NAME --role {role.name.lower()}` makes a key that may"
             if peer.key
-            else "the daemon's settings `operators` and `viewers` say who may what",
+            else "the settings `operators` and `viewers` give the roles",
         )
     return peer
 
 
 def require_owner(http: Request, request_id: str) -> Peer:
-    """The peer of a request, if the live request is its own, or it is an operator.
+    """Find the peer of a request that is its own, or any where it is an operator.
 
     Raises:
         Forbidden: `role_required` or `not_owner`.
@@ -177,18 +177,18 @@ def require_owner(http: Request, request_id: str) -> Peer:
 
 
 def request_not_found(request_id: str) -> RequestError:
-    """No such request, neither live nor ended."""
+    """Refuse the id of a request that is neither live nor ended."""
     return _not_found(f"there is no request `{request_id[:200]}`")
 
 
 def response_not_found(response_id: str) -> RequestError:
-    """No such response that is kept."""
+    """Refuse the id of a response that is not kept."""
     hint = "it was deleted, or was not to be kept, or later ones took its place"
     return _not_found(f"there is no response `{response_id[:200]}`", hint=hint)
 
 
 def not_live(request_id: str) -> RequestError:
-    """No such request, or not any more."""
+    """Refuse the id of a request that is not live."""
     return _not_found(f"there is no live request `{request_id[:200]}`", hint="it may have ended")
 
 

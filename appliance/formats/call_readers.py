@@ -26,7 +26,7 @@ from appliance.formats.text_reading import ObjectScanner, Step, TextReading, dro
 
 
 def types_of(schema: object) -> set[str]:
-    """The types that a parameter may have; empty where its schema does not say."""
+    """List the types that a parameter may have; empty where its schema does not say."""
     if not isinstance(schema, dict):
         return set()
     types, options = schema.get("type"), schema.get("anyOf")
@@ -37,7 +37,7 @@ def types_of(schema: object) -> set[str]:
 
 
 def as_json(text: str, types: set[str]) -> str:
-    """A value that is written as JSON or as Python, if it may be that; else it is a text."""
+    """Read a value written as JSON or as Python, if it may be that; else as a text."""
     stripped = text.strip()
     if "string" in types:
         return "null" if stripped == "null" and "null" in types else quoted(text)
@@ -48,7 +48,7 @@ def as_json(text: str, types: set[str]) -> str:
 
 
 def python_as_json(text: str) -> str:
-    """A value that is written as Python; else it is a text."""
+    """Read a value written as Python; else as a text."""
     names = {"true": "True", "false": "False", "null": "None"}
     try:
         value = ast.literal_eval(names.get(text.strip(), text.strip()))
@@ -58,7 +58,7 @@ def python_as_json(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a JSON string."""
+    """Write a text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -76,7 +76,7 @@ class ElementSyntax:
     name_end: str
     key_begin: str
     key_ends: tuple[str, ...]
-    """One of them ends a key, whatever stands in it after the key, up to `value_begin`."""
+    """Each of them ends a key; text from there to `value_begin` is skipped."""
     value_begin: str
     value_ends: tuple[str, ...]
     """The first is right; models forget it, so that the others end a value, too."""
@@ -156,7 +156,7 @@ def _element_arguments(reading: TextReading, name: str, syntax: ElementSyntax) -
 
 
 def _element_value(reading: TextReading, syntax: ElementSyntax, types: set[str]) -> Step[bool]:
-    """One value, up to its end, which is consumed if it is its own; false if cut off."""
+    """Read one value up to its end, which is consumed if it is its own; false if cut off."""
     ends = syntax.value_ends
     if syntax.is_on_lines:
         if (yield from reading.starts(0, "\n")):
@@ -193,7 +193,7 @@ class _Call(msgspec.Struct):
 
 
 def read_json(reading: TextReading, at: int, *, also: str = "") -> Step[int | None]:
-    """`{"name": "f", "arguments": {...}}`, in a list if `also` is its bracket."""
+    """Read Read `{"name": "f", "arguments": {...}}`, in a list if `also` is its bracket."""
     at = yield from reading.skip_space(at, also)
     if reading.text[at : at + 1] != "{":
         return at
@@ -234,7 +234,7 @@ def _whole_call(reading: TextReading, text: str) -> tuple[str, str] | None:
 
 
 def read_mistral(reading: TextReading, at: int) -> Step[int | None]:
-    """`[{"name": ...}]`, or as newer models write it `f[ARGS]{...}`, perhaps with `[CALL_ID]id`."""
+    """Read `[{"name": ...}]`, or newer models' `f[ARGS]{...}`, perhaps with `[CALL_ID]id`."""
     begin = yield from reading.skip_space(at)
     if reading.text[begin : begin + 1] in ("[", "{"):
         return (yield from read_json_list(reading, at))
@@ -248,7 +248,7 @@ def read_mistral(reading: TextReading, at: int) -> Step[int | None]:
 
 
 def read_deepseek(reading: TextReading, at: int) -> Step[int | None]:
-    """`function<sep>f`, a line break and a fenced object, or `f<sep>{...}`."""
+    """Read Read `function<sep>f`, a line break and a fenced object, or `f<sep>{...}`."""
     mark, sep, fence = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"
     begin = yield from reading.skip_space(at)
     if (yield from reading.starts(begin, mark)):  # behind the mark of all calls
@@ -268,7 +268,7 @@ def read_deepseek(reading: TextReading, at: int) -> Step[int | None]:
 
 
 def _named_object(reading: TextReading, name: str, at: int) -> Step[int | None]:
-    """The arguments of a function whose name has been read."""
+    """Read the arguments of a function after its name."""
     at = yield from reading.skip_space(at)
     if name not in reading.schemas or reading.text[at : at + 1] != "{":
         return at
@@ -281,7 +281,7 @@ def _named_object(reading: TextReading, name: str, at: int) -> Step[int | None]:
 
 
 def read_pythonic(reading: TextReading, at: int) -> Step[int | None]:
-    """`[f(a=1, b="x"), g()]`: each argument is passed on when it is complete."""
+    """Read `[f(a=1, b="x"), g()]`; each argument is passed on when it is complete."""
     at = yield from reading.skip_space(at)
     if reading.text[at : at + 1] != "[":
         return at
@@ -306,7 +306,7 @@ def read_pythonic(reading: TextReading, at: int) -> Step[int | None]:
 
 
 def _python_arguments(reading: TextReading) -> Step[bool]:
-    """Those of one call; false if the text ends in them."""
+    """Read the arguments of one call; false if the text ends in them."""
     separator = "{"
     while True:
         piece = yield from _python_piece(reading)
@@ -323,7 +323,7 @@ def _python_arguments(reading: TextReading) -> Step[bool]:
 
 
 def _python_piece(reading: TextReading) -> Step[str | None]:
-    """The text up to a comma or the bracket that closes the call, it included."""
+    """Read up to a comma or the bracket that closes the call, it included."""
     at, depth, quote = 0, 0, ""
     while True:
         while at < len(reading.text):
@@ -350,7 +350,7 @@ def _python_piece(reading: TextReading) -> Step[str | None]:
 
 
 def read_gemma(reading: TextReading, at: int, *, quote: str) -> Step[int | None]:
-    """`call:f{key:<|"|>text<|"|>,other:3}`: like JSON, with quotes that no text has in it."""
+    """Read `call:f{key:<|"|>text<|"|>,other:3}`: like JSON, with quotes that no text contains."""
     begin = yield from reading.skip_space(at)
     if not (yield from reading.starts(begin, "call:")):
         return begin
@@ -365,7 +365,7 @@ def read_gemma(reading: TextReading, at: int, *, quote: str) -> Step[int | None]
 
 
 def _gemma_value(reading: TextReading, quote: str) -> Step[bool]:
-    """One value; false if the text ends in it."""
+    """Read one value; false if the text ends in it."""
     reading.take((yield from reading.skip_space(0)))
     if (yield from reading.starts(0, quote)):
         reading.take(len(quote))
@@ -391,7 +391,7 @@ def _gemma_text(reading: TextReading, quote: str) -> Step[bool]:
 
 
 def _gemma_members(reading: TextReading, quote: str, closer: str) -> Step[bool]:
-    """An object's or a list's, up to its end."""
+    """Read the entries of an object or a list, up to its end."""
     reading.argue(reading.take(1))
     separator = ""
     while True:

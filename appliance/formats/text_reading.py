@@ -20,7 +20,7 @@ Step = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 MAX_NAME_CHARS = 128
-"""Of a function's name with what may stand before it; a longer word is none."""
+"""Of a function's name with what may stand before it; a longer word is no such name."""
 _NAME = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
@@ -50,7 +50,7 @@ class TextReading:
     Args:
         schemas: of the functions that may be called, by their names; None is any object.
         new_call_id: makes a call's id.
-        is_reasoning: the text begins as reasoning, whose beginning stands in the prompt.
+        is_reasoning: the text begins as reasoning, which the prompt began.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TextReading:
             return False
 
     def more(self) -> Step[bool]:
-        """Wait for more text; False if there is none."""
+        """Wait for more text; False if the text has ended."""
         if self.is_ended:
             return False
         yield
@@ -119,14 +119,14 @@ class TextReading:
             self._arguments.append(text)
 
     def skip_space(self, at: int, also: str = "") -> Step[int]:
-        """Where the first character stands that is no space; the text's length at its end."""
+        """Find the first character that is no space; the text's length if there is no such one."""
         while True:
             rest = self.text[at:].lstrip(" \t\r\n" + also)
             if rest or not (yield from self.more()):
                 return len(self.text) - len(rest)
 
     def starts(self, at: int, *literals: str) -> Step[str | None]:
-        """Which of these stands there, the longest if several do; None if none does."""
+        """Find which of these begins there, the longest if several do; None if no one does."""
         while True:
             rest = self.text[at:]
             is_open = any(len(rest) < len(one) and one.startswith(rest) for one in literals)
@@ -135,7 +135,7 @@ class TextReading:
             return max((one for one in literals if rest.startswith(one)), key=len, default=None)
 
     def name(self, at: int) -> Step[int]:
-        """Where the name that begins there ends; `at` if there is none."""
+        """Find where the name that begins there ends; `at` if no name does."""
         while True:
             match = _NAME.match(self.text, at)
             end = match.end() if match else at

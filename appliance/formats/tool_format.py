@@ -54,7 +54,7 @@ class ToolFormat:
     has_short_ids: bool = False
     """The template takes call ids of nine letters and digits only."""
     specials: tuple[str, ...] = ()
-    """Tokens besides marks and closers without whose text a call cannot be read."""
+    """Further tokens that must be shown as text for a call to be read."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -62,14 +62,14 @@ class ToolFormat:
         return (*self.marks, *self.closers, *self.specials)
 
     def new_call_id(self) -> str:
-        """An id for a call that the model has made."""
+        """Make an id for a call of the model."""
         if self.has_short_ids:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
 
 def _gemma(mark: str, end: str, quote: str) -> ToolFormat:
-    """`call:name{...}` between two marks, with texts between quotes that are tokens."""
+    """Describe `call:name{...}` between two marks, with texts between quotes that are tokens."""
     return ToolFormat(
         signs=(mark,),
         marks=(mark,),
@@ -83,7 +83,7 @@ def _gemma(mark: str, end: str, quote: str) -> ToolFormat:
 
 
 def _json_list(mark: str, read: CallReader) -> ToolFormat:
-    """A JSON list of calls behind one mark."""
+    """Describe a JSON list of calls behind one mark."""
     return ToolFormat(
         signs=(mark,),
         marks=(mark,),
@@ -210,7 +210,7 @@ FORMATS = {
         is_bare=True,
     ),
 }
-"""The first whose signs are all in the template is the model's.
+"""The first with all its signs in the template is the model's.
 
 harmony: gpt-oss. deepseek_v3: R1's distilled models. glm: 4.5 to 4.7. qwen3_coder: also Qwen 3.5.
 hermes: Qwen 2.5 and 3, SmolLM3, Granite 4, and the preamble for templates that know no tools.
@@ -269,7 +269,7 @@ class OutputFormat:
         return (*self.tools.tokens, *(one.strip() for one in thoughts))
 
     def begins_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends where the model is to reason, because its template says so."""
+        """Tell whether a prompt ends where the model is to reason, by its template."""
         begins = self.thoughts.begins if self.thoughts else ()
         return prompt.rstrip().endswith(tuple(one.rstrip() for one in begins))
 
@@ -298,5 +298,5 @@ def output_format_of(
 
 
 def _is_harmony(text: str) -> bool:
-    """Its answers have marks also where there are no tools."""
+    """Tell whether answers have marks also without tools."""
     return all(sign in text for sign in FORMATS["harmony"].signs)

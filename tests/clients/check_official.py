@@ -118,6 +118,8 @@ def respond(client, stream, **fields):
 def test_a_response_and_one_that_goes_on_from_it(of_openai, stream):
     first = respond(of_openai, stream, input="What is the capital city of Germany?")
     assert "Berlin" in first.output_text
+    counted = of_openai.responses.input_tokens.count(model="any", input=QUESTION["content"])
+    assert counted.input_tokens == first.usage.input_tokens
     second = respond(of_openai, stream, input="Say it again.", previous_response_id=first.id)
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.output_text

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from appliance.api import endpoints, generation
 from appliance.api.fair_threads import Turns
 from appliance.api.wire import Arrival
-from appliance.json_fields import MAX_MARKS
+from appliance.json_fields import MAX_MARKS, decode_object
 from appliance.request import Peer
 from engine.errors import QueueFull, Unavailable
 from tests.fakes import until
@@ -57,15 +57,13 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
 ):
     gate, entered = threading.Event(), []
 
-    class SlowFields(endpoints.Fields):
-        @classmethod
-        def of_body(cls, body):
-            if len(body) > generation.MAX_INLINE_BYTES:
-                entered.append(len(body))
-                assert gate.wait(60)
-            return super().of_body(body)
+    def slow(body):
+        if len(body) > generation.MAX_INLINE_BYTES:
+            entered.append(len(body))
+            assert gate.wait(60)
+        return decode_object(body)
 
-    monkeypatch.setattr(endpoints, "Fields", SlowFields)
+    monkeypatch.setattr(endpoints, "decode_object", slow)
     large = {"prompt": "hello", "max_tokens": 1, "x": "x" * generation.MAX_INLINE_BYTES}
     try:
         waiting = [await served.post("/v1/completions", large) for _ in range(3)]

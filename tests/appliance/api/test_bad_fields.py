@@ -11,12 +11,14 @@ from tests.tiny_tokenizers import CHATML, byte_level
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE, MESSAGE = "/v1/responses", "/v1/messages"
+COUNT = "/v1/responses/input_tokens"
 OLLAMA, GENERATE = "/api/chat", "/api/generate"
 USER = {"role": "user", "content": "hi"}
 BODIES = {
     COMPLETION: {"prompt": "hi"},
     CHAT: {"messages": [USER]},
     RESPONSE: {"input": "hi"},
+    COUNT: {"input": "hi"},
     MESSAGE: {"messages": [USER], "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": [USER]},
     OLLAMA: {"messages": [USER]},
@@ -268,7 +270,7 @@ ROWS = [
     (RESPONSE, {"conversation": "conv-1"}, UNSUPPORTED, "conversation"),
     (RESPONSE, {"background": True}, UNSUPPORTED, "background"),
     (RESPONSE, {"prompt": {"id": "p"}}, UNSUPPORTED, "prompt"),
-    (RESPONSE, {"truncation": "middle"}, UNSUPPORTED, "truncation"),
+    (RESPONSE, {"truncation": "middle"}, VALUE, "truncation"),
     (RESPONSE, {"include": ["file_search_call.results"]}, UNSUPPORTED, "include"),
     (RESPONSE, {"tool_choice": {"type": "file_search"}}, UNSUPPORTED, "tool_choice.type"),
     (RESPONSE, item(type="item_reference", id="x"), UNSUPPORTED, "input[0].type"),
@@ -293,6 +295,13 @@ ROWS = [
         "input[0].content",
     ),
     (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, MISSING, "text.format.schema"),
+    (RESPONSE, {"text": {"format": {"type": "xml"}}}, UNSUPPORTED, "text.format.type"),
+    (RESPONSE, item(role="king", content="hi"), VALUE, "input[0].role"),
+    (RESPONSE, {"input": "hi " * 300}, "context_length_exceeded", "input"),
+    (RESPONSE, {"tools": [{"type": "function"}]}, MISSING, "tools[0].name"),
+    (COUNT, {"input": 3}, TYPE, "input"),
+    (COUNT, {"reasoning": 3}, TYPE, "reasoning"),
+    (COUNT, {"previous_response_id": "none"}, "previous_response_not_found", None),
     (RESPONSE, {"instructions": 3}, TYPE, "instructions"),
     (RESPONSE, {"max_output_tokens": 0}, VALUE, "max_output_tokens"),
     (RESPONSE, {"metadata": {"a": 1}}, TYPE, "metadata.a"),
@@ -324,7 +333,7 @@ UNNAMED = [
     (OLLAMA, {"options": 3}, "options"),
     (OLLAMA, {"options": {"mirostat": 1}}, "options.mirostat"),
     (OLLAMA, {"options": {"typical_p": 0.5}}, "options.typical_p"),
-    (OLLAMA, {"options": {"temperature": 9}}, "temperature"),
+    (OLLAMA, {"options": {"temperature": 9}}, "options.temperature"),
     (OLLAMA, {"options": {"num_predict": "x"}}, "options.num_predict"),
     (OLLAMA, {"format": "yaml"}, "format"),
     (OLLAMA, {"keep_alive": "soon"}, "keep_alive"),
@@ -353,12 +362,17 @@ OURS = [
     ("/detokenize", {"tokens": 3}, TYPE, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, TYPE, "tokens"),
     ("/detokenize", {"tokens": [-1]}, VALUE, "tokens"),
+    ("/detokenize", {"tokens": [True]}, TYPE, "tokens"),
     ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens"),
     ("/v1/penstock/roles", {"roles": "odd"}, VALUE, "roles"),
     ("/v1/penstock/roles", {"roles": 3}, TYPE, "roles"),
     ("/v1/penstock/roles", {"slo_ttft_ms": -1}, VALUE, "slo_ttft_ms"),
     ("/v1/penstock/roles", {"slo_itl_ms": "x"}, TYPE, "slo_itl_ms"),
 ]
+
+
+_SENTENCES = ("previous_response_not_found", "context_length_exceeded")
+"""Codes of errors that clients read as they are."""
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +394,7 @@ async def test_openais_error_has_the_code_and_the_field(appliance, path, change,
     param = param or next(iter(change))
     told = (reply.status_code, error["type"], error["code"], error["param"])
     assert told == (400, "invalid_request_error", code, param)
-    assert f"`{param}`" in error["message"] or code == "previous_response_not_found"
+    assert f"`{param}`" in error["message"] or code in _SENTENCES
 
 
 @pytest.mark.parametrize(("path", "change", "param"), UNNAMED)

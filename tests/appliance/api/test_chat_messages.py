@@ -8,7 +8,6 @@ import httpx2
 import pytest
 
 from appliance.api.messages_api import messages_ask
-from appliance.json_fields import Fields
 from engine.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
@@ -246,9 +245,7 @@ async def test_a_conversation_of_claude_code_goes_on_from_a_prompt_that_does_not
 
 def ask_of(**fields):
     body = {"messages": HELLO, "max_tokens": 5, **fields}
-    return messages_ask(
-        Fields(json.loads(json.dumps(body))), FakeAppliance(Tokenizer(byte_level())).model
-    )
+    return messages_ask(json.loads(json.dumps(body)), FakeAppliance(Tokenizer(byte_level())).model)
 
 
 def test_a_last_message_of_the_assistant_is_continued():

@@ -49,7 +49,8 @@ NOT_SAID_BY_SCHEMAS = re.compile(
     "|is more than max_tokens|two functions of the same name|this model reads text"
     "|must be 1 or more, or -1|no fill-in-the-middle|needs one prompt, of token ids|best_of` cannot"
     "|leaves nothing of the prompt|cannot be streamed|nothing but space|written as a string"
-    "|has no tokens|there is no response|nested"
+    "|`prompt` is empty|is no name of a model|name on the hub|has no tokens|there is no response"
+    "|nested|tool_choice.name` is|the role assistant only"
 )
 """Why a body may be refused that satisfies its schema."""
 

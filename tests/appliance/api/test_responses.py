@@ -8,7 +8,6 @@ import pydantic
 import pytest
 
 from appliance.api.responses import response_ask
-from appliance.json_fields import Fields
 from engine.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
@@ -276,19 +275,6 @@ async def test_a_call_is_streamed_as_an_item_of_its_own(tool_served, tool_applia
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"input": [{"role": "king", "content": "hi"}]}, "input"),
-        ({"input": "hi " * 300}, "input"),
-        ({"input": "hi", "text": {"format": {"type": "xml"}}}, "text.format"),
-    ],
-)
-async def test_what_is_wrong_is_refused_by_name(served, asked, param):
-    reply = await served.http.post("/v1/responses", json=asked)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-
-
 async def test_unknown_fields_are_ignored_and_told(served):
     body = {"input": "hi", "service_tier": "flex", "frobnicate": 1, "user": "me"}
     reply = await served.http.post("/v1/responses", json=body)
@@ -299,6 +285,31 @@ async def test_unknown_fields_are_ignored_and_told(served):
 def test_calls_that_follow_one_another_belong_to_one_message(appliance):
     call = {"type": "function_call", "name": "weather", "arguments": "{}"}
     items = [{"role": "user", "content": "?"}, *({**call, "call_id": str(n)} for n in range(1000))]
-    ask = response_ask(Fields({"input": items}), appliance.model)
+    ask = response_ask({"input": items}, appliance.model)
     (_, said) = ask.chat.messages
     assert [one["id"] for one in said["tool_calls"]] == [str(number) for number in range(1000)]
+
+
+async def test_input_is_counted_as_it_would_be_used(served):
+    asked = {"model": MODEL, "input": "hello", "instructions": "be brief"}
+    counted = await served.openai.responses.input_tokens.count(**asked)
+    reply = await served.openai.responses.create(**asked, max_output_tokens=1)
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens",
+        reply.usage.input_tokens,
+    )
+    more = {"input": "more", "previous_response_id": reply.id}
+    counted = await served.openai.responses.input_tokens.count(model=MODEL, **more)
+    reply = await served.openai.responses.create(model=MODEL, **more, max_output_tokens=1)
+    assert counted.input_tokens == reply.usage.input_tokens
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+async def test_a_response_repeats_what_was_asked_of_calls(tool_served, tool_appliance, is_parallel):
+    answers(tool_appliance, "hello")
+    asked = {"model": MODEL, "input": "hi", "tools": [WEATHER]}
+    for choice in ("auto", "required"):
+        reply = await tool_served.openai.responses.create(
+            **asked, tool_choice=choice, parallel_tool_calls=is_parallel
+        )
+        assert (reply.parallel_tool_calls, reply.tool_choice) == (is_parallel, choice)
