@@ -419,7 +419,7 @@ class _Daemon:
         self._service.deadlines.set_queue_limits(
             config.max_queued, config.max_queued_tokens, config.max_queue_wait_s
         )
-        self._router.queue.weights = dict(config.priorities)
+        self._router.set_weights(dict(config.priorities))
         self._service.keeps_text = config.log_text
         if {"slo_ttft_ms", "slo_itl_ms"} & set(changed):  # else what was set live stays
             self._service.set_roles(self._targets(), None)
@@ -477,7 +477,7 @@ class _Daemon:
             lends_for_prompts=placement.lends_for_prompts,
             profile=None if self._plan.known is None else self._plan.known.profile,
         )
-        router.queue.weights = dict(self._config.priorities)
+        router.set_weights(dict(self._config.priorities))
         change_roles(router, self._targets(), time.monotonic_ns())
         return router
 
@@ -493,7 +493,7 @@ class _Daemon:
             self._plan.checkpoint.folder,
             abouts={worker.plan.name: worker.about for worker in workers},
             measuring=self._measuring.announcement,
-            is_elastic_static=self._router.roles.acts_static,
+            is_elastic_static=self._router.roles_now().acts_static,
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,
             is_found=_is_looked_for(self._addresses[0]),

@@ -46,9 +46,8 @@ class Measuring:
         self._router = router
         self._known = plan.known
         gpus = [worker.gpu for worker in plan.placement.workers if worker.gpu is not None]
-        self._measurer = Measurer(
-            router.roles,
-            router.ledger,
+        self._measurer = Measurer.of(
+            router,
             send,
             plan.step_sizes or (plan.placement.max_num_batched_tokens,),
             plan.placement.max_model_len,
@@ -81,7 +80,7 @@ class Measuring:
         """How far it is, for the api."""
         measurer = self._measurer
         return {
-            "num_facts": len(self._router.roles.profile.facts),
+            "num_facts": measurer.num_facts,
             "num_unknown": (left := measurer.num_unknown),
             "work_ms": measurer.work_ms,
             "is_going_on": self._is_on and left > 0 and measurer.work_ms < MAX_WORK_MS,

@@ -47,7 +47,6 @@ from appliance.telemetry.frames import Frames, ServiceState
 from appliance.telemetry.telemetry import Telemetry
 from engine.cache.hashes import PrefixHasher
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
-from engine.profile.facts import LINK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.text.tokenizer import Tokenizer
@@ -78,7 +77,7 @@ class Service:
         caches: KvCaches | None = None,
     ) -> None:
         self._router, self._supervisor, self._log = router, supervisor, request_log
-        self._tokenizer, self.cache_contents = tokenizer, router.prefixes.contents
+        self._tokenizer, self.cache_contents = tokenizer, router.cache_contents
         self.log_rows, self.log_events = request_log.rows, request_log.events
         self.log_usage, self.log_recording = request_log.usage, request_log.recording
         self.keeps_text = keeps_text
@@ -96,7 +95,7 @@ class Service:
         self._live: dict[str, Request] = {}
         most = plan.placement.max_num_batched_tokens
         self.deadlines = Deadlines(router, supervisor, most, self._live, self.event)
-        self.availability = Availability(router, supervisor, self.deadlines)
+        self.availability = Availability(supervisor, self.deadlines)
         self._closed = ClosedRequests(request_log)
         self._last_seq_id, self._num_checked = 0, -1
         self._measuring: Measuring | None = None
@@ -122,26 +121,24 @@ class Service:
     @property
     def max_per_request(self) -> int:
         """Sequences that one request may bring."""
-        return self._router.queue.max_per_request
+        return self._router.max_per_request
 
     @property
     def max_tokens_per_request(self) -> int:
         """Prompt tokens that a request of several sequences may bring."""
-        return self._router.queue.max_tokens_per_request
+        return self._router.max_tokens_per_request
 
     def change_model(
         self, plan: BootPlan, router: Router, workers: Supervisor, text: Tokenizer
     ) -> None:
         """Serve another model from now on; no request is live."""
         old, self._router, self._supervisor = self._router, router, workers
-        router.counters.go_on_from(old.counters)  # whose parts have them, too
-        router.roles.counts = old.roles.counts
-        router.roles.slo = old.roles.slo  # which an operator may have changed
-        self._tokenizer, self.cache_contents = text, router.prefixes.contents
+        router.continue_from(old)
+        self._tokenizer, self.cache_contents = text, router.cache_contents
         self._measuring = None
         self._frames.change_model(plan, model_info(plan, text), router, workers)
         self.deadlines.change_model(router, workers, plan.placement.max_num_batched_tokens)
-        self.availability.change_model(router, workers)
+        self.availability.change_model(workers)
 
     def begin(self, measuring: Measuring) -> None:
         """Take requests from now on; what is measured while there are none ends for each."""
@@ -160,7 +157,7 @@ class Service:
 
     def check_room(self, owner: str, num_bytes: int) -> None:
         """Raise QueueFull where a prompt of this owner in so large a body would not be taken."""
-        self._ask_router(partial(self._router.queue.check, owner, 1, num_bytes // TOKEN_BYTES + 1))
+        self._ask_router(partial(self._router.check_room, owner, num_bytes // TOKEN_BYTES + 1))
 
     def not_ready_reason(self) -> str | None:
         return self.availability.not_ready_reason
@@ -232,8 +229,7 @@ class Service:
         """How many will be taken until one of its own is; None if none of its waits."""
         if all(sequence.phase is not Phase.QUEUED for sequence in request.sequences):
             return None
-        order = enumerate(self._router.queue.forecast(time.monotonic_ns()), 1)
-        return next((place for place, one in order if one.request_id == request.request_id), None)
+        return self._router.queue_place(request.request_id, time.monotonic_ns())
 
     def owner_of(self, request_id: str) -> str | None:
         """Name of the peer whose live request it is; None if the id is not live."""
@@ -269,8 +265,10 @@ class Service:
         else:
             self._totals.finished += 1
         self._telemetry.finished(request, now_ns)
-        (frame,) = self._frames.of_requests([request], now_ns)
-        self._closed.add(frame, LogRow.from_request(request, with_text=self.keeps_text))
+        self._closed.add(
+            self._frames.closed(request, now_ns),
+            LogRow.from_request(request, with_text=self.keeps_text),
+        )
         self._energy.closed(request)
         if not self._live:
             self.idle.set()
@@ -325,7 +323,7 @@ class Service:
         if about:
             self.event("info", "roles.changed", f"{about}, by {by or 'the settings'}", by)
             self.make_frame()
-        return roles_frame(self._router)
+        return roles_frame(self._router.roles_now())
 
     def measurement(self) -> dict[str, object]:
         """How far the model's profile is."""
@@ -348,10 +346,9 @@ class Service:
         request = self._live.get(sequence.request_id)
         if request is None:
             return
-        if token_ids and len(token_ids) == sequence.num_output_tokens:
-            self._router.queue.answered(sequence, time.monotonic_ns())
         if token_ids and sequence.stamps.last_token_ns is not None:
-            self._telemetry.token(sequence, sequence.stamps.last_token_ns, request.peer.name)
+            at_ns, user = sequence.stamps.last_token_ns, request.peer.name
+            self._telemetry.tokens(sequence, len(token_ids), at_ns, user)
         request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))
 
     def worker_reported(self, worker: str, report: Report) -> None:
@@ -359,27 +356,21 @@ class Service:
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
-            num_cores = report.num_cores or len(self._router.roles.cores.used(worker))
+            num_cores = report.num_cores or self._router.num_cores(worker)
             self._energy.stepped(worker, report, num_cores)
             self._router.stepped(worker, report, now_ns)
         elif isinstance(report, Copied):
             self._router.copied(worker, report, now_ns)
         elif isinstance(report, CoresUsed):
-            self._router.roles.answered(worker, report)
+            self._router.cores_used(worker, report)
         elif isinstance(report, PoolMade):
-            pool = self._router.topology.pool_of(worker)
-            limit = self._router.ledger.resize(pool, report.num_blocks)
+            limit = self._router.pool_made(worker, report.num_blocks)
             self._frames.model = self._frames.model.limited_to(limit)
 
     def worker_ready(self, worker: str) -> None:
         """A worker takes work, for the first time or again."""
         state = self._supervisor.workers[worker]
-        self._router.copies.links.probed(worker, state.probes)
-        for pool, rate in state.probes.items():
-            if rate:  # 0 is a try that failed
-                key = FactKey(LINK_BYTES_PER_S, place=f"{worker} and {pool}")
-                self._router.roles.profile.observe(key, rate)
-        self._router.worker_ready(worker, time.monotonic_ns())
+        self._router.worker_ready(worker, time.monotonic_ns(), state.probes)
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {state.pid})")
         self.make_frame()
 
@@ -455,7 +446,7 @@ class Service:
         """Take one reading of everything and wake those who wait for it; if it fails, none."""
         pids = [worker.pid for worker in self._supervisor.workers.values()]
         is_disturbed = self._disturbances.look(pids, time.monotonic())
-        self._router.roles.learn(is_disturbed=is_disturbed)
+        self._router.learn(is_disturbed=is_disturbed)
         self._check_when_idle()
         while self._log.said:
             self._telemetry.events.append(self._log.said.popleft())
@@ -478,7 +469,7 @@ class Service:
         return ServiceState(reason, live, self._totals, self._log.rows_lost, self.swaps)
 
     def _check_when_idle(self) -> None:
-        if not self._router.ledger.is_idle or self._num_checked == self._totals.accepted:
+        if not self._router.is_idle or self._num_checked == self._totals.accepted:
             return
         self._num_checked = self._totals.accepted
         try:

@@ -93,6 +93,36 @@ def test_third_party_packages_come_through_their_door(file):
         assert any(file.startswith(door) for door in DOORS[package]), f"{file} imports {package}"
 
 
+ROUTER = "engine/schedule/router.py"
+
+
+def methods_of_the_router() -> set[str]:
+    (router,) = (
+        node
+        for node in parsed(ROUTER).body
+        if isinstance(node, ast.ClassDef) and node.name == "Router"
+    )
+    return {node.name for node in router.body if isinstance(node, ast.FunctionDef)}
+
+
+LOOKS = [
+    file
+    for file in MAP
+    if file.startswith("appliance/") and "engine.schedule.router" in imported_names(file)
+]
+
+
+@pytest.mark.parametrize("file", LOOKS)
+def test_the_appliance_looks_at_snapshots_and_never_at_the_routers_parts(file):
+    taken = {
+        node.attr
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value).rpartition(".")[2].removeprefix("_") == "router"
+    }
+    assert taken <= methods_of_the_router()
+
+
 def test_every_door_is_used():
     used = {name.split(".")[0] for file in MAP for name in imported_names(file)}
     assert set(DOORS) <= used

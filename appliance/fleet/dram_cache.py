@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, capacity_text
-from appliance.fleet.ssd_cache import Prediction, frame_of, worker_of
+from appliance.fleet.ssd_cache import frame_of
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame
 from engine.cache.topology import DRAM
@@ -58,7 +58,7 @@ class DramCache:
             return
         costs, block_bytes = Costs(min(rates)), plan.placement.block_bytes
         tier = self.tier = _tier(num_blocks, block_bytes, router, copies, costs, self._tell)
-        router.prefixes.tiers.each.insert(0, tier)
+        router.attach_tier(tier, is_fastest=True)
         held, rate = capacity_text(plan.placement, num_blocks), f"{size_text(min(rates))}/s"
         severity = "warning" if num_blocks < MIN_CACHED_BLOCKS else "info"
         self._tell(severity, "dram.on", f"DRAM cache of {held}, copied to and from at {rate}")
@@ -82,15 +82,15 @@ def _tier(
     costs: Costs,
     tell: Callable[[str, str, str], None],
 ) -> Tier:
-    loop = asyncio.get_running_loop()
+    loop, host = asyncio.get_running_loop(), router.tier_host
 
     def report(job: Job) -> None:
         tier.done(job)
 
     head = SlabHead(0, PAGE, num_blocks, bytes(DIGEST_BYTES))
-    arena = CacheArena(head, worker_of(router), copies, report)
+    arena = CacheArena(head, host.copier_of, copies, report)
     context = Context(
-        router.ledger,
+        host.ledger,
         DRAM,
         SlabIndex(),
         arena,
@@ -100,13 +100,13 @@ def _tier(
         later=loop.call_later,
         tell=tell,
         patience=PATIENCE,
-        numbers=router.prefixes.tiers.numbers,
+        numbers=host.numbers,
     )
     tier = Tier(
         context,
         num_blocks,
         costs,
-        Prediction(router).prompt_ms,
+        host.prompt_ms,
         changed=lambda: router.dispatch(time.monotonic_ns()),
     )
     return tier

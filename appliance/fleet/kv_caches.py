@@ -45,7 +45,7 @@ class KvCaches:
             workers: that are ready.
         """
         copies = WorkerCopies(workers.send, asyncio.get_running_loop().call_later)
-        router.copies.of_tiers = copies
+        router.attach_copies(copies)
         if hasher is not None:
             self._dram.open(plan, router, workers, copies)
         await self._ssd.open(plan, hasher, router, workers, copies)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine.errors import RequestError
 from engine.schedule.elastic import Slo
 from engine.schedule.router import Router
+from engine.schedule.snapshot import RolesSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
     Raises:
         RequestError: 409 `one_worker`.
     """
-    roles, before = router.roles, _standing(router)
-    if change.roles not in (None, roles.roles) and router.topology.is_colocated:
+    now = router.roles_now()
+    if change.roles not in (None, now.roles) and now.is_colocated:
         raise RequestError(
             "the daemon has one worker, started colocated",
             code="one_worker",
@@ -40,22 +41,22 @@ def change_roles(router: Router, change: RolesChange, now_ns: int) -> str:
             status=409,
             hint="start the daemon with --roles elastic to switch while it runs",
         )
-    roles.slo = Slo(
-        _target(change.slo_ttft_ms, roles.slo.ttft_ms), _target(change.slo_itl_ms, roles.slo.itl_ms)
+    slo = now.slo
+    router.set_targets(
+        Slo(_target(change.slo_ttft_ms, slo.ttft_ms), _target(change.slo_itl_ms, slo.itl_ms))
     )
-    if change.roles not in (None, roles.roles):
+    if change.roles not in (None, now.roles):
         router.switch_roles(change.roles, now_ns)
-    after = _standing(router)
+    before, after = _standing(now), _standing(router.roles_now())
     return ", ".join(f"{name} {after[name]}" for name in after if after[name] != before[name])
 
 
-def roles_frame(router: Router) -> dict[str, object]:
-    """Return roles and targets for a frame; None: the target is relative."""
-    slo = router.roles.slo
+def roles_frame(now: RolesSnapshot) -> dict[str, object]:
+    """Show roles and targets; None is a target that is relative."""
     return {
-        "roles": router.roles.roles,
-        "slo_ttft_ms": slo.ttft_ms,
-        "slo_itl_ms": slo.itl_ms,
+        "roles": now.roles,
+        "slo_ttft_ms": now.slo.ttft_ms,
+        "slo_itl_ms": now.slo.itl_ms,
     }
 
 
@@ -63,10 +64,10 @@ def _target(wanted_ms: int | None, now_ms: int | None) -> int | None:
     return now_ms if wanted_ms is None else wanted_ms or None
 
 
-def _standing(router: Router) -> dict[str, str]:
-    slo = router.roles.slo
+def _standing(now: RolesSnapshot) -> dict[str, str]:
+    slo = now.slo
     return {
-        "roles": router.roles.roles,
+        "roles": now.roles,
         "ttft target": "relative" if slo.ttft_ms is None else f"{slo.ttft_ms} ms",
         "gap target": "relative" if slo.itl_ms is None else f"{slo.itl_ms} ms",
     }

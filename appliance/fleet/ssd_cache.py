@@ -41,31 +41,6 @@ from engine.schedule.router import Router
 from engine.units import size_text
 
 
-class Prediction:
-    """Predict prompt times from the router's workers."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    def prompt_ms(self, pool: str, num_tokens: int, num_before: int) -> float | None:
-        """Predict the fastest prefill among the pool's workers; None: unknown."""
-        topology, roles = self._router.topology, self._router.roles
-        names = [worker.name for worker in topology.workers if worker.pool == pool]
-        known = [roles.prompt_ms(name, num_tokens, num_before) for name in names]
-        return min((each for each in known if each is not None), default=None)
-
-
-def worker_of(router: Router) -> Callable[[str], str | None]:
-    """Return a function that picks the worker to copy for a pool; None: none is ready."""
-
-    def find(pool: str) -> str | None:
-        # the last worker of the pool decodes: its steps are short
-        names = [worker.name for worker in router.topology.workers if worker.pool == pool]
-        return next((n for n in reversed(names) if n in router.roles.ready_workers), None)
-
-    return find
-
-
 def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
     """Describe a tier for a frame.
 
@@ -387,13 +362,14 @@ class SsdCache:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._done, disk, job)
 
+        host = router.tier_host
         disk = self._disk = Disk(slabs, blocks.pool_fds, report)
         self._staged = None
         if blocks.slots:
             done = partial(self._tell_tier, disk)
-            self._staged = StagedDisk(disk, blocks.slots, worker_of(router), copies, done)
+            self._staged = StagedDisk(disk, blocks.slots, host.copier_of, copies, done)
         context = Context(
-            router.ledger,
+            host.ledger,
             SSD,
             index,
             self._staged or disk,
@@ -403,16 +379,16 @@ class SsdCache:
             later=loop.call_later,
             tell=self._tell,
             patience=CopyDeadlines() if self._staged is None else STAGED_PATIENCE,
-            numbers=router.prefixes.tiers.numbers,
+            numbers=host.numbers,
         )
         self.tier = Tier(
             context,
             slabs.max_places,
             Costs(bytes_per_s),
-            Prediction(router).prompt_ms,
+            host.prompt_ms,
             changed=lambda: router.dispatch(time.monotonic_ns()),
         )
-        router.prefixes.tiers.each.append(self.tier)
+        router.attach_tier(self.tier, is_fastest=False)
         self._sweep()
 
     def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance, placement: Placement) -> None:

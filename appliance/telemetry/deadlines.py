@@ -9,7 +9,7 @@ have. Never: chooses which request waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +17,10 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.worker_state import WorkerState
 from appliance.request import Request
 from appliance.telemetry.progress import Watchdog, WorkerReading
-from appliance.telemetry.telemetry import owes_something
 from engine.errors import RequestError, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
-from engine.schedule.step_times import StepLoad
+from engine.schedule.snapshot import WorkerSnapshot
 
 HANDOFF_S = 120.0
 """Maximum seconds without progress in a handoff."""
@@ -84,6 +83,11 @@ class Deadlines:
         self._marks.clear()
 
     @property
+    def stalled(self) -> Collection[str]:
+        """Workers that make no progress."""
+        return self._watchdog.stalled
+
+    @property
     def reason(self) -> str | None:
         """Why /ready fails because of a worker without progress; None: no such worker."""
         stalled = self._watchdog.stalled
@@ -91,15 +95,12 @@ class Deadlines:
 
     def set_queue_limits(self, max_queued: int, max_queued_tokens: int, max_wait_s: float) -> None:
         """Change the limits of the queue; requests in it stay."""
-        self._router.queue.set_limits(max_queued, max_queued_tokens)
+        self._router.set_queue(max_queued, max_queued_tokens)
         self.max_queue_wait_s = max_wait_s
 
     def keep(self) -> None:
         """End workers and requests without progress."""
-        self._router.queue.max_wait_ms = 1e3 * self.max_queue_wait_s
-        self._router.queue.max_first_ms = self._router.roles.slo.ttft_ms or 0.0
-        self._router.queue.step_tokens = self._max_step_tokens
-        self._router.queue.assume(self._ms_per_token())
+        self._router.refuse_late(1e3 * self.max_queue_wait_s)
         now_ns = time.monotonic_ns()
         self.look_at_workers(now_ns)
         for request, error in self.late(list(self._live.values()), now_ns):
@@ -109,58 +110,29 @@ class Deadlines:
 
     def look_at_workers(self, now_ns: int) -> None:
         """Take work from stalled workers, and end hung ones."""
-        states = self._supervisor.workers
-        readings = {name: self._reading(name, state) for name, state in states.items()}
+        states, now = self._supervisor.workers, self._router.workers_now()
+        readings = {name: self._reading(state, now[name]) for name, state in states.items()}
         elapsed_s, self._looked_ns = (now_ns - self._looked_ns) / 1e9, now_ns
         self._watchdog.look(readings, elapsed_s)
-        roles, stalled = self._router.roles, frozenset(self._watchdog.stalled)
-        if stalled != roles.stalled:
-            roles.stalled = stalled
-            self._router.dispatch(now_ns)
+        self._router.set_stalled(frozenset(self._watchdog.stalled), now_ns)
         for name, about in self._watchdog.hung.items():
             while_what = " while it loads" * (states[name].state == "loading")
             self._supervisor.end_hung(name, f"it hangs{while_what}: {about}")
 
-    def _ms_per_token(self) -> float:
-        """Return the ms per prompt token of the largest step with a known time; 0: unknown."""
-        roles = self._router.roles
-        for size in (max(self._max_step_tokens >> shift, 1) for shift in range(4)):
-            load = StepLoad(size, size * size / 2)
-            steps = [roles.slowest_ms(name, load) for name in roles.ready_workers]
-            if known := [each for each in steps if each is not None]:
-                return min(known) / size
-        return 0.0
-
-    def _reading(self, name: str, state: WorkerState) -> WorkerReading:
-        router = self._router
+    def _reading(self, state: WorkerState, now: WorkerSnapshot) -> WorkerReading:
+        name = state.plan.name
         # a worker that has loaded its part may wait for others, which are watched themselves
         is_loading = state.state == "loading" and not self._supervisor.waits_for_others(name)
-        is_owing = state.state == "ready" and owes_something(router, name)
-        has_work = is_loading or (is_owing and not router.roles.cores.is_parked(name))
+        is_owing = state.state == "ready" and now.owes
+        has_work = is_loading or (is_owing and not now.is_parked)
         num_signs, step_ms, cpu_s = state.num_reports, None, None
         if has_work and not is_loading:
-            step_ms = router.roles.slowest_ms(name, self._longest_step(name))
+            most = (state.ready and state.ready.max_num_batched_tokens) or self._max_step_tokens
+            step_ms = self._router.longest_step_ms(name, most)
         if has_work and step_ms is None:
             cpu_s, num_pages = _used(state.pid)
             num_signs += num_pages if is_loading else 0
         return WorkerReading(state.pid, num_signs, has_work, step_ms, cpu_s, is_loading)
-
-    def _longest_step(self, worker: str) -> StepLoad:
-        """Return the largest step that the worker could be computing."""
-        ready = self._supervisor.workers[worker].ready
-        most = (ready and ready.max_num_batched_tokens) or self._max_step_tokens
-        tokens = batch = context = longest = 0
-        for sequence in self._router.at.running.values():
-            if sequence.worker != worker:
-                continue
-            if sequence.phase is Phase.PREFILLING:
-                tokens += max(sequence.num_prompt_tokens - sequence.num_computed_tokens, 1)
-                longest = max(longest, sequence.num_tokens)
-            else:
-                batch += 1
-                context += sequence.num_tokens
-        tokens = min(tokens, most)
-        return StepLoad(tokens, tokens * longest, batch, context)
 
     def late(self, live: Iterable[Request], now_ns: int) -> list[tuple[Request, RequestError]]:
         """Find requests with a sequence too long in its stage, and explain each."""
@@ -235,8 +207,7 @@ def _used(pid: int | None) -> tuple[float | None, int]:
 class Availability:
     """Decide what a client may expect at this moment."""
 
-    def __init__(self, router: Router, supervisor: Supervisor, deadlines: Deadlines) -> None:
-        self._router = router
+    def __init__(self, supervisor: Supervisor, deadlines: Deadlines) -> None:
         self._supervisor = supervisor
         self._deadlines = deadlines
         self.is_preparing = False
@@ -248,9 +219,9 @@ class Availability:
         """True if it drains for a shutdown."""
         self._takes_stragglers = False
 
-    def change_model(self, router: Router, supervisor: Supervisor) -> None:
+    def change_model(self, supervisor: Supervisor) -> None:
         """Follow another model's workers from now on."""
-        self._router, self._supervisor = router, supervisor
+        self._supervisor = supervisor
 
     def check(self) -> None:
         """Raise Unavailable if no request can be accepted now."""
@@ -314,7 +285,7 @@ class Availability:
     @property
     def _serving(self) -> str:
         """The ready workers that make progress."""
-        workers, stalled = self._supervisor.workers, self._router.roles.stalled
+        workers, stalled = self._supervisor.workers, self._deadlines.stalled
         names = [n for n, w in workers.items() if w.state == "ready" and n not in stalled]
         return ", ".join(names)
 

@@ -7,17 +7,13 @@ with an unmeasured time.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from appliance.frame.figures import TTFT_STAGES, duration, short_id, things
 from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
 from appliance.telemetry.windows import UsualTimes
-from engine.schedule.queue import PromptsAhead
-from engine.schedule.router import Router
-from engine.schedule.sequence import Phase, Sequence
+from engine.schedule.prompt_waits import PromptWait, WaitsFor
 
 MIN_EXCESS_MS = 100.0
 MIN_EXCESS_SHARE = 0.2
@@ -149,99 +145,37 @@ def _queue_limit(waiting: QueueWaits) -> str:
     return f"queue: {things(number, 'sequence')} {verb} for {what}{rest}"
 
 
-# Wait reasons: tokens ahead are counted in the queue's order, if nothing else arrives.
-
-
-MAX_TOLD = 200
-"""Maximum queued sequences to explain, since each costs a look at the blocks."""
-
-
 class Wait(NamedTuple):
-    """What a prompt waits for."""
+    """What a prompt waits for, in words."""
 
     text: str
     behind: str | None = None
     """The request with most prompt tokens among those computed before it."""
     behind_tokens: int | None = None
-    """All prompt tokens computed before it."""
+    """Prompt tokens of all requests computed before it."""
 
 
-class _Ahead(NamedTuple):
-    """The prompts that a worker computes before another one."""
-
-    num_tokens: int = 0
-    most_tokens: int = 0
-    request_id: str = ""
-
-    def plus(self, sequence: Sequence) -> _Ahead:
-        """Add another prompt."""
-        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-        largest = (self.most_tokens, self.request_id)
-        if num_left > self.most_tokens:
-            largest = (num_left, sequence.request_id)
-        return _Ahead(self.num_tokens + num_left, *largest)
-
-
-def waits(router: Router, now_ns: int) -> dict[int, Wait]:
-    """Find the wait reason of each unstarted prompt, by sequence number."""
-    found: dict[int, Wait] = {}
-    for sequence in router.at.resuming.values():
-        found[sequence.seq_id] = _wait("its worker to come back", sequence, now_ns)
-    for sequence in router.at.paused.values():
-        text = _coming(router, sequence) or "KV blocks, after preemption"
-        found[sequence.seq_id] = _wait(text, sequence, now_ns)
-    ahead: defaultdict[str, _Ahead] = defaultdict(_Ahead)
-    num_free = router.allocator.num_free()
-    admitted = [s for s in router.at.running.values() if s.phase is Phase.PREFILLING and s.worker]
-    for sequence in sorted(admitted, key=_has_begun, reverse=True):
-        worker = sequence.worker or ""
-        # what fits into one step with those before it may be in the one that is being computed
-        if not _has_begun(sequence) and ahead[worker].num_tokens >= router.max_num_batched_tokens:
-            found[sequence.seq_id] = _turn(sequence, worker, ahead[worker], now_ns)
-        ahead[worker] = ahead[worker].plus(sequence)
-    under_way = PromptsAhead(router.at.running.values(), router.max_num_batched_tokens, now_ns)
-    ready = sorted(router.roles.ready_workers)
-    busiest = max(ready, key=lambda name: ahead[name].num_tokens, default=None)
-    for sequence in islice(router.queue.forecast(now_ns), MAX_TOLD):
-        if busiest is None:
-            wait = _wait("a worker to be ready", sequence, now_ns)
-        elif (coming := _coming(router, sequence)) is not None:
-            wait = _wait(coming, sequence, now_ns)
-        elif not router.routes.fits(sequence, num_free):
-            wait = _wait("KV blocks that others hold", sequence, now_ns)
-        elif (leader := router.prefixes.leader(sequence, under_way)) is not None:
-            # of other users' requests only that there is one
-            who = leader.request_id if leader.owner == sequence.owner else "another request"
-            wait = _wait(f"its prompt's prefix, being computed by {who}", sequence, now_ns)
-        else:
-            wait = _turn(sequence, busiest, ahead[busiest], now_ns)
-        found[sequence.seq_id] = wait
-        ahead[busiest or ""] = ahead[busiest or ""].plus(sequence)
-    return found
-
-
-def _coming(router: Router, sequence: Sequence) -> str | None:
-    """Name the source of cached blocks being loaded for it; None: none are."""
-    if (tier := router.prefixes.tiers.loading(sequence.seq_id)) is not None:
-        return f"blocks of its prompt from {tier.label}"
-    return (
-        "blocks of its prompt from another pool"
-        if router.prefix_copies.is_awaited(sequence)
-        else None
-    )
-
-
-def _has_begun(sequence: Sequence) -> bool:
-    return sequence.stamps.started_ns is not None
-
-
-def _turn(sequence: Sequence, worker: str, ahead: _Ahead, now_ns: int) -> Wait:
-    if not ahead.num_tokens:
-        return _wait(f"its turn on worker {worker}: it is next", sequence, now_ns)
-    first = f"{short_id(ahead.request_id)} ({ahead.num_tokens:,} prompt tokens)"
-    text = _wait(f"its turn on worker {worker}, behind {first}", sequence, now_ns).text
-    return Wait(text, ahead.request_id, ahead.num_tokens)
-
-
-def _wait(text: str, sequence: Sequence, now_ns: int) -> Wait:
-    return Wait(f"{text}; {(now_ns - sequence.stamps.arrived_ns) / 1e9:.1f} s so far")
+def wait_text(wait: PromptWait, waited_ns: int) -> Wait:
+    """Put a prompt's wait into words."""
+    name = wait.subject
+    match wait.reason:
+        case WaitsFor.RESTART:
+            text = "its worker to come back"
+        case WaitsFor.PREEMPTED:
+            text = "KV blocks, after preemption"
+        case WaitsFor.TIER:
+            text = f"blocks of its prompt from {name}"
+        case WaitsFor.FETCH:
+            text = "blocks of its prompt from another pool"
+        case WaitsFor.NO_WORKER:
+            text = "a worker to be ready"
+        case WaitsFor.BLOCKS:
+            text = "KV blocks that others hold"
+        case WaitsFor.PREFIX:
+            text = f"its prompt's prefix, being computed by {name or 'another request'}"
+        case WaitsFor.TURN if wait.behind is None:
+            text = f"its turn on worker {name}: it is next"
+        case WaitsFor.TURN:
+            first = f"{short_id(wait.behind)} ({wait.behind_tokens:,} prompt tokens)"
+            text = f"its turn on worker {name}, behind {first}"
+    return Wait(f"{text}; {waited_ns / 1e9:.1f} s so far", wait.behind, wait.behind_tokens)

@@ -10,9 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import chain
 
-from appliance.fleet.placement import Placement
 from appliance.frame.latency import stages
 from appliance.frame.protocol import (
     MAX_POOL_OWNERS,
@@ -25,10 +23,8 @@ from appliance.frame.protocol import (
 )
 from appliance.request import Request
 from appliance.telemetry.explain import QueueWaits
-from engine.cache.blocks import BlockPool
-from engine.schedule.roles_in_force import Roles
-from engine.schedule.router import Router
 from engine.schedule.sequence import Phase
+from engine.schedule.snapshot import PoolSnapshot, RolesSnapshot, Snapshot
 
 _PHASE_ORDER = (
     *(Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF),
@@ -36,41 +32,37 @@ _PHASE_ORDER = (
 )
 
 
-def way_frames(roles: Roles) -> list[WayFrame]:
-    """List the routes that elastic roles have predicted, with the outcomes."""
-    closed = roles.outcomes.closed()
+def way_frames(roles: RolesSnapshot) -> list[WayFrame]:
+    """List each kind of prediction of elastic roles, with its outcomes."""
     return [
         WayFrame(
             route=way.pair.route,
             worker=way.worker,
             is_beside=way.is_beside,
-            has_all=way.num_cores == len(roles.cores.all),
+            has_all=way.num_cores == roles.num_cores,
             step_tokens=way.size,
             num_judged=record.num_judged,
             num_missed=record.num_missed,
             num_gave_way=record.num_gave_way,
             error_ratio=math.exp(record.error) if record.num_judged else None,
-            is_closed=way in closed,
+            is_closed=way in roles.closed,
         )
-        for way, record in sorted(roles.outcomes.records.items())
+        for way, record in roles.predictions
     ]
 
 
-def pool_frames(router: Router, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
-    """Describe each KV pool and the owners of its blocks."""
+def pool_frames(snapshot: Snapshot, live: Iterable[Request], block_bytes: int) -> list[PoolFrame]:
+    """Describe each KV pool, and which users' requests hold it."""
     live = list(live)
-    return [
-        _pool_frame(pool, _owners(router, live, name), block_bytes)
-        for name, pool in router.ledger.pools.items()
-    ]
+    return [_pool_frame(pool, _owners(pool, live), block_bytes) for pool in snapshot.pools]
 
 
-def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
+def _owners(pool: PoolSnapshot, live: list[Request]) -> list[OwnerFrame]:
     """Count the blocks and requests of each owner in a pool; draining blocks have no owner."""
     blocks: Counter[str] = Counter()
     requests: Counter[str] = Counter()
     for request in live:
-        held = sum(len(router.ledger.table(s.seq_id, pool)) for s in request.sequences)
+        held = sum(pool.tables.get(s.seq_id, 0) for s in request.sequences)
         if held:
             blocks[request.peer.name] += held
             requests[request.peer.name] += 1
@@ -78,61 +70,60 @@ def _owners(router: Router, live: list[Request], pool: str) -> list[OwnerFrame]:
     return [OwnerFrame(user, num_blocks, requests[user]) for user, num_blocks in most]
 
 
-def _pool_frame(pool: BlockPool, owners: list[OwnerFrame], block_bytes: int) -> PoolFrame:
-    """Show one pool; padding block 0 is left out."""
-    counts = {str(state): count for state, count in pool.counts.items()}
+def _pool_frame(pool: PoolSnapshot, owners: list[OwnerFrame], block_bytes: int) -> PoolFrame:
     return PoolFrame(
         name=pool.name,
         num_blocks=pool.capacity,
         block_size=pool.block_size,
         block_bytes=block_bytes,
         owners=owners,
-        holders=[HolderFrame(*each) for each in pool.index.held.most_common(MAX_POOL_OWNERS)],
-        evicted=pool.index.num_evicted,
-        **counts,
+        holders=[HolderFrame(*each) for each in pool.holders[:MAX_POOL_OWNERS]],
+        evicted=pool.num_evicted,
+        **pool.counts,
     )
 
 
-def queue_frame(router: Router, now_ns: int) -> QueueFrame:
-    """Count the sequences in each phase, and how full the queue is."""
-    counts = dict.fromkeys(Phase, 0)
-    at = router.at
-    for sequence in chain(router.queue, at.paused.values(), at.holders()):
-        counts[sequence.phase] += 1
-    oldest_ns = min((s.stamps.arrived_ns for s in router.queue), default=None)
+def queue_frame(snapshot: Snapshot, now_ns: int) -> QueueFrame:
+    """Count the sequences in each phase, and show how full the queue is."""
+    counts, queue = snapshot.phases, snapshot.queue
+    oldest_ns = queue.oldest_arrived_ns
     return QueueFrame(
-        queued=counts[Phase.QUEUED],
-        prefilling=counts[Phase.PREFILLING],
-        handing_off=counts[Phase.HANDING_OFF],
-        paused=counts[Phase.PAUSED],
-        decoding=counts[Phase.DECODING],
-        max_queued=router.queue.max_sequences,
+        queued=counts.get(Phase.QUEUED, 0),
+        prefilling=counts.get(Phase.PREFILLING, 0),
+        handing_off=counts.get(Phase.HANDING_OFF, 0),
+        paused=counts.get(Phase.PAUSED, 0),
+        decoding=counts.get(Phase.DECODING, 0),
+        max_queued=queue.max_sequences,
         oldest_queued_ms=None if oldest_ns is None else (now_ns - oldest_ns) / 1e6,
-        num_owners=router.queue.num_owners,
-        queued_tokens=router.queue.num_tokens,
-        max_queued_tokens=router.queue.max_tokens,
+        num_owners=queue.num_owners,
+        queued_tokens=queue.num_tokens,
+        max_queued_tokens=queue.max_tokens,
     )
 
 
-def waiting(router: Router, num_before_swap: int) -> QueueWaits:
-    """Count the queued sequences by what they wait for."""
-    if not router.roles.ready_workers:
-        return QueueWaits(for_workers=len(router.queue), for_swap=num_before_swap)
-    num_free = router.allocator.num_free()
-    num_fitting = sum(router.routes.fits(sequence, num_free) for sequence in router.queue)
-    num_others = len(router.queue) - num_fitting
-    return QueueWaits(for_blocks=num_others, for_prefill=num_fitting, for_swap=num_before_swap)
+def waiting(snapshot: Snapshot, num_before_swap: int) -> QueueWaits:
+    """Count what the sequences in the queue wait for, and requests for another model."""
+    queue = snapshot.queue
+    if not snapshot.has_ready_worker:
+        return QueueWaits(for_workers=queue.num_waiting, for_swap=num_before_swap)
+    num_others = queue.num_waiting - queue.num_fitting
+    return QueueWaits(num_others, queue.num_fitting, for_swap=num_before_swap)
 
 
-def request_frame(
-    request: Request, router: Router, placement: Placement, now_ns: int
-) -> RequestFrame:
-    """Describe a request by the stages of its least advanced sequence."""
+def request_frame(request: Request, snapshot: Snapshot | None, now_ns: int) -> RequestFrame:
+    """Describe a request by the stages of its least advanced sequence.
+
+    Args:
+        request: any.
+        snapshot: of the router; None: the request is closed, and holds no blocks.
+        now_ns: CLOCK_MONOTONIC.
+    """
     open_sequences = [s for s in request.sequences if not s.is_finished]
     if open_sequences:
         shown = min(open_sequences, key=lambda s: _PHASE_ORDER.index(s.phase))
     else:
         shown = max(request.sequences, key=lambda s: s.stamps.finished_ns or 0)
+    seq_ids = [sequence.seq_id for sequence in request.sequences]
     cut = stages(shown.stamps, shown.num_output_tokens)
     moved = [s.handoff_bytes for s in request.sequences if s.transport]
     end_ns = shown.stamps.finished_ns if request.is_finished else now_ns
@@ -149,11 +140,7 @@ def request_frame(
         computed_tokens=request.computed_tokens,
         output_tokens=sum(s.num_output_tokens for s in request.sequences),
         max_tokens=sum(s.sampling.max_tokens for s in request.sequences),
-        num_blocks=sum(
-            len(router.ledger.table(s.seq_id, pool))
-            for s in request.sequences
-            for pool in router.ledger.pools
-        ),
+        num_blocks=sum(map(snapshot.num_blocks, seq_ids)) if snapshot else 0,
         worker=shown.last_worker,
         transport=next((s.transport for s in request.sequences if s.transport), None),
         received_at=request.received_at,

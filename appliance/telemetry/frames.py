@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from appliance.measuring import Measuring
 from appliance.request import ModelInfo, Request
 from appliance.telemetry.alerts import Alerts, Change
 from appliance.telemetry.energy import Energy
-from appliance.telemetry.explain import limit, slow_because, waits
+from appliance.telemetry.explain import limit, slow_because, wait_text
 from appliance.telemetry.frame_parts import (
     pool_frames,
     queue_frame,
@@ -48,6 +48,7 @@ from appliance.telemetry.frame_parts import (
 from appliance.telemetry.telemetry import Telemetry, worker_now
 from appliance.telemetry.windows import UsualTimes
 from engine.schedule.router import Router
+from engine.schedule.snapshot import Snapshot
 
 _STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
 
@@ -110,10 +111,10 @@ class Frames:
     def make(self, standing: ServiceState) -> list[Change]:
         """Take a reading and wake the readers; return the changed alerts."""
         now_ns = time.monotonic_ns()
-        plan, telemetry, router = self._plan, self._telemetry, self._router
+        plan, telemetry, snapshot = self._plan, self._telemetry, self._router.snapshot(now_ns)
         states = list(self._supervisor.workers.values())
         elapsed_s = telemetry.interval_s(now_ns)
-        workers = telemetry.workers(states, router, now_ns, elapsed_s)
+        workers = telemetry.workers(states, snapshot, now_ns, elapsed_s)
         self._usual = telemetry.windows.usual(now_ns)
         devices = self._devices.read(now_ns)
         self.energy.settle(devices, self._devices.read_ns)
@@ -130,8 +131,8 @@ class Frames:
             devices=devices,
             energy=self.energy.frame(),
             host=telemetry.host(),
-            handoff=telemetry.handoff(router, elapsed_s),
-            links=telemetry.links(router, elapsed_s),
+            handoff=telemetry.handoff(snapshot, elapsed_s),
+            links=telemetry.links(snapshot, elapsed_s),
             users=telemetry.users(standing.live, elapsed_s),
             today=msgspec.structs.replace(telemetry.today.at(utc_now())),
             weights=weights_text(
@@ -144,7 +145,7 @@ class Frames:
                 next((w.kv_loss for w in states if w.kv_loss is not None), None),
             ),
             trials=[*plan.choices, *self._measured()],
-            **self._parts(standing, workers, now_ns),
+            **self._parts(standing, snapshot, workers, now_ns),
         )
         changes = self._alerts.update(frame)
         frame.alerts = self._alerts.frames()
@@ -166,12 +167,12 @@ class Frames:
 
     def now(self, standing: ServiceState) -> Frame:
         """Return a frame of this moment; rates, readings and alerts are the newest frame's."""
-        states = self._supervisor.workers
+        states, now_ns = self._supervisor.workers, time.monotonic_ns()
+        snapshot = self._router.snapshot(now_ns)
         workers = [
-            worker_now(worker, states.get(worker.name), self._router)
-            for worker in self.newest.workers
+            worker_now(worker, states.get(worker.name), snapshot) for worker in self.newest.workers
         ]
-        parts = self._parts(standing, workers, time.monotonic_ns())
+        parts = self._parts(standing, snapshot, workers, now_ns)
         return msgspec.structs.replace(self.newest, workers=workers, **parts)
 
     async def next_json(self, after_seq: int) -> tuple[int, bytes]:
@@ -180,55 +181,70 @@ class Frames:
             await self._is_made.wait()
         return self._frame.seq, msgspec.json.encode(self._frame)
 
-    def of_requests(self, requests: Iterable[Request], now_ns: int) -> list[RequestFrame]:
-        """Describe requests for a frame."""
-        told, frames = waits(self._router, now_ns), []
-        for request in requests:
-            frame = request_frame(request, self._router, self._plan.placement, now_ns)
-            frame.slow_because = slow_because(frame, self._usual, request.swap_wait_ms)
-            found = (told.get(sequence.seq_id) for sequence in request.sequences)
-            if wait := next(filter(None, found), None):
-                frame.waits_for, frame.behind, frame.behind_tokens = wait
-            frames.append(frame)
-        return frames
+    def closed(self, request: Request, now_ns: int) -> RequestFrame:
+        """Describe a request that has had its reply."""
+        return self._request(request, None, now_ns)
 
-    def live(
-        self, standing: ServiceState, now_ns: int, most: int | None = None
+    def live(self, standing: ServiceState, now_ns: int) -> list[RequestFrame]:
+        """List requests without a reply; requests waiting for a model come last."""
+        return self._live(standing, self._router.snapshot(now_ns), now_ns)
+
+    def _live(
+        self,
+        standing: ServiceState,
+        snapshot: Snapshot,
+        now_ns: int,
+        most: int | None = None,
     ) -> list[RequestFrame]:
-        """List requests without a reply, at most `most`; requests waiting for a model come last."""
         waiting = [] if standing.swaps is None else standing.swaps.requests(now_ns)
-        return [*self.of_requests(standing.live[:most], now_ns), *waiting][:most]
+        live = [self._request(request, snapshot, now_ns) for request in standing.live[:most]]
+        return [*live, *waiting][:most]
+
+    def _request(self, request: Request, snapshot: Snapshot | None, now_ns: int) -> RequestFrame:
+        frame = request_frame(request, snapshot, now_ns)
+        frame.slow_because = slow_because(frame, self._usual, request.swap_wait_ms)
+        waits = snapshot.waits if snapshot else {}
+        waiting = next((one for one in request.sequences if one.seq_id in waits), None)
+        if waiting is not None:
+            waited_ns = now_ns - waiting.stamps.arrived_ns
+            wait = wait_text(waits[waiting.seq_id], waited_ns)
+            frame.waits_for, frame.behind, frame.behind_tokens = wait
+        return frame
 
     def _parts(
-        self, standing: ServiceState, workers: list[WorkerFrame], now_ns: int
+        self,
+        standing: ServiceState,
+        snapshot: Snapshot,
+        workers: list[WorkerFrame],
+        now_ns: int,
     ) -> dict[str, Any]:
-        """Refresh the instantaneous fields of a frame."""
-        router, block_bytes = self._router, self._plan.placement.block_bytes
+        """Fill the fields of a frame that are true at any time, not over an interval."""
+        block_bytes = self._plan.placement.block_bytes
         swaps = None if standing.swaps is None else standing.swaps.frame()
         num_before_swap = 0 if swaps is None else swaps.num_waiting
         state, reason = _STATES.get(standing.reason, "degraded"), standing.reason or ""
-        latency = self._telemetry.windows.latency(router.roles.slo, now_ns)
+        latency = self._telemetry.windows.latency(snapshot.roles.slo, now_ns)
         return {
             "at": utc_now(),
             "uptime_s": (now_ns - self._started_ns) / 1e9,
             "state": state,
             "state_reason": reason,
-            "queue": queue_frame(router, now_ns),
-            "pools": pool_frames(router, standing.live, block_bytes),
+            "queue": queue_frame(snapshot, now_ns),
+            "pools": pool_frames(snapshot, standing.live, block_bytes),
             "latency": latency,
-            "limit": limit(state, reason, waiting(router, num_before_swap), workers, latency),
-            "totals": self._totals(standing),
-            "requests": self.live(standing, now_ns, MAX_FRAME_REQUESTS),
+            "limit": limit(state, reason, waiting(snapshot, num_before_swap), workers, latency),
+            "totals": self._totals(standing, snapshot),
+            "requests": self._live(standing, snapshot, now_ns, MAX_FRAME_REQUESTS),
             "num_requests": len(standing.live) + num_before_swap,
             "events": list(self._telemetry.events),
             "swaps": swaps,
             **({} if self._caches is None else self._caches.frames()),
-            **roles_frame(router),
+            **roles_frame(snapshot.roles),
         }
 
-    def _totals(self, standing: ServiceState) -> TotalsFrame:
-        """Return the totals of the service and of the other parts."""
-        counters = self._router.counters
+    def _totals(self, standing: ServiceState, snapshot: Snapshot) -> TotalsFrame:
+        """Add the counts that others keep to the service's own."""
+        counters = snapshot.counters
         return msgspec.structs.replace(
             standing.totals,
             prompt_tokens=self._telemetry.num_prompt_tokens,
@@ -244,6 +260,6 @@ class Frames:
             recovered_sequences=counters.recovered_sequences,
             preemptions=counters.preemptions,
             log_rows_lost=standing.log_rows_lost,
-            routes=dict(self._router.roles.counts),
-            ways=way_frames(self._router.roles),
+            routes=dict(snapshot.roles.counts),
+            ways=way_frames(snapshot.roles),
         )

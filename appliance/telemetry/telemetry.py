@@ -33,34 +33,25 @@ from appliance.frame.protocol import (
 )
 from appliance.request import Request
 from appliance.telemetry.windows import Windows
-from engine.schedule.router import Router
 from engine.schedule.sequence import Phase, Sequence
+from engine.schedule.snapshot import Snapshot
 from engine.wire.messages import Stepped
 
 
-def worker_now(frame: WorkerFrame, state: WorkerState | None, router: Router) -> WorkerFrame:
-    """Refresh the instantaneous fields of a worker's frame."""
+def worker_now(frame: WorkerFrame, state: WorkerState | None, snapshot: Snapshot) -> WorkerFrame:
+    """Refresh the fields of a worker's frame that are not over an interval."""
     if state is None:  # of the model that was served before
         return frame
-    own = _running_at(frame.name, router)
+    own = snapshot.workers[frame.name]
     return msgspec.structs.replace(
         frame,
         state=state.state,
         pid=state.pid,
-        num_sequences=len(own),
-        num_prefilling=sum(sequence.phase is Phase.PREFILLING for sequence in own),
+        num_sequences=own.num_sequences,
+        num_prefilling=own.num_prefilling,
         num_restarts=state.num_restarts,
-        cpus_used=sorted(router.roles.cores.used(frame.name)),
+        cpus_used=list(own.cpus_used),
     )
-
-
-def _running_at(worker: str, router: Router) -> list[Sequence]:
-    return [sequence for sequence in router.at.running.values() if sequence.worker == worker]
-
-
-def owes_something(router: Router, worker: str) -> bool:
-    """Say whether a worker has commands to answer or cores to change."""
-    return router.roles.cores.awaits(worker) or bool(router.ledger.unanswered(worker))
 
 
 _UNDER_WAY_NS = 50_000_000
@@ -160,9 +151,9 @@ class Telemetry:
         steps.num_prefill_tokens += step.num_prefill_tokens
         steps.num_decode_tokens += step.num_decode_tokens
 
-    def token(self, sequence: Sequence, now_ns: int, user: str) -> None:
-        """Count a reply's new token."""
-        self._num_tokens_of[user] += 1
+    def tokens(self, sequence: Sequence, count: int, now_ns: int, user: str) -> None:
+        """Count tokens that have come together for a reply, with one gap before them."""
+        self._num_tokens_of[user] += count
         last_ns = self._last_token_ns.get(sequence.seq_id)
         if last_ns is None:
             ttft_ms = (now_ns - sequence.stamps.arrived_ns) / 1e6
@@ -175,7 +166,7 @@ class Telemetry:
             self.windows.itl(itl_ms, now_ns)
             self.histograms.itl_s.observe(itl_ms / 1e3)
         self._last_token_ns[sequence.seq_id] = now_ns
-        self.num_output_tokens += 1
+        self.num_output_tokens += count
 
     def finished(self, request: Request, now_ns: int) -> None:
         """Count a request after its terminal reply."""
@@ -207,26 +198,25 @@ class Telemetry:
             for user, number in num_tokens.most_common(MAX_POOL_OWNERS)
         ]
 
-    def handoff(self, router: Router, elapsed_s: float) -> HandoffFrame:
-        """Describe the handoffs since the last call and the present ones."""
-        before, counters = self._handoffs, router.counters
+    def handoff(self, snapshot: Snapshot, elapsed_s: float) -> HandoffFrame:
+        """Show what was handed over since the last call, and what is on its way."""
+        before, counters = self._handoffs, snapshot.counters
         self._handoffs = (counters.handoffs, counters.handoff_bytes)
-        probed = [link.probe_bytes_per_s for link in router.copies.links.states.values()]
+        probed = [link.probe_bytes_per_s for link in snapshot.links]
         return HandoffFrame(
-            transport=router.topology.transport,
-            num_in_flight=len(router.at.moving),
+            transport=snapshot.transport,
+            num_in_flight=snapshot.phases.get(Phase.HANDING_OFF, 0),
             handoffs_per_s=(counters.handoffs - before[0]) / elapsed_s,
             bytes_per_s=(counters.handoff_bytes - before[1]) / elapsed_s,
             probe_bytes_per_s=min((rate for rate in probed if rate), default=None),  # 0: down
             num_failed=counters.failed_handoffs,
         )
 
-    def links(self, router: Router, elapsed_s: float) -> list[LinkFrame]:
-        """Describe every link since the last call."""
+    def links(self, snapshot: Snapshot, elapsed_s: float) -> list[LinkFrame]:
+        """Show every link that blocks are copied over, since the last call."""
         frames = []
-        for state in router.copies.links.states.values():
-            link = state.link
-            pools = link.from_pool, link.to_pool
+        for state in snapshot.links:
+            pools = state.link.from_pool, state.link.to_pool
             before, self._link_bytes[pools] = self._link_bytes.get(pools, 0), state.num_bytes
             frames.append(
                 LinkFrame(
@@ -236,7 +226,7 @@ class Telemetry:
                     state.copy_bytes_per_s,
                     (state.num_bytes - before) / elapsed_s,
                     state.down,
-                    link.fallback is not None,
+                    state.link.fallback is not None,
                     state.num_bytes,
                     state.num_strikes,
                 )
@@ -244,30 +234,27 @@ class Telemetry:
         return frames
 
     def workers(
-        self, states: list[WorkerState], router: Router, now_ns: int, elapsed_s: float
+        self, states: list[WorkerState], snapshot: Snapshot, now_ns: int, elapsed_s: float
     ) -> list[WorkerFrame]:
         """Describe every worker since the last call."""
         steps, self._steps = self._steps, {}
         alive = {state.pid for state in states}
         self._processes = {pid: p for pid, p in self._processes.items() if pid in alive}
         return [
-            self._worker(state, steps.get(state.plan.name, _Steps()), router, now_ns, elapsed_s)
+            self._worker(state, steps.get(state.plan.name, _Steps()), snapshot, now_ns, elapsed_s)
             for state in states
         ]
 
     def _worker(
-        self, state: WorkerState, steps: _Steps, router: Router, now_ns: int, elapsed_s: float
+        self, state: WorkerState, steps: _Steps, snapshot: Snapshot, now_ns: int, elapsed_s: float
     ) -> WorkerFrame:
         name = state.plan.name
-        own = _running_at(name, router)
-        num_sequences = len(own)
-        num_prefilling = sum(sequence.phase is Phase.PREFILLING for sequence in own)
-        owes = owes_something(router, name)
-        if not owes:
+        own = snapshot.workers[name]
+        if not own.owes:
             self._active_ns[name] = now_ns
         num_steps = len(steps.step_ms)
         since_ns = now_ns - int(elapsed_s * 1e9)
-        self._count_step_under_way(name, steps, router, since_ns, now_ns)
+        self._count_step_under_way(name, steps, snapshot, since_ns, now_ns)
         cpu_percent, rss_bytes = self._process(state.pid)
         return WorkerFrame(
             name=name,
@@ -276,8 +263,8 @@ class Telemetry:
             device=state.device,
             cpus=list(state.plan.cpus) if state.plan.gpu is None else [],
             attention=state.attention,
-            num_sequences=num_sequences,
-            num_prefilling=num_prefilling,
+            num_sequences=own.num_sequences,
+            num_prefilling=own.num_prefilling,
             prefill_tokens_per_s=max(0.0, steps.num_prefill_tokens) / elapsed_s,
             decode_tokens_per_s=steps.num_decode_tokens / elapsed_s,
             steps_per_s=num_steps / elapsed_s,
@@ -289,33 +276,30 @@ class Telemetry:
             num_restarts=state.num_restarts,
             loaded_bytes=state.loaded_bytes,
             total_bytes=state.total_bytes,
-            cpus_used=sorted(router.roles.cores.used(name)),
+            cpus_used=list(own.cpus_used),
             batch_size_mean=steps.num_sequences / num_steps if num_steps else None,
-            last_step_age_ms=self._step_age_ms(name, now_ns) if owes else None,
+            last_step_age_ms=self._step_age_ms(name, now_ns) if own.owes else None,
         )
 
     def _count_step_under_way(
-        self, name: str, steps: _Steps, router: Router, since_ns: int, now_ns: int
+        self, name: str, steps: _Steps, snapshot: Snapshot, since_ns: int, now_ns: int
     ) -> None:
         """Add the time and tokens of a worker's running step; its end subtracts them again.
 
         A chunk of a long prompt can take seconds. Its tokens are assumed to come at the last
         chunk's rate, and at most as many as the step has.
         """
-        own = _running_at(name, router)
-        cores = router.roles.cores
-        if not own or (cores.can_lend and not cores.used(name)):
+        own = snapshot.workers[name]
+        if own.oldest_arrived_ns is None or own.has_no_cores:
             return
-        began_ns = max(self._active_ns.get(name, since_ns), min(s.stamps.arrived_ns for s in own))
+        began_ns = max(self._active_ns.get(name, since_ns), own.oldest_arrived_ns)
         if now_ns - began_ns < _UNDER_WAY_NS:
             return
         steps.busy_ns += max(0, now_ns - max(began_ns, since_ns))
-        most = sum(
-            s.num_prompt_tokens - s.num_computed_tokens for s in own if s.phase is Phase.PREFILLING
-        )
+        most = own.num_prompt_tokens_left
         so_far = self._prefill_tokens_per_ns.get(name, 0.0) * max(0, now_ns - began_ns)
         shown = self._credited.get(name, 0.0)
-        credited = max(shown, min(so_far, most, router.max_num_batched_tokens))
+        credited = max(shown, min(so_far, most, snapshot.step_tokens))
         steps.num_prefill_tokens += credited - shown
         self._credited[name] = credited
 

@@ -176,6 +176,13 @@ class Ledger:
         """Return the owner's blocks in a pool, in order; empty if none. Do not modify."""
         return self._tables.get((owner, pool), [])
 
+    def table_sizes(self) -> dict[str, dict[Owner, int]]:
+        """Count each owner's blocks by pool."""
+        sizes: dict[str, dict[Owner, int]] = {name: {} for name in self.pools}
+        for (owner, pool), table in self._tables.items():
+            sizes[pool][owner] = len(table)
+        return sizes
+
     def reserve(
         self,
         owner: Owner,

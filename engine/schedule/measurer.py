@@ -18,6 +18,7 @@ from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey
 from engine.profile.prompt_steps import MIN_SAMPLES
 from engine.schedule.core_lending import Cpus
 from engine.schedule.roles_in_force import Roles
+from engine.schedule.router import Router
 from engine.schedule.step_times import (
     StepLoad,
     depth_class,
@@ -146,6 +147,24 @@ class Measurer:
         """Steps that were timed since the start."""
         self.work_ms = roles.profile.value(*MEASURED_MS) or 0.0
         """What this model has cost so far."""
+
+    @classmethod
+    def of(
+        cls,
+        router: Router,
+        send: Callable[[str, Command], None],
+        sizes: Iterable[int],
+        max_model_len: int,
+        *,
+        shares_gpu: bool,
+    ) -> Measurer:
+        """Measure for a router, with blocks of its pools."""
+        return cls(router.roles, router.ledger, send, sizes, max_model_len, shares_gpu=shares_gpu)
+
+    @property
+    def num_facts(self) -> int:
+        """Facts that are known of this machine and model."""
+        return len(self._roles.profile.facts)
 
     @property
     def is_measuring(self) -> bool:

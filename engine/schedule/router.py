@@ -9,17 +9,24 @@ Never: waits, reads a clock (now_ns is given), knows text, HTTP or SQL.
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
-from itertools import chain
+from itertools import chain, count
+from typing import NamedTuple
 
 from engine.cache.blocks import Ledger
 from engine.cache.topology import DECODE, Topology
-from engine.profile.facts import Profile
+from engine.offload.tier import Tier
+from engine.profile.facts import LINK_BYTES_PER_S, FactKey, Profile
 from engine.schedule import recovery
 from engine.schedule.block_allocator import BlockAllocator
-from engine.schedule.copies import Copies
+from engine.schedule.cache_contents import CacheContents
+from engine.schedule.copies import Copies, TierCopies
+from engine.schedule.elastic import Slo
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.prefix_copies import PrefixCopies
+from engine.schedule.prompt_waits import PromptWaits
 from engine.schedule.queue import FairQueue, PromptsAhead
 from engine.schedule.recovery import Recovery
 from engine.schedule.roles_in_force import Roles
@@ -30,13 +37,24 @@ from engine.schedule.sequence import (
     Moving,
     On,
     Paused,
+    Phase,
     RouteStage,
     Sequence,
     Waiting,
 )
 from engine.schedule.sequence_table import SequenceTable, age
+from engine.schedule.snapshot import (
+    RolesSnapshot,
+    Snapshot,
+    WorkerSnapshot,
+    pool_snapshots,
+    queue_snapshot,
+    roles_snapshot,
+    worker_snapshot,
+)
+from engine.schedule.step_times import StepLoad
 from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Pair, Routes, admit, route_stages
-from engine.wire.messages import Command, Copied, Release, SequenceStep, Stepped
+from engine.wire.messages import Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.wire.sampling import TokenLogprob
 
 MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
@@ -45,6 +63,18 @@ STARVATION_NS = 10_000_000_000
 
 Send = Callable[[str, Command], None]
 Emit = Callable[[Sequence, list[int], list[TokenLogprob], bool], None]
+
+
+class TierHost(NamedTuple):
+    """What a tier below the pools needs of the router that it is attached to."""
+
+    ledger: Ledger
+    numbers: count[int]
+    """Numbers of copies, shared by all tiers."""
+    prompt_ms: Callable[[str, int, int], float | None]
+    """Predicts the fastest prefill of tokens after cached ones in a pool; None: unknown."""
+    copier_of: Callable[[str], str | None]
+    """The worker that copies for a pool; None: no worker is ready."""
 
 
 class Router:
@@ -91,6 +121,15 @@ class Router:
         """New, and holding no blocks."""
         self.at = SequenceTable()
         self.allocator = BlockAllocator(topology, ledger, self.at, send)
+        self._waits = PromptWaits(
+            self.at,
+            queue,
+            self.allocator,
+            self.routes,
+            self.prefixes,
+            self.prefix_copies,
+            max_num_batched_tokens,
+        )
         self._send = send
         self._emit = emit
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -147,15 +186,31 @@ class Router:
 
     # What workers report
 
-    def worker_ready(self, worker: str, now_ns: int) -> None:
-        """The worker takes commands from now on."""
+    def worker_ready(
+        self, worker: str, now_ns: int, probes: Mapping[str, float] | None = None
+    ) -> None:
+        """Give the worker commands from now on.
+
+        Args:
+            worker: its name.
+            now_ns: CLOCK_MONOTONIC.
+            probes: bytes a second of its links, by the other pool; 0: a try that failed.
+        """
+        self.copies.links.probed(worker, probes or {})
+        for pool, rate in (probes or {}).items():
+            if rate:
+                key = FactKey(LINK_BYTES_PER_S, place=f"{worker} and {pool}")
+                self.roles.profile.observe(key, rate)
         self.roles.worker_ready(worker)
         self.dispatch(now_ns)
 
-    def switch_roles(self, roles: str, now_ns: int) -> None:
-        """Place what comes by other roles; what runs ends as it began."""
-        self.roles.switch(roles)
-        self.dispatch(now_ns)
+    def pool_made(self, worker: str, num_blocks: int) -> int:
+        """Take the size of a worker's pool; return the longest request that fits."""
+        return self.ledger.resize(self.topology.pool_of(worker), num_blocks)
+
+    def cores_used(self, worker: str, report: CoresUsed) -> None:
+        """Take a worker's answer that its cores have changed."""
+        self.roles.answered(worker, report)
 
     def worker_died(self, worker: str, now_ns: int) -> None:
         """The worker is dead and everything that it sent has been handled.
@@ -373,6 +428,8 @@ class Router:
             sequence.error = entry.error
             sequence.is_refused = entry.error is not None and not entry.is_fault
             self.finish(sequence, FinishReason(entry.finish_reason), now_ns)
+        if entry.token_ids and len(entry.token_ids) == sequence.num_output_tokens:
+            self.queue.answered(sequence, now_ns)
         if entry.token_ids or sequence.is_finished:
             self._emit(sequence, entry.token_ids, entry.logprobs, sequence.is_finished)
         # emit may have ended it too (a stop string), so ask again
@@ -405,6 +462,166 @@ class Router:
         sequence.lose_blocks(now_ns)
         self.counters.preemptions += 1
         self.at.put(sequence, Paused())
+
+    # What operators, settings and deadlines change
+
+    def switch_roles(self, roles: str, now_ns: int) -> None:
+        """Place what comes by other roles; what runs ends as it began."""
+        self.roles.switch(roles)
+        self.dispatch(now_ns)
+
+    def set_targets(self, slo: Slo) -> None:
+        """Choose pairs of workers by these targets from now on."""
+        self.roles.slo = slo
+
+    def set_stalled(self, workers: frozenset[str], now_ns: int) -> None:
+        """Give nothing new to workers that make no progress."""
+        if workers != self.roles.stalled:
+            self.roles.stalled = workers
+            self.dispatch(now_ns)
+
+    def set_queue(self, max_sequences: int, max_tokens: int) -> None:
+        """Change what may wait from now on; what waits already stays."""
+        self.queue.set_limits(max_sequences, max_tokens)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Share the queue between owners by these weights; others have 1."""
+        self.queue.weights = weights
+
+    def refuse_late(self, max_wait_ms: float) -> None:
+        """Refuse what would wait longer, or miss its target, by what steps take now; 0: nothing."""
+        self.queue.max_wait_ms = max_wait_ms
+        self.queue.max_first_ms = self.roles.slo.ttft_ms or 0.0
+        self.queue.step_tokens = self.max_num_batched_tokens
+        self.queue.assume(self._prompt_token_ms())
+
+    def learn(self, *, is_disturbed: bool) -> None:
+        """Learn from the steps since the last call, unless something else held them up."""
+        self.roles.learn(is_disturbed=is_disturbed)
+
+    def continue_from(self, old: Router) -> None:
+        """Count on from another model's router, with the targets that an operator has set."""
+        self.counters.go_on_from(old.counters)
+        self.roles.counts, self.roles.slo = old.roles.counts, old.roles.slo
+
+    # What others attach, and ask
+
+    @property
+    def tier_host(self) -> TierHost:
+        """What a tier is made with."""
+        return TierHost(self.ledger, self.prefixes.tiers.numbers, self._prompt_ms, self._copier_of)
+
+    def attach_tier(self, tier: Tier, *, is_fastest: bool) -> None:
+        """Load and store blocks in a tier below the pools, before or after the others."""
+        tiers = self.prefixes.tiers.each
+        tiers.insert(0 if is_fastest else len(tiers), tier)
+
+    def attach_copies(self, copies: TierCopies) -> None:
+        """Pass reports of copies to and from tiers on."""
+        self.copies.of_tiers = copies
+
+    @property
+    def cache_contents(self) -> CacheContents:
+        """What the prefix cache holds by tokens, as it changes."""
+        return self.prefixes.contents
+
+    @property
+    def max_per_request(self) -> int:
+        """Sequences that one request may bring."""
+        return self.queue.max_per_request
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Prompt tokens that one request of several sequences may bring."""
+        return self.queue.max_tokens_per_request
+
+    def check_room(self, owner: str, num_tokens: int, now_ns: int) -> None:
+        """Raise QueueFull if the queue would not take a prompt of this length."""
+        self.queue.check(owner, 1, num_tokens, now_ns)
+
+    def queue_place(self, request_id: str, now_ns: int) -> int | None:
+        """Count up to the first sequence of a request in the queue; None: it has none there."""
+        order = enumerate(self.queue.forecast(now_ns), 1)
+        return next((place for place, one in order if one.request_id == request_id), None)
+
+    def num_cores(self, worker: str) -> int:
+        """Count the cores that a worker's steps run on now."""
+        return len(self.roles.cores.used(worker))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no block is held and no command is open."""
+        return self.ledger.is_idle
+
+    def longest_step_ms(self, worker: str, most_tokens: int) -> float | None:
+        """Predict the longest step that a worker could be in; None: unknown.
+
+        Args:
+            worker: its name.
+            most_tokens: prompt tokens in its steps.
+        """
+        tokens = batch = context = longest = 0
+        for sequence in self.at.running.values():
+            if sequence.worker != worker:
+                continue
+            if sequence.phase is Phase.PREFILLING:
+                tokens += max(sequence.num_prompt_tokens - sequence.num_computed_tokens, 1)
+                longest = max(longest, sequence.num_tokens)
+            else:
+                batch += 1
+                context += sequence.num_tokens
+        tokens = min(tokens, most_tokens)
+        load = StepLoad(tokens, tokens * longest, batch, context)
+        return self.roles.slowest_ms(worker, load)
+
+    # What others look at
+
+    def workers_now(self) -> dict[str, WorkerSnapshot]:
+        """Describe the workers alone."""
+        running = self.at.running.values()
+        names = self.topology.names
+        return {name: worker_snapshot(name, running, self.roles, self.ledger) for name in names}
+
+    def roles_now(self) -> RolesSnapshot:
+        """Describe the roles alone."""
+        return roles_snapshot(self.roles)
+
+    def snapshot(self, now_ns: int) -> Snapshot:
+        """Describe everything at this moment; nothing of it changes later."""
+        paused, holders = self.at.paused.values(), self.at.holders()
+        return Snapshot(
+            phases=Counter(one.phase for one in chain(self.queue, paused, holders)),
+            queue=queue_snapshot(self.queue, self.allocator, self.routes),
+            waits=self._waits.find(self.roles.ready_workers, now_ns),
+            workers=self.workers_now(),
+            has_ready_worker=bool(self.roles.ready_workers),
+            pools=pool_snapshots(self.ledger),
+            links=[copy.copy(state) for state in self.copies.links.states.values()],
+            transport=self.topology.transport,
+            counters=copy.copy(self.counters),
+            roles=self.roles_now(),
+            step_tokens=self.max_num_batched_tokens,
+        )
+
+    def _prompt_token_ms(self) -> float:
+        """Predict a prompt token in the largest step whose time is known; 0: unknown."""
+        most = self.max_num_batched_tokens
+        for size in (max(most >> shift, 1) for shift in range(4)):
+            load = StepLoad(size, size * size / 2)
+            steps = [self.roles.slowest_ms(name, load) for name in self.roles.ready_workers]
+            if known := [each for each in steps if each is not None]:
+                return min(known) / size
+        return 0.0
+
+    def _prompt_ms(self, pool: str, num_tokens: int, num_before: int) -> float | None:
+        names = [worker.name for worker in self.topology.workers if worker.pool == pool]
+        known = [self.roles.prompt_ms(name, num_tokens, num_before) for name in names]
+        return min((each for each in known if each is not None), default=None)
+
+    def _copier_of(self, pool: str) -> str | None:
+        # the last worker of the pool decodes: its steps are short
+        names = [worker.name for worker in self.topology.workers if worker.pool == pool]
+        return next((n for n in reversed(names) if n in self.roles.ready_workers), None)
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless ledger, queue, copies, cores and sequences agree."""

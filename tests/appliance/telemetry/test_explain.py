@@ -11,9 +11,10 @@ import pytest
 from appliance.fleet.placement import BLOCK_SIZE
 from appliance.frame.figures import phase_text
 from appliance.frame.protocol import LatencyFrame
-from appliance.telemetry.explain import QueueWaits, limit, slow_because, waits
+from appliance.telemetry.explain import QueueWaits, limit, slow_because
 from appliance.telemetry.windows import UsualTimes
 from engine.cache.hashes import PrefixHasher
+from engine.schedule.prompt_waits import WaitsFor
 from tests.appliance.machine import Machine, make_machine
 from tests.engine.schedule.harness import World, next_turn
 from tests.tui.frames import request, worker
@@ -211,10 +212,10 @@ def test_one_whose_blocks_another_pool_has_waits_for_these() -> None:
     world.finish(first)
     second = next_turn(world, first)
     world.submit(second)
-    words = waits(world.router, world.now_ns)[second.seq_id].text
-    assert words.startswith("cached blocks from another pool; ")
+    wait = world.router.snapshot(world.now_ns).waits[second.seq_id]
+    assert wait.reason is WaitsFor.FETCH
     world.run()
-    assert waits(world.router, world.now_ns) == {}
+    assert world.router.snapshot(world.now_ns).waits == {}
 
 
 def test_one_that_has_begun_waits_for_nothing(machine: Machine) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from appliance.telemetry.frame_parts import way_frames
-from engine.schedule.elastic import PredictionKind, PredictionRecord
+from engine.schedule.elastic import PredictionKind, PredictionRecord, Slo
+from engine.schedule.snapshot import RolesSnapshot
 from engine.schedule.step_times import size_class
 from engine.schedule.worker_routes import Pair
 
@@ -14,7 +13,7 @@ def test_a_way_is_told_with_the_size_of_its_steps():
     way = PredictionKind(
         Pair("prefill", "decode"), is_beside=True, num_cores=1, size=size_class(256)
     )
-    outcomes = SimpleNamespace(records={way: PredictionRecord()}, closed=frozenset)
-    roles = SimpleNamespace(outcomes=outcomes, cores=SimpleNamespace(all=[0, 1]))
+    told = [(way, PredictionRecord())]
+    roles = RolesSnapshot("elastic", Slo(), False, False, {}, 2, told, frozenset())
     (told,) = way_frames(roles)
     assert (told.step_tokens, told.worker, told.has_all) == (256, "prefill", False)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from appliance.frame.latency import GAP_S, REQUEST_S, STAGE_S, Histogram, stages, token_edges
 from appliance.frame.protocol import TodayFrame, UserFrame, WorkerFrame
 from appliance.telemetry import telemetry
-from appliance.telemetry.telemetry import Telemetry, Today, owes_something
+from appliance.telemetry.telemetry import Telemetry, Today
 from appliance.telemetry.windows import MIN_STALL_MS, WINDOW_S, UsualTimes, Windows
 from engine.schedule.elastic import Slo
 from engine.schedule.sequence import FinishReason, Phase, Sequence, Stamps
@@ -147,8 +147,9 @@ def test_todays_sums_go_on_from_the_log_and_start_over_at_midnight(monkeypatch):
 
 def test_users_have_their_tokens_of_the_last_second_also_when_none_is_live():
     seen, live = Telemetry(1024), [SimpleNamespace(peer=SimpleNamespace(name="bo"))]
-    for _ in range(6):
-        seen.token(sequence(), SECOND, "ana")
+    for count in (1, 2, 3):
+        seen.tokens(sequence(), count, SECOND, "ana")
+    assert seen.num_output_tokens == 6
     users = seen.users(live, elapsed_s=2.0)
     assert users == [UserFrame("ana", 0, 3.0), UserFrame("bo", 1, 0.0)]
     assert seen.users([], elapsed_s=1.0) == []
@@ -368,22 +369,26 @@ def test_an_alert_is_in_the_frame_and_in_the_events_until_it_is_over(machine):
     assert [event["severity"] for event in told] == ["error"]
 
 
+def owes(world: World, worker: str) -> bool:
+    return world.router.snapshot(world.now_ns).workers[worker].owes
+
+
 @pytest.mark.parametrize("arm", ["alias", "shm", "elastic", "colocated"])
 def test_a_worker_owes_something_until_it_has_answered_whatever_it_was_told(arm):
     world = World(arm)
     names = [world.topology.names[0], world.topology.names[-1]]
     world.tick()  # cores go to where the next prompt does
-    assert not any(owes_something(world.router, name) for name in names)
+    assert not any(owes(world, name) for name in names)
     sequence = world.sequence(20, 30)
     world.submit(sequence)
-    assert owes_something(world.router, names[0])
+    assert owes(world, names[0])
     while sequence.num_output_tokens < 4:
         world.tick()
-    assert owes_something(world.router, sequence.worker)
+    assert owes(world, sequence.worker)
     world.router.abort(sequence, FinishReason.ABORT, world.now_ns)
-    assert owes_something(world.router, names[1])  # it has not let go of it yet
+    assert owes(world, names[1])  # it has not let go of it yet
     world.run()
-    assert not any(owes_something(world.router, name) for name in names)
+    assert not any(owes(world, name) for name in names)
 
 
 def test_blocks_that_have_come_to_the_ring_are_owed_by_who_takes_them_from_there():
@@ -399,8 +404,8 @@ def test_blocks_that_have_come_to_the_ring_are_owed_by_who_takes_them_from_there
         while prefill.outbox:
             world.deliver(prefill)
     assert sequence.phase is Phase.HANDING_OFF
-    assert not owes_something(world.router, "prefill")
-    assert owes_something(world.router, "decode")
+    assert not owes(world, "prefill")
+    assert owes(world, "decode")
 
 
 class Watched:
@@ -422,7 +427,8 @@ class Watched:
         self.now_ns += int(after_s * 1e9)
         elapsed_s = self.telemetry.interval_s(self.now_ns)
         states: Any = [self.state]
-        (shown,) = self.telemetry.workers(states, self.world.router, self.now_ns, elapsed_s)
+        snapshot = self.world.router.snapshot(self.now_ns)
+        (shown,) = self.telemetry.workers(states, snapshot, self.now_ns, elapsed_s)
         return shown
 
     def step_ended(self, took_s: float, num_tokens: int) -> None:
