@@ -243,7 +243,7 @@ EXPOSED = "x-request-id, request-id, retry-after, retry-after-ms, x-penstock-ign
 
 def allowed_origin(scope: Scope, origins: Collection[str]) -> str | None:
     """Return the page's origin if it may use the API; None: not allowed, or no page."""
-    origin = Headers(scope=scope).get("origin")
+    origin = (_header(scope, b"origin") or b"").decode("latin-1")
     return origin if origin and (origin in origins or "*" in origins) else None
 
 
@@ -362,16 +362,14 @@ class Gate:
             return self.policy.peer_of(line.credentials)
         # a page whose name was rebound to this machine has no certificate for it
         is_encrypted = scope["scheme"] == "https"
-        if not is_encrypted and not _LOOPBACK.fullmatch(_header(scope, b"host") or b"localhost"):
-            raise Forbidden(
-                "the Host header names another machine",
-                code="host_not_allowed",
-                hint="call it localhost or 127.0.0.1, also from a proxy",
-            )
+        if not is_encrypted and any(not _LOOPBACK.fullmatch(each) for each in _hosts(scope)):
+            raise _wrong_host("the Host header names another machine")
         peer = self.policy.holder_of_any(_shown_keys(scope))
         if peer is None and scope["path"] in OPEN_PATHS:
             return Peer()
         if peer is None and not self.policy.asks_for_keys:
+            if not is_encrypted and len(_hosts(scope)) != 1:
+                raise _wrong_host("without API keys, requests need one Host header")
             _refuse_foreign_page(scope, self.policy.cors_origins)
             return Peer(user=LOCAL_USER)
         if peer is None and scope["path"] == METRICS_PATH and self.policy.has_open_metrics:
@@ -398,20 +396,29 @@ class Gate:
         return now is not None and now.role >= peer.role
 
 
+def _wrong_host(what: str) -> Forbidden:
+    hint = "call it localhost or 127.0.0.1, also from a proxy"
+    return Forbidden(what, code="host_not_allowed", hint=hint)
+
+
 def _refuse_foreign_page(scope: Scope, origins: Collection[str]) -> None:
-    """Refuse a web page of another site, which a browser lets post here without asking.
+    """Refuse a web page of another site, which browsers let post and load here without asking.
 
     Raises:
-        Forbidden: the Origin header names a page that is neither local nor in `cors_origins`.
+        Forbidden: the Origin header names a page that is neither local nor in `cors_origins`; or
+            there is none, and the browser says by Sec-Fetch-Site that another site's page asks.
     """
-    origin = _header(scope, b"origin")
-    is_local = origin is None or _LOCAL_PAGE.fullmatch(origin) is not None
-    if not is_local and allowed_origin(scope, origins) is None:
-        raise Forbidden(
-            "the Origin header names a web page of another site",
-            code="origin_not_allowed",
-            hint="allow it with the setting cors_origins",
-        )
+    named = _values(scope, b"origin")
+    is_local = len(named) == 1 and _LOCAL_PAGE.fullmatch(named[0]) is not None
+    if named and not is_local and allowed_origin(scope, origins) is None:
+        raise _foreign_page("the Origin header names a web page of another site")
+    if not named and b"cross-site" in _values(scope, b"sec-fetch-site"):
+        raise _foreign_page("the browser says that a web page of another site asks")
+
+
+def _foreign_page(what: str) -> Forbidden:
+    hint = "allow it with the setting cors_origins"
+    return Forbidden(what, code="origin_not_allowed", hint=hint)
 
 
 class _Body:
@@ -531,5 +538,14 @@ def _password(credentials: str) -> str:
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     """Return a header's value; None: missing, or given twice, which is ambiguous."""
-    values = [value for key, value in scope["headers"] if key == name]
+    values = _values(scope, name)
     return values[0] if len(values) == 1 else None
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key == name]
+
+
+def _hosts(scope: Scope) -> list[bytes]:
+    """List the Host headers; HTTP/1.0 may have none."""
+    return _values(scope, b"host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import grp
 import hashlib
@@ -321,6 +322,45 @@ async def test_where_no_key_is_asked_for_programs_are_users_and_other_sites_page
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, code)
     server.policy = dataclasses.replace(server.policy, cors_origins=(PAGE["origin"],))
     assert (await client.get("/v1/models", headers=PAGE)).status_code == 200
+
+
+LOCAL = b"Host: localhost"
+
+
+@pytest.mark.parametrize(
+    ("version", "headers", "status"),
+    [
+        (b"1.1", [LOCAL], 200),
+        (b"1.1", [LOCAL, b"Sec-Fetch-Site: none"], 200),
+        (b"1.1", [LOCAL, b"Sec-Fetch-Site: cross-site", b"Origin: http://127.0.0.1:3000"], 200),
+        (b"1.1", [LOCAL, b"Sec-Fetch-Site: cross-site"], 403),
+        (b"1.1", [LOCAL, b"Origin: http://localhost", b"Origin: http://localhost"], 403),
+        (b"1.1", [LOCAL, b"Origin: https://evil.example", b"Origin: http://localhost"], 403),
+        (b"1.1", [b"Host:"], 403),
+        (b"1.0", [], 403),
+        (b"1.0", [LOCAL], 200),
+    ],
+)
+async def test_without_keys_a_request_shows_that_no_foreign_page_sent_it(
+    served, version, headers, status
+):
+    server, client, _ = served
+    server.policy = dataclasses.replace(server.policy, asks_for_keys=False)
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    head = [b"GET /v1/models HTTP/" + version, *headers, b"Connection: close"]
+    writer.write(b"\r\n".join([*head, b"", b""]))
+    assert int((await reader.read()).split()[1]) == status
+    writer.close()
+
+
+async def test_with_a_key_no_host_header_is_needed_and_health_needs_neither(served):
+    _server, client, key = served
+    shown = f"Authorization: {key['authorization']}".encode()
+    for path, headers in ((b"/v1/models", [shown]), (b"/health", [])):
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(b"\r\n".join([b"GET " + path + b" HTTP/1.0", *headers, b"", b""]))
+        assert int((await reader.read()).split()[1]) == 200
+        writer.close()
 
 
 def test_a_socket_units_port_always_asks_for_keys():
