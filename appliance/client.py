@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import select
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -270,7 +269,7 @@ class _Connection(http.client.HTTPConnection):
     @property
     def key(self) -> str | None:
         """The API key, for a daemon that cannot see who asks."""
-        return os.environ.get("PENSTOCK_API_KEY") if isinstance(self._address, TcpAddress) else None
+        return self._address.shown_key() if isinstance(self._address, TcpAddress) else None
 
 
 def _with_query(path: str, query: Mapping[str, str]) -> str:
@@ -294,8 +293,8 @@ def _is_silent(connection: _Connection, patience_s: float) -> bool:
 def _request(connection: _Connection, method: str, path: str, body: dict[str, Any] | None) -> None:
     payload = None if body is None else json.dumps(body).encode()
     headers = {} if body is None else {"Content-Type": "application/json"}
-    if connection.key:
-        headers["Authorization"] = f"Bearer {connection.key}"
+    if key := connection.key:
+        headers["Authorization"] = f"Bearer {key}"
     connection.request(method, path, payload, headers)
 
 

@@ -8,7 +8,6 @@ Never: raises for what a server does, retries, or keeps a connection.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -127,9 +126,9 @@ class Target:
         """A request for a greedy, streamed reply that goes on to its limit, ready to send."""
         fixed = {"model": self._model, "temperature": 0, "ignore_eos": True, "stream": True}
         content = msgspec.json.encode({**fixed, **body})
-        is_tcp = isinstance(self.address, TcpAddress)
-        host = str(self.address).partition("://")[2] if is_tcp else "localhost"
-        key = os.environ.get("PENSTOCK_API_KEY") if is_tcp else None
+        host, key = "localhost", None
+        if isinstance(self.address, TcpAddress):
+            host, key = str(self.address).partition("://")[2], self.address.shown_key()
         head = [
             f"POST {path} HTTP/1.1",
             f"Host: {host}",

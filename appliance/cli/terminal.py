@@ -85,10 +85,9 @@ def address(host: str | None) -> Address:
 
 def of_this_machine() -> None:
     """Note that a verb shows this machine's files although another machine's daemon is named."""
-    host = os.environ.get("PENSTOCK_HOST")
-    if host and not is_of_this_machine(address(None)):
+    if os.environ.get("PENSTOCK_HOST") and not is_of_this_machine(named := address(None)):
         note(
-            f"penstock: reading this machine's files, not the ones at {printable(host)} "
+            f"penstock: reading this machine's files, not the ones at {printable(named)} "
             "(PENSTOCK_HOST)"
         )
         note("hint: run it on that machine")

@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +29,9 @@ DEFAULT_PORT = 8000
 HTTPS_PORT = 443
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 _NO_HOST = re.compile(r"[\x00-\x20\x7f]")
+_SECRET_PART = re.compile(r"^(\w+://)?.*@", re.DOTALL)
+_KEY = re.compile(r"[!-~]+")
+"""What an Authorization header can carry."""
 SSH_PATIENCE_S = 30.0
 """Maximum seconds to log in by ssh, which is slower than any daemon's answer."""
 
@@ -97,6 +100,20 @@ class TcpAddress:
     host: str
     port: int
     is_tls: bool = False
+    key: str | None = field(default=None, repr=False)
+    """From http://x:KEY@host; without one PENSTOCK_API_KEY is shown. Never printed."""
+
+    def shown_key(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """Return the API key to send, if there is one.
+
+        Raises:
+            ConfigError: no header can carry it; the error does not quote it.
+        """
+        key = self.key or environ.get("PENSTOCK_API_KEY") or None
+        if key is not None and not _KEY.fullmatch(key):
+            where = "PENSTOCK_HOST" if self.key else "PENSTOCK_API_KEY"
+            raise ConfigError("the API key has characters that no key has", where=where)
+        return key
 
     def __str__(self) -> str:
         scheme = "https" if self.is_tls else "http"
@@ -183,9 +200,10 @@ def find(
         ConfigError: the text is no address, or the configuration file is wrong.
     """
     text = host or environ.get("PENSTOCK_HOST")
-    if text is not None and _HOST_AND_PORT.fullmatch(text):
-        text = f"http://{text}"
-    if text is None or "://" not in text:
+    is_url = text is not None and "://" in text
+    if text and not is_url and _HOST_AND_PORT.fullmatch(text.rpartition("@")[2]):
+        text, is_url = f"http://{text}", True
+    if text is None or not is_url:
         return UnixAddress(socket_path(text, environ, warn))
     return parse(text, where="--host" if host else "PENSTOCK_HOST")
 
@@ -216,7 +234,7 @@ def parse(text: str, *, where: str) -> Address:
     """Parse an address from its URL.
 
     Args:
-        text: `unix:///path`, `http://host:port`, `https://host:port` or
+        text: `unix:///path`, `http://[x:KEY@]host:port`, `https://[x:KEY@]host:port` or
             `ssh://[user@]host[:port][/path]`. HTTP URLs may end with `/v1`, like the base URL of
             OpenAI's API.
         where: the flag or variable that set it, for the error.
@@ -231,15 +249,18 @@ def parse(text: str, *, where: str) -> Address:
         if _NO_HOST.search(url.netloc):
             raise _wrong(text, where)
         port, path = url.port, unquote(url.path)
-    except ValueError as error:
-        raise _wrong(text, where) from error
+    except ValueError:  # it may quote a key
+        raise _wrong(text, where) from None
     if url.scheme == "unix" and not url.netloc and path:
         return UnixAddress(Path(path))
     if url.scheme in ("http", "https") and url.hostname and path.rstrip("/") in ("", "/v1"):
+        if url.username and not url.password:
+            raise _wrong(text, where)
         is_tls = url.scheme == "https"
         default = HTTPS_PORT if is_tls else DEFAULT_PORT
-        return TcpAddress(url.hostname, default if port is None else port, is_tls)
-    if url.scheme == "ssh" and url.hostname:
+        key = unquote(url.password) if url.password else None
+        return TcpAddress(url.hostname, default if port is None else port, is_tls, key)
+    if url.scheme == "ssh" and url.hostname and not url.password:
         user = f"{unquote(url.username)}@" if url.username else ""
         return SshAddress(f"{user}{url.hostname}", port, path.rstrip("/"))
     raise _wrong(text, where)
@@ -248,7 +269,7 @@ def parse(text: str, *, where: str) -> Address:
 def _wrong(text: str, where: str) -> ConfigError:
     kind = ConfigError if where.isupper() else UsageError
     return kind(
-        f"{text!r} is not an address",
+        f"{_SECRET_PART.sub(lambda found: f'{found[1] or str()}***@', text)!r} is not an address",
         where=where,
-        hint="give unix:///path, http://127.0.0.1:8000 or ssh://user@host",
+        hint="give unix:///path, http://127.0.0.1:8000, http://x:KEY@host or ssh://user@host",
     )

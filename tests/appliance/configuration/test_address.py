@@ -136,6 +136,39 @@ def test_tcp_takes_the_key_from_the_environment(tcp, monkeypatch):
     assert "PENSTOCK_API_KEY" in refusal.value.hint
 
 
+def test_tcp_takes_the_key_out_of_the_address_before_the_environments(tcp, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_API_KEY", "another")
+    for text in (f"http://x:k@127.0.0.1:{tcp.port}", f"x:k@127.0.0.1:{tcp.port}"):
+        address = find(text, {})
+        assert Client(address).get("/version") == {"version": "9"}
+        assert ":k" not in f"{address} {address!r}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://x:se/cret@box:8000",
+        "http://x:secret@box:port",
+        "http://secret@box",
+        "https://x:secret@box/path",
+        "ssh://x:secret@box",
+        "x:secret@box:99999",
+    ],
+)
+def test_an_address_that_is_refused_does_not_show_its_key(text):
+    with pytest.raises(ConfigError) as refusal:
+        find(text, {})
+    assert "cret" not in f"{refusal.value} {refusal.value.hint}"
+    assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
+
+
+def test_a_key_that_no_header_can_carry_is_refused_and_not_quoted(tcp, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_API_KEY", "secret\n")
+    with pytest.raises(ConfigError) as refusal:
+        Client(tcp).get("/version")
+    assert "secret" not in str(refusal.value)
+
+
 def test_nobody_on_tcp_is_no_daemon():
     with _TcpDaemon(("127.0.0.1", 0), _KeyHandler) as server:
         port = server.server_address[1]
