@@ -8,11 +8,11 @@ Never: decides what is measured, or what follows from it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable
 
+from appliance import profile_store
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.frame.figures import things
@@ -20,8 +20,6 @@ from appliance.profile_store import ProfileUnusable
 from engine.schedule.measurer import MAX_WORK_MS, Measurer
 from engine.schedule.router import Router
 from engine.wire.messages import Command, CoresUsed, Report, StepsMeasured
-
-log = logging.getLogger("penstock")
 
 QUIET_S = 1.0
 """Without a request, before something is measured."""
@@ -61,6 +59,8 @@ class Measuring:
     def announcement(self) -> str | None:
         """What the first start of a model says; None: nothing."""
         if not self._is_on or self._measurer.work_ms or not self._measurer.num_unknown:
+            return None
+        if self._known is not None and not self._known.store.is_readable:
             return None
         return (
             f"First start of this model here: measuring for up to {MAX_WORK_MS / 1e3:.0f} s "
@@ -122,7 +122,7 @@ class Measuring:
         try:
             await asyncio.to_thread(self._known.store.save, self._known.scope, changed)
         except ProfileUnusable as error:
-            log.warning("the profile cannot be saved: %s", error)
+            profile_store.warn(error)
 
     def stop(self) -> None:
         """A request has come."""

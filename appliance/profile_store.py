@@ -31,11 +31,20 @@ log = logging.getLogger("penstock")
 
 FILE_NAME = "profile.db"
 BUSY_TIMEOUT_S = 5.0
+_told: set[str] = set()
+"""Problems that this process has logged: each start reads the file several times."""
 _SCOPE = "machine = ? AND build = ? AND model = ? AND dtype = ? AND placement = ?"
 
 
 class ProfileUnusable(PenstockError):
     """The profile's file cannot be read or written."""
+
+
+def warn(error: ProfileUnusable) -> None:
+    """Log once that the profile is not used, and what mends it."""
+    if str(error) not in _told:
+        _told.add(str(error))
+        log.warning("Profile not used, defaults instead: %s. %s", error, error.hint)
 
 
 class Row(NamedTuple):
@@ -55,14 +64,16 @@ class ProfileStore:
 
     def __init__(self, state_dir: Path) -> None:
         self.path = state_dir / FILE_NAME
+        self.is_readable = True
+        """False once it could not be read; what is measured cannot be kept then either."""
 
     def load(self, scope: Scope) -> Profile:
         """Read the facts of a scope; none where there is no file that can be read."""
         try:
             rows = self.rows(scope)
         except ProfileUnusable as error:
-            log.warning("no profile is read: %s", error)
-            rows = []
+            self.is_readable, rows = False, []
+            warn(error)
         return Profile({row.key: row.fact for row in rows})
 
     def rows(self, scope: Scope | None = None) -> list[Row]:
@@ -114,6 +125,7 @@ class ProfileStore:
             self.path.unlink(missing_ok=True)
         except OSError as error:
             raise ProfileUnusable(str(error), where=str(self.path)) from error
+        _told.clear()
         return num_facts
 
     @contextlib.contextmanager
@@ -127,5 +139,5 @@ class ProfileStore:
                     migration.apply(Database(db))
                     yield db
         except (OSError, sqlite3.Error) as error:
-            hint = "`penstock profile clear` begins a new one"
+            hint = "`penstock profile clear` starts a new one."
             raise ProfileUnusable(str(error), where=str(self.path), hint=hint) from error

@@ -149,7 +149,7 @@ def require(http: Request, role: Role) -> Peer:
         raise Forbidden(
             f"this needs the role {role.name.lower()}; {peer.name} is a {peer.role.name.lower()}",
             code="role_required",
-            hint=f"`penstock keys new NAME --role {role.name.lower()}` makes a key that may"
+            hint=f"`penstock keys add NAME --role {role.name.lower()}` makes a key that may"
             if peer.key
             else "the settings `operators` and `viewers` give the roles",
         )

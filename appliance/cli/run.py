@@ -45,7 +45,6 @@ def run(
     ] = False,
     stats: Stats = False,
     host: Host = None,
-    as_chat: Annotated[bool, typer.Option("--chat", hidden=True)] = False,
     **fields: Any,
 ) -> None:
     """Answer a prompt, or open a chat where none is given.

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance import profile_store
 from appliance.configuration.config import ServeConfig
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import attention_for, installed_torch
@@ -280,7 +281,7 @@ def _keep(known: Known) -> None:
     try:
         known.save()
     except ProfileUnusable as error:
-        log.warning("the profile cannot be saved: %s", error)
+        profile_store.warn(error)
 
 
 def _with_prompt_steps(

@@ -21,6 +21,8 @@ PAST_S = 60.0
 """Seconds of past readings for signals that are rates or comparisons."""
 DEFAULT_TTFT_MS = 10_000
 """How long a request may wait where no target says so."""
+MAX_SHOWN_TIMES = 100
+"""A larger multiple says no more than this one."""
 STAGING = "ring"
 """A pool whose slots are all granted ahead, so that its occupancy says nothing."""
 
@@ -162,7 +164,8 @@ def ttft_over_usual(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Compare the last minute's TTFT with what is usual for prompts of the same length."""
     latency = frame.latency
     if (times := latency.ttft_over_usual) is not None and latency.ttft_ms_p95 is not None:
-        about = f"TTFT is {times:.0f}x its usual for such prompts"
+        shown = f"over {MAX_SHOWN_TIMES}x" if times > MAX_SHOWN_TIMES else f"{times:.0f}x"
+        about = f"TTFT is {shown} its usual for such prompts"
         yield Signal(times, f"{about} (p95 {duration(latency.ttft_ms_p95)} in {PAST_S:.0f} s)")
 
 

@@ -32,7 +32,7 @@ class FairQueue:
     """Sequences by owner, from submit until they are placed or end."""
 
     def __init__(self, max_sequences: int, max_tokens: int) -> None:
-        self._sequences = WaitingLimit("sequences", max_sequences)
+        self._sequences = WaitingLimit("sequences", max_sequences, least=1)
         self._tokens = WaitingLimit("prompt tokens", max_tokens)
         self._waiting: dict[str, dict[int, Sequence]] = {}
         self._charged: dict[str, float] = {}

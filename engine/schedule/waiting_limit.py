@@ -29,12 +29,12 @@ MAX_RETRY_MS = 120_000
 class WaitingLimit:
     """How much of one kind (sequences, tokens, bytes) may wait: in all, and of each owner."""
 
-    def __init__(self, unit: str, limit: int) -> None:
+    def __init__(self, unit: str, limit: int, least: int = 0) -> None:
         self.unit = unit
         """Plural, as messages name it."""
         self.limit = limit
         self.total = 0
-        self.pace = QueueRate()
+        self.pace = QueueRate(least=least)
         self.first_tokens = tuple(map(QueueRate, FIRST_WINDOWS_S))
         """How fast prompts get theirs, in time that one was waited for."""
         self.assumed_ms = 0.0
@@ -188,10 +188,12 @@ class QueueRate:
 
     Args:
         window_s: how far back it looks.
+        least: assume that this much leaves next, while nothing has; 0: then no pace is known.
     """
 
-    def __init__(self, window_s: float = PACE_WINDOW_S) -> None:
+    def __init__(self, window_s: float = PACE_WINDOW_S, least: int = 0) -> None:
         self._window_s = window_s
+        self._least = least
         self._amount = 0.0
         self._waited_s = 0.0
         self._at_ns = 0
@@ -210,9 +212,10 @@ class QueueRate:
 
     def wait_ms(self, amount: float) -> float | None:
         """How long it takes until so much has left; None while nothing has left yet."""
-        if not self._amount or not self._waited_s:
+        left = self._amount or self._least
+        if not left or not self._waited_s:
             return None
-        return 1e3 * amount * self._waited_s / self._amount
+        return 1e3 * amount * self._waited_s / left
 
     def retry_ms(self, amount: int) -> int:
         """When to come back, within what clients keep to."""

@@ -162,7 +162,18 @@ async def test_a_file_that_cannot_be_written_is_said_and_nothing_else_happens(
     daemon.known.profile.put(STARTED_TWO, [1.0])
     daemon.known.store.path.mkdir()
     await daemon.measuring.save()
-    assert "the profile cannot be saved" in caplog.text
+    assert str(daemon.known.store.path) in caplog.text
+
+
+async def test_of_a_file_that_cannot_be_read_one_warning_says_how_to_mend_it(daemon, tmp_path, caplog):
+    path = daemon.known.store.path
+    path.write_bytes(b"no database" * 1000)
+    again = Daemon(tmp_path, daemon.clock)
+    assert again.measuring.announcement is None
+    again.known.profile.put(STARTED_TWO, [1.0])
+    await again.measuring.save()
+    assert [str(path) in each.message for each in caplog.records] == [True]
+    assert "penstock profile clear" in caplog.text
 
 
 def test_two_processes_that_are_ready_have_not_failed(daemon):

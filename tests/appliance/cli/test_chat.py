@@ -64,11 +64,10 @@ def test_run_prints_only_the_completion(daemon: FakeDaemon, environ: dict[str, s
 def test_run_uses_the_chat_template_with_room_and_a_lower_temperature(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:
-    for arguments in (("Hello",), ("--chat", "Hello")):  # as it was written before
-        ended = penstock(environ, "run", *arguments)
-        assert (ended.returncode, ended.stdout) == (0, "Hello\n")
+    ended = penstock(environ, "run", "Hello")
+    assert (ended.returncode, ended.stdout) == (0, "Hello\n")
     wanted = {**DEFAULTS, "messages": user_says("Hello"), "stream": True}
-    assert daemon.script.asked_for(ASK) == [wanted, wanted]
+    assert daemon.script.asked_for(ASK) == [wanted]
 
 
 def test_what_the_model_or_the_user_says_of_sampling_goes_before_the_commands_own(

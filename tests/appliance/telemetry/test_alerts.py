@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from appliance.frame.protocol import DeviceFrame, Frame, LatencyFrame, QueueFrame, TotalsFrame
 from appliance.frame.tier_frames import TierFrame
 from appliance.telemetry.alerts import MIN_CLEAR_S, THRESHOLDS, Alerts, Threshold
-from appliance.telemetry.signals import PAST_S, Signal
+from appliance.telemetry.signals import PAST_S, LastMinute, Signal, ttft_over_usual
 from tests.tui.frames import busy, idle, pool, worker
 
 WARN, CRIT, FOR_S = 10.0, 20.0, 4.0
@@ -331,3 +331,12 @@ def test_a_worker_that_is_back_is_not_told_to_be_down():
     back = idle(workers=[worker("decode")])
     assert [change.severity for change in alerts.update(back)] == ["info"]
     assert alerts.frames() == []
+
+
+def test_a_multiple_beyond_use_is_not_shown_as_a_figure():
+    def shown(times):
+        frame = idle(latency=msgspec.structs.replace(SEEN, ttft_over_usual=times))
+        return next(ttft_over_usual(frame, LastMinute())).message
+
+    assert "31x" in shown(31.0)
+    assert "9590" not in shown(9590.0)

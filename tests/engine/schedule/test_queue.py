@@ -300,6 +300,16 @@ def test_when_to_come_back_is_learned_from_what_waited(make):
     assert 2000 <= refused.value.retry_after_ms <= 4000
 
 
+def test_a_queue_from_which_nothing_leaves_refuses_before_the_longest_wait_has_passed(make):
+    queue = FairQueue(1000, 100_000)
+    queue.max_wait_ms = 60_000.0
+    for _ in range(10):
+        queue.push([make()], 0)
+    queue.push([make()], 2 * 10**9)
+    with pytest.raises(QueueFull):
+        queue.push([make()], 10 * 10**9)
+
+
 def test_of_a_flood_each_is_told_a_time_of_its_own(make):
     queue = FairQueue(8, 10**6)
     now_ns = SECOND_NS
