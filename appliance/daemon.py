@@ -42,6 +42,7 @@ from appliance.fleet.boot import (
     make_plan,
     place,
 )
+from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
@@ -173,6 +174,7 @@ class _Daemon:
         self._placed = placed
         self._has_workers = False
         self._stacks_fd = stacks_fd
+        self._core_note = CoreNote(config.socket)
         self._inherited = inherited
         """Listeners of a socket unit: they and who waits in them outlive us."""
         self._num_signals = 0
@@ -199,6 +201,7 @@ class _Daemon:
             for listener in listeners:
                 is_inherited = listener in self._inherited
                 stack.callback(ListenerCloser(listener, is_inherited=is_inherited).close)
+            stack.callback(self._core_note.close)
             stack.push_async_callback(self._stop_workers)
             fetching = None
             if self._placed is None and isinstance(self._config.model, HubName):
@@ -259,6 +262,9 @@ class _Daemon:
             transport=plan.placement.topology.transport,
         )
         self._start_workers(plan)  # they import torch meanwhile
+        on_cpu = [worker for worker in plan.placement.workers if worker.gpu is None]
+        for about in self._core_note.take({cpu for worker in on_cpu for cpu in worker.cpus}):
+            log.warning("%s", about)
         self._caches = KvCaches(self._config, lambda *event: self._service.event(*event))
         read = partial(Tokenizer.from_folder, plan.checkpoint.folder)
         tokenizer = await read_in_thread(disk, read, log.warning)

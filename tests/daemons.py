@@ -60,7 +60,8 @@ class Daemon:
         if model is not None:
             command += ["--model", str(model)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
-        dirs = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "config")}
+        names = ("CACHE_HOME", "CONFIG_HOME", "RUNTIME_DIR")
+        dirs = {f"XDG_{name}": str(folder / name.lower()) for name in names}
         self.env = {**inherited, **dirs, "PENSTOCK_MEASURE": "0", **(env or {})}
         with self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(

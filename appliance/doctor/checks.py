@@ -29,6 +29,7 @@ from appliance.doctor.gpu_checks import GpuHost, gpu_findings
 from appliance.doctor.hub_models import in_a_sentence
 from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
+from appliance.fleet.core_claims import shared_cores, sharing_text
 from appliance.fleet.known import Known, machine_scope
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
@@ -93,6 +94,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
             yield replace(finding, found=finding.found + whose)
         yield looked_at("ssd", lambda: _ssd(found, here))
     yield _daemon(state)
+    if elsewhere is None:
+        yield from _sharing(client)
     yield from _alerts(state)
 
 
@@ -394,6 +397,18 @@ def _elsewhere(client: Callable[[], Client]) -> Finding | None:
         return None
     about = f"the daemon is asked at {address}; what is not said of it is of this machine"
     return Finding("machine", "note", about, "run penstock doctor on that machine for its facts")
+
+
+def _sharing(client: Callable[[], Client]) -> Iterator[Finding]:
+    """Say which other daemons of this user are on the same cores."""
+    try:
+        address = client().address
+    except PenstockError:
+        return  # which is told of the daemon
+    asked = address.path if isinstance(address, UnixAddress) else None
+    if shared := list(shared_cores(os.sched_getaffinity(0), asked)):
+        hint = "stop one with `penstock stop`, or give each cores of its own: taskset -c 0-1 ..."
+        yield Finding("sharing", "note", "; ".join(map(sharing_text, shared)), hint)
 
 
 def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:

@@ -165,7 +165,9 @@ async def test_a_file_that_cannot_be_written_is_said_and_nothing_else_happens(
     assert str(daemon.known.store.path) in caplog.text
 
 
-async def test_of_a_file_that_cannot_be_read_one_warning_says_how_to_mend_it(daemon, tmp_path, caplog):
+async def test_of_a_file_that_cannot_be_read_one_warning_says_how_to_mend_it(
+    daemon, tmp_path, caplog
+):
     path = daemon.known.store.path
     path.write_bytes(b"no database" * 1000)
     again = Daemon(tmp_path, daemon.clock)
