@@ -40,7 +40,7 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def machine(wheels):
-    """A machine on which README's lines for the service have been done."""
+    """A machine on which the lines of docs/operating.md for the service have been done."""
     machine = Machine(needed_folders())
     try:
         machine.install(wheels[0].result())
