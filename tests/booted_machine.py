@@ -203,7 +203,7 @@ class Machine:
         return value
 
     def install(self, wheel: Path) -> None:
-        """Put the wheel into an environment in /opt/penstock, as docs/operating.md says, less the network.
+        """Put the wheel into an environment in /opt/penstock as docs/operating.md does, offline.
 
         What the wheel needs comes from the environment of the tests.
         """

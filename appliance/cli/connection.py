@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -34,6 +34,8 @@ SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
 """Default sampling; at the API's temperature of 1 small models ramble."""
 Answer = TypeVar("Answer")
 POLL_S = 0.2
+MAX_START_S = 20.0
+"""From a daemon's lock to its socket; it only reads a model's header meanwhile."""
 _WITH_TAG = re.compile(r"[a-z][a-z0-9.-]*:[\w.-]+")
 """Matches a short name such as `llama3.2:1b`, known or not."""
 
@@ -69,6 +71,9 @@ class Connection:
             self._models = self._listed()
         except DaemonAbsent as error:
             self._absent = error
+            if self._is_starting():
+                self._absent = None
+                self._models = self._listed()
 
     def names_model(self, word: str) -> bool:
         """Say whether a first word names a model and is not a prompt."""
@@ -106,6 +111,24 @@ class Connection:
             self._found(asked)
         elif asked is not None:
             _check_exists(asked, config.model_named(asked, terminal.passed_over))
+
+    def _is_starting(self) -> bool:
+        """Wait for a daemon that has started here and does not listen yet; whether it does now."""
+        folder = config.state_dir(None, warn=terminal.passed_over)
+        where, end_s = self.client.address, time.monotonic() + MAX_START_S
+        line = ProgressLine()
+        try:
+            while isinstance(where, UnixAddress) and time.monotonic() < end_s:
+                if not paths.is_daemon_alive(folder) or paths.socket_of(folder) != str(where.path):
+                    return False
+                line.wait("waiting for the daemon to start")
+                time.sleep(POLL_S)
+                with suppress(OSError):
+                    where.dial(1.0).hang_up()
+                    return True
+        finally:
+            line.end()
+        return False
 
     def _listed(self) -> list[dict[str, Any]]:
         """List the daemon's models, the one served first at the beginning."""
@@ -148,10 +171,11 @@ class Connection:
             if error.status != 404:
                 raise
             _check_exists(asked, meant)
+            file = paths.config_file_to_edit(os.environ)
             raise NoSuchModel(
                 f"the daemon serves {self._models[0]['id']}",
                 where=asked,
-                hint="run `penstock stop` and try again; or name both models in [models.NAME]",
+                hint=f"run `penstock stop` and try again; or name both as [models.NAME] in {file}",
             ) from error
 
     @contextmanager

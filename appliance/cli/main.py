@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from appliance.cli import short_ids, terminal
+from appliance.configuration.setting_kinds import nearest
 from engine.errors import PenstockError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -94,10 +95,13 @@ class Verbs(TyperGroup):
     """A group with a help text of each verb's first sentence."""
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """Return a verb with plain names of value types; each option may be given once."""
+        """Return a verb with plain names of value types, which suggests options for wrong ones."""
         verb = super().get_command(ctx, name)
         for param in [] if verb is None else verb.params:
             param.type.name = KINDS.get(param.type.name, param.type.name)
+        if verb is not None:
+            make = verb.make_parser
+            verb.make_parser = lambda ctx: _suggesting(make(ctx), ctx)  # type: ignore[method-assign]
         return verb
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -109,6 +113,31 @@ class Verbs(TyperGroup):
             rows = [(n, shown[n].get_short_help_str(_LONGEST)) for n in names if n in shown]
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _suggesting(parser: Any, ctx: Any) -> Any:
+    """Make a parser suggest only options that a wrong one may well stand for."""
+    parse = parser.parse_args
+
+    def suggesting(args: list[str]) -> Any:
+        try:
+            return parse(args)
+        except Exception as error:
+            if hasattr(error, "possibilities"):  # click's NoSuchOption; typer may bring its own
+                known = [name for param in ctx.command.params for name in param.opts]
+                error.possibilities = meant_options(getattr(error, "option_name", ""), known)
+            raise
+
+    parser.parse_args = suggesting
+    return parser
+
+
+def meant_options(typed: str, known: list[str]) -> list[str]:
+    """List the options that a wrong one may stand for: those that it begins, or the nearest."""
+    if begun := [name for name in known if name.startswith(typed) and len(typed) > len("--")]:
+        return begun
+    near = nearest(typed.strip("-"), (name.strip("-") for name in known))
+    return [f"--{near}"] if near else []
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from appliance.cli import listings, terminal
 from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import config
+from appliance.configuration.address import is_of_this_machine
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.doctor import hub_models
 from appliance.frame.figures import size
@@ -32,7 +33,7 @@ from appliance.models.names import (
     is_model_file,
     model_name,
 )
-from engine.errors import CheckpointError, ConfigError, UsageError
+from engine.errors import CheckpointError, ConfigError, PenstockError, UsageError
 
 if TYPE_CHECKING:
     from appliance.models.hub import Progress
@@ -103,6 +104,8 @@ def remove(
     Other programs share that cache, so it asks first; without a terminal, --yes is needed.
     """
     terminal.of_this_machine()
+    if STARTER_FOLDER in (Path(model).absolute(), STARTER_FOLDER.parent / model):
+        raise UsageError("built in, and not removed", where=model)
     name = _hub_name(model)
     root = cache.hub_cache(os.environ)
     if not cache.repository_folder(root, name.repository).is_dir():
@@ -146,7 +149,7 @@ def _confirm(question: str) -> None:
 
 @models.command("list")
 def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
-    """List the models on this machine: configured, built in, in Hugging Face's cache, in --dir."""
+    """List models on this machine: served, configured, built in, in the hub's cache, in --dir."""
     terminal.of_this_machine()
     from appliance.cli import model_folders
 
@@ -290,7 +293,7 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     from appliance.cli import model_folders
 
     named, tables = config.models_named(terminal.passed_over)
-    found = [*_configured(tables)]
+    found = [*_configured(tables), *_served()]
     found += [model_folders.FoundModel(named.name, named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
@@ -300,6 +303,17 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     for each in found:
         by_folder.setdefault(each.folder, each)
     return list(by_folder.values())
+
+
+def _served() -> Iterator[Any]:
+    """Find the model of the daemon that runs here, wherever its files are."""
+    from appliance.cli import model_folders
+
+    with suppress(PenstockError):
+        if is_of_this_machine(terminal.address(None)):
+            for model in terminal.client(None, timeout_s=2).get("/v1/models")["data"]:
+                if is_model_file(root := Path(model.get("root") or "")) or root.is_dir():
+                    yield model_folders.FoundModel(model["id"], root)
 
 
 def _configured(tables: Mapping[str, Path | HubName]) -> Iterator[Any]:

@@ -7,6 +7,7 @@ Never: measures by itself.
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from appliance.cli.tables import Format, Listing, TableColumn
 from appliance.cli.terminal import Host, Output, ProgressLine
 from appliance.configuration import config
 from appliance.frame.figures import things
+from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, PROMPT_MS
 
 # appliance.profile_store costs 70 ms, so it comes with the verbs.
 
@@ -28,6 +30,17 @@ profile = typer.Typer(
     help="What this machine does, measured once and kept.",
     no_args_is_help=True,
 )
+
+
+_WHAT = {
+    PROMPT_MS: ("prefill step", "ms"),
+    DECODE_MS: ("decode step", "ms"),
+    DISK_BYTES_PER_S: ("disk read", "B/s"),
+    LINK_BYTES_PER_S: ("link", "B/s"),
+    "product_us": ("matrix product", "us"),
+    "attention_us": ("attention", "us"),
+}
+_ON = re.compile(r"(.+) on (\d+)")
 
 
 def _figure(value: Any) -> str:
@@ -44,11 +57,12 @@ COLUMNS = (
     TableColumn("MACHINE", "machine", is_wide=True),
     TableColumn("KERNELS", "build", is_wide=True),
     TableColumn("DEVICES", "placement", is_wide=True),
-    TableColumn("WHAT", "what"),
-    TableColumn("WHERE", "place"),
+    TableColumn("WHAT", "what", lambda what: _WHAT[what][0] if what in _WHAT else what),
+    TableColumn("WHERE", "place", lambda place: _ON.sub(r"\1, cores: \2", place)),
     TableColumn("SIZE", "size", _whole),
-    TableColumn("DEPTH", "depth", _whole),
-    TableColumn("VALUE", "value", _figure),
+    TableColumn("CONTEXT", "depth", _whole),
+    TableColumn("MEDIAN", "value", _figure),
+    TableColumn("UNIT", "unit"),
     TableColumn("LOW", "low", _figure, rank=2),
     TableColumn("HIGH", "high", _figure, rank=2),
     TableColumn("SAMPLES", "samples", _whole, rank=4),
@@ -58,12 +72,18 @@ COLUMNS = (
 
 @profile.command("show")
 def show_profile(state_dir: StateDir = None, output: Output = Format.TABLE) -> None:
-    """Show every fact: its median, where a tenth of the samples is beyond it, and its date."""
+    """Show every measured fact of this machine and its models.
+
+    SIZE is a prefill step's tokens or a decode step's sequences, CONTEXT the tokens before them in
+    each sequence, WHERE the worker and the cores that it used. A tenth of the samples are below
+    LOW, a tenth above HIGH.
+    """
     terminal.of_this_machine()
     rows = [
         {
             **row.scope._asdict(),
             **row.key._asdict(),
+            "unit": _WHAT[row.key.what][1] if row.key.what in _WHAT else None,
             "value": row.fact.value,
             "low": row.fact.low,
             "high": row.fact.high,

@@ -7,6 +7,7 @@ socket. Never: reads a setting, or makes a folder.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Mapping
@@ -29,8 +30,18 @@ LOCK_BYTES = 4096
 
 def config_file(environ: Mapping[str, str]) -> Path | None:
     """Return the default configuration file; None: there is no such file."""
-    home = _xdg(environ, "XDG_CONFIG_HOME", ".config") / "penstock" / "penstock.toml"
-    return next((path for path in (SYSTEM_CONFIG, home) if os.path.exists(path)), None)
+    both = (SYSTEM_CONFIG, _own_config(environ))
+    return next((path for path in both if os.path.exists(path)), None)
+
+
+def config_file_to_edit(environ: Mapping[str, str]) -> Path:
+    """Name the file where a setting belongs, there or not yet."""
+    named = environ.get("PENSTOCK_CONFIG")
+    return Path(named) if named else config_file(environ) or _own_config(environ)
+
+
+def _own_config(environ: Mapping[str, str]) -> Path:
+    return _xdg(environ, "XDG_CONFIG_HOME", ".config") / "penstock" / "penstock.toml"
 
 
 def default_socket(environ: Mapping[str, str]) -> Path:
@@ -74,6 +85,19 @@ def socket_of(state_dir: Path) -> str:
     except OSError:
         return ""
     return text.strip().partition(" ")[2]
+
+
+def is_daemon_alive(state_dir: Path) -> bool:
+    """Whether a daemon holds this state directory, also one that starts and does not listen yet."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(state_dir / "lock", flags), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _told_socket(environ: Mapping[str, str]) -> Path | None:

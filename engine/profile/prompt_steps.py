@@ -59,9 +59,9 @@ def choose_prompt_steps(
         if is_clear and fact.value / size * MIN_GAIN < fastest.value / chosen:
             chosen, fastest = size, fact
     if usual is None:
-        said = "default, not measured yet"
+        said = "default; not measured before this start"
     elif chosen == default:
-        said = "default, not beaten"
+        said = "default; no size is clearly faster"
     else:
         gain = (usual.value / default) / (fastest.value / chosen if fastest else 1)
         said = f"{gain:.2f}x as fast as {default}"

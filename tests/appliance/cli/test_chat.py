@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -197,6 +198,24 @@ def test_run_waits_while_the_model_loads(daemon: FakeDaemon, environ: dict[str, 
     daemon.script.replies[state] = (200, {"state": "ready"})
     shown, _ = running.communicate(timeout=30)
     assert (running.returncode, shown) == (0, b"Hello\n")
+
+
+def test_run_waits_for_a_daemon_that_has_started_and_does_not_listen_yet(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(f"1 {tmp_path / 'p.sock'}\n")
+        lock.flush()
+        run = start(environ, "run", "Hello")
+        time.sleep(1.0)
+        with FakeDaemon(tmp_path / "p.sock") as daemon:
+            daemon.script.events = [chat_event("Hello", "stop"), DONE]
+            assert run.communicate(timeout=60)[0] == b"Hello\n"
+    (tmp_path / "p.sock").unlink(missing_ok=True)
+    assert penstock(environ, "run", "Hello").returncode == 3, "one that is dead is not waited for"
 
 
 def test_run_without_a_prompt_opens_a_chat_at_a_terminal(

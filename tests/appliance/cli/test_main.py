@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_a_full_disk_is_told_in_a_line(environ: dict[str, str]) -> None:
             )
         said = b"penstock: cannot write: No space left on device\n"
         assert (ended.returncode, ended.stderr) == (1, said)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("run", "--temp", "1", "hi"), ["--temperature"]),
+        (("serve", "--models", "x"), ["--model"]),
+        (("serve", "--kv-mem", "1GiB"), ["--kv-memory"]),
+        (("serve", "--ctx-size", "4096"), []),
+    ],
+)
+def test_a_wrong_option_suggests_what_it_begins_or_what_is_very_near(
+    environ: dict[str, str], words: tuple[str, ...], meant: list[str]
+) -> None:
+    said = penstock(environ, *words).stderr
+    assert re.findall(r"--[a-z-]+", said.partition("No such option: " + words[1])[2]) == meant
 
 
 def test_a_recording_is_not_written_to_a_file_named_as_a_pipe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, panels_layout
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
+from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf
 
@@ -76,6 +78,23 @@ def test_a_name_will_do_while_it_is_one_models(tmp_path: Path, environ: dict[str
 def test_the_starter_is_always_there(environ: dict[str, str]) -> None:
     assert [row["name"] for row in listed(environ)] == [STARTER_FOLDER.name]
     assert penstock(environ, "models", "verify", STARTER_FOLDER.name).returncode == 0
+
+
+def test_the_starter_is_not_removed_but_said_to_be_built_in(environ: dict[str, str]) -> None:
+    ended = penstock(environ, "rm", "--yes", "penstock-starter-1")
+    assert (ended.returncode, "built in" in ended.stderr) == (2, True)
+    assert (STARTER_FOLDER / "config.json").exists()
+
+
+def test_the_model_that_a_daemon_serves_is_listed_wherever_it_is(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    shutil.copytree(STARTER_FOLDER, tmp_path / "elsewhere")
+    model = {"id": "mine", "root": str(tmp_path / "elsewhere")}
+    with FakeDaemon(tmp_path / "p.sock") as daemon:
+        daemon.script.replies = {"GET /v1/models": (200, {"data": [model]})}
+        listed = penstock({**environ, "PENSTOCK_SOCKET": str(tmp_path / "p.sock")}, "list")
+    assert "mine" in listed.stdout
 
 
 def test_a_tokenizer_that_is_much_too_small_is_asked_about(

@@ -31,13 +31,15 @@ def test_facts_are_shown_with_their_spread_and_date(
 ) -> None:
     header, row = penstock(environ, "profile", "show").stdout.splitlines()
     assert header.split()[:3] == ["MODEL", "WHAT", "WHERE"]
-    assert "prompt_ms" in row
-    assert "decode on 2" in row
+    assert "prefill step" in row
+    assert "decode, cores: 2" in row
+    assert (header.split().index("UNIT"), " ms " in row) == (6, True)
     shown = json.loads(penstock(environ, "profile", "show", "-o", "json").stdout)
     (fact,) = shown["data"]
     assert (fact["machine"], fact["model"]) == (SCOPE.machine, SCOPE.model)
     assert (fact["value"], fact["low"], fact["high"], fact["samples"]) == (110, 100, 130, 3)
     assert fact["at"].startswith("20")
+    assert (fact["what"], fact["unit"], fact["place"]) == ("prompt_ms", "ms", "decode on 2")
 
 
 def test_where_nothing_is_known_there_is_a_header(environ: dict[str, str]) -> None:
