@@ -34,8 +34,10 @@ SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
 """Default sampling; at the API's temperature of 1 small models ramble."""
 Answer = TypeVar("Answer")
 POLL_S = 0.2
+GRACE_S = 3.0
+"""From `penstock serve` to its lock, by which its start is known."""
 MAX_START_S = 20.0
-"""From a daemon's lock to its socket; it only reads a model's header meanwhile."""
+"""From there to its socket: it only reads a model's header meanwhile."""
 _WITH_TAG = re.compile(r"[a-z][a-z0-9.-]*:[\w.-]+")
 """Matches a short name such as `llama3.2:1b`, known or not."""
 
@@ -113,22 +115,32 @@ class Connection:
             _check_exists(asked, config.model_named(asked, terminal.passed_over))
 
     def _is_starting(self) -> bool:
-        """Wait for a daemon that has started here and does not listen yet; whether it does now."""
-        folder = config.state_dir(None, warn=terminal.passed_over)
-        where, end_s = self.client.address, time.monotonic() + MAX_START_S
-        line = ProgressLine()
+        """Wait for a daemon that may be starting here; whether it listens now."""
+        where, began_s = self.client.address, time.monotonic()
+        if not isinstance(where, UnixAddress):
+            return False
+        grace_s = GRACE_S / 3 if self._may_start else GRACE_S
+        folder, line = config.state_dir(None, warn=terminal.passed_over), ProgressLine()
         try:
-            while isinstance(where, UnixAddress) and time.monotonic() < end_s:
-                if not paths.is_daemon_alive(folder) or paths.socket_of(folder) != str(where.path):
-                    return False
-                line.wait("waiting for the daemon to start")
-                time.sleep(POLL_S)
+            while (waited_s := time.monotonic() - began_s) < MAX_START_S:
                 with suppress(OSError):
                     where.dial(1.0).hang_up()
                     return True
+                is_own = paths.socket_of(folder) == str(where.path)
+                if waited_s > grace_s and not (is_own and paths.is_daemon_alive(folder)):
+                    return False
+                line.wait("no daemon yet; waiting for one that starts")
+                time.sleep(POLL_S)
         finally:
             line.end()
         return False
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether a daemon may be started here: for a person, and where none was named."""
+        where = self.client.address
+        is_ours = isinstance(where, UnixAddress) and where.path != paths.SYSTEM_SOCKET
+        return is_ours and not self._is_named and sys.stderr.isatty()
 
     def _listed(self) -> list[dict[str, Any]]:
         """List the daemon's models, the one served first at the beginning."""
@@ -187,8 +199,7 @@ class Connection:
         """
         where = self.client.address
         meant = None if asked is None else config.model_named(asked, terminal.passed_over)
-        may_start = isinstance(where, UnixAddress) and where.path != paths.SYSTEM_SOCKET
-        if self._is_named or not may_start or not sys.stderr.isatty():
+        if not self._may_start:
             if asked is not None:
                 absent.hint = f"start it with 'penstock serve --model {asked}'"
             raise absent
