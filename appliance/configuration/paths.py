@@ -88,7 +88,7 @@ def socket_of(state_dir: Path) -> str:
 
 
 def is_daemon_alive(state_dir: Path) -> bool:
-    """Whether a daemon holds this state directory, also one that starts and does not listen yet."""
+    """Check whether a daemon holds this state directory; it may not listen yet."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(os.open(state_dir / "lock", flags), "rb") as file:

@@ -406,7 +406,7 @@ def _refuse_foreign_page(scope: Scope, origins: Collection[str]) -> None:
 
     Raises:
         Forbidden: the Origin header names a page that is neither local nor in `cors_origins`; or
-            there is none, and the browser says by Sec-Fetch-Site that another site's page asks.
+            it is missing, and Sec-Fetch-Site says that another site's page asks.
     """
     named = _values(scope, b"origin")
     is_local = len(named) == 1 and _LOCAL_PAGE.fullmatch(named[0]) is not None
