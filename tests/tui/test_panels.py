@@ -272,8 +272,17 @@ def test_stages_of_the_first_token_are_left_out_whole(width):
     frame.latency.prefill_ms_mean, frame.latency.queue_ms_mean = 690.0, 333.0
     last = text(gauges.latency(View().after(frame), width, 6)).splitlines()[5].rstrip()
     assert "prefill 690" in last
-    assert last.endswith(("0", "333", "1.4", "690 …", "333 …"))
+    assert last.endswith(("690", "other 334", "queue 333", "1.4"))
     assert len(last) <= width
+
+
+@pytest.mark.parametrize(("own", "shown"), [(97.0, "decode"), (3.0, "other")])
+def test_a_core_that_other_programs_keep_busy_is_not_put_down_to_its_worker(own, shown):
+    frame = frames.busy()
+    worker = frame.workers[-1]
+    worker.cpus_used, worker.cpu_percent = [1], own
+    frame.host.core_percents = [0, 98]
+    assert f"98% {shown}" in text(gauges.machine(View().after(frame), 40, 8))
 
 
 @pytest.mark.parametrize("queued", [0, 999, 4_000, 9_949, 99_900, 1_048_575])
@@ -297,7 +306,7 @@ def test_where_nothing_was_measured_a_sentence_says_so():
     [
         ([1], "DECODE  cpu 1"),
         ([0, 1], "DECODE  cpu 1 + cpu 0"),
-        ([], "DECODE  lent to prefill"),
+        ([], "DECODE  lent: prefill"),
     ],
 )
 def test_a_lane_says_on_which_cores_its_worker_computes_now(used, title):

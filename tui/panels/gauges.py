@@ -7,7 +7,14 @@ alert of the daemon. Never: shows 0 for an unreported value.
 from __future__ import annotations
 
 from appliance.frame import figures as fig
-from appliance.frame.protocol import DeviceFrame, EnergyFrame, Frame, LatencyFrame, PoolFrame
+from appliance.frame.protocol import (
+    DeviceFrame,
+    EnergyFrame,
+    Frame,
+    LatencyFrame,
+    PoolFrame,
+    WorkerFrame,
+)
 from tui.history import Samples, has_meter, total_power_w
 from tui.lines import (
     SPARK_LEVELS,
@@ -40,6 +47,10 @@ _SHORT_STATES = {"reserved": "resvd", "draining": "drain"}
 _NAME_WIDTH = 8
 _DEVICE_WIDTH = 10
 _READING_WIDTH = 13
+MIN_REST_SHARE = 0.05
+"""Of the mean TTFT: stages that take less in all are left out without a word."""
+FOREIGN_PERCENT = 40
+"""Of a core beyond what its worker uses: then other programs are what keeps it busy."""
 _MACHINE_ROWS = 4
 """Minimum rows for a line per reading."""
 
@@ -163,10 +174,16 @@ def machine(view: View, width: int, height: int) -> list[Line]:
 def _cores(frame: Frame, width: int, height: int) -> list[Line]:
     """Draw a bar for each core with its worker, or a cell for each if they do not fit."""
     percents = frame.host.core_percents
-    users = {cpu: worker.name for worker in frame.workers for cpu in worker.cpus_used}
+    users = {cpu: worker for worker in frame.workers for cpu in worker.cpus_used}
     if 0 < len(percents) <= height:
         return [
-            _meter(f"cpu {cpu}", f"{percent}% {users.get(cpu, '')}", percent / 100, "", width)
+            _meter(
+                f"cpu {cpu}",
+                f"{percent}% {_used_by(percent, users.get(cpu))}",
+                percent / 100,
+                "",
+                width,
+            )
             for cpu, percent in enumerate(percents)
         ]
     room = max(1, width - _DEVICE_WIDTH)
@@ -176,6 +193,15 @@ def _cores(frame: Frame, width: int, height: int) -> list[Line]:
         [Run(pad("cores" if not index else "", _DEVICE_WIDTH), Tone.MUTED), Run(row, Tone.ACCENT)]
         for index, row in enumerate(rows[: max(0, height)])
     ]
+
+
+def _used_by(percent: int, worker: WorkerFrame | None) -> str:
+    """Name the worker on a core, or say that other programs use most of it."""
+    own = None if worker is None else worker.cpu_percent
+    if worker is not None and own is not None:
+        own /= max(len(worker.cpus_used), 1)
+        return "other" if percent - own > FOREIGN_PERCENT else worker.name
+    return "" if worker is None else worker.name
 
 
 def _share(value: float | None, whole: float | None) -> float | None:
@@ -309,17 +335,23 @@ def _rows(view: View, frame: Frame, now: LatencyFrame) -> list[_Row]:
 def _made_of(now: LatencyFrame, width: int, height: int) -> list[Line]:
     """Write `ttft mean queue 61.0 + prefill 142`, the stages in which requests spent time.
 
-    If they do not fit into one line, the largest come first, as many as `height` lines hold.
+    If they do not fit into one line, the largest come first, as many as `height` lines hold, with
+    the sum of the others unless it is small.
     """
     label = Run("ttft mean ", Tone.MUTED)
     means = [(stage, getattr(now, f"{stage}_ms_mean")) for stage in fig.TTFT_STAGES]
     known = [(stage, mean_ms) for stage, mean_ms in means if mean_ms is not None]
     ranked = sorted(known, key=lambda mean: -mean[1])
+    total_ms = sum(mean_ms for _, mean_ms in known)
     shorter = ((ranked[:num], height) for num in range(len(ranked), 0, -1))
-    for stages, most_lines in ((known, 1), *shorter):
+    for stages, most_lines in ((known, 1), *shorter, ([], height)):
         text = " + ".join(f"{stage} {fig.millis(mean_ms)}" for stage, mean_ms in stages)
-        rest = " …" if len(stages) < len(known) else ""
-        lines = fold([label, Run((text or fig.ABSENT) + rest)], width, len(label.text))
+        rest_ms = total_ms - sum(mean_ms for _, mean_ms in stages)
+        if stages and rest_ms > MIN_REST_SHARE * total_ms:
+            text += f" + other {fig.millis(rest_ms)}"
+        if not stages and ranked:
+            text = f"{ranked[0][0]} {fig.millis(ranked[0][1])}"
+        lines = fold([label, Run(text or fig.ABSENT)], width, len(label.text))
         if len(lines) <= most_lines:
             break
     return lines

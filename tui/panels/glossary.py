@@ -59,7 +59,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("in, out", "prompt tokens read and output tokens produced since the start"),
             Entry("attn", "the code that computes attention"),
             Entry(
-                "cpu 1 + cpu 0, lent to",
+                "cpu 1 + cpu 0, lent:",
                 "elastic roles lend an idle worker's core until it has work again",
             ),
             Entry(
@@ -82,6 +82,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("rss", "memory of the worker process"),
             Entry("admitted, weights", "sequences the worker holds; bytes of the model it loaded"),
             Entry("daemon", "CPU and memory of the daemon itself"),
+            Entry("other", "a core that other programs keep busy, or stages left out of a sum"),
             Entry("J/token", "energy per prompt token (in) and per output token (out)"),
             Entry("bottleneck", "what limits the throughput now"),
         ),

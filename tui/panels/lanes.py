@@ -77,7 +77,7 @@ def _lane_title(view: View, role: str) -> str:
 
 
 def where(worker: WorkerFrame, frame: Frame | None) -> str:
-    """Name a worker's cores: `cpu 1`; `cpu 1 + cpu 0` with a lent core; `lent to decode`."""
+    """Name a worker's cores: `cpu 1`; `cpu 1 + cpu 0` with a lent core; `lent: decode`."""
     if worker.state != "ready" or worker.cpus_used == worker.cpus:
         return worker.device
     if worker.cpus_used:
@@ -85,7 +85,7 @@ def where(worker: WorkerFrame, frame: Frame | None) -> str:
         return f"{worker.device} + cpu {','.join(map(str, lent))}" if lent else worker.device
     others = frame.workers if frame else []
     by = next((each.name for each in others if set(worker.cpus) & set(each.cpus_used)), "")
-    return f"lent to {by}" if by else worker.device
+    return f"lent: {by}" if by else worker.device
 
 
 def prefill(view: View, width: int, height: int) -> list[Line]:
@@ -192,7 +192,7 @@ def decode(view: View, width: int, height: int) -> list[Line]:
         ("paused", frame.queue.paused),
         ("preempted", frame.totals.preemptions),
     )
-    backends = dict.fromkeys(w.attention for w in workers if w.attention)
+    backends = dict.fromkeys(w.attention.split()[-1] for w in workers if w.attention)
     return [
         _not_ready(workers, width)
         or pairs(
