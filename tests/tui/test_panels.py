@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -274,6 +275,15 @@ def test_stages_of_the_first_token_are_left_out_whole(width):
     assert "prefill 690" in last
     assert last.endswith(("690", "other 334", "queue 333", "1.4"))
     assert len(last) <= width
+
+
+def test_a_note_that_does_not_fit_loses_whole_parts():
+    request = frames.busy().requests[4]
+    request.slow_because = "prefill: 12.5s, usually 1024ms"
+    (note,) = (column for column in requests.COLUMNS if column.title == "NOTE")
+    for width, shown in ((34, "prefill: 12.5s, usually 1024ms"), (20, "prefill: 12.5s")):
+        (_, cell) = requests.row(request, [replace(note, width=width)], is_selected=False)
+        assert cell.text.strip() == shown
 
 
 @pytest.mark.parametrize(("own", "shown"), [(97.0, "decode"), (3.0, "other")])

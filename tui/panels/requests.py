@@ -153,8 +153,10 @@ def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected:
     phase_tone = _PHASE_TONES.get(request.phase, Tone.MUTED)
     tones = {"ID": Tone.STRONG, "PHASE": Tone.BAD if request.error else phase_tone}
     for column in columns:
-        text = column.cell(column.text(request))
-        line.append(Run(text, tones.get(column.title, Tone.PLAIN)))
+        text = column.text(request)
+        while column.title == "NOTE" and len(text) > column.width and ", " in text:
+            text = text.rpartition(", ")[0]
+        line.append(Run(column.cell(text), tones.get(column.title, Tone.PLAIN)))
     return line
 
 
