@@ -35,9 +35,9 @@ SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
 Answer = TypeVar("Answer")
 POLL_S = 0.2
 GRACE_S = 3.0
-"""From `penstock serve` to its lock, by which its start is known."""
+"""Maximum seconds to wait for a new daemon's lock."""
 MAX_START_S = 20.0
-"""From there to its socket: it only reads a model's header meanwhile."""
+"""Maximum seconds from the lock to the socket; the daemon reads a model's header meanwhile."""
 _WITH_TAG = re.compile(r"[a-z][a-z0-9.-]*:[\w.-]+")
 """Matches a short name such as `llama3.2:1b`, known or not."""
 

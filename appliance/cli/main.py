@@ -133,7 +133,7 @@ def _suggesting(parser: Any, ctx: Any) -> Any:
 
 
 def meant_options(typed: str, known: list[str]) -> list[str]:
-    """List the options that a wrong one may stand for: those that it begins, or the nearest."""
+    """List the options that a wrong one abbreviates, or else the nearest."""
     if begun := [name for name in known if name.startswith(typed) and len(typed) > len("--")]:
         return begun
     near = nearest(typed.strip("-"), (name.strip("-") for name in known))

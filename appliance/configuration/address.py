@@ -101,7 +101,7 @@ class TcpAddress:
     port: int
     is_tls: bool = False
     key: str | None = field(default=None, repr=False)
-    """From http://x:KEY@host; without one PENSTOCK_API_KEY is shown. Never printed."""
+    """API key in http://x:KEY@host, which overrides PENSTOCK_API_KEY. Never printed."""
 
     def shown_key(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """Return the API key to send, if there is one.

@@ -86,7 +86,7 @@ def sharing_text(claim: CoreClaim) -> str:
 
 
 def _claims(folder: Path) -> Iterator[CoreClaim]:
-    """Read the claims of daemons that live; delete those of dead ones."""
+    """Read the claims of living daemons, and delete stale ones."""
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError, ValueError, TypeError), path.open("rb") as file:

@@ -48,9 +48,9 @@ _NAME_WIDTH = 8
 _DEVICE_WIDTH = 10
 _READING_WIDTH = 13
 MIN_REST_SHARE = 0.05
-"""Of the mean TTFT: stages that take less in all are left out without a word."""
+"""Minimum share of the mean TTFT for which the sum shows `other`."""
 FOREIGN_PERCENT = 40
-"""Of a core beyond what its worker uses: then other programs are what keeps it busy."""
+"""Minimum percent of a core, beyond its worker's, that counts as other programs' work."""
 _MACHINE_ROWS = 4
 """Minimum rows for a line per reading."""
 

@@ -147,10 +147,10 @@ def test_tcp_takes_the_key_out_of_the_address_before_the_environments(tcp, monke
 @pytest.mark.parametrize(
     "text",
     [
-        "http://x:se/cret@box:8000",
+        "http://x:SE/CRET@box:8000",
         "http://x:secret@box:port",
         "http://secret@box",
-        "https://x:secret@box/path",
+        "https://x:SECRET@box/PATH",
         "ssh://x:secret@box",
         "x:secret@box:99999",
     ],
@@ -158,7 +158,7 @@ def test_tcp_takes_the_key_out_of_the_address_before_the_environments(tcp, monke
 def test_an_address_that_is_refused_does_not_show_its_key(text):
     with pytest.raises(ConfigError) as refusal:
         find(text, {})
-    assert "cret" not in f"{refusal.value} {refusal.value.hint}"
+    assert "cret" not in f"{refusal.value} {refusal.value.hint}".lower()
     assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
 
 
