@@ -312,7 +312,8 @@ def _served() -> Iterator[Any]:
     with suppress(PenstockError):
         if is_of_this_machine(terminal.address(None)):
             for model in terminal.client(None, timeout_s=2).get("/v1/models")["data"]:
-                if is_model_file(root := Path(model.get("root") or "")) or root.is_dir():
+                named = model.get("root")
+                if named and (is_model_file(root := Path(named)) or root.is_dir()):
                     yield model_folders.FoundModel(model["id"], root)
 
 

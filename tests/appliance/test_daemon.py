@@ -61,6 +61,7 @@ async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
             await one._start_model()
         assert "/m is slow" in caplog.text
     finally:
+        one._core_note.close()
         one._request_log.close()
         if hanging == 2:
             one._plan.close()

@@ -293,7 +293,7 @@ def test_run_can_end_with_the_timings(daemon: FakeDaemon, environ: dict[str, str
     [
         ([text_event("par"), {"error": {"message": "a worker\x1b[31m died"}}], "worker\\x1b[31m"),
         ([text_event("par"), text_event("", "abort"), DONE], "'abort'"),
-        ([text_event("par")], "before the end"),
+        ([text_event("par")], "early"),
     ],
 )
 def test_run_says_that_a_reply_is_incomplete(

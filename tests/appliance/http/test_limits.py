@@ -719,9 +719,9 @@ async def test_who_gives_way_or_finds_no_room_is_told_and_they_are_counted(
         task.cancel()
     monkeypatch.setattr(rejected_connections, "TELL_EVERY_S", 0.0)
     await until(lambda: not narrow.server._turned_away._counts)
-    lines = [r.getMessage().split() for r in caplog.records if "room" in r.getMessage()]
-    assert sum(int(words[4]) for words in lines) == 3
-    assert sum(int(words[6]) for words in lines) == 3  # all of whom were told
+    lines = [r.getMessage().split() for r in caplog.records if "rejected" in r.getMessage()]
+    assert sum(int(words[3]) for words in lines) == 3
+    assert sum(int(words[5]) for words in lines) == 3  # all of whom were told
 
 
 async def test_who_is_turned_away_and_says_nothing_is_not_waited_for_long(narrow, monkeypatch):
