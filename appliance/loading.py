@@ -1,4 +1,4 @@
-"""Serve a placeholder while a model downloads or swaps.
+"""Download a missing model while serving placeholders, and swap one model for another.
 
 Owns: the process that pulls, and how far that is, in the words of /ready, console and journal; the
 order in which workers end and start in a swap, and the way back if that fails.

@@ -1,4 +1,4 @@
-"""Learn from each second's steps, and measure others while no request is live.
+"""Learn from each second's steps, and time unmeasured steps while no request is live.
 
 Owns: when a slice of measuring may begin, when facts are written, and what is said about it.
 Invariant: nothing is measured within QUIET_S of a request; a start waits for no measurement.

@@ -1,4 +1,4 @@
-"""Describe the daemon's own process: its limits, its threads, systemd's messages.
+"""Manage the daemon's process: its descriptors, heap, disk reads, log lines, systemd messages.
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
 programs that call select(), which nobody here does), and the size from which the heap gives large

@@ -1,1 +1,1 @@
-"""The machine: tokens, blocks, devices. Knows no HTTP, SQL, TOML or terminal."""
+"""Load, schedule and run models, without HTTP, SQL, TOML or a terminal."""

@@ -1,4 +1,4 @@
-"""Serve the contents of the prefix cache and its changes to routers.
+"""Serve the prefix cache's contents to routers and metrics to Prometheus; count HTTP replies.
 
 Owns: the lines of /v1/penstock/cache, /metrics, and the counts of replies.
 Invariant: a reader of all lines knows what its own prompts would find in memory.

@@ -1,4 +1,4 @@
-"""Bring a chat's messages into the form that templates read.
+"""Convert a chat's validated fields into plain messages for templates.
 
 Owns: how roles, parts and calls are written for a template.
 Invariant: every content is a string, every call's arguments are an object; an error names the

@@ -1,7 +1,7 @@
 """Write errors in the words of the API that was asked.
 
 Owns: which API a path belongs to.
-Invariant: requests by an API's path are refused in its way that its official client
+Invariant: requests by an API's path are refused in the way that its official client
 understands.
 Never: decides what is refused.
 """

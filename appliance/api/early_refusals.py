@@ -1,4 +1,4 @@
-"""Refuse requests of a full queue by their first line, so that a flood costs little.
+"""Refuse requests without parsing them while the queue is full, so that a flood costs little.
 
 Owns: which requests are refused before parsing.
 Invariant: the reply is the one that the long way would have given to a request that is in order;

@@ -1,4 +1,4 @@
-"""Respond to an admitted request: a whole reply or a stream, to its end or to its client's.
+"""Send an admitted request's reply, whole or streamed, until it ends or its client leaves.
 
 Owns: the watch for a client that hangs up, and what keeps a waiting stream alive.
 Invariant: each admitted request is closed exactly once, whatever happens before.

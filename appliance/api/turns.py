@@ -1,4 +1,4 @@
-"""Bring a conversation into a form that the model's chat template takes.
+"""Move, join or reword messages that the model's chat template would refuse or drop.
 
 Coding agents send a system message behind the user's, several at the beginning, two user turns in a
 row, or parallel calls. Many templates refuse that, and some leave such a message out silently.

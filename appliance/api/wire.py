@@ -2,7 +2,7 @@
 
 Owns: which API a path belongs to, and its shape of errors; the headers that replies carry, and what
 of a client's headers is kept; the two refusals, `role_required` and `not_owner`.
-Invariant: requests by an API's path are refused in its way that its official client understands; a
+Invariant: requests by an API's path are refused in the way that its official client understands; a
 refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
 """

@@ -1,4 +1,4 @@
-"""Send one request on a connection of its own, and timestamp every read of its reply.
+"""Ask a measured server for its model and token ids, and build the requests to send it.
 
 Owns: the connection.
 Invariant: no prompt is made twice, so that no server's prefix cache meets one again, but where a

@@ -1,4 +1,4 @@
-"""Put load on a server, and measure what long prompts do to other replies.
+"""Send requests at a set pace, timestamp replies, and measure what long prompts do to others.
 
 Owns: what is asked of every server alike, so that arms differ in nothing else; the pace: by
 schedule, or so many at a time; the connection of each request, and the stamp of each read.

@@ -1,1 +1,1 @@
-"""The request log: asked, written, kept within limits."""
+"""Write the daemon's metrics for Prometheus."""

@@ -1,4 +1,4 @@
-"""Compute how many key heads each layer has, their size, and which layer stores its keys.
+"""Compute each layer's key heads and KV layer, and read the model's default sampling.
 
 Owns: the differences between layers.
 Invariant: each layer's width divides the widest.

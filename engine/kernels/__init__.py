@@ -1,1 +1,1 @@
-"""CPU kernels in C, and the door to them."""
+"""Load the compiled CPU kernels, and describe the GPU's attention backends and kernel costs."""

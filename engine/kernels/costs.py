@@ -1,4 +1,4 @@
-"""Count the bytes that a kernel has to move and the operations that it has to compute, at least.
+"""Compute the fewest bytes and operations that each kernel call needs.
 
 Owns: the counts by shape: bytes cross the device's memory once, a product and its sum are two
 operations. A measured time is a fraction of what they take at the device's rates.

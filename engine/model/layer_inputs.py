@@ -1,4 +1,4 @@
-"""Compute the inputs that each layer reads beside the stream, and what a layer adds for them.
+"""Compute the per-layer embeddings of a step's tokens, and what each layer adds from them.
 
 Owns: the embeddings by layer and their projection; the gate through which a layer reads them.
 Invariant: a token's inputs depend on its id and its embedding alone.

@@ -1,4 +1,4 @@
-"""Read rows of a tensor in the model's order, whatever layout the file has.
+"""Read or quantise rows of a stored tensor in the model's order, whatever the file's layout.
 
 Owns: how each block format lays out its codes and scales; how each way of storing them lays them
 out; the order of rows, the shift, which a file's format may have otherwise, and the choice of what

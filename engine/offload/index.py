@@ -1,4 +1,4 @@
-"""Map blocks to places on disk.
+"""Map block hashes to places in a store's slabs, and choose which records are evicted.
 
 Owns: the index of all records, the free places, and their readers and writers; the last use of each
 sampled block, and the counts of distances. It knows no files: it names places. Invariants: a place

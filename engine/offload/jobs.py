@@ -1,4 +1,4 @@
-"""Define the jobs of a block store and their results, for every kind of store.
+"""Define a block store's jobs (copy, grow, sweep, probe), and track which copies are overdue.
 
 A job is a copy with the places of its blocks, a slab to make, places to sweep, or a probe.
 

@@ -1,4 +1,4 @@
-"""Find the fastest way to multiply bfloat16 matrices and to attend to a prompt's keys.
+"""Time the CPU kernels' ways to multiply and attend in bfloat16, and choose the fastest.
 
 The kernels read matrices as the checkpoint stores them, or packed in pairs, which a processor's
 dots of pairs and its matrix tiles want. What an instruction is called says little about its speed:

@@ -1,4 +1,4 @@
-"""Lend an idle worker's cores to the others, with an answer to every change.
+"""Track lent cores, and lend each only after the worker that used it has released it.
 
 Owns: what each worker uses, as it last answered, and what it has been told since.
 Invariant: a core is lent only after its owner has let go of it, or died; no core is in what two

@@ -1,4 +1,4 @@
-"""Find the longest cached prefix of a sequence, and bring its blocks to the right pool.
+"""Find, reserve, publish and release cached prefixes, and decide which sequences wait for one.
 
 Full blocks that are computed get a hash, and stay when their sequence is gone, until their room is
 needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends

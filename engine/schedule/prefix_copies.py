@@ -1,4 +1,4 @@
-"""Bring blocks from another pool to where a queued prompt needs them.
+"""Copy cached blocks from one KV pool to the pool where a queued prompt needs them.
 
 Owns: the fetches under way, each with its block tables.
 Invariant: a block is published when its copy is answered, in the life of both pools in which the

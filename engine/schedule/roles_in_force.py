@@ -1,4 +1,4 @@
-"""Hold the workers' current roles, and lend idle workers' cores to busy ones.
+"""Hold the current roles, route sequences by them, learn step times, choose cores to lend.
 
 Owns: the roles and their targets; what is known of step times, and the steps of the last second,
 which wait to be learnt from; the number of sequences that decoded a moment ago.

@@ -1,4 +1,4 @@
-"""Describe the router at one moment, for everything that only looks.
+"""Describe the router at one moment, for readers that change nothing.
 
 Owns: the records of a snapshot, and how they are read from the router's parts.
 Invariant: a snapshot never changes, and its parts are of one moment.

@@ -1,4 +1,4 @@
-"""Name the prompts that may find each other's cached blocks.
+"""Define the record that says which prompts may share cached blocks.
 
 Owns: the record; engine.cache.hashes makes it.
 Never: holds a secret itself, only a hash with it. Imports nothing: the command starts quickly.
