@@ -25,7 +25,7 @@ DROP_IN = """
 WatchdogSec=3
 RestartSec=100ms
 """
-LONG = ("run", "--max-tokens", "10000", "Once upon a time")
+LONG = ("run", "--raw", "Once upon a time", "--max-tokens")
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_reload_takes_keys_over_and_fails_on_a_wrong_file(machine, settings):
 
 
 def test_a_killed_worker_is_noticed_by_nobody(machine):
-    stream = machine.start(booted_machine.PROGRAM, *LONG[:2], "500", LONG[3])
+    stream = machine.start(booted_machine.PROGRAM, *LONG, "500")
     machine.wait_for(lambda: is_decoding(machine))
     workers = asked(machine, "/v1/penstock/state").json()["workers"]
     tell(machine, "KILL", *[worker["pid"] for worker in workers])
@@ -206,7 +206,7 @@ def test_a_stopped_daemon_is_found_and_serves_again(machine):
 def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(machine, settings, wheels):
     settings("max_drain = 2\n")
     machine.run("systemctl", "reload", "penstock")
-    stream = machine.start(booted_machine.PROGRAM, *LONG)
+    stream = machine.start(booted_machine.PROGRAM, *LONG, "10000")
     machine.wait_for(lambda: is_decoding(machine))
     is_over = False
 

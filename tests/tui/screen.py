@@ -63,3 +63,14 @@ async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await pilot.pause(0.02)
+
+
+async def resize(console: Console, pilot: Pilot[None], width: int, height: int) -> None:
+    """Resize the terminal, and wait until the console is drawn to its last line."""
+    await pilot.resize_terminal(width, height)
+
+    def is_drawn() -> bool:
+        lines = grid(console).splitlines()
+        return len(lines) == height and (width < 40 or lines[-1].endswith("? for more"))
+
+    await until(pilot, is_drawn)
