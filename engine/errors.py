@@ -15,7 +15,8 @@
         ├── QueueFull             429: no room in the queue, for anybody or for this owner
         └── Unavailable           503: loading or draining; retry_after_ms
 
-Owns: the words. Never: logs or prints.
+Owns: the words.
+Never: logs or prints.
 """
 
 from __future__ import annotations

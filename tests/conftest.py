@@ -70,6 +70,14 @@ def pytest_collection_finish():
         use_one_thread()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def runtime_folder(tmp_path_factory):
+    """Give sockets and claims of cores a folder of their own: a daemon in use is left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """A float32 Llama of 3 layers and 2,048 positions, with a tokenizer and a chat template."""

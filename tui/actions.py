@@ -1,7 +1,8 @@
 """Describe what an operator can change through the console, with a question before each change.
 
-Owns: the words of the questions. Invariant: nothing is sent without a question. Never: decides on
-permissions; the daemon does.
+Owns: the words of the questions.
+Invariant: nothing is sent without a question.
+Never: decides on permissions; the daemon does.
 """
 
 from __future__ import annotations

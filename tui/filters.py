@@ -1,7 +1,8 @@
 """Filter requests by a text such as `user:ana state:queued in>4096 !bench`.
 
-Owns: the grammar of a filter. Invariant: a request with an unreported number matches no comparison
-with it. Never: changes a request.
+Owns: the grammar of a filter.
+Invariant: a request with an unreported number matches no comparison with it.
+Never: changes a request.
 """
 
 from __future__ import annotations

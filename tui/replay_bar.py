@@ -1,7 +1,8 @@
 """Draw the bar under a replay.
 
-Owns: nothing; pure. Invariant: position, marks and notes have glyphs and words. Never: uses colour
-as the only sign.
+Owns: nothing; pure.
+Invariant: position, marks and notes have glyphs and words.
+Never: uses colour as the only sign.
 """
 
 from __future__ import annotations

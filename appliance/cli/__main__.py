@@ -1,6 +1,7 @@
 """Run the command where it is not installed: `python -m appliance.cli`.
 
-Owns: nothing. Never: anything of its own.
+Owns: nothing.
+Never: anything of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Show current and past activity: ps, show, top, log, events, usage, whoami, version.
 
-Owns: their parameters, following, and the choice between the daemon and the log's file. Invariant:
-the daemon and the file take equal parameters; a reader of the file is told so. Never: changes
-anything in the daemon or the log.
+Owns: their parameters, following, and the choice between the daemon and the log's file.
+Invariant: the daemon and the file take equal parameters; a reader of the file is told so.
+Never: changes anything in the daemon or the log.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Hold a chat's messages and settings.
 
-Owns: the order of messages, and the settings' values. Invariant: messages alternate between user
-and model, after at most one system message; a refused command changes nothing. Never: talks to the
-daemon or the terminal.
+Owns: the order of messages, and the settings' values.
+Invariant: messages alternate between user and model, after at most one system message; a refused
+command changes nothing.
+Never: talks to the daemon or the terminal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Define doctor, devices and config: problems, hardware, settings.
 
 Owns: how findings, devices and links are listed; how a setting's value is written, in the form that
-a user would type. Invariant: doctor ends with 8 if something was bad, otherwise with 0. Never:
-checks anything itself.
+a user would type.
+Invariant: doctor ends with 8 if something was bad, otherwise with 0.
+Never: checks anything itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Find models on this machine, and check and describe their files.
 
-Owns: where checkpoints are searched, and the checksums to compare with. Invariant: an unsupported
-folder is described with the reason, not left out. Never: downloads, changes or prints anything.
+Owns: where checkpoints are searched, and the checksums to compare with.
+Invariant: an unsupported folder is described with the reason, not left out.
+Never: downloads, changes or prints anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Complete and expand shortened request ids.
 
-Owns: the meaning of a shortened id; the verb completion, and its timeouts. Invariant: a complete id
-is never taken for the beginning of another; an ambiguous beginning is refused with all matches.
+Owns: the meaning of a shortened id; the verb completion, and its timeouts.
+Invariant: a complete id is never taken for the beginning of another; an ambiguous beginning is
+refused with all matches.
 Never: guesses.
 """
 

@@ -1,9 +1,10 @@
 """Define the verbs on stored data: cache, db, record.
 
 Owns: how ages and sizes are written on the command line; the descriptions of the files; writing a
-recording. Invariant: reading verbs work with and without a running daemon; clear touches nothing of
-a running daemon; a recording is complete, or absent. Never: overwrites a file; prints a hash, or
-anything that reveals a prompt.
+recording.
+Invariant: reading verbs work with and without a running daemon; clear touches nothing of a running
+daemon; a recording is complete, or absent.
+Never: overwrites a file; prints a hash, or anything that reveals a prompt.
 """
 
 from __future__ import annotations

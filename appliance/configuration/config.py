@@ -1,9 +1,10 @@
 """Read the daemon's settings: flag, environment, TOML file, default.
 
 Owns: the defaults of the settings and their sources; the folders that they name, and the folders'
-modes. The only file that knows TOML. Invariant: a ServeConfig that exists is valid; every error
-names the setting, its value, the allowed values and its source, to the line. Never: imports
-anything slow: each `penstock status` pays for it.
+modes. The only file that knows TOML.
+Invariant: a ServeConfig that exists is valid; every error names the setting, its value, the allowed
+values and its source, to the line.
+Never: imports anything slow: each `penstock status` pays for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """List the GPUs that a server could use.
 
-Owns: the names of GPUs. Invariant: names equal the names in readings. Never: keeps a handle of the
-driver.
+Owns: the names of GPUs.
+Invariant: names equal the names in readings.
+Never: keeps a handle of the driver.
 """
 
 from __future__ import annotations

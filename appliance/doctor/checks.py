@@ -1,7 +1,9 @@
 """Check what keeps this machine, or a model, from being served well.
 
-Owns: the checks. Invariant: a check changes nothing except for a probe file that it removes; what
-cannot be checked is reported, never assumed good. Never: starts a worker, imports torch, or raises.
+Owns: the checks.
+Invariant: a check changes nothing except for a probe file that it removes; what cannot be checked
+is reported, never assumed good.
+Never: starts a worker, imports torch, or raises.
 """
 
 from __future__ import annotations

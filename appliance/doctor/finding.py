@@ -1,7 +1,8 @@
 """Describe one finding of doctor.
 
-Owns: the record. Invariant: a finding that is not ok has a hint, with a command if possible. Never:
-checks anything itself.
+Owns: the record.
+Invariant: a finding that is not ok has a hint, with a command if possible.
+Never: checks anything itself.
 """
 
 from __future__ import annotations

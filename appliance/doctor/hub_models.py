@@ -1,7 +1,8 @@
 """Describe a model on the hub and where it would fit, without its weights.
 
-Owns: the words of `models show` and doctor about it. Invariant: the cache stays unchanged. Never:
-downloads weights.
+Owns: the words of `models show` and doctor about it.
+Invariant: the cache stays unchanged.
+Never: downloads weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Read the daemon's streamed outputs as Dynamo wants them.
 
-Owns: which failures another worker can take over. Invariant: every token id is passed on once, in
-order. Never: reads a socket.
+Owns: which failures another worker can take over.
+Invariant: every token id is passed on once, in order.
+Never: reads a socket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Plan how weights lie in memory: mapped, widened, packed or quantised.
 
-Owns: that choice, for workers on CPU cores, and its refusals. Invariant: the choice is reported
-with its bytes, unless files are served unchanged. Never: makes memory, reads tensor data.
+Owns: that choice, for workers on CPU cores, and its refusals.
+Invariant: the choice is reported with its bytes, unless files are served unchanged.
+Never: makes memory, reads tensor data.
 """
 
 from __future__ import annotations

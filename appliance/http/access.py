@@ -1,9 +1,10 @@
 """Check callers, their roles and their requests' sizes.
 
 Owns: the policy of roles, replaced as a whole when the configuration is read again; the checks in
-front of every route: peer, key, Host, sizes of head and body. Invariant: an identity comes from the
-kernel or a key, never from what a client claims; roles are looked up with each request, so that a
-new policy applies to open connections. Never: decides what a role may do.
+front of every route: peer, key, Host, sizes of head and body.
+Invariant: an identity comes from the kernel or a key, never from what a client claims; roles are
+looked up with each request, so that a new policy applies to open connections.
+Never: decides what a role may do.
 """
 
 from __future__ import annotations

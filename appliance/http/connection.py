@@ -4,8 +4,8 @@ A client that shuts down its writing side and waits is served to the end on the 
 the kernel cannot tell it from a client that disconnected, so there it counts as disconnected.
 
 Owns: the time limits of each phase of a connection, and the reply to clients that exceed them.
-Invariant: a connection that holds resources makes progress, or is closed. Never: sends 408 or 409,
-which OpenAI's clients answer by sending it all again.
+Invariant: a connection that holds resources makes progress, or is closed.
+Never: sends 408 or 409, which OpenAI's clients answer by sending it all again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Owns: the parameters, their meaning and their errors; the SQL of a query, and the JSON of its rows.
 Invariant: every field of a query is safe to run: times are in the log's own form, stages are known
-names. Never: lets a client write SQL; ignores a parameter that it cannot read.
+names.
+Never: lets a client write SQL; ignores a parameter that it cannot read.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Owns: which of a request's sequences a row describes; the statements that insert runs, requests and
 events, and complete a request's energy; the file beside the log with a JSON line for each request
-from its acceptance to its row, so that a crashed daemon's requests get rows. Invariant: the fields
-are the columns of the requests table that are not computed, and `prompt`. Never: reads a clock or
-the database.
+from its acceptance to its row, so that a crashed daemon's requests get rows.
+Invariant: the fields are the columns of the requests table that are not computed, and `prompt`.
+Never: reads a clock or the database.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Write the request log from one thread: rows, events, packed frames.
 
 Owns: the queue of unwritten rows, and the daemon's one connection that writes; the template that
-frames are packed against, renewed now and then. Invariant: an accepted request gets one row; a
-frame's template is written before it or with it; failed writes are retried, counted and reported.
+frames are packed against, renewed now and then.
+Invariant: an accepted request gets one row; a frame's template is written before it or with it;
+failed writes are retried, counted and reported.
 Never: blocks the daemon's loop; changes an existing row, except to complete its energy.
 """
 

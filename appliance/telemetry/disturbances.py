@@ -1,8 +1,9 @@
 """Detect whether the hypervisor, a CPU quota or disk reads disturbed the last second's steps.
 
 Owns: the counters of the last look: time taken by the hypervisor, periods with a used-up CPU quota,
-pages read from a disk. Invariant: an unreported counter counts as undisturbed. Never: says what a
-step took.
+pages read from a disk.
+Invariant: an unreported counter counts as undisturbed.
+Never: says what a step took.
 """
 
 from __future__ import annotations

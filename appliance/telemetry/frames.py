@@ -2,7 +2,8 @@
 
 Owns: the newest frame, its number, the readers that wait for the next one, and the energy account.
 Invariant: frame numbers only grow; rates, devices and the host are read over an interval when a
-frame is made, and never for a single reader. Never: changes anything that it reads.
+frame is made, and never for a single reader.
+Never: changes anything that it reads.
 """
 
 from __future__ import annotations

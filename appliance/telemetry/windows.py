@@ -1,7 +1,8 @@
 """Keep values of the last minutes, for rates and quantiles.
 
-Owns: how long a value is kept. Invariant: quantiles cover observed values only; without values they
-are None. Never: reads a clock.
+Owns: how long a value is kept.
+Invariant: quantiles cover observed values only; without values they are None.
+Never: reads a clock.
 """
 
 from __future__ import annotations

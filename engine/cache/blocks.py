@@ -2,10 +2,11 @@
 
 Owns: references (the sequences' tables that contain a block) and unanswered commands, for all
 pools, and with the index of each pool the hashes of full blocks. A block's state is not stored: it
-follows from the three. Invariants: a block has as many references as tables that contain it, and as
-many commands as name it; it is in the free list exactly if it has neither, and no hash; block 0 is
-padding and is never allocated. A block with a hash is full and is never written. Never: moves
-bytes, knows requests or clocks. A timer may start an abort, never a free.
+follows from the three.
+Invariants: a block has as many references as tables that contain it, and as many commands as name
+it; it is in the free list exactly if it has neither, and no hash; block 0 is padding and is never
+allocated. A block with a hash is full and is never written.
+Never: moves bytes, knows requests or clocks. A timer may start an abort, never a free.
 """
 
 from __future__ import annotations

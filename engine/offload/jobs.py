@@ -2,8 +2,9 @@
 
 A job is a copy with the places of its blocks, a slab to make, places to sweep, or a probe.
 
-Owns: the numbers of copies between pools and tiers, and which of them are overdue. Invariant: a job
-is filled in by its executor, and read by the loop once reported. Never: knows the executor.
+Owns: the numbers of copies between pools and tiers, and which of them are overdue.
+Invariant: a job is filled in by its executor, and read by the loop once reported.
+Never: knows the executor.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ beat computing. There they are cached like any others, and admission finds them.
 until a deadline.
 
 Owns: running loads and stores; the tier's read rate, learnt from every load, and the sums of
-predicted and real times; the blocks to be stored. Invariants: blocks being loaded or stored, and
-their predecessors in the chain, are named by an open command until the copy is done; at most an
-eighth of a pool, or a block, is being loaded; each block is loaded once for all waiting prompts;
-published blocks had the right checksums. Never: waits; ends or admits a sequence; evicts a block of
-a pool.
+predicted and real times; the blocks to be stored.
+Invariants: blocks being loaded or stored, and their predecessors in the chain, are named by an open
+command until the copy is done; at most an eighth of a pool, or a block, is being loaded; each block
+is loaded once for all waiting prompts; published blocks had the right checksums.
+Never: waits; ends or admits a sequence; evicts a block of a pool.
 """
 
 from __future__ import annotations

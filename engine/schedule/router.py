@@ -349,10 +349,8 @@ class Router:
         if not prefixes.reserve(sequence, stages, needed):
             return False
         self.roles.placed(sequence, choice, now_ns)
-        sequence.stages, sequence.route_reason = (
-            stages,
-            choice.words + self.copies.links.named(stages),
-        )
+        sequence.stages = stages
+        sequence.route_reason = choice.words + self.copies.links.named(stages)
         sequence.max_chunk_tokens = choice.max_chunk_tokens
         if len(stages) > 1:
             self.copies.begin(

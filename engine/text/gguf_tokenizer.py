@@ -1,6 +1,8 @@
 """Build a tokenizer from a GGUF file's metadata.
 
-Owns: the names of pre-tokenizers. Invariant: ids equal the file's. Never: reads a file.
+Owns: the names of pre-tokenizers.
+Invariant: ids equal the file's.
+Never: reads a file.
 """
 
 from __future__ import annotations

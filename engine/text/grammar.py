@@ -3,9 +3,10 @@
 A grammar is a text for llguidance: its JSON around a schema, or around a grammar in Lark.
 
 Owns: the form of grammars, also of tool calls, and the limits that keep hostile ones harmless; the
-state of each match: which tokens may come next. Invariant: size, time, memory and stack of a
-compilation are bounded for any input; a match's state follows from the output ids alone, so that a
-sequence can move to another worker. Never: imports torch, samples.
+state of each match: which tokens may come next.
+Invariant: size, time, memory and stack of a compilation are bounded for any input; a match's state
+follows from the output ids alone, so that a sequence can move to another worker.
+Never: imports torch, samples.
 """
 
 from __future__ import annotations

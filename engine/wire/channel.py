@@ -1,9 +1,11 @@
 """Send framed messages between the daemon and a worker over one socket pair.
 
 A frame is a 4-byte little-endian length and a msgpack body, one tagged struct of
-engine.wire.messages. Owns: its end of the socket. Invariant: messages arrive whole and in order;
-after the peer's death all its messages are read before ChannelClosed. Never: interprets a message,
-retries, or times out by itself.
+engine.wire.messages.
+Owns: its end of the socket.
+Invariant: messages arrive whole and in order; after the peer's death all its messages are read
+before ChannelClosed.
+Never: interprets a message, retries, or times out by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Run a worker process: pin it, load, report ready, step until the daemon ends.
 
-Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup. Owns:
-this process. Invariant: never outlives the daemon (parent-death signal, and the closed channel).
+Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup.
+Owns: this process.
+Invariant: never outlives the daemon (parent-death signal, and the closed channel).
 Never: chooses its device; a failure to load is reported before it exits.
 """
 

@@ -1,7 +1,8 @@
 """Compute how large a GPU's pool and steps are.
 
-Owns: the memory kept free. Invariant: memory that a worker will allocate later is not given to the
-pool. Never: measures or allocates.
+Owns: the memory kept free.
+Invariant: memory that a worker will allocate later is not given to the pool.
+Never: measures or allocates.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ smallest that it fits, and fills it up with rows that read and write the padding
 Sampling is captured separately: its kind does not depend on the step's width. It leaves the tokens
 on the device, where the next step can read them before the host has seen them. Sequences keep their
 rows while others come and go: a newcomer takes a free row, or else the sequence in the last row
-moves there, so that few tables are rewritten. Owns: the static buffers, the graphs, and the
-sequence of each row. Invariant: a replay's inputs are written before it, in the device's order; a
-row's table is its sequence's as far as that goes, and begins with block 0 where the row has none.
+moves there, so that few tables are rewritten.
+Owns: the static buffers, the graphs, and the sequence of each row.
+Invariant: a replay's inputs are written before it, in the device's order; a row's table is its
+sequence's as far as that goes, and begins with block 0 where the row has none.
 Never: allocates after capture; decides which sequences step.
 """
 

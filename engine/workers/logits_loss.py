@@ -2,9 +2,10 @@
 
 A small error of a matrix or a key says little about the output, so the output is compared: equal
 tokens pass through the weights as stored and as served, or over pools of both dtypes, and the
-distributions of the next token are compared, as llama.cpp does for its files. Owns: the texts and
-the comparison. Invariant: the serving pool is not touched. Never: chooses a form, or refuses to
-serve because of the result.
+distributions of the next token are compared, as llama.cpp does for its files.
+Owns: the texts and the comparison.
+Invariant: the serving pool is not touched.
+Never: chooses a form, or refuses to serve because of the result.
 """
 
 from __future__ import annotations

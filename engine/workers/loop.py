@@ -3,9 +3,10 @@
 A GPU gets the next step before this one is collected, if only the tokens can differ: then it never
 waits for the host. A sequence that turns out to have ended is in one step too many.
 
-Owns: the admitted sequences of this worker. Invariants: one message per step; a sequence's release
-is reported after the last step that touched its blocks; cores change between two steps, and a
-parked worker computes nothing and waits on its channel; nothing here waits for a device's copy.
+Owns: the admitted sequences of this worker.
+Invariants: one message per step; a sequence's release is reported after the last step that touched
+its blocks; cores change between two steps, and a parked worker computes nothing and waits on its
+channel; nothing here waits for a device's copy.
 Never: chooses a block, knows its role: a role is what the router admits.
 """
 

@@ -3,8 +3,9 @@
 Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
 are random, in the shape of Llama 3.1 8B or of a model folder.
 
-Owns: the timing, and the ceilings that results are compared with. Invariant: a share is relative to
-this device in this run, never to a data sheet. Never: serves; reads weights.
+Owns: the timing, and the ceilings that results are compared with.
+Invariant: a share is relative to this device in this run, never to a data sheet.
+Never: serves; reads weights.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ admit with unchanged block ids, and the weights are read and stored once. With a
 instead, each has weights and a pool of its own, and blocks go through the host.
 
 Owns: the order of the start; buffers and threads of the reading, while it runs; the number of
-blocks and of tokens in a step, and the memory kept free. Invariant: the pool is allocated once,
-separately, after the largest step has been run and measured. Never: steps for clients; chooses
-which worker exports.
+blocks and of tokens in a step, and the memory kept free.
+Invariant: the pool is allocated once, separately, after the largest step has been run and measured.
+Never: steps for clients; chooses which worker exports.
 """
 
 from __future__ import annotations

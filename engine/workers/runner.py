@@ -1,8 +1,9 @@
 """Run one step: sequences to tensors, through the model, to sampled tokens.
 
-Owns: the model and the pool that it writes. Invariant: a sequence is sampled exactly when the step
-computes its last known token; when a step is collected the device has finished it. Never: ends a
-sequence, sends a message, reads a role.
+Owns: the model and the pool that it writes.
+Invariant: a sequence is sampled exactly when the step computes its last known token; when a step is
+collected the device has finished it.
+Never: ends a sequence, sends a message, reads a role.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Describe a sequence as its worker sees it, with its grammar.
 
 Owns: the tokens and progress of one admit; the threads, the model's tokens as grammars see them,
-and the last grammars compiled. Invariant: num_computed_tokens grows by the tokens that a step
-scheduled, and only when it is collected. Never: outlives its admit; a later admit makes a new
-WorkerRequest.
+and the last grammars compiled.
+Invariant: num_computed_tokens grows by the tokens that a step scheduled, and only when it is
+collected.
+Never: outlives its admit; a later admit makes a new WorkerRequest.
 """
 
 from __future__ import annotations

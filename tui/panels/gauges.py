@@ -1,7 +1,8 @@
 """Draw KV occupancy, the machine, waiting requests and power.
 
-Owns: nothing; pure. Invariant: cells of a KV bar add up to its width; a mark at a reading is an
-alert of the daemon. Never: shows 0 for an unreported value.
+Owns: nothing; pure.
+Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.
+Never: shows 0 for an unreported value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Draw the header, the alerts, the key bar and the events page.
 
-Owns: how severity looks. Invariant: the state, the link and the worst alert are shown at every
-width; the newest event comes first. Never: judges a reading; the thresholds are the daemon's.
+Owns: how severity looks.
+Invariant: the state, the link and the worst alert are shown at every width; the newest event comes
+first.
+Never: judges a reading; the thresholds are the daemon's.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 A lane is a phase; several workers of it have a row each.
 
-Owns: nothing; pure. Invariant: the lines come in order of importance, so a lower panel shows the
-first of them; a transport is shown with its measurement at start, or as unmeasured. Never: shows a
-number that the frame does not report.
+Owns: nothing; pure.
+Invariant: the lines come in order of importance, so a lower panel shows the first of them; a
+transport is shown with its measurement at start, or as unmeasured.
+Never: shows a number that the frame does not report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Take a filter while it is typed; the request tables follow every letter.
 
-Owns: the text while it is typed, and its error. Invariant: an invalid text changes nothing; the
-line says why. Never: filters; the app does.
+Owns: the text while it is typed, and its error.
+Invariant: an invalid text changes nothing; the line says why.
+Never: filters; the app does.
 """
 
 from __future__ import annotations

@@ -26,14 +26,6 @@ except ImportError:
 NUM_BLOCKS = 160
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}

@@ -26,14 +26,6 @@ def compiled(request):
     return choose_linears("cpu", torch.float32, request.param)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_close(linear, x, matrices, biases):
     """Within the rounding of float32 sums, and of the output's own dtype."""
     weight = torch.cat([matrix.double() for matrix in matrices])

@@ -24,14 +24,6 @@ WAYS = (WIDENED, DOTS, TILES)
 """Of every level: what a processor has no instruction for is computed in C."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def packed_linear(level, matrices, biases, way):
     weights = [packed_weight(Weight.plain(matrix)) for matrix in matrices]
     ways = ProductWays((1,), (way,))

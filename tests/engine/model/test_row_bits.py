@@ -35,14 +35,6 @@ SOME = [(0, 1), (39, 40), (3, 5), (7, 10), (0, 15), (5, 21), (4, 21), (10, 39), 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def plain(dtype):
     return lambda depth: Weight.plain(noise((37, depth), 1).to(dtype))
 

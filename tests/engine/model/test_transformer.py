@@ -107,15 +107,6 @@ VARIANTS = {
 VARIANTS |= {each: (each, {}) for each in FAMILIES if each not in [v[0] for v in VARIANTS.values()]}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny matrices: a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def load(folder, dtype="float32", max_model_len=None):
     checkpoint = Checkpoint.open(folder)
     layout = weights_layout(checkpoint, dtype)
