@@ -21,7 +21,7 @@ from pathlib import Path
 
 from appliance.models.names import HubName, is_quantised_as
 from engine.checkpoint.gguf import parts_of
-from engine.errors import ConfigError, PenstockError
+from engine.errors import ConfigError
 from engine.units import size_text
 
 SINGLE = "model.safetensors"
@@ -31,12 +31,6 @@ HUB = "https://huggingface.co"
 """The default hub, without HF_ENDPOINT."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _MAX_SHOWN = 8
-
-
-class NotInCache(PenstockError):
-    """The model is not on this machine."""
-
-    exit_code = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,15 +185,6 @@ def pack_pairs(stored: Weight, packed: Weight, first: int, end: int) -> None:
     kernels.pack_pairs(target.data_ptr(), rows.data_ptr(), *rows.shape, 0, end - first)
 
 
-def packed_weight(stored: Weight) -> Weight:
-    """A matrix packed into memory of its own."""
-    num_rows, depth = stored.shape
-    data = torch.empty(packed_shape(num_rows, depth), dtype=torch.bfloat16)
-    packed = Weight(data, None, "bfloat16_pairs", (num_rows, depth))
-    pack_pairs(stored, packed, 0, len(data))
-    return packed
-
-
 def _packed_pieces(
     packed: dict[str, Weight], index: int, count: int
 ) -> Iterator[tuple[str, int, int]]:

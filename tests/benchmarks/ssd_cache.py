@@ -1,49 +1,35 @@
-"""What the SSD cache gains, and what it costs those who decode meanwhile.
+"""Measure what the SSD and DRAM caches gain, and what they cost users who stream meanwhile.
 
 usage: python -m tests.benchmarks.ssd_cache WHAT [WHAT ...] [--model FOLDER] [--rounds 3] ...
 
-WHAT:
-restart [--length 4000]; gaps [--prompts 200]; ladder [--seconds 20]; trace [--kind agents|mooncake]
-copies; decisions; counted; throttled; flips: one after the other, as many as are named
+WHAT, one after the other:
+restart [--length 4000]; gaps [--prompts 200]; trace [--kind agents|mooncake]; copies
 
 restart: a pool of little more than two prompts. One is computed, asked for again (from the pool,
 and stored), pushed out of the pool by two others, asked for (from the disk); then the daemon is
-killed with SIGKILL, and its successor is asked (from the disk, after a restart). Another one with a
-DRAM cache alone is asked likewise. The disk is read by O_DIRECT: no page cache.
+killed with SIGKILL, and its successor is asked (from the disk, after a restart). A daemon with a
+DRAM cache alone is asked in the same order. The disk is read by O_DIRECT: no page cache.
 
-gaps: a client streams tokens while another asks once more for prompts that are in the pool, so
-that little is computed and their blocks are stored all the time. Daemons without the cache, with
-it, and without it again take turns; the two without it are the band within which nothing is shown.
+gaps: a client streams tokens while another asks again for prompts in the pool, so that little is
+computed and blocks are stored all the time. Daemons without the cache, with it, and without it
+again take turns; the two without it are the band within which nothing is shown.
 
-ladder: clients whose KV needs twice the pool, so that sequences are preempted; tokens a second with
-the cache, without it (a victim is computed again), without it where only so many clients are served
-as surely fit (the others are refused, and ask again 50 ms later), and the first two again.
-
-trace: conversations that take turns, all beginning alike, or prompts about documents of which some
-are asked about often, in a pool of a tenth of what they have in all (but of the longest prompt); of
-the prompts' tokens, those found without the caches, with each of --tiers, without them again, and
-by a cache without end. --scale shortens the prompts.
+trace: conversations in turns that begin alike, or prompts about documents of which some are asked
+about often, in a pool of a tenth of all of them; the prompts' tokens that are found without the
+caches, with each of --tiers, without them again, and by a cache without end. --scale shortens the
+prompts.
 
 copies: loads and stores beside plain reads and writes by O_DIRECT of as many bytes, in turns.
-decisions: what the tier takes of the daemon's loop for a prompt of 4,000 tokens.
-counted: the same, counted inside a daemon whose prompts leave the pool and come back, beside the
-time in which it computed.
-throttled: a disk that reads 20 times slower than it did at start; regret beside what all took.
-flips: a random byte of a slab is changed, the block read, and the byte mended, 10,000 times.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
-import json
 import mmap
 import os
 import random
-import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -51,18 +37,12 @@ from pathlib import Path
 from queue import Queue
 
 from appliance.models.names import STARTER_FOLDER
-from engine.cache.blocks import BlockPool, Ledger
 from engine.cache.hashes import PrefixHasher
-from engine.cache.topology import SSD
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.offload import disk as disk_module
-from engine.offload.disk import Disk, probe
-from engine.offload.index import RecordPlace, SlabIndex
-from engine.offload.jobs import Context, CopyJob, GrowJob
-from engine.offload.load_costs import Costs
-from engine.offload.loads import WantedBlocks
-from engine.offload.slab_files import DamagedError, RecordBuffer, Slabs
-from engine.offload.tier import Tier
+from engine.offload.disk import Disk
+from engine.offload.index import SlabIndex
+from engine.offload.jobs import CopyJob, GrowJob
+from engine.offload.slab_files import Slabs
 from engine.wire.messages import Copy
 from tests.daemons import Daemon
 
@@ -229,60 +209,6 @@ def gaps(options: argparse.Namespace) -> None:
         ratios({arm: [each[place] for each in values] for arm, values in found.items()}, "off")
 
 
-def ladder(options: argparse.Namespace) -> None:
-    num_clients = options.clients
-    num_prompt, num_output = options.prompt_tokens, options.output_tokens
-    memory = kv_memory(options, num_clients * (num_prompt + num_output) // 2)
-    found: dict[str, list] = {}
-
-    def measure(daemon: Daemon, number: int, num_taken: int) -> float:
-        end_s, done = time.monotonic() + options.seconds, []
-        taken = threading.Semaphore(num_taken)
-
-        def ask(client: int) -> None:
-            for turn in itertools.count():
-                while not taken.acquire(blocking=False):  # refused: it comes again
-                    time.sleep(0.05)
-                if time.monotonic() >= end_s:
-                    taken.release()
-                    return
-                prompt = fresh(num_prompt, 10_000 * number + 100 * client + turn)
-                for event in daemon.stream(prompt, max_tokens=num_output, ignore_eos=True):
-                    now_s = time.monotonic()
-                    done.append((now_s, sum(len(c["token_ids"]) for c in event["choices"])))
-                taken.release()
-
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(num_clients)]
-        began_s = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sum(n for _, n in done) / (time.monotonic() - began_s)
-
-    arms = {
-        "recompute only": (OFF, num_clients),
-        "ladder": (TIERS[options.tiers[0]], num_clients),
-        "refuse only": (OFF, num_clients // 2),
-        "recompute only again": (OFF, num_clients),
-        "ladder again": (TIERS[options.tiers[0]], num_clients),
-    }
-    longest = str(num_prompt + num_output + 72)
-    settings = (*memory, "--roles", options.roles, "--max-model-len", longest)
-    for number in range(options.rounds):
-        for arm, (cache, num_taken) in arms.items():
-            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                daemon = Daemon(Path(folder), *cache, *settings, model=options.model)
-                daemon.wait_ready()
-                value = measure(daemon, number, num_taken)
-                found.setdefault(arm, []).append(value)
-                count = daemon.fresh_state()["totals"].get("preemptions")
-                print(f"round {number}, {arm}: {value:.1f}, {count} preemptions", flush=True)
-                daemon.kill()
-    for of in ("recompute only", "refuse only"):
-        ratios(found, of, "tokens/s")
-
-
 def agents(num_talks: int, num_turns: int, scale: float) -> list[list[int]]:
     """Conversations that take turns, all beginning alike."""
     num_shared, num_own, num_more = (int(n * scale) for n in (320, 320, 192))
@@ -442,238 +368,9 @@ def refill(files: Files) -> None:
         files.index.add_slab(slab, num_records)
 
 
-def make_tier(slabs: Slabs, disk, num_blocks: int, compute_ms: float) -> Tier:
-    timers: list = []
-    context = Context(
-        Ledger([BlockPool("kv", num_blocks + 1, BLOCK_SIZE)]),
-        SSD,
-        SlabIndex(),
-        disk,
-        slabs.block_bytes,
-        now_ns=time.monotonic_ns,
-        now_s=lambda: int(time.time()),
-        later=lambda s, call: timers.append((time.monotonic() + s, call)),
-        tell=lambda *event: print(event),
-    )
-    tier = Tier(
-        context, slabs.max_places, Costs(probe(slabs)), lambda _, n, before: compute_ms * n,
-        changed=lambda: None,
-    )  # fmt: skip
-    tier.timers = timers  # type: ignore[attr-defined]
-    return tier
-
-
-class NoDisk:
-    write_share = 1.0
-
-    def reach(self, pool) -> str:
-        return SSD
-
-    def begin(self, job) -> None: ...
-
-
-def decisions(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        slabs = Slabs(Path(folder) / "kv", 4096, bytes(32), 1 << 28, reserve_bytes=0)
-        slabs.open()
-        tier = make_tier(slabs, NoDisk(), 100_000, 0.0)
-        index = tier.index
-        index.add_slab(0, 13_000)
-        hasher, times = PrefixHasher(bytes(32), b"", BLOCK_SIZE), []
-        for number in range(400):
-            chain = hasher.chain(fresh(4001, number % 150))
-            if number < 150:
-                for block_hash in chain.hashes:
-                    index.end_store(index.begin_store(block_hash, 1), is_written=True)
-            began_ns = time.perf_counter_ns()
-            tier.decide(WantedBlocks(number, "kv", chain, len(chain), "ana"))
-            tier.is_loading(number)
-            tier.forget(number)
-            tier.placed(chain.hashes, len(chain))
-            tier.computed(chain.hashes)
-            times.append((time.perf_counter_ns() - began_ns) / 1e3)
-        ranked = sorted(times)
-        print(
-            f"decide, forget, placed, computed of 62 blocks: median {ranked[200]:.0f} us, "
-            f"99th of 100 {ranked[395]:.0f} us"
-        )
-
-
-class CountedDaemon(Daemon):
-    """Its router's calls of the tiers are timed."""
-
-    program = ("-m", "tests.benchmarks.ssd_cache", "serve-counted")
-
-
-def serve_counted() -> None:
-    """A daemon that writes what its tiers have taken into a file when it ends.
-
-    Where a tier calls the router, as when blocks have come, what that does is the router's time.
-    """
-    from appliance.cli.main import main as penstock
-    from engine.offload.tier import OffloadTiers
-    from engine.schedule.router import Router
-
-    taken, owners, since_ns = {"calls": 0, "ms": 0.0}, [False], time.perf_counter_ns()
-
-    def owned(call, *, by_tier: bool):
-        def count(*args, **options):
-            begin(by_tier)
-            try:
-                return call(*args, **options)
-            finally:
-                end()
-
-        return count
-
-    def settle() -> None:
-        nonlocal since_ns
-        now_ns = time.perf_counter_ns()
-        if owners[-1]:
-            taken["ms"] += (now_ns - since_ns) / 1e6
-        since_ns = now_ns
-
-    def begin(by_tier: bool) -> None:
-        settle()
-        taken["calls"] += by_tier and not owners[-1]
-        owners.append(by_tier)
-
-    def end() -> None:
-        settle()
-        owners.pop()
-
-    for made in (OffloadTiers, Tier):
-        for name, call in inspect.getmembers(made, inspect.isfunction):
-            if not name.startswith("_") and name != "would_find":
-                setattr(made, name, owned(call, by_tier=True))
-    Router.dispatch = owned(Router.dispatch, by_tier=False)
-    sys.argv = ["penstock", *sys.argv[2:]]
-    try:
-        penstock()
-    finally:
-        Path(os.environ["COUNTED"]).write_text(json.dumps(taken))
-
-
-def counted(options: argparse.Namespace) -> None:
-    """Prompts that leave a pool of a third of them and come back, one after the other."""
-    prompts = [fresh(options.length // 4, n) for n in range(12)]
-    memory = kv_memory(options, options.length + 640)
-    settings = (*CACHE, "--dram-cache", "1GiB", *memory, "--roles", options.roles)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        path = Path(folder) / "counted.json"
-        env = {"COUNTED": str(path)}
-        daemon = wait_on(CountedDaemon(Path(folder), *settings, model=options.model, env=env))
-        began_s, num_tokens = time.monotonic(), 0
-        for _ in range(options.rounds):
-            for prompt in prompts:
-                daemon.complete(prompt, max_tokens=32, ignore_eos=True)
-                num_tokens += 32
-        took_ms = (time.monotonic() - began_s) * 1e3
-        restored = sum(row["restored_tokens"] for row in daemon.log_rows())
-        daemon.process.send_signal(signal.SIGTERM)
-        daemon.process.wait(60)
-        taken = json.loads(path.read_text())
-        print(
-            f"{options.rounds * len(prompts)} prompts of {len(prompts[0])} tokens, {restored} "
-            f"tokens restored, {num_tokens} put out: {taken['calls']} calls of the tiers took "
-            f"{taken['ms']:.1f} ms, of {took_ms:.0f} ms in which one prompt after the other was "
-            f"computed: {taken['ms'] / took_ms:.4%}"
-        )
-
-
-def throttled(options: argparse.Namespace) -> None:
-    """Computing is taken to need 0.6 ms a token, about what the 135M shape takes here."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        slabs = Slabs(Path(folder) / "kv", BLOCK_BYTES, bytes(32), 4 << 30, reserve_bytes=0)
-        slabs.open()
-        reports: Queue = Queue()
-        pool = os.memfd_create("pool")
-        os.ftruncate(pool, 801 * BLOCK_BYTES)
-        disk = Disk(slabs, {"kv": pool}, reports.put, write_share=1)
-        tier = make_tier(slabs, disk, 800, 0.6)
-        hasher, kv_pool = PrefixHasher(bytes(32), b"", BLOCK_SIZE), tier._context.ledger.pools["kv"]
-        chains = [hasher.chain(fresh(1025, n)) for n in range(30)]
-
-        def work(until) -> None:
-            while not until():
-                now_s = time.monotonic()
-                for timer in [timer for timer in tier.timers if timer[0] <= now_s]:
-                    tier.timers.remove(timer)
-                    timer[1]()
-                while not reports.empty():
-                    tier.done(reports.get())
-                time.sleep(0.001)
-
-        ledger = tier._context.ledger
-        for n, chain in enumerate(chains):
-            ledger.reserve(n, {"kv": len(chain)})
-            ledger.publish(n, "kv", chain, range(len(chain)), "ana")
-            ledger.release_all(n)
-            tier.placed(chain.hashes, len(chain))
-            work(lambda: not tier.num_pending)
-        kv_pool.lose()
-        read, rate = slabs.read, tier.costs.bytes_per_s / 20
-
-        def slowly(*args) -> None:
-            read(*args)
-            time.sleep(BLOCK_BYTES * options.readers / rate)
-
-        spent_ms, rng = 0.0, random.Random(2)
-        for number in range(options.prompts):
-            slabs.read = slowly if number >= 20 else read
-            chain, began_s = rng.choice(chains), time.monotonic()
-            tier.decide(WantedBlocks(number, "kv", chain, len(chain), "ana"))
-            work(lambda n=number: not tier.is_loading(n))
-            there = len(kv_pool.index.blocks(chain.hashes))
-            tier.forget(number)
-            spent_ms += (time.monotonic() - began_s) * 1e3 + (1025 - there * BLOCK_SIZE) * 0.6
-            kv_pool.lose()
-        costs = tier.costs
-        print(
-            f"{options.prompts} prompts, {costs.num_loads} loads, {costs.num_declined} declined, "
-            f"{tier.counts.missed_deadlines} late; regret {costs.excess_load_ms:.0f} ms of "
-            f"{spent_ms:.0f} ms: {costs.excess_load_ms / spent_ms:.4f}; all computed "
-            f"{options.prompts * 1025 * 0.6:.0f} ms"
-        )
-
-
-def flips(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        files = Files(Path(folder) / "kv", 64, 98_304)
-        files.store()
-        paths = sorted((Path(folder) / "kv").glob("slab-*.kv"))
-        topology = {e.place: e.block_hash for e in files.index._entries.values()}
-        rng, buffer = random.Random(3), RecordBuffer(98_304)
-        size, found_out, wrong = files.slabs._record_bytes, 0, 0
-        for _ in range(options.flips):
-            place = rng.choice(list(topology))
-            fd = os.open(paths[place.slab], os.O_RDWR)
-            at = 4096 + place.record * size + rng.randrange(size)
-            before = os.pread(fd, 1, at)
-            os.pwrite(fd, bytes([before[0] ^ rng.randrange(1, 256)]), at)
-            try:
-                files.slabs.read(RecordPlace(*place), topology[place], buffer)
-            except DamagedError:
-                found_out += 1
-            else:
-                n = int.from_bytes(topology[place], "big")
-                wrong += bytes(buffer.block) != os.pread(files.pool, 98_304, (n + 1) * 98_304)
-            os.pwrite(fd, before, at)
-            os.close(fd)
-        print(
-            json.dumps({"flips": options.flips, "found out": found_out, "wrong blocks": wrong}),
-            "(the others hit what fills a record up)",
-        )
-        assert files.disk.close(5)
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["serve-counted"]:
-        serve_counted()
-        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    ways = (restart, gaps, ladder, trace, copies, decisions, counted, throttled, flips)
-    by_name = {kind.__name__: kind for kind in ways}
+    by_name = {kind.__name__: kind for kind in (restart, gaps, trace, copies)}
     parser.add_argument("what", nargs="+", choices=list(by_name), metavar="WHAT")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path, help="of the caches; on a disk, not in memory")
@@ -681,19 +378,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4000)
     parser.add_argument("--roles", default="static")
     parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--readers", type=int, default=disk_module.NUM_READERS)
     parser.add_argument("--tiers", choices=list(TIERS), nargs="+", default=["ssd"])
-    parser.add_argument("--clients", type=int, default=6, help="of the ladder")
-    parser.add_argument("--prompt-tokens", type=int, default=900, help="of the ladder")
-    parser.add_argument("--output-tokens", type=int, default=500, help="of the ladder")
     parser.add_argument("--kind", choices=["agents", "mooncake"], default="agents")
     parser.add_argument("--size", type=int, default=10, help="of a trace")
     parser.add_argument("--scale", type=float, default=1.0, help="of a trace's prompts")
-    parser.add_argument("--flips", type=int, default=10_000)
     options = parser.parse_args()
-    disk_module.NUM_READERS = options.readers
     for what in options.what:
         print(f"{what}, {options.model or 'the starter model'}:", flush=True)
         by_name[what](options)

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.model import triton_ops
-from engine.model.attention import StepBatch, Tiling, reference_attention
+from engine.model.attention import StepBatch, Tiling
 from engine.model.backend import TorchBackend
 from engine.model.paged_step import paged_step
 from engine.model.sampler import NO_DRAW, draw_of, sample
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_ops import sample_rows
 from engine.wire.sampling import SamplingParams
+from tests.engine.references import reference_attention
 
 NUM_LAYERS, LAYER = 3, 1
 TOLERANCES = {

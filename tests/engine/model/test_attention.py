@@ -13,11 +13,11 @@ from engine.model.attention import (
     AttentionPlan,
     StepBatch,
     planes,
-    reference_attention,
     torch_attention,
 )
 from engine.model.backend import TorchBackend
 from engine.model.compiled import CompiledBackend, find_kernels
+from tests.engine.references import reference_attention
 
 NUM_LAYERS = 2
 

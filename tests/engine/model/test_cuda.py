@@ -11,7 +11,6 @@ from engine.model import transformer
 from engine.model.attention import (
     StepBatch,
     num_parts,
-    reference_attention,
     several_queries_tiling,
     single_query_tiling,
 )
@@ -22,6 +21,7 @@ from engine.workers.kernel_cases import KernelFixture
 from tests.checkpoints import make_checkpoint
 from tests.engine.kernel_cases import LAYER, MIXED, SINGLES, TOLERANCES, Step, filled
 from tests.engine.model.test_transformer import load
+from tests.engine.references import reference_attention
 
 LIMITS = DeviceLimits(num_processors=132, shared_bytes=232_448)
 

@@ -12,11 +12,12 @@ from engine.errors import CheckpointError
 from engine.kernels.cpu import DOTS, TILES, WAY_NAMES, WIDENED, ProductWays, load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight, packed_weight
+from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_linear import assert_close
 from tests.engine.model.test_transformer import Pool
+from tests.engine.references import packed_weight
 from tests.levels import each_level, needs_kernels
 
 pytestmark = needs_kernels

@@ -20,11 +20,12 @@ from engine.kernels.cpu import (
 from engine.model.linear import CompiledLinear
 from engine.model.stored_tensors import quantised
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight, packed_weight, panels_of
+from engine.model.weight import Weight, panels_of
 from engine.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_quantised import blocks_of, packed, parts_of
 from tests.engine.model.test_transformer import Pool
+from tests.engine.references import packed_weight
 from tests.levels import each_level
 
 NUM_INPUTS = 40
