@@ -32,11 +32,13 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
+    "ministral3": "mistral3",
+    "glm": "chatglm",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
 }
 """By family. Only what the format can say of each can be converted."""
-_INTERLEAVED = ("llama", "smollm3", "granite")
+_INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
 _NUMBERS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -79,6 +81,8 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     said = _config(config, arch) | _tokenizer(folder, config)
     if arch == "gemma4":
         said |= _gemma4_config(config)
+    if arch == "mistral3":
+        said |= _mistral3_config(config["rope_parameters"])
     said |= {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in said.items():
         _add(writer, key, value)
@@ -86,7 +90,10 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     tensors = {name: each.float().numpy() for name, each in stored.items()}
     for name in [name for name in tensors if "gate_up_proj" in name and "mlp.experts." in name]:
         _unstack(tensors, name)
-    for name, values in _named(tensors, config, arch).items():
+    named = _named(tensors, config, arch)
+    if arch == "chatglm":
+        _join(named, config["num_hidden_layers"])
+    for name, values in named.items():
         _add_tensor(writer, name, values, kind)
     if arch == "gemma4":
         _add_tensor(writer, "rope_freqs.weight", _gemma4_factors(config), "F32")
@@ -106,6 +113,14 @@ def _unstack(tensors: dict[str, np.ndarray], name: str) -> None:
     for part, values in parts.items():
         for number, own in enumerate(values):
             tensors[f"{stem}{number}.{part}.{kind}"] = np.ascontiguousarray(own.T)
+
+
+def _join(tensors: dict[str, np.ndarray], num_layers: int) -> None:
+    """Make queries, keys and values one tensor, as the first GLM checkpoints have them."""
+    for layer in range(num_layers):
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"blk.{layer}.attn_{side}.{kind}") for side in "qkv"]
+            tensors[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(parts)
 
 
 def split_gguf(path: Path, count: int) -> list[Path]:
@@ -174,6 +189,14 @@ def _config(config: dict[str, Any], arch: str) -> dict[str, Any]:
             "original_max_position_embeddings"
         )
     return found
+
+
+def _mistral3_config(rope: dict[str, Any]) -> dict[str, Any]:
+    """What no other family's rotation says."""
+    return {
+        "mistral3.rope.scaling.yarn_log_multiplier": float(rope["mscale_all_dim"]),
+        "mistral3.attention.temperature_scale": float(rope["llama_4_scaling_beta"]),
+    }
 
 
 def _gemma4_config(config: dict[str, Any]) -> dict[str, Any]:

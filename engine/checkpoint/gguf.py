@@ -320,6 +320,7 @@ _END_MARKS = frozenset(
         "<|end_of_turn|>",
         "<turn|>",
         "[|endofturn|]",
+        "<|observation|>",
         "<seed:eos>",
         "</s>",
         "<EOT>",
@@ -349,6 +350,7 @@ _KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
+    "llama_4_scaling_beta": "attention.temperature_scale",
     "logits_scaling": "logit_scale",
     "num_local_experts": "expert_count",
     "num_experts": "expert_count",
@@ -378,6 +380,9 @@ _PARTS = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_JOINED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Queries, keys and values, which some files have as the rows of one tensor."""
+_HEAD_COUNTS = ("head_count", "head_count_kv")
 _NORMS = {
     "before_attention": "attn_norm",
     "after_attention": "post_attention_norm",
@@ -449,7 +454,7 @@ def _gemma(period: int, large: int) -> _More:
 
     def more(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
         hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
-        own = {"query_pre_attn_scalar": keys.get("head_dim", hidden // heads)}
+        own = {"query_pre_attn_scalar": keys["head_dim"]}
         if keys["num_hidden_layers"] == large:
             own = {"query_pre_attn_scalar": hidden // heads}
         return _windows(model, keys, period) | own
@@ -462,7 +467,7 @@ def _gemma4(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     arch, num_layers = _arch(model), keys["num_hidden_layers"]
     own = _windows(model, keys, 6)
     kinds = own.get("layer_types", ["full_attention"] * num_layers)
-    widths = {"full_attention": keys.get("head_dim", 512)}
+    widths = {"full_attention": keys["head_dim"]}
     local = model.integer(f"{arch}.attention.key_length_swa")
     widths["sliding_attention"] = local or widths["full_attention"]
     num_kv = _of_layers(model, "attention.head_count_kv", num_layers)
@@ -536,7 +541,16 @@ def _llama(_model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     """Mistral and Mixtral are written under the same name."""
     if keys.get("num_local_experts"):
         return {"model_type": "mixtral"}
-    return {"model_type": "mistral"} if keys.get("sliding_window") else {}
+    return {"model_type": "mistral" if keys.get("sliding_window") else "llama"}
+
+
+def _mistral3(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
+    """Name the family: only Ministral 3 multiplies the queries of far positions."""
+    if "llama_4_scaling_beta" not in keys:
+        return _llama(model, keys)
+    if keys.get("num_local_experts"):
+        raise model.bad(f"{_arch(model)}.expert_count", "0: mixtures of Ministral 3 are not known")
+    return {}
 
 
 _ARCHITECTURES = {
@@ -560,6 +574,8 @@ _ARCHITECTURES = {
     "olmo2": _Architecture("olmo2", more=_olmo),
     "olmoe": _Architecture("olmoe"),
     "exaone4": _Architecture("exaone4", more=lambda model, keys: _windows(model, keys, 4)),
+    "mistral3": _Architecture("ministral3", is_interleaved=True, more=_mistral3),
+    "chatglm": _Architecture("glm", is_interleaved=True),
     "glm4": _Architecture("glm4", is_interleaved=True),
     "ernie4_5": _Architecture(
         "ernie4_5",
@@ -602,14 +618,15 @@ def config_keys(model: GgufModel) -> dict[str, Any]:
             keys[key] = value
         if key in _REQUIRED and (type(value) is not int or value < 1):
             raise model.bad(f"{arch}.{suffix}", "a whole number above 0 is needed")
-    value_length = model.metadata.get(f"{arch}.attention.value_length")
-    if value_length not in (None, keys.get("head_dim", value_length)):
+    keys.setdefault("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
+    if model.metadata.get(f"{arch}.attention.value_length") not in (None, keys["head_dim"]):
         raise model.bad(f"{arch}.attention.value_length", "as key_length, or absent")
     keys.setdefault("num_key_value_heads", None)
     keys.setdefault("rope_theta", 10000.0)
     keys["vocab_size"] = _rows(model, "token_embd.weight")
     keys["tie_word_embeddings"] = "output.weight" not in model.tensors
-    keys["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
+    biases = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
+    keys["attention_bias"] = any(name in model.tensors for name in biases)
     keys["attention_out_bias"] = "blk.0.attn_output.bias" in model.tensors
     keys["mlp_bias"] = "blk.0.ffn_up.bias" in model.tensors
     keys["eos_token_id"] = _end_ids(model)
@@ -658,18 +675,38 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
             return _of_expert(model, family, name, number, int(expert[1]), expert[2], kind)
     found = model.tensors.get(f"blk.{number}.{_PARTS.get(stem, stem)}.{kind}")
     if found is None:
+        joined = model.tensors.get(f"blk.{number}.attn_qkv.{kind}")
+        found = None if joined is None else _of_joined(model, joined, stem)
+    if found is None:
         return None
     shift = row.norm_shift if stem.endswith("norm") else 0.0
     head_rows = turned_rows = 0
-    if row.is_interleaved and stem in ("self_attn.q_proj", "self_attn.k_proj"):
-        side = "head_count" if stem.endswith("q_proj") else "head_count_kv"
-        heads = model.metadata.get(f"{_arch(model)}.attention.{side}")
-        heads = heads or model.metadata[f"{_arch(model)}.attention.head_count"]
-        heads = heads[0] if isinstance(heads, array) else heads
-        head_rows = found.shape[0] // heads
+    if row.is_interleaved and stem in _JOINED[:2]:
+        head_rows = found.shape[0] // _num_heads(model, stem)
         turned_rows = model.integer(f"{_arch(model)}.rope.dimension_count") or 0
         turned_rows = turned_rows if turned_rows < head_rows else 0
     return replace(found, name=name, shift=shift, head_rows=head_rows, turned_rows=turned_rows)
+
+
+def _num_heads(model: GgufModel, stem: str) -> int:
+    """Heads of a projection's output."""
+    counts = [model.metadata.get(f"{_arch(model)}.attention.{side}") for side in _HEAD_COUNTS]
+    heads = counts[0] if stem.endswith("q_proj") else counts[1] or counts[0]
+    return int(heads[0] if isinstance(heads, array) else heads or 1)
+
+
+def _of_joined(model: GgufModel, joined: TensorInfo, stem: str) -> TensorInfo | None:
+    """Cut the rows of queries, keys or values out of the tensor that has all three."""
+    if stem not in _JOINED:
+        return None
+    counts = [_num_heads(model, each) for each in _JOINED]
+    place, rows = _JOINED.index(stem), joined.shape[0]
+    if rows % sum(counts):
+        return None
+    row_bytes, head_dim = joined.num_bytes // rows, rows // sum(counts)
+    first, own = (num * head_dim for num in (sum(counts[:place]), counts[place]))
+    start = joined.start + first * row_bytes
+    return replace(joined, shape=(own, *joined.shape[1:]), start=start, num_bytes=own * row_bytes)
 
 
 def _of_expert(
@@ -744,7 +781,7 @@ def _rope(model: GgufModel, arch: str, keys: dict[str, Any]) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if "rope_parameters" in keys:
         return more
-    head_dim = keys.get("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
+    head_dim = keys["head_dim"]
     dim = model.integer(f"{arch}.rope.dimension_count") or head_dim
     if 0 < dim < head_dim:
         more["partial_rotary_factor"] = dim / head_dim
@@ -776,6 +813,9 @@ def _rope(model: GgufModel, arch: str, keys: dict[str, Any]) -> dict[str, Any]:
             "factor": factor,
             "original_max_position_embeddings": said("scaling.original_context_length"),
             "attention_factor": said("scaling.yarn_attn_factor"),
+            "mscale": 1.0,
+            "mscale_all_dim": said("scaling.yarn_log_multiplier"),
+            "llama_4_scaling_beta": keys.get("llama_4_scaling_beta"),
             "beta_fast": said("scaling.yarn_beta_fast"),
             "beta_slow": said("scaling.yarn_beta_slow"),
             "truncate": _row(model).truncates_yarn,

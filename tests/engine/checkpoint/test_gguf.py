@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.checkpoint import Checkpoint, arena_layout
+from engine.checkpoint.families import FAMILY_BY_NAME
 from engine.checkpoint.gguf import GgufModel, models_in
 from engine.checkpoint.tensor_info import BLOCKS
 from engine.errors import CheckpointError, PenstockError
@@ -93,6 +94,26 @@ def test_a_file_says_what_its_checkpoint_says(tmp_path, family):
     shifted = 1e-6 if family.startswith("gemma") else 0.0  # 1 is added, and taken off again
     for name, values in expected.items():
         assert torch.allclose(found[name], values, rtol=0, atol=shifted), name
+
+
+def test_families_that_no_file_can_hold_have_no_architecture_in_the_format():
+    unread = {name for name in FAMILY_BY_NAME if name not in ARCHITECTURES}
+    own_files = {name for name in unread if FAMILY_BY_NAME[name].section is None}
+    assert own_files == {"ministral", "vaultgemma", "gemma4_unified_text"}
+    plain = {name.replace("-", "").replace("_", "") for name in gguf.MODEL_ARCH_NAMES.values()}
+    assert not plain & {name.replace("_", "") for name in own_files}
+
+
+def test_a_mistral3_file_whose_queries_do_not_grow_is_a_llama(tmp_path):
+    folder = make_checkpoint(tmp_path / "hf", "ministral3")
+    file = tmp_path / "tiny.gguf"
+    write_gguf(folder, file, mistral3__attention__temperature_scale=None)
+    config = Checkpoint.open(file).config
+    assert config.family.name == "llama"
+    assert all(rope.query_growth == 0 for rope in config.ropes)
+    write_gguf(folder, file, mistral3__expert_count=4)
+    with pytest.raises(CheckpointError, match="expert_count"):
+        Checkpoint.open(file)
 
 
 def test_a_file_says_that_keys_are_values_and_their_heads_few(tmp_path):
