@@ -1,7 +1,7 @@
 """Announce at start what the daemon serves, where, and a first command to try.
 
 Owns: the words.
-Invariant: pure; sizes and counts are those of frames, so that the padding block is in none.
+Invariant: pure; sizes and counts equal the frames', which leave out the padding block.
 Never: logs.
 """
 

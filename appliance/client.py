@@ -21,7 +21,7 @@ from appliance.configuration.address import Address, DaemonLine, SshAddress, Tcp
 from engine.errors import PenstockError
 
 _EXIT_CODES = MappingProxyType({400: 2, 413: 2, 422: 2, 401: 4, 403: 4, 404: 5, 429: 6, 503: 6})
-"""By HTTP status; every other error is 1."""
+"""Exit code by HTTP status; for every other error it is 1."""
 _CHUNK_BYTES = 1 << 18
 _BYTES = "surrogateescape"
 """Bytes of the command line that are no UTF-8 go out as they are."""
@@ -31,11 +31,11 @@ _NO_PENSTOCK = "check the address: --host or PENSTOCK_HOST"
 _CERTIFICATE = "SSL_CERT_FILE=CHAIN.pem trusts a certificate of your own; its names must fit, too"
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys add` made"
 JOIN_GROUP = "sudo usermod -aG penstock-users $USER, then log in again"
-"""To whom the socket does not let in."""
+"""Hint for users without access to the socket."""
 _HINTS_BY_CODE = MappingProxyType(
     {"draining": "penstock resume takes requests again, unless the daemon was told to stop"}
 )
-"""By the error object's own code, which knows better than the status."""
+"""Hint by the error object's code, which is more exact than the status."""
 _HINTS = MappingProxyType({401: _KEY, 429: _RETRY, 503: _RETRY})
 
 
@@ -104,7 +104,7 @@ class Client:
         return self._call("GET", _with_query(path, query or {}), None)
 
     def request(self, request_id: str) -> dict[str, Any]:
-        """What the daemon knows of one request, live or finished.
+        """Fetch a request's frame, live or finished.
 
         Raises:
             ReplyError: status 404 if it knows none of that id.
@@ -268,7 +268,7 @@ class _Connection(http.client.HTTPConnection):
 
     @property
     def key(self) -> str | None:
-        """The API key, for a daemon that cannot see who asks."""
+        """Return the API key; None for a Unix socket, where the daemon sees the user."""
         return self._address.shown_key() if isinstance(self._address, TcpAddress) else None
 
 
@@ -284,7 +284,7 @@ def _send(
 
 
 def _is_silent(connection: _Connection, patience_s: float) -> bool:
-    """Whether nothing at all has come back after a time."""
+    """Say whether no reply has come within `patience_s`."""
     waiting = select.poll()
     waiting.register(connection.sock, select.POLLIN)
     return not waiting.poll(patience_s * 1000)

@@ -35,7 +35,7 @@ class ClosedRequests:
         self._log.record(row)
 
     def complete(self, requests: list[Request]) -> None:
-        """No more joules will come for these."""
+        """Record the energy of requests whose last joules are counted."""
         for request in requests:
             if request.prefill_j is None:  # it had no step
                 continue
@@ -45,5 +45,5 @@ class ClosedRequests:
                 frame |= {"prefill_j": energy.prefill_j, "decode_j": energy.decode_j}
 
     def frames(self) -> list[dict[str, object]]:
-        """The newest MAX_FRAMES, newest first."""
+        """List at most MAX_FRAMES frames, the newest first."""
         return list(reversed(self._frames.values()))

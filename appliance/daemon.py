@@ -121,7 +121,7 @@ def check(config: ServeConfig) -> tuple[AccessPolicy, PlacedModel | None, list[s
     """Find what a start would refuse, without making, locking or timing anything.
 
     Returns:
-        who may do what; the model where it would be served, None if it has to be downloaded first;
+        the access policy; the placed model, None if it has to be downloaded first;
         and a sentence on each of the others that a request may name.
 
     Raises:
@@ -146,7 +146,7 @@ def _disk(config: ServeConfig) -> str:
 
 
 def _address(listener: socket.socket, is_tls: bool) -> str:
-    """Where clients find it."""
+    """Return the address that clients use."""
     if listener.family == socket.AF_UNIX:
         return str(listener.getsockname())
     host, port = listener.getsockname()[:2]
@@ -176,7 +176,7 @@ class _Daemon:
         self._stacks_fd = stacks_fd
         self._core_note = CoreNote(config.socket)
         self._inherited = inherited
-        """Listeners of a socket unit: they and who waits in them outlive us."""
+        """Listeners of a socket unit; with their waiting clients they outlive this process."""
         self._num_signals = 0
         self._stopped_by = ""
         self._has_terminal = has_terminal()
@@ -209,7 +209,7 @@ class _Daemon:
             app = build_app(fetching or await self._start_model())
             server = self._server = ApiServer(app, listeners, policy, inherited=self._inherited)
             if fetching is not None:
-                server.open()  # that takes long: who asks meanwhile is told
+                server.open()  # a download takes long: clients get 503 meanwhile
             await server.start()
             stack.push_async_callback(server.stop, REPLY_GRACE_S)
             if fetching is not None:
@@ -233,7 +233,7 @@ class _Daemon:
         await asyncio.to_thread(self._request_log.close)
 
     def _bind(self, policy: AccessPolicy) -> list[socket.socket]:
-        """The Unix socket, and TCP if it is wanted: those of a socket unit, else our own."""
+        """Return the listeners of a socket unit, or open the Unix socket and TCP if wanted."""
         listeners = list(self._inherited)
         families = {listener.family for listener in listeners}
         if socket.AF_UNIX not in families:
@@ -317,7 +317,7 @@ class _Daemon:
         self._plan.close()
 
     async def _serve(self) -> None:
-        """From loading to drained."""
+        """Load, serve, and drain."""
         notify(STATUS="loading")
         loading = asyncio.create_task(self._load())
         stopping = asyncio.create_task(self._drain.wait())
@@ -375,7 +375,7 @@ class _Daemon:
         self._service.begin(self._measuring)
 
     async def _tell_what_is_awaited(self, keying: asyncio.Task[None]) -> None:
-        """A line whenever nothing was to be said for long, less and less often."""
+        """Log the state of a long start after silence, less and less often."""
         silence_s = SILENT_S
         while True:
             await asyncio.sleep(silence_s)
@@ -510,7 +510,7 @@ class _Daemon:
 
 
 def _is_looked_for(address: str) -> bool:
-    """True if a client of this user finds it of itself."""
+    """Say whether this user's clients find the address without an option."""
     try:
         return address == str(paths.client_socket(os.environ))
     except ConfigError:

@@ -96,7 +96,7 @@ def _running(
 
 
 def _end_with_parent() -> None:
-    """In the daemon's process: be told to stop when this one is killed."""
+    """Ask the kernel to stop this process when its parent is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -130,7 +130,7 @@ def _wait_ready(
 
 
 def _not_started(said: str, code: int) -> PenstockError:
-    """The daemon's own last words, which end with a hint if it has one."""
+    """Make an error of the daemon's last output, which may end with a hint."""
     lines = said.strip().splitlines() or [f"exit code {code}"]
     hint = lines.pop().removeprefix("hint: ") if lines[-1].startswith("hint: ") else ""
     problem = lines[-1].removeprefix("penstock: ") if lines else f"exit code {code}"

@@ -26,8 +26,9 @@ INT64_MAX = 2**63 - 1
 
 
 MAX_MARKS = 1 << 18
-"""Maximum of brackets, braces and colons per body: each may cost time to decode, a quarter of a
-second in all, in which nothing else happens. No context holds a text with as many."""
+"""Maximum of brackets, braces and colons per body: a quarter of a second of decoding.
+
+No context holds a text with as many."""
 _FIRST_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
 _WRONG = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
 """An error of msgspec: what is wrong, and where."""
@@ -184,15 +185,15 @@ def _either(words: list[str]) -> str:
 
 
 def _not_json(error: Exception, body: bytes) -> str:
-    """What is wrong with a body; half of a surrogate pair is JSON, but no character."""
-    is_cut = "truncated" in str(error)  # in the middle of the second half, where there is none
+    """Explain why a body is not JSON; half a surrogate pair is JSON but no character."""
+    is_cut = "truncated" in str(error)  # cut within the second half of a pair
     if "surrogate" in str(error) or (is_cut and _FIRST_HALF.search(body[-16:])):
         return f"the body has an escape of half a surrogate pair, which is no character: {error}"
     return f"the body is not JSON: {error}"
 
 
 def integer(value: object, param: str, low: int, high: int = INT64_MAX) -> int:
-    """An integer in [low, high], or a RequestError that names the field."""
+    """Check that a value is an integer in [low, high]; refuse it otherwise."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -210,19 +211,19 @@ def required(param: str) -> RequestError:
 
 
 def invalid_type(param: str, wanted: str, value: object) -> RequestError:
-    """A field has the wrong JSON type."""
+    """Make the refusal of a field with the wrong JSON type."""
     return RequestError(
         f"`{param}` must be {wanted}, not {_json_type(value)}", code="invalid_type", param=param
     )
 
 
 def invalid_value(param: str, why: str) -> RequestError:
-    """A field has the right type and a value that cannot be."""
+    """Make the refusal of a field whose value is not allowed."""
     return RequestError(f"`{param}` {why}", code="invalid_value", param=param)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """A refusal in the words of another API: a field's name there, by its first name here."""
+    """Translate a refusal to another API's field name, given by our name."""
     param = error.param or ""
     name = names.get(re.split(r"[.[]", param)[0])
     if name is None:
@@ -238,7 +239,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
 
 
 def unsupported(param: str, why: str = "is not supported") -> RequestError:
-    """A field or value that clients of OpenAI, vLLM or Ollama know, and that is not served here."""
+    """Make the refusal of a known OpenAI, vLLM or Ollama field that is not served here."""
     return RequestError(f"`{param}` {why}", code="unsupported_parameter", param=param)
 
 

@@ -57,8 +57,8 @@ from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
 from engine.units import part_text, size_text
 
-# What the appliance is while its model is being downloaded: it answers, and takes no work.
-# Invariant: the process ends with the daemon, and with whoever waits for it.
+# While its model is downloaded, the appliance answers but takes no work.
+# Invariant: the download ends with the daemon, and when nothing waits for it.
 # Never: imports huggingface_hub.
 
 
@@ -173,16 +173,16 @@ class Fetching:
         return []
 
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
-        """A finished request of an earlier run, from the log; blocking."""
+        """Read a finished request of an earlier run from the log; blocks."""
         row = self._log.row(request_id)
         return None if row is None else msgspec.to_builtins(frame_of_row(row))
 
     def frame_json(self) -> bytes:
-        """A frame that says how far the download is, as JSON."""
+        """Encode a frame with the download's progress."""
         return msgspec.json.encode(self._frame())
 
     def readings(self) -> Readings:
-        """The frame, and histograms in which nothing was counted yet."""
+        """Return the frame with empty histograms."""
         return Readings(self._frame(), Histograms(1))
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
@@ -225,7 +225,7 @@ class Fetching:
 
 
 def _error(said: dict[str, Any], code: int | None) -> PenstockError:
-    """What the process has said last, as an error of this one."""
+    """Turn the download process's last output into an error."""
     words = said.get("error")
     if words is None:
         hint = "see its output above"
@@ -245,7 +245,7 @@ def _error(said: dict[str, Any], code: int | None) -> PenstockError:
 T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-"""Of a body: what waits for another model has not been tokenized yet."""
+"""Estimated bytes of a body per token; a request that waits for a swap is not tokenized."""
 BACK_AFTER_S = (1, 2, 4, 8)
 """Between attempts to bring the last model back; after them the daemon ends with the error."""
 
@@ -279,7 +279,7 @@ class Swapping:
         first = service.model.model_id
         self._configs = {first: config(), **config().models}
         self._being_read: list[str] = []
-        """Models in whose folders a thread reads."""
+        """Models whose folders a thread is reading."""
         self.swaps = Swaps(
             first,
             list(self._configs),
@@ -365,7 +365,7 @@ class Swapping:
         await self._serve(name, tokenizer)
 
     async def _serve(self, name: str, tokenizer: Tokenizer) -> None:
-        """End the workers that there are, and start those of a model."""
+        """Stop the current workers and start a model's."""
         await self._stop()
         plan = await self._read(name, partial(self._plan, name), BootPlan.close)
         router, supervisor = self._start(plan)
@@ -374,7 +374,7 @@ class Swapping:
         self._service.make_frame()
 
     def _plan(self, name: str) -> BootPlan:
-        """With the roles that an operator may have changed."""
+        """Plan a model with the roles that an operator set."""
         plan = make_plan(self._configs[name])
         roles = plan.roles if plan.placement.topology.is_colocated else self._service.frame.roles
         others = {other: each for other, each in self._configs.items() if other != name}

@@ -30,11 +30,11 @@ OFF_VARIABLE = "PENSTOCK_MEASURE"
 
 
 class Measuring:
-    """The measuring of one model.
+    """Measure one model while the daemon is idle.
 
     Args:
-        plan: what is served, and what is known of it.
-        router: whose roles learn, with blocks of its ledger.
+        plan: the served model and its profile.
+        router: learns the measured times, and lends blocks.
         send: passes a command to a worker.
     """
 
@@ -77,7 +77,7 @@ class Measuring:
         return f"timed {things(measurer.num_done, 'step')} while idle{unknown}"
 
     def frame(self) -> dict[str, object]:
-        """How far it is, for the api."""
+        """Return the progress, for the API."""
         measurer = self._measurer
         return {
             "num_facts": measurer.num_facts,
@@ -105,7 +105,7 @@ class Measuring:
             self._measurer.begin(time.monotonic_ns())
 
     def serves(self) -> None:
-        """All workers are ready: two processes on one GPU did not fail."""
+        """Note that all workers are ready, so two processes on one GPU work."""
         if self._known is not None and self._known.profile.value(*STARTED_TWO):
             self._known.profile.put(STARTED_TWO, [0.0])
 
@@ -125,12 +125,12 @@ class Measuring:
             profile_store.warn(error)
 
     def stop(self) -> None:
-        """A request has come."""
+        """Stop measuring because a request arrived."""
         self._quiet_since_s = None
         self._measurer.stop(time.monotonic_ns())
 
     def reported(self, worker: str, report: Report) -> None:
-        """A worker has said something; the router has heard it already."""
+        """Handle a worker's report, after the router has."""
         if isinstance(report, CoresUsed):
             self._measurer.go_on()
         elif isinstance(report, StepsMeasured):

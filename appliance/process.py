@@ -1,7 +1,7 @@
 """Manage the daemon's process: its descriptors, heap, disk reads, log lines, systemd messages.
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
-programs that call select(), which nobody here does), and the size from which the heap gives large
+programs that call select(), which ours do not), and the size from which the heap gives large
 buffers pages of their own; threads that read a disk which may hang; what a line on stderr begins
 with, and the datagram to NOTIFY_SOCKET.
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
@@ -45,11 +45,11 @@ def raise_limit(wanted: int) -> str | None:
 
 
 def max_connections(wanted: int, limit: int | None = None) -> int:
-    """Of the connections that the settings allow, those that there are descriptors for.
+    """Limit the wanted connections to the available descriptors.
 
     Args:
-        wanted: as the setting has it.
-        limit: of open files; None: this process's.
+        wanted: the setting.
+        limit: maximum open files; None: this process's.
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     return max(min(wanted, allowed - NUM_APART), 1)
@@ -88,7 +88,7 @@ class SpareDescriptors:
 
 
 OWN_PAGES_BYTES = 64 << 10
-"""From here on a buffer has pages of its own, whatever was freed before."""
+"""Minimum size of a buffer with pages of its own, independent of earlier frees."""
 KEPT_BYTES = 128 << 10
 """Free at the heap's end; what is more goes back."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
@@ -104,15 +104,15 @@ def keep_small() -> bool:
     return all(mallopt(name, size) == 1 for name, size in sizes)
 
 
-# What reads a disk that may hang (NFS, FUSE), in a thread of its own.
-# Nothing ends a thread that the kernel lets wait, so it is left behind, and holds up no exit. One
-# that reads uses CPU time, however slow its disk is; how long it may take altogether nobody knows.
+# A disk that may hang (NFS, FUSE) is read in a thread of its own. Nothing can end a thread that
+# waits in the kernel, so it is left behind and does not delay the exit. Even a slow read uses CPU
+# time, so a thread without CPU time hangs; the total time has no limit.
 
 
 HANG_S = 30.0
-"""Without CPU time of its thread, as of a worker that loads, after which it is left behind."""
+"""Time without CPU use after which a thread is left behind."""
 SILENT_S = 5.0
-"""...after which it is said what is waited for."""
+"""Time without a result after which the user is told what is read."""
 _LOOK_S = 0.5
 
 T = TypeVar("T")
@@ -124,13 +124,13 @@ async def read_in_thread(
     tell: Callable[[str], None],
     late: Callable[[T], None] = lambda _: None,
 ) -> T:
-    """Call what reads a disk; the loop goes on meanwhile.
+    """Read a disk in a thread while the loop runs.
 
     Args:
-        what: is read, for a sentence: `the folder /x`.
+        what: names the data in a sentence: `the folder /x`.
         read: called in a thread of its own.
-        tell: takes that sentence, once, when nothing has come for a while.
-        late: called in the thread with what it has read when nobody waits for it any more.
+        tell: gets that sentence, once, after a while without a result.
+        late: called in the thread with a result that comes too late.
 
     Raises:
         PenstockError: the disk hangs, or whatever read() raises.
@@ -196,7 +196,7 @@ PREFIX = "penstock: "
 
 
 def is_journal(fd: int = 2, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the journal reads what is written to the descriptor.
+    """Say whether the journal reads this descriptor.
 
     systemd names its stream by device and inode; a redirected stderr is another file.
     """
@@ -208,12 +208,12 @@ def is_journal(fd: int = 2, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def lines(text: str, level: int, *, to_journal: bool) -> str:
-    """A message as it is written to stderr.
+    """Format a message for stderr.
 
     Args:
         text: one line or several.
         level: logging's.
-        to_journal: as is_journal() says.
+        to_journal: the result of is_journal().
     """
     if not to_journal:
         return PREFIX + text
@@ -241,7 +241,7 @@ def _priority(level: int) -> int:
 
 
 def has_terminal() -> bool:
-    """Whether the process has a controlling terminal that is still there."""
+    """Say whether the process has a controlling terminal that still exists."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
@@ -264,7 +264,7 @@ def notify(**fields: str | int) -> bool:
     Fields of use: READY=1, STOPPING=1, STATUS=text, EXTEND_TIMEOUT_USEC=microseconds.
 
     Returns:
-        False if nobody listens or the message could not be sent.
+        False without a service manager, or if the message could not be sent.
     """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:

@@ -48,7 +48,7 @@ def warn(error: ProfileUnusable) -> None:
 
 
 class Row(NamedTuple):
-    """A fact as it is kept, with what it holds for."""
+    """A stored fact and its scope."""
 
     scope: Scope
     key: FactKey
@@ -77,7 +77,7 @@ class ProfileStore:
         return Profile({row.key: row.fact for row in rows})
 
     def rows(self, scope: Scope | None = None) -> list[Row]:
-        """Read every fact, or those of one scope.
+        """Read every fact, or one scope's facts.
 
         Raises:
             ProfileUnusable: the file cannot be read.

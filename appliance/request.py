@@ -21,9 +21,9 @@ from engine.schedule.sequence import FinishReason, Sequence
 from engine.wire.sampling import TokenLogprob
 
 HUNG_UP = "client"
-"""Who has cancelled a request whose client is gone."""
+"""`cancelled_by` of a request whose client disconnected."""
 FAILED = "api"
-"""Who has cancelled what is left of a request that has failed; nobody would read it."""
+"""`cancelled_by` of the rest of a failed request, which no client would read."""
 CLIENT_CLOSED_REQUEST = 499
 """Nginx's status for a client that left before its reply; it is only logged."""
 
@@ -41,9 +41,9 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who asks: a process on the socket (SO_PEERCRED), or the name of an API key on TCP.
+    """The process (by SO_PEERCRED) or the API key behind a request.
 
-    None where it is not known.
+    Unknown parts are None.
     """
 
     uid: int | None = None
@@ -57,7 +57,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """One word for who it is: its requests are its own, and share the queue as one."""
+        """The peer as one word; it owns its requests and has one share of the queue."""
         if self.key is not None:
             return f"key:{self.key}"
         if self.user is not None:
@@ -75,7 +75,7 @@ class TokensEmitted:
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[TokenLogprob]
-    """As long as token_ids, or empty when not asked for."""
+    """One entry per token of token_ids; empty if not asked for."""
     is_last: bool
 
 
@@ -98,7 +98,7 @@ class Inbox:
         self._wake()
 
     async def take(self, patience_s: float | None = None) -> list[TokensEmitted]:
-        """All that has come; waits for the first, and returns nothing after `patience_s`."""
+        """Take all emitted tokens; wait for the first, at most `patience_s`."""
         if not self._emitted:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -110,7 +110,7 @@ class Inbox:
         return emitted
 
     def close(self) -> None:
-        """Stop the timer; nobody reads the inbox any more."""
+        """Stop the timer; the inbox has no reader any more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -188,10 +188,10 @@ class Request:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of those, what was found computed; None: the cache is off.
+        """Prompt tokens that were found computed; None: the cache is off.
 
-        Of several answers to one prompt the first computes it for the others, so that counts which
-        found least.
+        Of several answers to one prompt the first computes it for the others, so the smallest count
+        is taken.
         """
         least: dict[int, int] = {}
         for one in self.sequences:
@@ -207,7 +207,7 @@ class Request:
 
     @property
     def computed_tokens(self) -> int:
-        """Positions that are computed, those of each prompt counted once."""
+        """Count computed positions, each prompt once."""
         furthest: dict[int, int] = {}
         num_outputs = 0
         for one in self.sequences:
@@ -267,7 +267,7 @@ class ModelInfo:
     """What the model's files say of it; None: they are still being fetched."""
 
     def is_called(self, name: str) -> bool:
-        """Whether a client that says this name means this model."""
+        """Say whether a client's name for a model means this one."""
         plain = name.removesuffix(":latest")  # which Ollama's clients add
         return plain == self.model_id or any(fnmatchcase(plain, one) for one in self.aliases)
 
@@ -277,5 +277,5 @@ class ModelInfo:
         return {**NEUTRAL_SAMPLING, **self.sampling}
 
     def limited_to(self, max_model_len: int) -> ModelInfo:
-        """The same, with requests that are at most so long."""
+        """Return a copy with a lower maximum length."""
         return replace(self, max_model_len=min(self.max_model_len, max_model_len))

@@ -84,7 +84,7 @@ class Service:
         """Whether prompts go into the log; may change at any time."""
         self.swaps: Swaps | None = None
         self.hasher: PrefixHasher | None = None
-        """Of prompts' blocks; None: no prefix cache, or not yet."""
+        """Hashes prompts' blocks; None: the prefix cache is off or not loaded yet."""
         model = model_info(plan, tokenizer)
         self._telemetry = Telemetry(model.max_model_len)
         self._frames = Frames(
@@ -163,7 +163,7 @@ class Service:
         return self.availability.not_ready_reason
 
     def degraded_reason(self) -> str | None:
-        """What is wrong while others serve on; None: nothing."""
+        """Return the fault while part of the daemon serves on; None: there is no fault."""
         return self.availability.degraded_reason
 
     async def rekey(self, config: ServeConfig, plan: BootPlan) -> None:
@@ -172,7 +172,7 @@ class Service:
         self.hasher = await read_in_thread(what, partial(make_hasher, config, plan), tell)
 
     def next_seq_id(self) -> int:
-        """A new sequence id."""
+        """Return a new sequence id."""
         self._last_seq_id += 1
         return self._last_seq_id
 
@@ -191,9 +191,9 @@ class Service:
     def refused_before_queue(
         self, asker: IncomingRequest, waited: RequestFrame | None, error: RequestError | None
     ) -> None:
-        """One did not come in to the model that it had named; see RefusedRequest.
+        """Record a request that was refused before it reached its model; see RefusedRequest.
 
-        Who has waited had an id that could be seen and cancelled, so that it gets a row.
+        A request that waited had an id that could be seen and cancelled, so it gets a row.
         """
         self._totals.refused += error is not None
         if waited is None:
@@ -222,11 +222,11 @@ class Service:
             raise
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
-        """A stop string matched after `num_kept_tokens` output tokens."""
+        """End a sequence whose stop string matched after `num_kept_tokens` output tokens."""
         self._router.stop(sequence, num_kept_tokens, time.monotonic_ns())
 
     def queue_place(self, request: Request) -> int | None:
-        """How many will be taken until one of its own is; None if none of its waits."""
+        """Count the sequences ahead of the request in the queue; None: it is not queued."""
         if all(sequence.phase is not Phase.QUEUED for sequence in request.sequences):
             return None
         return self._router.queue_place(request.request_id, time.monotonic_ns())
@@ -238,7 +238,7 @@ class Service:
         return None if self.swaps is None else self.swaps.owner_of(request_id)
 
     def cancel(self, request_id: str, by: str) -> bool:
-        """Abort every unfinished sequence of a live request; False if there is none such."""
+        """Abort every unfinished sequence of a live request; False if the id is not live."""
         request = self._live.get(request_id)
         if request is None or request.is_finished:
             return self.swaps is not None and self.swaps.cancel(request_id, by)
@@ -251,7 +251,7 @@ class Service:
         return True
 
     def close(self, request: Request, http_status: int) -> None:
-        """The terminal reply has been sent, or its client is gone."""
+        """Close a request after its last reply, or after its client disconnected."""
         if self._live.pop(request.request_id, None) is None:
             return
         now_ns, request.http_status = time.monotonic_ns(), http_status
@@ -279,16 +279,16 @@ class Service:
         return [*map(msgspec.to_builtins, live), *self._closed.frames()]
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
-        """One live or newly finished request by id."""
+        """Find a live or newly finished request by id."""
         return next((one for one in self.request_frames() if one["id"] == request_id), None)
 
     def logged_frame(self, request_id: str) -> dict[str, object] | None:
-        """One finished request by id, from the log; blocking."""
+        """Read a finished request from the log by id; blocks."""
         row = self._log.row(request_id)
         return None if row is None else msgspec.to_builtins(frame_of_row(row))
 
     def frame_json(self) -> bytes:
-        """Everything as it is now; rates and readings are those of the newest frame."""
+        """Encode the current state; rates and readings come from the newest frame."""
         return msgspec.json.encode(self._frames.now(self._standing()))
 
     @property
@@ -297,7 +297,7 @@ class Service:
         return self._frames.newest
 
     def readings(self) -> Readings:
-        """The same, and what was counted since the start."""
+        """Return the current frame and the histograms since the start."""
         return Readings(self._frames.now(self._standing()), self._telemetry.histograms)
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
@@ -305,7 +305,7 @@ class Service:
         return await self._frames.next_json(after_seq)
 
     def drain(self, by: str) -> None:
-        """Take no new work; what is accepted goes on."""
+        """Refuse new requests; accepted ones finish."""
         if self.availability.drain():
             self._tell_of_drain(f"Draining, by {by}; {self.drain_status}", by)
 
@@ -326,7 +326,7 @@ class Service:
         return roles_frame(self._router.roles_now())
 
     def measurement(self) -> dict[str, object]:
-        """How far the model's profile is."""
+        """Return the progress of the model's profile."""
         if self._measuring is None:
             raise Unavailable("the model is still loading", code="model_loading")
         return self._measuring.frame()
@@ -352,7 +352,7 @@ class Service:
         request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))
 
     def worker_reported(self, worker: str, report: Report) -> None:
-        """A step or a copy is done, or cores have changed hands."""
+        """Handle a worker's report of steps, copies or cores."""
         now_ns = time.monotonic_ns()
         if isinstance(report, Stepped):
             self._telemetry.stepped(worker, report)
@@ -368,21 +368,21 @@ class Service:
             self._frames.model = self._frames.model.limited_to(limit)
 
     def worker_ready(self, worker: str) -> None:
-        """A worker takes work, for the first time or again."""
+        """Note that a worker takes work, for the first time or again."""
         state = self._supervisor.workers[worker]
         self._router.worker_ready(worker, time.monotonic_ns(), state.probes)
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {state.pid})")
         self.make_frame()
 
     def worker_died(self, worker: str, about: str) -> None:
-        """A worker is dead, and all that it sent has been handled."""
+        """Handle a worker's death, after all its messages."""
         trouble = self._supervisor.workers[worker].trouble
         self.event("error", "worker.died", "; ".join(filter(None, (about, trouble))))
         self._router.worker_died(worker, time.monotonic_ns())
         self.make_frame()
 
     def worker_lost(self, about: str) -> None:
-        """A worker cannot be restarted: the others do its part, and nobody waits for the last."""
+        """Handle a worker that cannot restart; end all requests if it was the last."""
         self.event("error", "worker.lost", about)
         if self._supervisor.is_lost:
             error = Unavailable(about, code="engine_dead")
@@ -443,7 +443,7 @@ class Service:
             self.cancel(request_id, "drain")
 
     def make_frame(self) -> None:
-        """Take one reading of everything and wake those who wait for it; if it fails, none."""
+        """Take a frame and wake its readers; on failure there is no frame this second."""
         pids = [worker.pid for worker in self._supervisor.workers.values()]
         is_disturbed = self._disturbances.look(pids, time.monotonic())
         self._router.learn(is_disturbed=is_disturbed)

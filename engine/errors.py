@@ -12,7 +12,7 @@
     ├── InvariantViolated         the ledger does not add up: a bug of ours
     └── RequestError              a client's request is refused; status, code, param
         ├── Forbidden             403: the peer's role, or whose it is
-        ├── QueueFull             429: no room in the queue, for anybody or for this owner
+        ├── QueueFull             429: the queue is full, for all or for this owner
         └── Unavailable           503: loading or draining; retry_after_ms
 
 Owns: the words.
@@ -41,7 +41,7 @@ class PenstockError(Exception):
 
     Args:
         what: one sentence, no trailing full stop.
-        where: the file, option, device or request concerned; empty if there is none.
+        where: the file, option, device or request concerned; empty if unknown.
         hint: what to do about it; empty if nothing helps.
     """
 
@@ -70,7 +70,7 @@ class UsageError(ConfigError):
 
 
 class SeveralWrong(ConfigError):
-    """Several things are wrong; whoever mends one should not have to ask for the next.
+    """Several errors, told together, so that all can be mended at once.
 
     Args:
         errors: each in full, at least one.
@@ -103,7 +103,7 @@ class CheckpointError(ConfigError):
 
 
 def unreadable(path: Path, error: OSError, what: str = "cannot read") -> CheckpointError:
-    """The error to raise for a file of a model that is there, and what could not be done."""
+    """Make the error for an existing model file that cannot be read."""
     hint = "let the user who serves read it: chmod, or serve as its owner"
     return CheckpointError(f"{what}: {error.strerror}", where=str(path), hint=hint)
 
@@ -127,7 +127,7 @@ class FileError(PenstockError):
 
 
 def file_exit_code(error: OSError) -> int:
-    """What a command ends with that could not have a file."""
+    """Return the exit code of a command that could not use a file."""
     return _FILE_EXIT_CODES.get(error.errno or 0, PenstockError.exit_code)
 
 

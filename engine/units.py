@@ -12,7 +12,7 @@ SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(num_bytes: float) -> str:
-    """`0 B`, `980 KiB`, `1.2 GiB`; with `/s` behind it, a rate."""
+    """Format a size: `0 B`, `980 KiB`, `1.2 GiB`; callers add `/s` for a rate."""
     unit = 0
     while abs(num_bytes) >= 999.5 and unit < len(SIZE_UNITS) - 1:
         num_bytes /= 1024
@@ -22,7 +22,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def part_text(num_bytes: float, total_bytes: float, between: str = " of ") -> str:
-    """`9.0 of 23.0 GiB`, both in the unit of the total."""
+    """Format a part of a total in the total's unit: `9.0 of 23.0 GiB`."""
     number, unit = size_text(total_bytes).split()
     return f"{num_bytes / 1024 ** SIZE_UNITS.index(unit):.1f}{between}{number} {unit}"
 
@@ -31,7 +31,7 @@ _TIMED = ". Timed: "
 
 
 def with_figures(said: str, figures: str) -> str:
-    """What a trial has chosen, a sentence, and then the figures that it was chosen by."""
+    """Join a trial's result and the figures that decided it."""
     return f"{said}{_TIMED}{figures}"
 
 

@@ -138,7 +138,7 @@ def m001_first_schema(db: Database) -> None:
     db.conn.execute("CREATE INDEX ix_events_at ON events(at)")
 
 
-# Whose request it is, in the words of appliance.request.Peer.name; computed, so never in two minds.
+# The user as appliance.request.Peer.name writes it; computed, so the two cannot differ.
 _USER = """
 ALTER TABLE requests ADD COLUMN user TEXT GENERATED ALWAYS AS (
   CASE WHEN key_name IS NOT NULL THEN 'key:' || key_name
@@ -150,7 +150,7 @@ ALTER TABLE requests ADD COLUMN user TEXT GENERATED ALWAYS AS (
 
 @migration()
 def m002_users(db: Database) -> None:
-    """The API key, one word for the user, who caused an event, and indexes to ask by them."""
+    """Add the API key, the user in one word, the cause of an event, and indexes."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN key_name TEXT",
         _USER,
@@ -167,7 +167,7 @@ def m002_users(db: Database) -> None:
 
 @migration()
 def m003_routes(db: Database) -> None:
-    """Which workers ran a request, and why those."""
+    """Add the workers of a request and the reason for the choice."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN route TEXT",
         "ALTER TABLE requests ADD COLUMN route_reason TEXT",
@@ -217,7 +217,7 @@ CREATE TABLE frame_templates (
 
 @migration()
 def m005_frames(db: Database) -> None:
-    """What the console showed, once a second, and what the frames are packed against."""
+    """Add frames, one a second, and the templates that they are packed against."""
     db.conn.execute(_FRAMES)
     db.conn.execute(_FRAME_TEMPLATES)
 
@@ -237,7 +237,7 @@ _WITH_PAUSES = (
 
 @migration()
 def m006_pauses(db: Database) -> None:
-    """How often a request's blocks were taken away for others, and how long it was without them."""
+    """Add how often a request was preempted, and for how long."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN preemptions INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE requests ADD COLUMN paused_us INTEGER",
@@ -249,7 +249,7 @@ def m006_pauses(db: Database) -> None:
 
 @migration()
 def m007_cached_tokens(db: Database) -> None:
-    """Of a request's prompts, what was found computed; NULL while the prefix cache is off."""
+    """Add prompt tokens found computed; NULL while the prefix cache is off."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN cached_tokens INTEGER",
         "DROP VIEW v_requests",
@@ -278,7 +278,7 @@ _WITH_RESTORES = (
 
 @migration()
 def m008_restores(db: Database) -> None:
-    """Of a request's prompts, what was loaded from the disk, and how long it waited for that."""
+    """Add prompt tokens loaded from disk, and the wait for them."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN restored_tokens INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE requests ADD COLUMN restored_us INTEGER",
@@ -294,7 +294,7 @@ _WITH_LEGS = _WITH_RESTORES.replace("transport,", "transport, workers, links,")
 
 @migration()
 def m009_legs(db: Database) -> None:
-    """Where a request has run, in order, and how its KV came from each worker to the next."""
+    """Add the workers that ran a request, in order, and the transports of its KV."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN workers TEXT",
         "ALTER TABLE requests ADD COLUMN links TEXT",
@@ -306,7 +306,7 @@ def m009_legs(db: Database) -> None:
 
 @migration()
 def m010_output_offset(db: Database) -> None:
-    """How much of a request's prompt was output of an earlier one: its draws follow from that."""
+    """Add how much of a prompt was output of an earlier request; draws depend on it."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN output_offset INTEGER",
         "DROP VIEW v_requests",
@@ -317,7 +317,7 @@ def m010_output_offset(db: Database) -> None:
 
 @migration()
 def m011_unknown_tokens(db: Database) -> None:
-    """The output of a request whose daemon was killed is not known: NULL, which was 0."""
+    """Set the output of a request whose daemon was killed to NULL; it was 0."""
     cut = "the daemon ended before the reply did"
     for statement in (
         "DROP VIEW v_requests",
@@ -332,7 +332,7 @@ def m011_unknown_tokens(db: Database) -> None:
 
 @migration()
 def m012_changes(db: Database) -> None:
-    """Keep what of a request was changed to serve it: its limit of tokens, its messages."""
+    """Add what was changed to serve a request: its token limit, its messages."""
     for statement in (
         "DROP VIEW v_requests",
         "ALTER TABLE requests ADD COLUMN changes TEXT",

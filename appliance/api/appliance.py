@@ -51,7 +51,7 @@ class Appliance(Protocol):
 
     @property
     def max_tokens_per_request(self) -> int:
-        """Prompt tokens that one of several sequences may bring; likewise."""
+        """Prompt tokens that one of several sequences may bring; the queue never takes more."""
 
     @property
     def swaps(self) -> Swaps | None:

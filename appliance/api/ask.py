@@ -3,7 +3,7 @@
 Owns: what a prompt may be: a chat's messages, a completion's texts or ids, both sides of a gap;
 which model is meant; how an ask becomes sampling parameters, once its prompt is token ids.
 Invariant: an Ask asks for nothing that this daemon does not do.
-Never: knows fields' names beyond those that its own refusals name.
+Never: knows fields' names, except in its own refusals.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class Ask:
     chat: Chat | None
     """None: a completion of prompts."""
     prompts: list[str | list[int]]
-    """Of completions; empty for a chat."""
+    """Prompts of completions; empty for a chat."""
     suffix: str | None = None
     """What is to stand behind the output of a completion."""
     num_choices: int
     """Sequences for each prompt."""
     num_best: int | None = None
-    """Only so many of them, the likeliest, are told; None: all are."""
+    """Number of likeliest answers to return; None: all."""
     max_tokens: int | None
     """The client's limit. 0 only for a completion with `is_echo`: the prompt is read and nothing
     written."""
@@ -147,7 +147,7 @@ class Ask:
     shows_stop: bool = False
     """A stop string ends the output, instead of standing behind it."""
     truncate: int | None = None
-    """Only so many last tokens of the prompt count; -1: as many as leave room for the output."""
+    """Number of last prompt tokens to keep; -1: as many as leave room for the output."""
     cache_salt: str | None = None
     """Only prompts with the same one share what is cached."""
     drops_oldest: bool = False

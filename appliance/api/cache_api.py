@@ -134,7 +134,7 @@ class HttpCounts:
         """Metrics under vLLM's names, which most dashboards know."""
         yield counter(
             "http_requests_total",
-            "Replies, but for those to probes.",
+            "Replies, except to probes.",
             [
                 ({"handler": handler, "method": method, "status": status}, number)
                 for (handler, method, status), number in self._replies.items()

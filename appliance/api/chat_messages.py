@@ -23,7 +23,7 @@ _OLDER = {"developer": "system", "function": "tool"}
 LEFT_OUT = " was left out: this model reads text]"
 """The end of the text that replaces an image of an earlier turn."""
 MAX_NESTING = 64
-"""Of a call's arguments; templates write them out by recursion."""
+"""Maximum nesting of a call's arguments, which templates write by recursion."""
 
 
 def read_messages(messages: Sequence[chats.ChatMessage]) -> list[Message]:

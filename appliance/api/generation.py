@@ -37,7 +37,7 @@ MAX_INLINE_BYTES = 16 << 10
 MAX_INLINE_CHARS = 4096
 """Longer texts are tokenized in a thread."""
 NUM_THREADS = 2
-"""For small bodies, and for large ones."""
+"""Threads for small bodies, and as many for large ones."""
 MAX_SMALL_WAITING = 1024
 """Small bodies cost little while they wait; how many may, the queue decides better."""
 

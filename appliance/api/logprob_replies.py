@@ -23,7 +23,7 @@ Json = dict[str, object]
 def completion_logprobs(
     tokenizer: Tokenizer, delta: Delta, most: int, *, by_ids: bool = False
 ) -> Json:
-    """Columns, at most so many alternatives by their text; an echoed prompt's tokens come first.
+    """Write columns of tokens and alternatives; an echoed prompt comes first.
 
     Args:
         tokenizer: spells tokens.

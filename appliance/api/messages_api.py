@@ -181,7 +181,7 @@ def _text(
 
 
 def _tools(values: list[Any]) -> tuple[list[Json], list[int]]:
-    """Write tools as in a chat; those that Anthropic's servers would run are left out, by index."""
+    """Write tools as in a chat; list the indexes of tools that Anthropic's servers would run."""
     tools: list[Json] = []
     others: list[int] = []
     for index, value in enumerate(values):

@@ -506,7 +506,7 @@ class _Pulls:
     def __init__(self) -> None:
         self._is_busy = False
         self._failed_status = _BAD_GATEWAY
-        """Of the last pull that failed."""
+        """HTTP status of the last failed pull."""
 
     async def pull(self, http: HttpRequest) -> Response:
         """Bring a model into the cache of this machine; what is served stays what it is."""

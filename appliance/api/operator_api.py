@@ -190,14 +190,14 @@ MAX_OPEN_RECORDINGS = 4
 MAX_OPEN_EACH = 2
 """Recordings that one peer may have under way."""
 PATIENCE_S = 5.0
-"""A client that takes longer for a chunk yields to the next who asks."""
+"""Maximum time for a chunk; then the next client is served."""
 RECORDING_TYPE = "application/vnd.sqlite3"
 _CHUNK_BYTES = 1 << 18
 _RETRY_MS = 5_000
 
 
 def log_routes() -> list[Route]:
-    """GET /v1/penstock/log, /events, /usage and /recording; parameters are those of log.query."""
+    """Route GET /v1/penstock/log, /events, /usage and /recording to log.query."""
     api = _LogApi()
     return [
         Route("/v1/penstock/log", api.log),

@@ -41,7 +41,7 @@ class Prepared:
     prefixes: list[PrefixChain | None]
     """One for each prompt; None: the prefix cache is off."""
     specs: list[RunSpec]
-    """One for each sequence: the choices of the first prompt, then those of the next."""
+    """One for each sequence: all choices of the first prompt, then of the next."""
     echoes: list[PromptEcho]
     """One for each prompt, if the ask wants them repeated."""
     changes: tuple[str, ...]
@@ -172,8 +172,8 @@ def _num_tokens(rendered: Rendered, tokenizer: Tokenizer, model: ModelInfo) -> i
 def _bad_words(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> tuple[tuple[int, ...], ...]:
     """Find the tokens of forbidden texts, as vLLM does.
 
-    Each as it is, and with a space before it, as it stands within a text, where that makes other
-    tokens of the same number.
+    A text is tokenized alone and, as within a sentence, after a space, if that makes other tokens
+    of the same number.
     """
     found: list[tuple[int, ...]] = []
     for word in ask.bad_words:

@@ -46,8 +46,9 @@ class ReplyShape:
     _num_reasoning: dict[int, int] = field(default_factory=dict)
     """Tokens of reasoning, by choice."""
     _around: dict[int, tuple[bytes, bytes] | None] = field(default_factory=dict)
-    """Of choices of which a stream has told something: what stands around the text in an event that
-    tells nothing else, as most do; None where each tells more."""
+    """Text around the next piece of each choice, for events of text alone.
+
+    None: its events tell more."""
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
         """Write the reply in one piece, from one delta per sequence."""

@@ -194,7 +194,7 @@ class Reply:
         return b"".join(map(self._shape.events, deltas))
 
     def _headers(self) -> dict[str, str]:
-        """Beyond those that edge gives every reply."""
+        """Return the headers beyond every reply's."""
         names = self._ask.ignored[:MAX_IGNORED]
         if not names:
             return {}

@@ -63,8 +63,9 @@ _THOUGHTS = {
         "summary", "summary_text", "reasoning_summary_text", "response.reasoning_summary_part"
     ),
 }
-"""By whether a summary was asked for: then the reasoning stands in its place, for clients that ask
-read nothing else."""
+"""The form of reasoning, by whether a summary was asked for.
+
+Clients that ask for one read nothing else: the reasoning is sent as it."""
 
 
 def _wants_summary(fields: Json) -> bool:
@@ -116,7 +117,7 @@ class ResponseShape:
         """Items; only the last one may be open."""
         self._is_open = False
         self._call_index: int | None = None
-        """Of the call that the open item is; None if it is a message."""
+        """The open item's call; None: the item is a message."""
         self._thought = _THOUGHTS[_wants_summary(fields)]
         self._custom = {
             one.get("name")
@@ -124,7 +125,7 @@ class ResponseShape:
             if isinstance(one, dict) and one.get("type") == "custom"
         }
         self._arguments = ""
-        """Of the open item, if it is a call."""
+        """The open call's arguments so far."""
         self._finish_reason: FinishReason | None = None
 
     def whole(self, deltas: Iterable[Delta]) -> Json:

@@ -193,7 +193,7 @@ _INPUT: Json = {
 
 
 def _tools(values: list[Any]) -> tuple[list[Json], list[int]]:
-    """Write tools as in a chat; those that OpenAI's servers would run are left out, by index."""
+    """Write tools as in a chat; list the indexes of tools that OpenAI's servers would run."""
     tools, others = [], []
     for index, value in enumerate(values):
         where = f"tools[{index}]"

@@ -59,9 +59,9 @@ class Delta:
     echo: PromptEcho | None = None
     """The text begins with it."""
     num_tokens: int = 0
-    """Of the sequence's output so far."""
+    """Output tokens of the sequence so far."""
     num_reasoning_tokens: int = 0
-    """Of these, up to the end of the reasoning."""
+    """Output tokens up to the end of the reasoning."""
     has_called: bool = False
     """The sequence has begun a tool call, here or before."""
     finish_reason: FinishReason | None = None
@@ -69,10 +69,10 @@ class Delta:
     """The stop string that has ended the sequence."""
 
     def num_logprobs(self, *, has_prompt: bool = False) -> int:
-        """Log-probabilities that it tells, those of alternatives included.
+        """Count the log-probabilities that it tells, with alternatives.
 
         Args:
-            has_prompt: those of the prompt, too, as an echo has them.
+            has_prompt: count the prompt's, too, as an echo has them.
         """
         has_prompt = has_prompt or self.echo is not None
         told = [*self.logprobs, *(self.sequence.prompt_logprobs if has_prompt else ())]

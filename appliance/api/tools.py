@@ -38,7 +38,7 @@ class Tools:
     """Functions that the model may call; there is at least one."""
 
     definitions: list[dict[str, Any]]
-    """As the client wrote them, for the template."""
+    """The client's definitions, unchanged, for the template."""
     schemas: dict[str, dict[str, Any] | None]
     """Schemas of the arguments, by the name of each function that may be called."""
     is_required: bool

@@ -53,7 +53,7 @@ def render(
         has_tools: the template gets tools.
 
     Raises:
-        RequestError: it refuses every form; the words are those for the messages as sent.
+        RequestError: it refuses every form; the text is about the messages as sent.
     """
     shape = _shape(messages, has_tools=has_tools)
     first = known.get(shape)
@@ -117,7 +117,7 @@ def _formed(
 
 
 def _short_ids(messages: list[Message]) -> tuple[list[Message], str]:
-    """Give calls and results ids of nine characters, and one to those that have none."""
+    """Shorten ids of calls and results to nine characters, and add missing ones."""
     changed, waiting, count = [], list[str](), 0
     for index, message in enumerate(messages):
         one = dict(message)

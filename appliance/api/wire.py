@@ -1,7 +1,7 @@
 """Connect HTTP and handlers: identify the caller, write JSON and errors.
 
-Owns: which API a path belongs to, and its shape of errors; the headers that replies carry, and what
-of a client's headers is kept; the two refusals, `role_required` and `not_owner`.
+Owns: the shape of errors of each API; the headers that replies carry, and the client's headers
+that are kept; the two refusals, `role_required` and `not_owner`.
 Invariant: requests by an API's path are refused in the way that its official client understands; a
 refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
@@ -47,13 +47,13 @@ class Arrival:
     is_known: Callable[[], bool] = lambda: True
     """Tell whether the client would still be let in; endless replies ask repeatedly."""
     request_id: str = field(default_factory=_new_id)
-    """In every reply's x-request-id; a request that generates gets another, with a prefix."""
+    """Every reply's x-request-id; a generating request gets another, with a prefix."""
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     """CLOCK_MONOTONIC when its head arrived, or if it has a body, when that was complete."""
     received_at: str = field(default_factory=utc_now)
     """The same moment as ISO 8601, UTC."""
     swap_wait_ns: int = 0
-    """Of the time since then, what it waited for its model to be swapped in."""
+    """Part of the time since arrival in which it waited for its model's swap."""
     _has_body: bool = False
     hang_up: Callable[[], None] = lambda: None
     """Ends the connection, whatever has not been read; what is still sent on it goes nowhere."""

@@ -90,7 +90,7 @@ class Arms:
 
     @contextmanager
     def ready(self, label: str) -> Iterator[Target]:
-        """A target to measure; its daemon, if it has one of ours, runs at least until the end.
+        """Yield a target to measure; a daemon of ours runs at least until the end.
 
         Raises:
             PenstockError: it does not start, does not answer, or fails the first request.
@@ -170,7 +170,7 @@ def interleaved(
 
 
 def order(labels: list[str], num_rounds: int, seed: int) -> list[list[str]]:
-    """For each round, the labels of its arms in the order of their turns."""
+    """Draw the order of the arms' labels for each round."""
     rng, turns = random.Random(seed), [*labels, AGAIN]
     return [rng.sample(turns, len(turns)) for _ in range(num_rounds)]
 
@@ -223,7 +223,7 @@ INTERFERENCE_METRICS = (
 def rows(
     rounds: Mapping[str, Sequence[Figures]], metrics: Sequence[Metric]
 ) -> list[dict[str, object]]:
-    """One row for each arm and figure that was observed.
+    """Write one row for each arm and observed figure.
 
     Args:
         rounds: figures by label; the first label is the base, AGAIN its second turn.

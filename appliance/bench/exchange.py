@@ -27,7 +27,7 @@ _SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog; 0123456789 boxes were packed, "
     'with five dozen liquor jugs (and one more?) in them: "Sphinx of black quartz, judge my vow!"'
 )
-"""Ids of these words are ids that the model has, which is all that a prompt needs."""
+"""Text whose token ids the model has; a prompt needs no more."""
 _WORDS = _SAMPLE_TEXT.split()
 
 
@@ -85,11 +85,11 @@ class Target:
             ) from error
 
     def request(self, input_tokens: int, output_tokens: int) -> bytes:
-        """A request for a streamed completion with a fresh prompt, ready to send."""
+        """Build a request for a streamed completion with a fresh prompt."""
         return self.completion(self._prompt(self._rng, input_tokens), output_tokens)
 
     def requests(self, schedule: Sequence[PlannedArrival]) -> list[bytes]:
-        """A request for each arrival; where a trace says that prompts begin alike, they do."""
+        """Build a request for each arrival; prompts share what the trace says they share."""
         salt = self._rng.getrandbits(64)
 
         def prompt(each: PlannedArrival) -> list[int] | str:
@@ -112,18 +112,18 @@ class Target:
         return None if self._ids is None else self._rng.choices(self._ids, k=num_tokens)
 
     def completion(self, prompt: list[int] | str, output_tokens: int) -> bytes:
-        """A request for a streamed completion, ready to send."""
+        """Build a request for a streamed completion."""
         body = {
             "prompt": prompt,
             "max_tokens": output_tokens,
             "stream_options": {"include_usage": True},
         }
-        if not self._is_text:  # who knows no /tokenize may refuse this, too
+        if not self._is_text:  # a server without /tokenize may refuse this, too
             body["return_token_ids"] = True
         return self.post("/v1/completions", body)
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """A request for a greedy, streamed reply that goes on to its limit, ready to send."""
+        """Build a request for a greedy, streamed reply up to its token limit."""
         fixed = {"model": self._model, "temperature": 0, "ignore_eos": True, "stream": True}
         content = msgspec.json.encode({**fixed, **body})
         host, key = "localhost", None
@@ -141,7 +141,7 @@ class Target:
         return "\r\n".join([*head, "", ""]).encode() + content
 
     def learn_length(self, asked_tokens: int, counted_tokens: int | None) -> None:
-        """A prompt was so long in fact; the next ones of words are made accordingly."""
+        """Correct the length of later word prompts by the server's count."""
         if counted_tokens:
             self._words_per_token *= asked_tokens / counted_tokens
 

@@ -1,7 +1,7 @@
 """Send requests at a set pace, timestamp replies, and measure what long prompts do to others.
 
 Owns: what is asked of every server alike, so that arms differ in nothing else; the pace: by
-schedule, or so many at a time; the connection of each request, and the stamp of each read.
+schedule, or a number of clients; the connection of each request, and the stamp of each read.
 Invariant: every request that was due is a sample, also one that was refused, failed or never
 ended; a schedule does not wait for replies.
 Never: computes a statistic; compares servers.
@@ -32,7 +32,7 @@ from engine.errors import ConfigError, PenstockError
 async def exchange(
     address: Address, request: bytes, reply: ReceivedReply, deadline_s: float
 ) -> None:
-    """Send a request and fill its reply until that ends, or until so many seconds have passed.
+    """Send a request and fill its reply until it ends, or until the deadline.
 
     A reply that the deadline cut off has neither an end nor a problem. Hanging up, as by
     cancelling this, makes a server cancel what it still computes.
@@ -104,7 +104,7 @@ POWER_INTERVAL_S = 1.0
 """The daemon's own: a frame has the mean since the one before."""
 
 Tick = Callable[[float], None]
-"""Called several times a second with the share of the time that has passed, 0 to 1."""
+"""Called several times a second with the elapsed share of the time, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Load:
     seed: int = 0
 
     def schedule(self, round_index: int) -> list[PlannedArrival]:
-        """The arrivals of an open loop in one round, the same for all arms."""
+        """Return the arrivals of an open loop in one round, equal for all arms."""
         if self.trace is not None:
             return [each for each in self.trace if each.at_s <= self.seconds]
         assert self.rate_per_s is not None
@@ -148,7 +148,7 @@ class Measured(msgspec.Struct):
     """Requests were due from 0 until then."""
     samples: list[Sample]
     energy_j: float | None = None
-    """Of the machine within the window."""
+    """The machine's energy within the window."""
 
 
 async def measure(target: Target, load: Load, label: str, round_index: int, tick: Tick) -> Measured:
@@ -185,7 +185,7 @@ async def offer(target: Target, schedule: list[PlannedArrival], patience_s: floa
 async def _keep_open(
     target: Target, load: Load, concurrency: int, round_index: int
 ) -> list[Sample]:
-    """So many clients at once, each of which asks again when it has its answer."""
+    """Run `concurrency` clients at once; each asks again when it has its answer."""
     origin_ns = time.perf_counter_ns()
     samples: list[Sample] = []
 
@@ -232,7 +232,7 @@ async def _watch(target: Target, seconds: float, tick: Tick) -> float | None:
 
 
 STREAM_TOKENS = (32, 512)
-"""In and out; then a stream begins anew, and its first token is no gap."""
+"""Prompt and output tokens of a stream; a new stream's first token is no gap."""
 PROMPT_OUTPUT_TOKENS = 8
 
 
@@ -259,7 +259,7 @@ class InterferenceResult(msgspec.Struct):
     """The prompts among the streams."""
 
     def figures(self) -> Figures:
-        """The round's figures by name."""
+        """Compute the round's figures by name."""
         quiet_p50 = quantile(self.quiet_itl_ms, 0.5)
         loaded_p99 = quantile(self.loaded_itl_ms, 0.99)
         alone_ms = [s.ttft_ms for s in self.alone if s.ttft_ms is not None]
@@ -301,7 +301,7 @@ async def disturb(
 async def _phase(
     target: Target, plan: InterferencePlan, *, has_prompts: bool
 ) -> tuple[list[float], list[Sample]]:
-    """The streams' gaps and the prompts."""
+    """Collect the streams' gaps and the prompts of a phase."""
     origin_ns = time.perf_counter_ns()
     replies: list[list[ReceivedReply]] = [[] for _ in range(plan.num_streams)]
     streams = [asyncio.create_task(_stream(target, into)) for into in replies]
@@ -325,7 +325,7 @@ async def _phase(
 
 
 async def _stream(target: Target, replies: list[ReceivedReply]) -> NoReturn:
-    """One request after another until it is cancelled."""
+    """Send one request after another until cancelled."""
     while True:
         request, reply = target.request(*STREAM_TOKENS), ReceivedReply(time.perf_counter_ns())
         replies.append(reply)

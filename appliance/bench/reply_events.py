@@ -2,7 +2,7 @@
 
 A load generator shares the machine with what it measures, so this reads just as much HTTP/1.1 and
 as much of each server-sent event as a measurement needs.
-Owns: the framing, and what of an event is a token.
+Owns: the framing, and which events hold tokens.
 Invariant: pure; however the bytes are cut up, the same events come out, each with the stamp of the
 read that completed it; whatever a server does wrong is a sentence in `problem`.
 Never: raises, or looks at a clock.
@@ -35,10 +35,10 @@ class ReceivedReply:
     events: list[Event] = field(default_factory=list)
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of the prompt, that the server had computed before; None: it does not say."""
+    """Prompt tokens that the server had computed before; None: it does not say."""
     output_tokens: int | None = None
     token_ids: list[int] = field(default_factory=list)
-    """Of the answer, where the server says so."""
+    """The answer's tokens; empty if the server does not say."""
     ended_ns: int | None = None
     """When the server said that this is all; None if it has not."""
     problem: str | None = None
@@ -87,7 +87,7 @@ class ReplyReader:
         self._is_chunked = False
         self._is_stream = False
         self._bytes_left: int | None = None
-        """Of a body that announced its length."""
+        """Unread bytes of a body with a known length."""
 
     def feed(self, data: bytes, now_ns: int) -> None:
         self._raw += data
@@ -187,7 +187,7 @@ class ReplyReader:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error object; empty if it is none."""
+    """Read the message of an error object; empty for another body."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.message
     except msgspec.MsgspecError:

@@ -27,21 +27,23 @@ class Sample(msgspec.Struct):
     error: str | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of the prompt, that were not computed again, as the server counts them."""
+    """Prompt tokens that were not computed again, by the server's count."""
     reusable_tokens: int | None = None
-    """Of the prompt, that earlier requests had in front, too: what an infinite cache would have;
-    None: not known."""
+    """Prompt tokens that earlier requests began with, as an infinite cache would find; None: not
+    known."""
     turn: int | None = None
-    """Of its conversation, from 1; None: it is of none."""
+    """The turn of its conversation, from 1; None: it has no conversation."""
     output_tokens: int | None = None
-    """As the server counts them."""
+    """The server's count."""
     ttft_ms: float | None = None
     itl_ms: list[float] = []
     """Every gap that was seen: between two events with tokens, however many tokens each has."""
     e2e_ms: float | None = None
     merged_tokens: int = 0
-    """Tokens whose own gap was not seen: they came in one event with another, or, where the server
-    does not say which tokens an event has, had no text and so no event, as half a character."""
+    """Tokens without a gap of their own, because they came in one event with another.
+
+    Where the server does not say which tokens an event has: tokens without text, such as half a
+    character, have no event."""
     event_tokens: list[int] = []
     """Tokens of each event; 1 where the server does not say which an event has."""
 
@@ -57,7 +59,7 @@ class Sample(msgspec.Struct):
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per token after those of the first event, by the server's count of them all."""
+        """Mean time per token after the first event, by the server's count of tokens."""
         if not self.is_completed or self.ttft_ms is None or not self.itl_ms:
             return None
         num_first = self.event_tokens[0] if self.event_tokens else 1
@@ -66,21 +68,21 @@ class Sample(msgspec.Struct):
         return sum(self.itl_ms) / (self.output_tokens - num_first)
 
     def token_times_ms(self) -> list[float]:
-        """When each token came, from the beginning of the measurement; together, if they did."""
+        """List each token's time since the start; tokens of one event share it."""
         times_ms = self.event_times_ms()
         tokens = self.event_tokens or [1] * len(times_ms)
         pairs = zip(times_ms, tokens, strict=True)
         return [at_ms for at_ms, num_tokens in pairs for _ in range(num_tokens)]
 
     def event_times_ms(self) -> list[float]:
-        """When each event with tokens came, from the beginning of the measurement."""
+        """List the time of each event with tokens since the start."""
         if self.ttft_ms is None:
             return []
         return list(accumulate(self.itl_ms, initial=self.offered_ms + self.ttft_ms))
 
 
 def sample_of(reply: ReceivedReply, *, origin_ns: int, due_ns: int) -> Sample:
-    """A reply as a sample.
+    """Make a sample of a reply.
 
     Args:
         reply: ended, or cut off by its deadline, which is an error unless the caller clears it.

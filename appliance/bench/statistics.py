@@ -26,7 +26,7 @@ class GoodputTargets(NamedTuple):
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    """For the 99th percentile of the request's own gaps."""
+    """Limit of the 99th percentile of the request's own gaps."""
 
     @property
     def is_set(self) -> bool:
@@ -34,7 +34,7 @@ class GoodputTargets(NamedTuple):
         return self != GoodputTargets()
 
     def is_met(self, sample: Sample) -> bool:
-        """Whether a request completed within both targets."""
+        """Say whether a request completed within both targets."""
         if not sample.is_completed or sample.ttft_ms is None:
             return False
         worst_itl_ms = quantile(sample.itl_ms, 0.99)
@@ -44,7 +44,7 @@ class GoodputTargets(NamedTuple):
 
 
 def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
-    """Every observed TTFT, ITL, TPOT and end-to-end time, by kind."""
+    """Collect every observed TTFT, ITL, TPOT and end-to-end time, by kind."""
     seen: dict[str, list[float]] = {name: [] for name in TIMES}
     for sample in samples:
         seen["itl_ms"] += sample.itl_ms
@@ -59,7 +59,7 @@ def times(samples: Iterable[Sample]) -> dict[str, list[float]]:
 def summarize(
     samples: Sequence[Sample], window_ms: float, slo: GoodputTargets, energy_j: float | None = None
 ) -> Figures:
-    """One round of one arm in figures."""
+    """Summarise one round of one arm in figures."""
     num_tokens = sum(at_ms <= window_ms for sample in samples for at_ms in sample.token_times_ms())
     completed = [sample for sample in samples if sample.is_completed]
     figures: Figures = {
@@ -107,13 +107,13 @@ def spread(rounds: Iterable[Figures], key: str) -> Spread | None:
 
 
 def ratio(arm: Sequence[Figures], base: Sequence[Figures], key: str) -> Spread | None:
-    """An arm over the base, round by round, since what disturbs a round disturbs both."""
+    """Compare an arm with the base round by round, since disturbances hit both in a round."""
     pairs = ((one.get(key), other.get(key)) for one, other in zip(arm, base, strict=True))
     return Spread.of([value / of for value, of in pairs if value is not None and of])
 
 
 def band(again: Spread | None) -> tuple[float, float] | None:
-    """What the same arm, measured twice, differs by; neither of the two is the better one."""
+    """Compute the ratio between two measurements of one arm, in both directions."""
     if again is None or again.low <= 0:
         return None
     reach = max(again.high, 1 / again.low, 1.0)
@@ -121,7 +121,7 @@ def band(again: Spread | None) -> tuple[float, float] | None:
 
 
 def verdict(of: Spread | None, noise: tuple[float, float] | None, *, is_more_better: bool) -> str:
-    """`better`, `worse`, or `same` where the A/A band has the median ratio in it; or nothing."""
+    """Say `better`, `worse`, or `same` inside the A/A band; empty: not known."""
     if of is None or noise is None:
         return ""
     if noise[0] <= of.median <= noise[1]:

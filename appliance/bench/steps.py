@@ -33,7 +33,7 @@ from engine.wire.sampling import SamplingParams
 
 
 class StepCase(NamedTuple):
-    """So many sequences with so many prompt tokens each."""
+    """A number of sequences with a number of prompt tokens each."""
 
     batch: int
     context: int
@@ -59,7 +59,7 @@ class Kind(NamedTuple):
     """`prefill` or `decode`."""
     batch: int
     num_tokens: int
-    """Of all sequences in the step."""
+    """Sum over all sequences in the step."""
     context: int
     """Tokens of each sequence before the prompt's chunk, or before the first decode step."""
 
@@ -74,7 +74,7 @@ class MeasuredSteps(msgspec.Struct):
     samples_ms: list[float]
 
     def row(self) -> dict[str, object]:
-        """As a row of figures, times in milliseconds."""
+        """Return a row of figures, times in milliseconds."""
         middle_ms = quantile(self.samples_ms, 0.5)
         return {
             "kind": self.kind,
@@ -214,7 +214,7 @@ class _Worker:
 
 
 def kind_of(step: Stepped, case: StepCase) -> Kind | None:
-    """What a step was; None if it was a mixture, or had not the whole batch."""
+    """Classify a step; None if it was a mixture or had not the whole batch."""
     scheduled = [entry for entry in step.entries if entry.num_scheduled_tokens]
     if not step.num_prefill_tokens and step.num_decode_tokens == case.batch:
         return Kind("decode", case.batch, case.batch, case.context)

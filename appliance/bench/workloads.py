@@ -22,7 +22,7 @@ _A_FILE = "Mooncake published traces in this form"
 
 
 TRACE_BLOCK_TOKENS = 512
-"""Of a prompt, for each of a trace's `hash_ids`."""
+"""Prompt tokens for each of a trace's `hash_ids`."""
 TICK_S = 3.0
 """Mooncake's traces tell arrivals in steps of so long."""
 
@@ -59,7 +59,7 @@ class Lengths(NamedTuple):
         return lengths
 
     def draw(self, rng: random.Random) -> int:
-        """One length, all being equally likely."""
+        """Draw one length; all are equally likely."""
         return rng.randint(self.low, self.high)
 
 
@@ -95,7 +95,7 @@ def _gamma_times(
 
 
 def regular(interval_s: float, seconds: float, inputs: int, outputs: int) -> list[PlannedArrival]:
-    """One after every `interval_s`, of that many tokens in and out; at least one."""
+    """Plan an arrival after every `interval_s` with these tokens; at least one."""
     count = max(1, math.ceil(seconds / interval_s) - 1)
     return [PlannedArrival(i * interval_s, inputs, outputs) for i in range(1, count + 1)]
 
@@ -150,7 +150,7 @@ def _arrival(line: bytes, where: str) -> PlannedArrival:
 
 
 def spread(arrivals: list[PlannedArrival], rng: random.Random) -> list[PlannedArrival]:
-    """Arrivals spread over the trace's ticks; a trace without ticks stays as it is."""
+    """Spread arrivals over the trace's ticks; a trace without ticks is unchanged."""
     if len(arrivals) < 2 or any(each.at_s % TICK_S for each in arrivals):
         return arrivals
     return sorted(each._replace(at_s=each.at_s + rng.uniform(0, TICK_S)) for each in arrivals)
@@ -159,12 +159,12 @@ def spread(arrivals: list[PlannedArrival], rng: random.Random) -> list[PlannedAr
 def scaled(
     arrivals: list[PlannedArrival], speed: float, length_scale: float
 ) -> list[PlannedArrival]:
-    """The arrivals in less time, with other lengths.
+    """Plan the arrivals at another speed and with other lengths.
 
     Args:
         arrivals: of a trace.
-        speed: times so fast.
-        length_scale: of prompts, outputs and blocks, so that what was shared is.
+        speed: factor of the pace.
+        length_scale: of prompts, outputs and blocks, so that shared parts stay shared.
     """
 
     def length(num_tokens: int) -> int:
@@ -183,7 +183,7 @@ def scaled(
 
 
 def reusable_tokens(arrivals: list[PlannedArrival]) -> list[int | None]:
-    """How many tokens of each prompt an earlier one began with; None where that is not told."""
+    """Count each prompt's tokens that an earlier prompt began with; None: not told."""
     seen: set[int] = set()
     found: list[int | None] = []
     for each in arrivals:

@@ -2,12 +2,12 @@
 
 A reader is given where a call may begin, behind its mark. It consumes nothing until it knows that
 one of the request's functions is called; then it reports the call, and its arguments as JSON,
-piece by piece, whatever notation they are written in. It returns None; or, if there is no such
-call, how much of the text is none.
+piece by piece, from any notation. It returns None; or, if no function is called, how many
+characters are text.
 
 Owns: what is not reported yet, and the parts that are: text, reasoning, calls; the notations.
-Invariant: arguments that are complete in the model's notation are a JSON object; those that a
-limit cuts off are the beginning of one.
+Invariant: arguments that are complete in the model's notation are a JSON object; if a limit cuts
+them off they are the beginning of one.
 Never: decides what is content.
 """
 
@@ -63,7 +63,7 @@ def quoted(text: str) -> str:
 
 
 def inner(text: str) -> str:
-    """Text as it stands between the quotes of a JSON string."""
+    """Escape a text for the inside of a JSON string."""
     return quoted(text)[1:-1]
 
 
@@ -108,7 +108,7 @@ GLM_ELEMENTS = ElementSyntax(
 
 
 def read_elements(reading: TextReading, at: int, *, syntax: ElementSyntax) -> Step[int | None]:
-    """Parameters as elements; their types are those of the function's schema."""
+    """Read parameters written as elements, with the types of the function's schema."""
     begin = yield from reading.skip_space(at)
     if syntax.name_begin:
         # where this is itself the mark, it stands just before
@@ -193,7 +193,7 @@ class _Call(msgspec.Struct):
 
 
 def read_json(reading: TextReading, at: int, *, also: str = "") -> Step[int | None]:
-    """Read Read `{"name": "f", "arguments": {...}}`, in a list if `also` is its bracket."""
+    """Read `{"name": "f", "arguments": {...}}`, in a list if `also` is its bracket."""
     at = yield from reading.skip_space(at, also)
     if reading.text[at : at + 1] != "{":
         return at
@@ -248,7 +248,7 @@ def read_mistral(reading: TextReading, at: int) -> Step[int | None]:
 
 
 def read_deepseek(reading: TextReading, at: int) -> Step[int | None]:
-    """Read Read `function<sep>f`, a line break and a fenced object, or `f<sep>{...}`."""
+    """Read `function<sep>f`, a line break and a fenced object, or `f<sep>{...}`."""
     mark, sep, fence = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"
     begin = yield from reading.skip_space(at)
     if (yield from reading.starts(begin, mark)):  # behind the mark of all calls

@@ -20,7 +20,7 @@ Step = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 MAX_NAME_CHARS = 128
-"""Of a function's name with what may stand before it; a longer word is no such name."""
+"""Maximum length of a function's name and the text before it."""
 _NAME = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
@@ -78,7 +78,7 @@ class TextReading:
 
     @property
     def has_whole_arguments(self) -> bool:
-        """Those of the last call are an object, not the beginning of one."""
+        """Say whether the last call's arguments are a complete object."""
         try:
             return isinstance(msgspec.json.decode("".join(self._arguments)), dict)
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -92,7 +92,7 @@ class TextReading:
         return True
 
     def take(self, size: int) -> str:
-        """Consume so much of the text."""
+        """Consume `size` characters of the text."""
         piece, self.text = self.text[:size], self.text[size:]
         return piece
 
@@ -158,11 +158,11 @@ class TextReading:
                 return None
 
     def pass_object(self, emit: Emit, depth: int = 0) -> Step[bool]:
-        """Pass a JSON object on as it is; False if the text ends within it.
+        """Pass a JSON object on unchanged; False if the text ends within it.
 
         Args:
             emit: gets its pieces.
-            depth: how many brackets are open already.
+            depth: brackets that are open already.
         """
         scanner = ObjectScanner(depth)
         while True:

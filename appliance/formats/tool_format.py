@@ -213,7 +213,7 @@ FORMATS = {
 """The first with all its signs in the template is the model's.
 
 harmony: gpt-oss. deepseek_v3: R1's distilled models. glm: 4.5 to 4.7. qwen3_coder: also Qwen 3.5.
-hermes: Qwen 2.5 and 3, SmolLM3, Granite 4, and the preamble for templates that know no tools.
+hermes: Qwen 2.5 and 3, SmolLM3, Granite 4, and templates without tools.
 mistral: from version 11 of their tokenizer on. gemma: 4. pythonic: Llama 3.2 and 4.
 llama: 3.1 and later.
 """
@@ -275,7 +275,7 @@ class OutputFormat:
 
 
 PLAIN = OutputFormat(FORMATS["hermes"], has_preamble=True)
-"""Of a model whose template marks neither calls nor reasoning."""
+"""The format of a model whose template marks neither calls nor reasoning."""
 
 
 def output_format_of(

@@ -27,7 +27,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(frame: Frame, histograms: Histograms, more: Iterable[MetricFamily] = ()) -> bytes:
-    """All metrics as text, with those of the caller."""
+    """Write our metrics and the caller's as text."""
     every = [*families(frame, histograms), *vllm_families(frame, histograms), *more]
     return generate_latest(_Scrape(every))
 

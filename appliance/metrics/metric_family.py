@@ -26,31 +26,31 @@ class MetricFamily:
     """A metric: its name, its kind, and its samples by labels."""
 
     kind: str
-    """`gauge`, `counter` (whose name ends in _total), `histogram` or `summary`."""
+    """`gauge`, `counter` (its name ends in _total), `histogram` or `summary`."""
     name: str
     about: str
     samples: list[tuple[Labels, float]] = field(default_factory=list)
-    """Of a gauge or counter."""
+    """Values of a gauge or counter."""
     histograms: list[tuple[Labels, Histogram, Edges]] = field(default_factory=list)
-    """With the edges to show, which are among those it has."""
+    """Histograms with the edges to show, which they must have."""
     summaries: list[tuple[Labels, int, float]] = field(default_factory=list)
     """Counts and sums."""
 
 
 def gauge(name: str, about: str, samples: Samples | float | None) -> MetricFamily:
-    """A metric that goes up and down; `samples` is a number, or numbers by labels."""
+    """Make a metric that goes up and down; `samples` is a number, or numbers by labels."""
     return MetricFamily("gauge", name, about, _reported(samples))
 
 
 def counter(name: str, about: str, samples: Samples | float | None) -> MetricFamily:
-    """A metric that only grows; `samples` is a number, or numbers by labels."""
+    """Make a metric that only grows; `samples` is a number, or numbers by labels."""
     return MetricFamily("counter", name, about, _reported(samples))
 
 
 def histogram(
     name: str, about: str, shown: Iterable[tuple[Labels, Histogram, Edges]]
 ) -> MetricFamily:
-    """A metric that counts values by their size, in buckets."""
+    """Make a metric that counts values in buckets."""
     return MetricFamily("histogram", name, about, histograms=list(shown))
 
 

@@ -25,7 +25,7 @@ _BLOCK_STATES = ("free", "cached", "reserved", "active", "draining")
 
 
 def families(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
-    """Every metric under its `penstock_` name."""
+    """Yield every metric under its `penstock_` name."""
     yield from _appliance(frame)
     yield from _requests(frame)
     yield from _latency(frame, histograms)
@@ -125,7 +125,7 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
 
 
 def _predictions(ways: list[WayFrame]) -> Iterator[MetricFamily]:
-    """Of elastic roles, by way; sizes of step are left together."""
+    """Yield elastic predictions by route; step sizes are merged."""
     counts: Counter[tuple[str, str, str]] = Counter()
     closed: Counter[tuple[str, str]] = Counter()
     for way in ways:
@@ -266,7 +266,7 @@ def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
 
 
 def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:
-    """The cache in DRAM or on disk; nothing where nobody wants one."""
+    """Yield the figures of the DRAM or SSD cache; none if it is off."""
     if tier is None or tier.state not in ("on", "down", "failed"):
         return
     about = "1 while the cache is usable."

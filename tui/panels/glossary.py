@@ -143,7 +143,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("cached", "blocks of earlier prompts, reused when a prompt begins alike"),
             Entry("draining", "freed blocks that a worker may still be reading"),
             Entry("free", "empty blocks"),
-            Entry("owners, largest requests", "who uses most blocks, and for which requests"),
+            Entry("owners, largest requests", "users with the most blocks, and their requests"),
             Entry("hit rate", "share of prompt tokens or blocks that were found in a cache"),
             Entry("hashing took", "time spent on finding cached blocks"),
             Entry(
