@@ -134,6 +134,14 @@ _OWN: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "tie_word_embeddings": False,
     },
+    "muse_glimmer": {
+        "num_hidden_layers": 5,  # counted from the last: the first has no rotation, either
+        "sliding_window": 24,
+        "final_logit_softcapping": 5.0,
+        "output_multiplier": 0.4,
+        "qk_scale_factor": 1.7,
+        "post_norm_eps": 0.01,
+    },
     "gpt_oss": {
         "sliding_window": 24,
         "num_local_experts": 5,
@@ -179,6 +187,19 @@ GEMMA4_MOE: dict[str, Any] = {
 """What gives it experts beside the dense feed-forward."""
 
 
+_SEEING = ("muse_glimmer",)
+"""Families whose language model transformers has only as a part of one that sees."""
+_EYES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+_EYES |= {"num_attention_heads": 2, "pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 14}
+
+
+def _auto_class(family: str) -> Any:
+    """Find what makes a family's models."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family in _SEEING else AutoModelForCausalLM
+
+
 def use_one_thread() -> None:
     """Tiny matrices: a second thread of torch's costs five times what it brings, more under load.
 
@@ -202,26 +223,30 @@ def make_checkpoint(
     An override of `...` drops the key, so that transformers' default takes its place.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from tests.byte_tokenizer import write_tokenizer
 
     use_one_thread()
     folder.mkdir(parents=True, exist_ok=True)
     keys = _TINY | _OWN.get(family, {}) | config_overrides
-    config = AutoConfig.for_model(family, **{k: v for k, v in keys.items() if v is not ...})
+    keys = {key: value for key, value in keys.items() if value is not ...}
+    if family in _SEEING:
+        keys = {"text_config": keys, "vision_config": _EYES}
+    config = AutoConfig.for_model(family, **keys)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # the older Gemmas store the distance from 1
-        norm_mean = 0.0 if family in ("gemma", "gemma2", "gemma3_text") else 1.0
+        model = _auto_class(family).from_config(config, dtype=torch.float32)
+        # some store the distance from 1
+        norm_mean = 0.0 if family in ("gemma", "gemma2", "gemma3_text", *_SEEING) else 1.0
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", ".sinks")):
                     parameter.normal_(std=0.3)
                 elif name.endswith(("router.scale", "per_expert_scale")):
                     parameter.uniform_(0.4, 1.6)
-                elif name == "model.norm.weight":  # factors of both signs: a tied head repeats less
+                # factors of both signs: a tied head repeats less
+                elif name in ("model.norm.weight", "model.language_model.norm.weight"):
                     parameter.normal_(mean=norm_mean - 1.0)
                 elif parameter.dim() == 1:
                     parameter.normal_(mean=norm_mean, std=0.2)
@@ -300,7 +325,8 @@ def make_seeing_checkpoint(folder: Path, family: str = "gemma3") -> Path:
 def load_oracle(folder: Path, dtype: str = "float32") -> Any:
     """The checkpoint as transformers loads it, in evaluation mode."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     use_one_thread()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    kind = _auto_class(AutoConfig.from_pretrained(folder).model_type)
+    return kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()

@@ -210,11 +210,13 @@ def _attention_shapes(config: ModelConfig, prefix: str, layer: int) -> Iterator[
     if config.has_qkv_bias:
         for part, size in parts:
             yield f"{prefix}{part}.bias", (size,)
-    if family.qk_norm is not None:
+    if family.qk_norm in ("head", "projection"):
         is_per_head = family.qk_norm == "head"
         yield f"{prefix}q_norm.weight", (heads.head_dim if is_per_head else q_size,)
         if stores_kv:
             yield f"{prefix}k_norm.weight", (heads.head_dim if is_per_head else kv_size,)
+    if family.has_gated_attention:
+        yield f"{prefix}gate_proj.weight", (q_size, hidden)
     yield f"{prefix}o_proj.weight", (hidden, q_size)
     if config.has_output_bias:
         yield f"{prefix}o_proj.bias", (hidden,)

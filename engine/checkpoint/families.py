@@ -239,6 +239,50 @@ _ROWS = (
         qk_norm="head",
     ),
     *GEMMAS,
+    Family(  # the language model of a checkpoint that also sees
+        "muse_glimmer",
+        "MuseGlimmerForConditionalGeneration",
+        {
+            key: value
+            for key, value in COMMON.items()
+            if key not in ("hidden_act", "tie_word_embeddings")  # it is never tied
+        }
+        | {
+            "vocab_size": 202048,
+            "hidden_size": 6656,
+            "intermediate_size": 19968,
+            "num_hidden_layers": 52,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "hidden_activation": "silu",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8,
+            "attention_bias": False,
+            "sliding_window": 2048,
+            "layer_types": (),  # no default: files have both lists
+            "layer_rope_theta": (),
+            "final_logit_softcapping": 20.0,
+            "qk_scale_factor": 3.87,
+            "output_multiplier": 0.19611613513818404,
+            "bos_token_id": 200000,
+            "eos_token_id": 200001,
+        },
+        norms=NormNames(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+        norm_offset=1.0,
+        has_offset_last=False,
+        has_wide_norms=True,
+        qk_norm="unweighted",
+        has_gated_attention=True,
+        has_normed_embedding=True,
+        language="muse_glimmer_text",
+        section="text_config",
+        base="model.language_model.",
+    ),
     Family(
         "phi3",
         "Phi3ForCausalLM",
@@ -381,13 +425,16 @@ FAMILY_BY_ARCHITECTURE = {family.architecture: family for family in _ROWS}
 
 
 _RECURRENT = (
-    "most of its layers keep a state that every token changes, which no block of the KV pool "
-    "holds: moving, caching and recovering a sequence would have to carry it too"
+    "most of its layers keep a state that every token changes; the KV pool holds keys and values "
+    "only"
 )
 _STREAMS = "its layers compute four streams of tokens side by side and mix them (AltUp)"
 _CHUNKED = (
     "its attention ends at borders of chunks, which no attention kernel here knows, and its "
     "experts are weighed before they compute; the smallest has 109 billion parameters"
+)
+_SIGMOID = (
+    "its router scores by a corrected sigmoid and adds shared experts, which no kernel here does"
 )
 _LATENT = "its keys and values are kept compressed, in a form that the KV pool does not have"
 
@@ -396,6 +443,8 @@ UNSERVED = {
     "llama4": _CHUNKED,
     "qwen3next": _RECURRENT,
     "qwen35": _RECURRENT,
+    "glm4moelite": _LATENT,
+    "glm4moe": _SIGMOID,
     "deepseekv2": _LATENT,
     "deepseekv3": _LATENT,
 }

@@ -91,10 +91,14 @@ class Family:
     norms: NormNames = NormNames()
     norm_offset: float = 0.0
     """Added to each stored norm weight."""
+    has_offset_last: bool = True
+    """The model's last norm has the offset, too."""
     has_wide_norms: bool = False
     """Norms multiply by their weight before they round to the serving dtype, not after."""
-    qk_norm: Literal["head", "projection"] | None = None
-    """Queries and keys are normed per head, or over all heads at once."""
+    qk_norm: Literal["head", "projection", "unweighted"] | None = None
+    """Queries and keys are normed per head, over all heads, or per head without a weight."""
+    has_gated_attention: bool = False
+    """Attention's output is multiplied by the sigmoid of `self_attn.gate_proj`."""
     has_qkv_bias: bool = False
     """Whatever `attention_bias` says."""
     qkv: tuple[str, ...] = _QKV
@@ -107,6 +111,8 @@ class Family:
     """Each head has a score of its own beside those of its keys: `self_attn.sinks`."""
     has_root_scaled_embedding: bool = False
     """Embeddings are multiplied by the square root of their size."""
+    has_normed_embedding: bool = False
+    """Embeddings are normed, by no weight."""
     has_local_rope: bool = False
     """Windowed layers rotate by `rope_local_base_freq`, without scaling."""
     has_partial_rotary: bool = False

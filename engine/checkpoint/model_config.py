@@ -86,6 +86,8 @@ class ModelConfig:
     """Per layer: values are made by the projection of the keys."""
     max_position_embeddings: int
     rms_norm_eps: float
+    post_norm_eps: float
+    """Norms behind attention and feed-forward have an epsilon of their own."""
     ropes: tuple[RopeConfig | None, ...]
     """Per layer; None: queries and keys are not rotated."""
     sliding_windows: tuple[int | None, ...]
@@ -167,6 +169,7 @@ class ModelConfig:
             ),
             max_position_embeddings=keys.integer("max_position_embeddings"),
             rms_norm_eps=keys.number("rms_norm_eps"),
+            post_norm_eps=keys.number("post_norm_eps", keys.number("rms_norm_eps")),
             ropes=_ropes(keys, family, heads, rotated, windows),
             sliding_windows=windows,
             experts=_experts(keys, family.experts, num_layers),
@@ -184,7 +187,7 @@ class ModelConfig:
                 else keys.number("embedding_multiplier", 1.0)
             ),
             residual_scale=keys.number("residual_multiplier", 1.0),
-            logit_divisor=keys.number("logits_scaling", 1.0),
+            logit_divisor=keys.number("logits_scaling", 1 / keys.number("output_multiplier", 1.0)),
             stored_dtype=_stated_dtype(file_keys, family),
             eos_token_ids=_eos_token_ids(keys, generation),
             sampling=sampling_defaults(generation),
@@ -307,6 +310,7 @@ def _activation(keys: JsonKeys) -> str:
 
 def _attention_scale(keys: JsonKeys, head_dim: int) -> float:
     root = keys.number("query_pre_attn_scalar", head_dim) ** -0.5
+    root *= keys.number("qk_scale_factor", 1.0)  # of queries, which are normed before
     return keys.number("attention_multiplier", root)
 
 
@@ -319,6 +323,14 @@ def _rotated_layers(keys: JsonKeys, num_layers: int) -> list[bool]:
         if any(is_rotated not in (0, 1) for is_rotated in listed):
             raise keys.bad("no_rope_layers", "made of 0 and 1")
         return [bool(is_rotated) for is_rotated in listed[:num_layers]]
+    if "layer_rope_theta" in keys.values:
+        thetas = keys.get("layer_rope_theta", None)
+        usual = {keys.number("rope_theta"), keys.section("rope_parameters").get("rope_theta", 0)}
+        if not isinstance(thetas, list) or len(thetas) != num_layers:
+            raise keys.bad("layer_rope_theta", f"a list of {num_layers}")
+        if len(set(thetas) - {0}) > 1 or set(thetas) - {0} - usual:
+            raise keys.bad("layer_rope_theta", "made of 0 and rope_theta")
+        return [theta != 0 for theta in thetas]
     if "no_rope_layer_interval" not in keys.values:
         return [True] * num_layers
     interval = keys.integer("no_rope_layer_interval")

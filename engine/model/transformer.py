@@ -29,8 +29,8 @@ from engine.model.buffers import Buffers
 from engine.model.compiled import MAX_TOKENS, CompiledBackend, CpuDecodeGraphs, StepExtras
 from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward
 from engine.model.layer_inputs import LayerInput, LayerInputs
-from engine.model.layers import query_growth, rope_table, soft_cap
-from engine.model.linear import Linears, choose_linears
+from engine.model.layers import query_growth, rms_norm, rope_table, soft_cap
+from engine.model.linear import Linear, Linears, choose_linears
 from engine.model.weight import Weight, embedded
 
 __all__ = ["StepBatch", "Transformer"]
@@ -112,7 +112,8 @@ class Transformer:
             rope = config.ropes[layer]
             rope_index = None if rope is None else self._ropes.index(rope)
             self._branches += _branches(config, weights, layer, rope_index, self._backend, linears)
-        self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm")
+        offset = config.family.norm_offset if config.family.has_offset_last else 0.0
+        self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm", offset)
         head = f"{prefix}lm_head"
         if f"{head}.weight" not in weights:  # tied, and not packed, which makes two of them
             head = embedding
@@ -176,6 +177,8 @@ class Transformer:
         x = embedded(self._embedding, batch.input_ids, self.dtype)
         if self._embedding_scale != 1:
             x.mul_(self._embedding_scale)
+        if config.family.has_normed_embedding:
+            x = rms_norm(x, torch.ones(config.hidden_size, device=x.device), config.rms_norm_eps)
         growth = inputs = None
         if self._growing is not None:
             growth = query_growth(self._growing, batch.positions, self.dtype)
@@ -269,10 +272,10 @@ class _Branch:
         """What the stream is multiplied by behind it; None: nothing."""
         self._before, self._block, self._after = before, block, after
         self.is_all_kernels = True
-        if isinstance(block, Experts | DenseAndExperts):
+        if isinstance(block, Experts | DenseAndExperts | _Attention):
             self.is_all_kernels = block.is_one_kernel
         """False: torch computes a part of it."""
-        self._eps = config.rms_norm_eps
+        self._eps, self._post_eps = config.rms_norm_eps, config.post_norm_eps
         self._scale = config.residual_scale
 
     def __call__(
@@ -286,7 +289,7 @@ class _Branch:
             self._backend.add(x, added, self._scale)
         made = self._block(read, step)
         if self._after is not None:
-            self._backend.norm_rows(made[:, None], self._after[None], self._eps)
+            self._backend.norm_rows(made[:, None], self._after[None], self._post_eps)
         if self.scalar is None:
             return made
         self._backend.add(x, made, self._scale, self.scalar)
@@ -307,7 +310,8 @@ def _branches(
     mlp = _feed_forward(config, weights, layer, prefix, backend, linears)
 
     def norm(name: str | None) -> torch.Tensor | None:
-        return None if name is None else _norm_weight(config, weights, prefix + name)
+        offset = config.family.norm_offset
+        return None if name is None else _norm_weight(config, weights, prefix + name, offset)
 
     norms = config.family.norms
     scalar = None
@@ -379,10 +383,12 @@ class _Attention:
         self._sinks = weights[f"{prefix}sinks"].values.float() if config.family.has_sinks else None
         self._qk_norms: list[torch.Tensor] = []
         """Of heads, [heads that are normed, head_dim], or of whole projections, [1, all]."""
+        self._gate: Linear | None = None
+        if config.family.has_gated_attention:
+            self._gate = linears.make(weights, [f"{prefix}gate_proj"], kind="gate")
         if config.family.qk_norm is not None:
-            names = "qk" if self._num_own else "q"
-            norms = [_norm_weight(config, weights, f"{prefix}{name}_norm") for name in names]
-            if config.family.qk_norm == "head":
+            norms = self._norm_weights(config, weights, prefix)
+            if config.family.qk_norm != "projection":
                 num_heads = [config.num_heads, self._num_own][: len(norms)]
                 if config.family.has_value_norm and self._num_own:
                     norms.append(torch.ones_like(norms[1]))
@@ -390,6 +396,22 @@ class _Attention:
                 rows = [n.expand(count, -1) for n, count in zip(norms, num_heads, strict=True)]
                 norms = [torch.cat(rows)]
             self._qk_norms = [norm.view(-1, norm.shape[-1]) for norm in norms]
+
+    @property
+    def is_one_kernel(self) -> bool:
+        """False: torch has a part in it."""
+        return self._gate is None
+
+    def _norm_weights(
+        self, config: ModelConfig, weights: dict[str, Weight], prefix: str
+    ) -> list[torch.Tensor]:
+        """Read the factors of queries, and of keys where the layer has its own."""
+        names = "qk" if self._num_own else "q"
+        if config.family.qk_norm == "unweighted":
+            device = weights[f"{prefix}o_proj.weight"].data.device
+            return [torch.ones(self._heads.head_dim, device=device) for _ in names]
+        offset = config.family.norm_offset
+        return [_norm_weight(config, weights, f"{prefix}{name}_norm", offset) for name in names]
 
     def __call__(self, x: torch.Tensor, step: _StepInputs) -> torch.Tensor:
         config, backend = self._config, self._backend
@@ -414,7 +436,10 @@ class _Attention:
             self._sinks,
             num_kv,
         )
-        return self._output(output.reshape(num_tokens, -1))
+        output = output.reshape(num_tokens, -1)
+        if self._gate is not None:
+            output = output.mul_(self._gate(x).sigmoid())
+        return self._output(output)
 
     def _norm(self, qkv: torch.Tensor) -> None:
         """Norm queries and keys, where the family does: per head, or each over all its heads."""
@@ -428,9 +453,11 @@ class _Attention:
             self._backend.norm_rows(part, weight, self._config.rms_norm_eps)
 
 
-def _norm_weight(config: ModelConfig, weights: dict[str, Weight], name: str) -> torch.Tensor:
-    """A norm's factors, in float32 where the family rounds after the product."""
-    family, weight = config.family, weights[f"{name}.weight"].values
-    if family.has_wide_norms:
+def _norm_weight(
+    config: ModelConfig, weights: dict[str, Weight], name: str, offset: float
+) -> torch.Tensor:
+    """Read a norm's factors, in float32 where the family rounds after the product."""
+    weight = weights[f"{name}.weight"].values
+    if config.family.has_wide_norms:
         weight = weight.float()
-    return weight + family.norm_offset if family.norm_offset else weight
+    return weight + offset if offset else weight

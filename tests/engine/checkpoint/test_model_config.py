@@ -315,6 +315,27 @@ def test_a_missing_config_is_named(tmp_path):
         ModelConfig.from_folder(tmp_path)
 
 
+def test_muse_glimmers_config_is_read_as_transformers_writes_it(tmp_path):
+    from transformers import MuseGlimmerConfig
+
+    oracle = MuseGlimmerConfig()
+    keys, text = oracle.to_dict(), oracle.text_config
+    config = read(tmp_path, keys)
+    assert config.num_layers == text.num_hidden_layers
+    assert [rope is not None for rope in config.ropes] == [t != 0 for t in text.layer_rope_theta]
+    assert [window is not None for window in config.sliding_windows] == [
+        kind == "sliding_attention" for kind in text.layer_types
+    ]
+    assert (config.rms_norm_eps, config.post_norm_eps) == (text.rms_norm_eps, text.post_norm_eps)
+    assert config.attention_scale == pytest.approx(text.head_dim**-0.5 * text.qk_scale_factor)
+    assert config.logit_divisor == pytest.approx(1 / text.output_multiplier)
+    assert (config.logit_softcap, config.is_tied) == (text.final_logit_softcapping, False)
+    for wrong in ([], [5.0] * 52, text.layer_rope_theta[:-1]):
+        keys["text_config"]["layer_rope_theta"] = wrong
+        with pytest.raises(CheckpointError, match="layer_rope_theta"):
+            read(tmp_path, keys)
+
+
 # --------------------------------------------------------------------------------------------------
 # What is not served is refused by name, with the reason.
 
@@ -325,6 +346,8 @@ AS_PUBLISHED = {
     "Qwen3_5ForConditionalGeneration": "a state",
     "Qwen3_5MoeForConditionalGeneration": "a state",
     "DeepseekV3ForCausalLM": "compressed",
+    "Glm4MoeForCausalLM": "sigmoid",
+    "Glm4MoeLiteForCausalLM": "compressed",
 }
 
 

@@ -98,6 +98,11 @@ VARIANTS = {
         "gemma4_text",
         GEMMA4_E | {"global_head_dim": 16, "num_kv_shared_layers": 4},
     ),
+    "muse glimmer": ("muse_glimmer", {}),
+    "muse glimmer of even layers": (
+        "muse_glimmer",
+        {"num_hidden_layers": 4, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
     "qwen3 moe": ("qwen3_moe", {"head_dim": 32}),
     "qwen3 moe normalized": (
         "qwen3_moe",
@@ -243,7 +248,7 @@ def test_greedy_text_is_what_generate_gives(pair):
 
 def test_rope_frequencies_equal_the_oracles_to_the_last_bit(pair):
     model, oracle = pair
-    expected = oracle.model.rotary_emb
+    expected = getattr(oracle.model, "language_model", oracle.model).rotary_emb
     for rope, window in zip(model.config.ropes, model.config.sliding_windows, strict=True):
         if rope is None:
             continue
