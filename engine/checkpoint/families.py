@@ -429,13 +429,8 @@ _RECURRENT = (
     "only"
 )
 _STREAMS = "its layers compute four streams of tokens side by side and mix them (AltUp)"
-_CHUNKED = (
-    "its attention ends at borders of chunks, which no attention kernel here knows, and its "
-    "experts are weighed before they compute; the smallest has 109 billion parameters"
-)
-_SIGMOID = (
-    "its router scores by a corrected sigmoid and adds shared experts, which no kernel here does"
-)
+_CHUNKED = "no kernel here has its attention, which ends at borders of chunks"
+_SIGMOID = "no kernel here has its router, a corrected sigmoid, or its shared experts"
 _LATENT = "its keys and values are kept compressed, in a form that the KV pool does not have"
 
 UNSERVED = {

@@ -96,7 +96,7 @@ class Family:
     has_wide_norms: bool = False
     """Norms multiply by their weight before they round to the serving dtype, not after."""
     qk_norm: Literal["head", "projection", "unweighted"] | None = None
-    """Queries and keys are normed per head, over all heads, or per head without a weight."""
+    """How queries and keys are normed: per head, over all heads, per head without a weight."""
     has_gated_attention: bool = False
     """Attention's output is multiplied by the sigmoid of `self_attn.gate_proj`."""
     has_qkv_bias: bool = False
