@@ -252,7 +252,8 @@ class _Daemon:
             PenstockError: its disk hangs.
         """
         disk = _disk(self._config)
-        read_plan = partial(make_plan, self._config, self._placed)
+        self._caches = KvCaches(self._config, lambda *event: self._service.event(*event))
+        read_plan = partial(make_plan, self._config, self._placed, self._caches.memory)
         plan = await read_in_thread(disk, read_plan, log.warning, BootPlan.close)
         self._request_log.start_run(
             version=version("penstock"),
@@ -265,7 +266,6 @@ class _Daemon:
         on_cpu = [worker for worker in plan.placement.workers if worker.gpu is None]
         for about in self._core_note.take({cpu for worker in on_cpu for cpu in worker.cpus}):
             log.warning("%s", about)
-        self._caches = KvCaches(self._config, lambda *event: self._service.event(*event))
         read = partial(Tokenizer.from_folder, plan.checkpoint.folder)
         tokenizer = await read_in_thread(disk, read, log.warning)
         self._service = Service(
@@ -283,8 +283,9 @@ class _Daemon:
                 lambda: self._config,
                 self._service,
                 self._request_log,
+                memory=self._caches.memory,
                 start=self._start_workers,
-                stop=self._stop_workers,
+                stop=self._end_model,
                 load=self._load,
             ).swaps
         return self._service
@@ -305,6 +306,11 @@ class _Daemon:
         self._router = self._make_router()
         self._measuring = Measuring(plan, self._router, self._supervisor.send)
         return self._router, self._supervisor
+
+    async def _end_model(self) -> None:
+        """End the served model's workers; the caches keep its recently used blocks."""
+        await self._caches.flush(is_end=False)
+        await self._stop_workers()
 
     async def _stop_workers(self) -> None:
         """End them, and give back what they shared."""
@@ -357,7 +363,7 @@ class _Daemon:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drained, REPLY_GRACE_S)
         else:
-            await self._caches.flush()
+            await self._caches.flush(is_end=True)
         stop_now.cancel()
 
     async def _load(self) -> None:

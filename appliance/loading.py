@@ -53,6 +53,7 @@ from appliance.process import notify, read_in_thread
 from appliance.service import Service
 from engine.cache.hashes import PrefixHasher
 from engine.errors import CheckpointError, PenstockError, Unavailable
+from engine.offload.cache_memory import CacheMemory
 from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
 from engine.units import part_text, size_text
@@ -259,6 +260,7 @@ class Swapping:
         service: Service,
         request_log: RequestLog,
         *,
+        memory: CacheMemory,
         start: Callable[[BootPlan], tuple[Router, Supervisor]],
         stop: Callable[[], Awaitable[None]],
         load: Callable[[], Awaitable[object]],
@@ -269,13 +271,14 @@ class Swapping:
             config: the settings as they are; a reload changes some.
             service: is told which model it serves.
             request_log: of downloads.
+            memory: of the DRAM cache, which outlives each model.
             start: spawns the workers of a plan.
             stop: ends the workers that there are.
             load: waits until the workers are ready and the caches are open.
         """
         self._service, self._request_log = service, request_log
         self._start, self._stop, self._load = start, stop, load
-        self._config = config
+        self._config, self._memory = config, memory
         first = service.model.model_id
         self._configs = {first: config(), **config().models}
         self._being_read: list[str] = []
@@ -375,7 +378,7 @@ class Swapping:
 
     def _plan(self, name: str) -> BootPlan:
         """Plan a model with the roles that an operator set."""
-        plan = make_plan(self._configs[name])
+        plan = make_plan(self._configs[name], memory=self._memory)
         roles = plan.roles if plan.placement.topology.is_colocated else self._service.frame.roles
         others = {other: each for other, each in self._configs.items() if other != name}
         return replace(plan, model_id=name, roles=roles, others=facts_by_name(others))

@@ -60,20 +60,19 @@ def cache_stats(
     folder = _folder(ssd_dir, state_dir)
     found = [contents for _, contents in _guarded(survey(folder), folder)]
     slabs = [contents for contents in found if contents is not None]
-    records = [record for contents in slabs for _, record in contents.records]
-    times = [record.stored_at_s for record in records]
+    filled = [each for each in (contents.summary for contents in slabs) if each.num_blocks]
     content: dict[str, Any] = {
         "folder": str(folder),
         "files": len(found),
         "file_bytes": slab_bytes(folder),
-        "blocks": len(records),
-        "block_bytes": sum(record.num_bytes for record in records),
+        "blocks": sum(each.num_blocks for each in filled),
+        "block_bytes": sum(each.block_bytes for each in filled),
         "models": [
             {"model": printable(each.model), "blocks": each.num_blocks, "bytes": each.num_bytes}
-            for each in shares_of(slabs)
+            for each in shares_of(filled)
         ],
-        "oldest": iso_time(min(times)) if times else None,
-        "newest": iso_time(max(times)) if times else None,
+        "oldest": iso_time(min(each.oldest_s for each in filled)) if filled else None,
+        "newest": iso_time(max(each.age[0] for each in filled)) if filled else None,
         "damaged_files": len(found) - len(slabs),
         # None: only headers are read here, none of which is damaged; verify reads the blocks
         "damaged_blocks": sum(len(contents.damaged) for contents in slabs) or None,

@@ -364,8 +364,9 @@ def _ssd_of_daemon(ssd: dict[str, Any], *, has_gpus: bool) -> Finding:
         case "on":
             used = f"{part_text(ssd['num_bytes'], ssd['max_bytes'])} of KV used"
             way = "; to and from GPUs through host memory, unproven" if has_gpus else ""
-            if others := sum((ssd.get("other_models") or {}).values()):
-                way = f"; {size_text(others)} of other models are kept{way}"
+            if others := ssd.get("other_models"):
+                kept = ", ".join(f"{name} {size_text(held)}" for name, held in others.items())
+                way = f"; kept for other models: {kept}{way}"
             if limit := ssd.get("limit"):
                 hint = "free space on that disk, or choose another with --ssd-dir"
                 return Finding("ssd", "note", f"{ssd['folder']}: {used}; {limit}{way}", hint)

@@ -51,6 +51,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import AlreadyRunning, ConfigError, refuse
 from engine.kernels.attention_backends import this_machine
 from engine.offload.arena import num_slots_for
+from engine.offload.cache_memory import CacheMemory
 from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
 from engine.schedule.step_times import place_of
@@ -168,8 +169,12 @@ class PlacedModel(NamedTuple):
     """Blocks of the DRAM cache; 0: no cache."""
 
 
-def place(config: ServeConfig) -> PlacedModel:
+def place(config: ServeConfig, memory: CacheMemory | None = None) -> PlacedModel:
     """Check options and checkpoint against each other and this machine: all that can be refused.
+
+    Args:
+        config: the settings.
+        memory: of the DRAM cache; None: it is still to be made.
 
     Raises:
         ConfigError: naming what is wrong.
@@ -190,7 +195,7 @@ def place(config: ServeConfig) -> PlacedModel:
     dtype, placement = placed.dtype, placed.placement
     is_on_gpu = any(worker.gpu is not None for worker in placement.workers)
     check_weights(checkpoint, dtype, config.weights, is_on_gpu=is_on_gpu)
-    num_arena_blocks = _num_arena_blocks(config, placement)
+    num_arena_blocks = _num_arena_blocks(config, placement, memory)
     if placed.about is not None:
         log.warning("%s", placed.about)
     wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
@@ -215,18 +220,20 @@ def _model_id(config: ServeConfig, folder: Path) -> str:
     return model_id
 
 
-def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPlan:
+def make_plan(
+    config: ServeConfig, placed: PlacedModel | None = None, memory: CacheMemory | None = None
+) -> BootPlan:
     """Time the choices that depend on speed, and make the memory that workers share.
 
     Args:
         config: the settings.
         placed: the result of place(); None: place() is called.
+        memory: of the daemon's DRAM cache; None: this plan has no such cache.
 
     Raises:
         ConfigError: as place().
     """
-    model_id, checkpoint, dtype, placement, num_arena_blocks = placed or place(config)
-    note = STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None
+    model_id, checkpoint, dtype, placement, _ = placed or place(config, memory)
     machine = Known.of(config.state_dir, machine_scope())
     weights = plan_weights(checkpoint, dtype, config, placement, machine.profile)
     _keep(machine)
@@ -236,8 +243,7 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
     if placement.is_trial:  # before anything can fail
         known.profile.put(STARTED_TWO, [1.0])
         _keep(known)
-    num_staging = _num_staging_blocks(config, placement)
-    arena = _arena(num_arena_blocks + num_staging, placement.block_bytes)
+    arena, num_staging = (None, 0) if memory is None else _arena(memory, config, placement)
     workers, fds = _setups(
         checkpoint,
         dtype,
@@ -248,16 +254,14 @@ def make_plan(config: ServeConfig, placed: PlacedModel | None = None) -> BootPla
         kv_dtype=config.kv_dtype,
         attention_way=weights.choice.attention,
     )
-    roles = config.roles if config.roles != "auto" else "elastic"
-    if placement.topology.is_colocated:
-        roles = "colocated"
+    roles = "elastic" if config.roles == "auto" else config.roles
     return BootPlan(
         model_id,
         checkpoint,
-        note,
+        STARTER_NOTE if checkpoint.folder == STARTER_FOLDER else None,
         dtype,
         placement,
-        roles,
+        "colocated" if placement.topology.is_colocated else roles,
         workers,
         fds,
         arena,
@@ -505,12 +509,26 @@ def _setups(
     return workers, fds
 
 
-def _arena(num_blocks: int, block_bytes: int) -> PoolSpec | None:
-    """Memory below the pools, with a block of padding as they have; None: nothing needs it."""
-    if not num_blocks:
-        return None
-    fd = _memfd(f"penstock-{DRAM}", (num_blocks + 1) * block_bytes)
-    return PoolSpec(DRAM, fd, num_blocks + 1)
+def make_cache_memory(config: ServeConfig) -> CacheMemory:
+    """Make the DRAM cache's memory, of 0 bytes if that is off; it outlives each model."""
+    asked = config.dram_cache if config.prefix_cache else "off"
+    cap_bytes = asked if isinstance(asked, int) else 0
+    return CacheMemory(cap_bytes, is_shared=bool(config.models))
+
+
+def _arena(
+    memory: CacheMemory, config: ServeConfig, placement: Placement
+) -> tuple[PoolSpec | None, int]:
+    """Describe the cache's memory as a pool of a model's blocks, the last of them for staging.
+
+    Returns:
+        The pool, None if nothing needs it, and how many blocks are for staging.
+    """
+    num_staging = _num_staging_blocks(config, placement)
+    num_blocks = memory.make_room(placement.block_bytes, num_staging)
+    if not num_staging and not memory.max_places(placement.block_bytes):
+        return None, 0
+    return PoolSpec(DRAM, os.dup(memory.fd), num_blocks), num_staging
 
 
 def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
@@ -521,13 +539,14 @@ def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
     return num_slots_for(placement.block_bytes)
 
 
-def _num_arena_blocks(config: ServeConfig, placement: Placement) -> int:
+def _num_arena_blocks(config: ServeConfig, placement: Placement, memory: CacheMemory | None) -> int:
     """Count the blocks of the DRAM cache; 0: no cache.
 
     Raises:
         ConfigError: less memory is free than configured.
     """
     asked, free_bytes = config.dram_cache, available_memory_bytes()
+    free_bytes += 0 if memory is None else memory.num_bytes
     if not isinstance(asked, int) or not config.prefix_cache:
         return 0
     if asked > free_bytes:

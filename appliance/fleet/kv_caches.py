@@ -9,10 +9,11 @@ Never: decides which block is stored or loaded; engine.offload does.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import BootPlan
+from appliance.fleet.boot import BootPlan, make_cache_memory
 from appliance.fleet.dram_cache import DramCache
 from appliance.fleet.ssd_cache import SsdCache
 from appliance.fleet.supervisor import Supervisor
@@ -20,6 +21,10 @@ from appliance.frame.tier_frames import TierFrame
 from engine.cache.hashes import PrefixHasher
 from engine.offload.arena import WorkerCopies
 from engine.schedule.router import Router
+
+FLUSH_S = 5.0
+FLUSH_POLL_S = 0.01
+SWEEP_INTERVAL_S = 60.0
 
 
 class KvCaches:
@@ -31,8 +36,11 @@ class KvCaches:
     """
 
     def __init__(self, config: ServeConfig, tell: Callable[[str, str, str], None]) -> None:
-        self._dram = DramCache(tell)
+        self.memory = make_cache_memory(config)
+        """Memory of the DRAM cache, which keeps the blocks of several models."""
+        self._dram = DramCache(self.memory, tell)
         self._ssd = SsdCache(config, tell)
+        self._timer: asyncio.TimerHandle | None = None
 
     async def open(
         self, plan: BootPlan, hasher: PrefixHasher | None, router: Router, workers: Supervisor
@@ -48,17 +56,38 @@ class KvCaches:
         copies = WorkerCopies(workers.send, asyncio.get_running_loop().call_later)
         router.attach_copies(copies)
         if hasher is not None:
-            self._dram.open(plan, router, workers, copies)
+            self._dram.open(plan, hasher, router, workers, copies)
         await self._ssd.open(plan, hasher, router, workers, copies)
+        self._sweep()
 
     def frames(self) -> dict[str, TierFrame | None]:
         return {"dram": self._dram.frame(), "ssd": self._ssd.frame()}
 
-    async def flush(self) -> None:
-        """Store recently used blocks on disk; no worker computes any more."""
-        await self._ssd.flush()
+    async def flush(self, *, is_end: bool) -> None:
+        """Store recently used blocks, within FLUSH_S; no worker computes any more.
+
+        Args:
+            is_end: the daemon ends, and its memory with it.
+        """
+        kept = (self._ssd.tier,) if is_end else (self._dram.tier, self._ssd.tier)
+        # a disk that hangs is not waited for
+        tiers = [tier for tier in kept if tier is not None and tier.reason is None]
+        for tier in tiers:
+            tier.flush()
+        end_s = time.monotonic() + FLUSH_S
+        while any(tier.num_pending for tier in tiers) and time.monotonic() < end_s:  # noqa: ASYNC110
+            await asyncio.sleep(FLUSH_POLL_S)
+
+    def _sweep(self) -> None:
+        """Erase what is too old, and look whether more blocks fit now."""
+        for tier in (self._dram.tier, self._ssd.tier):
+            if tier is not None:
+                tier.sweep()
+        self._timer = asyncio.get_running_loop().call_later(SWEEP_INTERVAL_S, self._sweep)
 
     async def close(self) -> None:
-        """Store recently used blocks, then close both caches."""
+        """Close both caches; their blocks stay."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._dram.close()
         await self._ssd.close()

@@ -2,20 +2,19 @@
 
 Owns: its size, its slabs and its threads.
 Invariant: the cache gets at most the space that the disk can spare.
-Invariant: with a faulty folder the daemon serves without this cache and reports it; at the end it
-waits for stores at most FLUSH_S.
+Invariant: with a faulty folder the daemon serves without this cache and reports it.
 Never: decides which block is stored or loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from engine.cache.topology import DRAM, SSD
 from engine.errors import PenstockError
 from engine.offload.arena import StagedDisk, WorkerCopies
 from engine.offload.disk import Disk, probe
-from engine.offload.files import BusyError, SlabContents, slab_bytes
+from engine.offload.files import BusyError, ModelShare, SlabContents, slab_bytes
 from engine.offload.index import SlabIndex
 from engine.offload.jobs import Context, CopyDeadlines, Job
 from engine.offload.load_costs import Costs
@@ -43,15 +42,21 @@ from engine.schedule.router import Router
 from engine.units import size_text
 
 
-def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
+def frame_of(
+    tier: Tier, folder: str = "", num_damaged: int = 0, others: Iterable[ModelShare] = ()
+) -> TierFrame:
     """Describe a tier for a frame.
 
     Args:
         tier: the tier.
         folder: of its files.
         num_damaged: damaged blocks found before the tier existed.
+        others: what is kept of models that are not served.
     """
     costs, counts, index = tier.costs, tier.counts, tier.index
+    other_models: Counter[str] = Counter()
+    for share in others:
+        other_models[share.model or "unknown model"] += share.num_bytes
     return TierFrame(
         state="on" if tier.reason is None else "down",
         reason=tier.reason or "",
@@ -75,6 +80,7 @@ def frame_of(tier: Tier, folder: str = "", num_damaged: int = 0) -> TierFrame:
         failed_stores=counts.failed_stores,
         read_bytes_per_s=costs.bytes_per_s,
         limit=tier.limit or "",
+        other_models=dict(other_models),
     )
 
 
@@ -203,8 +209,6 @@ def _problem(folder: Path, there: Path) -> str | None:
     return None
 
 
-SWEEP_INTERVAL_S = 60.0
-FLUSH_S = 5.0
 CLOSE_S = 2.0
 _DAY_S = 86_400
 STAGED_PATIENCE = CopyDeadlines(load_ms=1000, store_s=30)
@@ -270,9 +274,6 @@ class SsdCache:
         self._staged: StagedDisk | None = None
         """The staging store in front of the disk, for pools on GPUs."""
         self._pool_fds: list[int] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._settled: asyncio.Event | None = None
-        """Set when all stores have ended."""
 
     async def open(
         self,
@@ -328,11 +329,7 @@ class SsdCache:
             state = off if self.is_off else "opening"
             return TierFrame(state, self.reason, str(self.folder))
         num_damaged = self.slabs.reclaimed.num_damaged_records
-        frame = frame_of(tier, str(self.folder), num_damaged)
-        for share in self.slabs.others.shares:
-            name = share.model or "unknown model"
-            frame.other_models[name] = frame.other_models.get(name, 0) + share.num_bytes
-        return frame
+        return frame_of(tier, str(self.folder), num_damaged, self.slabs.others.shares)
 
     def _waits(self, about: str) -> None:
         self.reason = f"it is being opened: {about}"
@@ -391,7 +388,6 @@ class SsdCache:
             changed=lambda: router.dispatch(time.monotonic_ns()),
         )
         router.attach_tier(self.tier, is_fastest=False)
-        self._sweep()
 
     def _say_what_is_there(self, slabs: Slabs, allowed: SsdAllowance, placement: Placement) -> None:
         if dropped := _dropped(slabs.reclaimed):
@@ -420,29 +416,9 @@ class SsdCache:
     def _tell_tier(self, disk: Disk, job: Job) -> None:
         if self.tier is not None and disk is self._disk:
             self.tier.done(job)
-            if self._settled is not None and not self.tier.num_pending:
-                self._settled.set()
-
-    def _sweep(self) -> None:
-        if self.tier is not None:
-            self.tier.sweep()
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(SWEEP_INTERVAL_S, self._sweep)
-
-    async def flush(self) -> None:
-        """Store recently used blocks before the daemon ends, within FLUSH_S."""
-        if self.tier is None or self.tier.reason is not None:  # a disk that hangs is not waited for
-            return
-        self._settled = asyncio.Event()
-        self.tier.flush()
-        if self.tier.num_pending:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._settled.wait(), FLUSH_S)
 
     async def close(self) -> None:
         """Close the folder; a thread stuck in the disk holds it until the process exits."""
-        if self._timer is not None:
-            self._timer.cancel()
         self.reason = "it is being opened"
         has_ended = self._disk is None or await asyncio.to_thread(self._disk.close, CLOSE_S)
         await asyncio.sleep(0)  # what the threads have reported comes first

@@ -274,6 +274,10 @@ def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:
     if tier.state == "failed":
         return
     yield gauge(f"penstock_{name}_bytes", "Bytes of cached blocks.", tier.num_bytes)
+    if tier.other_models:
+        kept = [({"model": model}, held) for model, held in tier.other_models.items()]
+        about = "Bytes of blocks kept for models that are not served."
+        yield gauge(f"penstock_{name}_other_model_bytes", about, kept)
     yield gauge(f"penstock_{name}_limit_bytes", "Maximum bytes of cached blocks.", tier.max_bytes)
     yield gauge(f"penstock_{name}_waiting_sequences", "For blocks from it.", tier.waiting)
     counts = {

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.cache.topology import DRAM, SSD
+from engine.offload.cache_memory import CacheMemory
 from engine.offload.disk import Disk
 from engine.offload.jobs import CopyJob, GrowJob, Job, Later, SweepJob
-from engine.offload.records import SlabHead
 from engine.wire.messages import Command, Copied, Copy
 
 Pairs = list[tuple[int, int]]
@@ -96,7 +96,7 @@ class CacheArena:
     """Store the DRAM cache's blocks in host memory, copied by one router's workers.
 
     Args:
-        head: of all its blocks, as if they were a slab; the pool has a block of padding before.
+        memory: that models share; the served one's blocks are stored.
         worker_of: the worker that copies for a pool; None: none now.
         copies: of the router's workers.
         report: called with each job that is over.
@@ -104,14 +104,14 @@ class CacheArena:
 
     def __init__(
         self,
-        head: SlabHead,
+        memory: CacheMemory,
         worker_of: Callable[[str], str | None],
         copies: WorkerCopies,
         report: Callable[[Job], None],
     ) -> None:
         self.write_share = 1.0
         self.reach = worker_of
-        self._head: SlabHead | None = head
+        self._memory = memory
         self._copies = copies
         self._report = report
 
@@ -122,8 +122,8 @@ class CacheArena:
                 self._copy(job)
                 return
             case GrowJob():
-                job.made, self._head = self._head, None
-            case SweepJob():  # the arena's memory ends with the daemon
+                job.made = self._memory.grow(job.unused_since_s)
+            case SweepJob():  # the memory ends with the daemon
                 job.num_done = len(job.places)
         self._copies.later(0, partial(self._report, job))
 
@@ -133,7 +133,7 @@ class CacheArena:
         return False
 
     def _copy(self, job: CopyJob) -> None:
-        copy, slots = job.copy, [entry.place.record + 1 for entry in job.entries]
+        copy, slots = job.copy, [self._memory.block_of(entry.place) for entry in job.entries]
         is_load = copy.from_pool == DRAM
         both = zip(copy.pairs, slots, strict=True)
         pairs = [(slot, to_id) if is_load else (from_id, slot) for (from_id, to_id), slot in both]

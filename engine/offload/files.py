@@ -35,6 +35,19 @@ class BusyError(OSError):
     """Another process uses the folder."""
 
 
+class SlabSummary(NamedTuple):
+    """The figures of a slab, without its records."""
+
+    head: SlabHead
+    num_blocks: int
+    block_bytes: int
+    """Bytes of its blocks."""
+    age: tuple[int, int]
+    """When its newest block was stored; smaller is older, empty is oldest."""
+    oldest_s: int
+    """When its oldest block was stored."""
+
+
 @dataclass(slots=True)
 class SlabContents:
     """A slab file found at start: its head and its records."""
@@ -45,13 +58,11 @@ class SlabContents:
     """Numbers of records that are neither empty nor whole by their headers."""
 
     @property
-    def age(self) -> tuple[int, int]:
-        """When its newest block was stored; smaller is older, empty is oldest."""
-        return max(((r.stored_at_s, r.number) for _, r in self.records), default=(0, 0))
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(record.num_bytes for _, record in self.records)
+    def summary(self) -> SlabSummary:
+        stored = [(record.stored_at_s, record.number) for _, record in self.records]
+        num_bytes = sum(record.num_bytes for _, record in self.records)
+        newest, (oldest_s, _) = max(stored, default=(0, 0)), min(stored, default=(0, 0))
+        return SlabSummary(self.head, len(stored), num_bytes, newest, oldest_s)
 
 
 class ModelShare(NamedTuple):
@@ -64,14 +75,14 @@ class ModelShare(NamedTuple):
     """Bytes of these blocks."""
 
 
-def shares_of(slabs: Iterable[SlabContents]) -> list[ModelShare]:
+def shares_of(slabs: Iterable[SlabSummary]) -> list[ModelShare]:
     """Add up the slabs' blocks by model, dtype and layout, the most first."""
     shares: dict[bytes, ModelShare] = {}
     for each in slabs:
         was = shares.get(each.head.fingerprint, ModelShare(each.head.model, 0, 0))
         shares[each.head.fingerprint] = ModelShare(
             each.head.model or was.model,
-            was.num_blocks + len(each.records),
+            was.num_blocks + each.num_blocks,
             was.num_bytes + each.block_bytes,
         )
     return sorted(shares.values(), key=lambda share: -share.num_bytes)

@@ -140,6 +140,27 @@ class SlabIndex:
         self._free = deque(place for place in self._free if place.slab != slab)
         self._residue = {p: at for p, at in self._residue.items() if p.slab != slab}
 
+    def newest_s(self, slab: int) -> int:
+        """Return when the newest record of a slab was stored; 0: it has none."""
+        times = (e.stored_at_s for e in self._entries.values() if e.place.slab == slab)
+        return max(times, default=0)
+
+    def settle(self, now_s: int) -> None:
+        """Keep only finished records: all readers and writers have ended, or never will.
+
+        Used records count as stored now, so that ages of several models can be compared.
+        """
+        for place, entry in list(self._busy.items()):
+            entry.num_readers = 0
+            del self._busy[place]
+            if entry.is_dropped:
+                self._release(entry)
+            elif not entry.is_written:
+                self.drop(entry.block_hash)
+        for entry in self._entries.values():
+            entry.stored_at_s = now_s if entry.is_used else entry.stored_at_s
+            entry.is_used = False
+
     # What is there
 
     def __contains__(self, block_hash: bytes) -> bool:

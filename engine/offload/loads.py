@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from engine.cache.hashes import Hash, PrefixChain
-from engine.offload.index import IndexEntry
+from engine.offload.index import LOW_WATERMARK, IndexEntry
 from engine.offload.jobs import Context, CopyJob, GrowJob, SweepJob
 from engine.offload.load_costs import Costs
 from engine.wire.messages import Copy
@@ -526,9 +527,10 @@ class Stores:
         context.later(PAUSE_S, self.pump)
 
     def flush(self) -> None:
-        """Store recently used blocks, the newest first: the daemon is about to end."""
+        """Store recently used blocks, the newest first and as many as fit: the pools end soon."""
         self._context.store.write_share = 1.0
-        self._wanted.update(dict.fromkeys(reversed(self._warm)))
+        most = int(self.max_places * LOW_WATERMARK)
+        self._wanted.update(dict.fromkeys(islice(reversed(self._warm), most)))
         self._warm.clear()
         self.pump()
 

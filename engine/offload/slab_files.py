@@ -20,6 +20,7 @@ from threading import Lock
 from engine.offload.files import (
     ModelShare,
     SlabContents,
+    SlabSummary,
     contents_of,
     head_of,
     lock,
@@ -102,16 +103,19 @@ def full_text(free_bytes: int, reserve_bytes: int) -> str:
 
 
 class OtherSlabs:
-    """Slabs of other models, dtypes and layouts: kept, aged and given up."""
+    """Slabs of other models, dtypes and layouts: kept, aged and given up.
+
+    Of each file only its figures are in memory, about 1 KiB, however many blocks it has.
+    """
 
     def __init__(self) -> None:
-        self._slabs: dict[Path, SlabContents] = {}
+        self._slabs: dict[Path, SlabSummary] = {}
         self.shares: list[ModelShare] = []
         """The bytes of each model; readable from any thread."""
 
     @property
     def heads(self) -> list[SlabHead]:
-        return [contents.head for contents in self._slabs.values()]
+        return [summary.head for summary in self._slabs.values()]
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +123,7 @@ class OtherSlabs:
 
     def add(self, path: Path, contents: SlabContents) -> None:
         """Keep a slab."""
-        self._slabs[path] = contents
+        self._slabs[path] = contents.summary
         self.shares = shares_of(self._slabs.values())
 
     def drop_oldest(self, unused_since_s: int | None) -> bool:
@@ -142,25 +146,31 @@ class OtherSlabs:
         Raises:
             OSError: one cannot be erased; it is tried again the next time.
         """
-        for path, contents in list(self._slabs.items()):
-            head = contents.head
-            old = [index for index, record in contents.records if record.stored_at_s < oldest_s]
-            if not path.exists() or len(old) == len(contents.records):
+        for path, summary in list(self._slabs.items()):
+            if not path.exists() or summary.age[0] < oldest_s:
                 self._drop(path)
-            elif old:
-                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    for index in old:
-                        write_all(fd, memoryview(bytes(head.record_bytes)), head.offset(index))
-                finally:
-                    os.close(fd)
-                contents.records = [one for one in contents.records if one[0] not in old]
+            elif summary.oldest_s < oldest_s:
+                self._slabs[path] = _erase_old(path, summary.head, oldest_s).summary
         self.shares = shares_of(self._slabs.values())
 
     def _drop(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         del self._slabs[path]
         self.shares = shares_of(self._slabs.values())
+
+
+def _erase_old(path: Path, head: SlabHead, oldest_s: int) -> SlabContents:
+    """Erase a slab's blocks stored before a time, and return the others; raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        contents = contents_of(fd, head)
+        old = [index for index, record in contents.records if record.stored_at_s < oldest_s]
+        for index in old:
+            write_all(fd, memoryview(bytes(head.record_bytes)), head.offset(index))
+    finally:
+        os.close(fd)
+    kept = [(index, r) for index, r in contents.records if r.stored_at_s >= oldest_s]
+    return SlabContents(head, kept)
 
 
 class Slabs:
@@ -243,7 +253,7 @@ class Slabs:
             else:
                 whole.append((contents_of(fd, head), path, fd))
         found = []
-        for contents, path, fd in sorted(whole, key=lambda each: each[0].age, reverse=True):
+        for contents, path, fd in sorted(whole, key=lambda each: each[0].summary.age, reverse=True):
             if self._claimed_bytes() + _need_bytes(contents.head) > self._slab_cap_bytes:
                 self.reclaimed.num_surplus_slabs += 1
                 self._reclaim(path, fd)

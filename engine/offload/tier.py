@@ -201,7 +201,7 @@ class Tier:
         return count
 
     def flush(self) -> None:
-        """Store recently used blocks: the daemon is about to end."""
+        """Store recently used blocks: the pools above end soon."""
         self._stores.flush()
 
     @property

@@ -71,8 +71,9 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
     service.change_model = change_model
     monkeypatch.setattr(loading, "BACK_AFTER_S", (0,))
     monkeypatch.setattr(Swapping, "_plan", lambda self, name: name)
-    started = (None, None)
-    swapping = Swapping(lambda: a, service, None, start=lambda _: started, stop=stop, load=load)
+    swapping = Swapping(
+        lambda: a, service, None, memory=None, start=lambda _: (None, None), stop=stop, load=load
+    )
     first, swap = service.tokenizer, await swapping._prepare("b")
     for each in (a, a.models["b"]):
         (each.model / "tokenizer.json").unlink()
@@ -85,7 +86,7 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
 
 async def test_files_that_cannot_be_read_are_an_event_of_their_model(tmp_path):
     a, service, events = two_models(tmp_path)
-    swapping = Swapping(lambda: a, service, None, start=None, stop=None, load=None)
+    swapping = Swapping(lambda: a, service, None, memory=None, start=None, stop=None, load=None)
     (a.models["b"].model / "tokenizer.json").unlink()
     with pytest.raises(PenstockError, match="tokenizer"):
         await swapping._prepare("b")
@@ -98,7 +99,7 @@ async def test_a_folder_that_still_hangs_gets_no_second_reader(tmp_path, monkeyp
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.1)):
         monkeypatch.setattr(process, name, value)
     a, service, events = two_models(tmp_path)
-    swapping = Swapping(lambda: a, service, None, start=None, stop=None, load=None)
+    swapping = Swapping(lambda: a, service, None, memory=None, start=None, stop=None, load=None)
     answers, readers = threading.Event(), []
 
     def hang(config):

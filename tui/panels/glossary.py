@@ -151,7 +151,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             ),
             Entry("stored, loaded, tokens", "blocks written to and read from the cache"),
             Entry("reads at", "read speed measured when the cache was opened"),
-            Entry("other models", "KV on disk of models that are not served now"),
+            Entry("kept for MODEL", "KV of a model that is not served now"),
             Entry("loads, took", "prompts that waited for cached KV; their total wait"),
             Entry(
                 "recomputing would take, time lost",

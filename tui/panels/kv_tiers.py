@@ -44,8 +44,8 @@ def _figures(tier: TierFrame) -> list[tuple[str, str]]:
         ("tokens", fig.short_count(tier.loaded_tokens)),
         ("reads at", fig.bytes_per_s(tier.read_bytes_per_s)),
     ]
-    if tier.other_models:
-        always.append(("other models", fig.size(sum(tier.other_models.values()))))
+    for model, num_bytes in tier.other_models.items():
+        always.append((f"kept for {clean(model)}", fig.size(num_bytes)))
     if tier.loads:
         always.append(("loads", fig.short_count(tier.loads)))
         always.append(("took", fig.duration(tier.load_ms)))

@@ -12,6 +12,7 @@ from appliance.fleet.boot import (
     check_plan,
     dram_forecast,
     lock_state_dir,
+    make_cache_memory,
     make_plan,
     model_info,
     place,
@@ -37,16 +38,20 @@ def config(tmp_path, **fields):
 
 @pytest.fixture
 def plan_of(tmp_path):
-    plans = []
+    plans, memories = [], []
 
     def make(**fields):
-        plans.append(make_plan(config(tmp_path, **fields)))
+        settings = config(tmp_path, **fields)
+        memories.append(make_cache_memory(settings))
+        plans.append(make_plan(settings, memory=memories[-1]))
         return plans[-1]
 
     yield make
     for plan in plans:
         for fd in plan.inherited_fds:
             os.close(fd)
+    for memory in memories:
+        memory.close()
 
 
 def test_a_state_directory_belongs_to_one_daemon(tmp_path):

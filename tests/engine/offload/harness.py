@@ -116,18 +116,21 @@ class Rig:
             self.timers.remove(due)
             due[1]()
 
-    def tier(self, name, store, max_places, compute_ms, *, rate=1e9, max_age_s=None, **more):
+    def tier(
+        self, name, store, max_places, compute_ms, *, rate=1e9, max_age_s=None, index=None, **more
+    ):
         """A tier over a store.
 
         Args:
             compute_ms: says what computing a prompt's blocks takes.
             rate: of the store, bytes a second.
+            index: of blocks that are there already; None: none is.
             more: of its context.
         """
         context = Context(
             self.ledger,
             name,
-            SlabIndex(max_age_s),
+            SlabIndex(max_age_s) if index is None else index,
             store,
             self.block_bytes,
             now_ns=lambda: self.now_ns,

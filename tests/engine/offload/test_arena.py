@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.cache.topology import DRAM, SSD
 from engine.offload.arena import CacheArena, StagedDisk, WorkerCopies, num_slots_for
+from engine.offload.cache_memory import CacheMemory
 from engine.offload.index import IndexEntry, RecordPlace
 from engine.offload.jobs import CopyDeadlines, CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.offload.loads import JOB_BYTES, URGENT_BYTES
@@ -23,21 +24,37 @@ from tests.engine.offload.tiered_world import (
 from tests.engine.schedule.harness import walk
 
 NUM_BLOCKS = 40
-HEAD = SlabHead(0, 4096, NUM_BLOCKS, bytes(32))
+
+
+def served_in(memory, model=bytes(32)):
+    """The index of a model that is served from now on, with blocks of one byte."""
+    memory.make_room(1, 0)
+    return memory.serve(model, "m", 1, 0)
 
 
 class ArenaWorld(TieredWorld):
-    """Its workers copy; `has_disk`: there is a disk below."""
+    """Its workers copy; `has_disk`: there is a disk below; `cache`: memory of several models."""
 
-    def __init__(self, arm, *, has_disk=False, dram_compute_ms=1e6, **options):
+    def __init__(
+        self,
+        arm,
+        *,
+        has_disk=False,
+        dram_compute_ms=1e6,
+        cache=None,
+        model=bytes(32),
+        **options,
+    ):
         super().__init__(arm, **options)
         if not has_disk:
             self.tiers.each.clear()
         copies = self.let_workers_copy()
-        arena = CacheArena(HEAD, self.worker_of, copies, lambda job: self.dram.done(job))
+        memory = cache or CacheMemory(NUM_BLOCKS, is_shared=False)
+        arena = CacheArena(memory, self.worker_of, copies, lambda job: self.dram.done(job))
         patience = CopyDeadlines(1e9, 1e9, counts_waiting=False)
         more = {"patience": patience, "numbers": self.tiers.numbers}
-        self.dram = self.tier(DRAM, arena, NUM_BLOCKS, lambda: dram_compute_ms, **more)
+        more["index"] = served_in(memory, model)
+        self.dram = self.tier(DRAM, arena, memory.max_places(1), lambda: dram_compute_ms, **more)
         self.tiers.each.insert(0, self.dram)
 
     def check(self):
@@ -57,6 +74,18 @@ def test_the_arena_comes_before_the_disk_and_the_disk_has_what_it_lacks():
     assert again.num_restored_tokens == 40
     assert "6 of 6 blocks from DRAM" in again.restore_reason
     assert "4 of 4 blocks from the SSD" in again.restore_reason
+
+
+def test_a_swap_and_back_computes_only_the_last_unfinished_block_again():
+    prompt, cache, content = list(range(41)), CacheMemory(10 * NUM_BLOCKS, is_shared=True), {}
+    for model, num_restored in ((b"a", 0), (b"b", 0), (b"a", 40), (b"b", 40)):
+        world = ArenaWorld("colocated", cache=cache, model=model)
+        world.memory |= content  # outlives the workers
+        assert world.answered(prompt).num_restored_tokens == num_restored
+        world.dram.flush()
+        while world.dram.num_pending:
+            world.tick()
+        content = {at: data for at, data in world.memory.items() if at[0] == DRAM}
 
 
 @pytest.mark.parametrize("arm", ["colocated", "alias"])
@@ -103,7 +132,8 @@ class AloneArena:
             lambda name, command: self.sent.append((name, command)),
             lambda _, call: self.due.append(call),
         )
-        self.arena = CacheArena(HEAD, lambda pool: self.worker, self.copies, self.reports.append)
+        served_in(memory := CacheMemory(NUM_BLOCKS, is_shared=False))
+        self.arena = CacheArena(memory, lambda pool: self.worker, self.copies, self.reports.append)
 
     def load(self, copy_id, *pairs):
         """Of places to blocks."""
@@ -152,7 +182,8 @@ def test_without_a_worker_a_copy_is_void_and_other_jobs_are_done():
     while rig.due:
         rig.due.popleft()()
     assert rig.reports == jobs
-    assert (jobs[0].is_void, jobs[1].made, jobs[2].made, jobs[3].num_done) == (True, HEAD, None, 1)
+    head = SlabHead(0, 4096, NUM_BLOCKS, bytes(32))
+    assert (jobs[0].is_void, jobs[1].made, jobs[2].made, jobs[3].num_done) == (True, head, None, 1)
 
 
 # A disk that pools reach by way of slots, which fake workers copy to and from.
