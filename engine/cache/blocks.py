@@ -109,7 +109,7 @@ class BlockPool:
         if after is BlockState.CACHED:
             self.index.released(block_id)
         elif after is BlockState.FREE:
-            self.free_block_ids.append(block_id)
+            self.free_block_ids.appendleft(block_id)  # its memory exists already
 
     def take(self, count: int) -> list[int]:
         """Allocate free blocks, then cached ones, which lose their hashes; enough must exist."""

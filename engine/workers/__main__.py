@@ -90,7 +90,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     from engine.model.transformer import Transformer
     from engine.workers.affinity import NodeMemory, use_cores
     from engine.workers.copying import probe
-    from engine.workers.kv_pool import map_pool
+    from engine.workers.kv_pool import PagesAhead, map_pool
     from engine.workers.logits_loss import kv_loss, weights_loss
     from engine.workers.loop import StepLoop
     from engine.workers.runner import Runner
@@ -132,6 +132,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         eos_token_ids=config.eos_token_ids,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         own_cores=setup.cpus,
+        pages=PagesAhead(pool),
     )
     heartbeat = progress.heartbeat
     loss = weights_loss(transformer, checkpoint, setup.dtype, heartbeat) if is_measurer else None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import time
 import traceback
 from collections import deque
@@ -33,6 +32,7 @@ import torch
 from engine.errors import ChannelClosed, WorkerFailed
 from engine.wire.messages import Copied, Copy, Unmapped
 from engine.workers.device import Device
+from engine.workers.kv_pool import make_pages
 from engine.workers.worker_request import WorkerRequest
 
 REPORTED_PAIRS = 16
@@ -44,9 +44,6 @@ _NUM_PROBES = 8
 _PROBE_PATIENCE_S = 2.0
 """Maximum seconds to repeat a probe that has never succeeded."""
 _PROBE_PAUSE_S = 0.01
-_POPULATE_WRITE = 23
-"""Advice to madvise(), since Linux 5.14: make all pages of a range, as if written."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
@@ -122,7 +119,7 @@ class Copier:
         key = (filler.seq_id, filler.generation)
         self._waiting.setdefault(key, []).append(_WaitingCopy(copy, filler.first_block))
         if self._page_maker is not None:
-            self._page_maker.submit(make_pages, self._pools[copy.to_pool], copy.pairs)
+            self._page_maker.submit(_make_target_pages, self._pools[copy.to_pool], copy.pairs)
         self.advance(running)
 
     def advance(self, running: WorkerRequest) -> None:
@@ -267,22 +264,10 @@ def copy_blocks(
     return len(pairs) * num_bytes, taken.reliable_ns
 
 
-def make_pages(target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Make the kernel map the pages of blocks that will be copied to; no byte changes.
-
-    Older kernels leave it to the copy itself, which then takes longer.
-
-    Args:
-        target: a pool in host memory.
-        pairs: blocks of another, and of this one.
-    """
-    num_bytes = target.stride(0) * target.element_size()
-    libc = ctypes.CDLL(None)
+def _make_target_pages(target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Make the pages of the blocks that will be copied to."""
     for _, to_id, count in _runs(pairs):
-        address = target[to_id].data_ptr()
-        start = address // _PAGE_BYTES * _PAGE_BYTES  # a block may begin within a page
-        length = address + count * num_bytes - start
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE)
+        make_pages(target, to_id, count)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -43,6 +43,7 @@ from engine.wire.messages import (
 from engine.workers.affinity import use_cores
 from engine.workers.copying import Copier
 from engine.workers.device import Device
+from engine.workers.kv_pool import PagesAhead
 from engine.workers.measuring import StepMeasuring
 from engine.workers.runner import Launched, Runner, Sampled
 from engine.workers.worker_request import WorkerRequest
@@ -77,6 +78,7 @@ class StepLoop:
         map_pool: Callable[[SharedMemory], torch.Tensor] | None = None,
         own_cores: list[int] | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
+        pages: PagesAhead | None = None,
     ) -> None:
         self._channel = channel
         self._runner = runner
@@ -85,6 +87,7 @@ class StepLoop:
         self._eos_token_ids = eos_token_ids
         self._max_step_tokens = max_num_batched_tokens
         self._map_pool = map_pool
+        self._pages = pages
         self._use_cores = use_cores
         self._own_cores = frozenset(own_cores or ())
         self._given = self._used = own_cores or []
@@ -107,7 +110,11 @@ class StepLoop:
         while True:
             is_idle = self._is_parked or not self._with_room()
             has_more = self._flight is not None or self._copier.has_work
-            for command in self._channel.receive(wait=is_idle and not has_more):
+            waits = is_idle and not has_more
+            if waits and self._pages is not None and not self._is_parked:
+                while not self._channel.has_commands() and self._pages.make_next():
+                    pass
+            for command in self._channel.receive(wait=waits):
                 self._apply(command)
             self.step()
 
@@ -308,9 +315,15 @@ class StepLoop:
         extended = self._running.get(extension.seq_id)
         if extended is not None and extended.generation == extension.generation:
             extended.block_table.extend(extension.block_ids)
+            self._use_blocks(extension.block_ids)
             self._runner.extended(extended)
 
+    def _use_blocks(self, block_ids: list[int]) -> None:
+        if self._pages is not None:
+            self._pages.use(block_ids)
+
     def _take(self, admit: Admit) -> WorkerRequest:
+        self._use_blocks(admit.block_table)
         grammar = admit.spec.sampling.grammar
         matcher = None if grammar is None else self._runner.grammars.compile(grammar)
         return WorkerRequest.of(admit, self._eos_token_ids, time.monotonic_ns(), matcher)

@@ -37,6 +37,7 @@ class Harness:
         pools=None,
         device=None,
         own_cores=None,
+        pages=None,
     ):
         self.runner = runner
         self.pool = pool
@@ -55,6 +56,7 @@ class Harness:
             max_num_batched_tokens=max_num_batched_tokens,
             own_cores=own_cores,
             use_cores=self.cores.append,
+            pages=pages,
         )
 
     def tell(self, *commands):

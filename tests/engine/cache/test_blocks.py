@@ -185,6 +185,15 @@ def test_lost_memory_has_no_hashes():
     assert pool.counts[BlockState.FREE] == 6
 
 
+def test_blocks_whose_memory_exists_are_taken_before_unused_ones():
+    ledger = make_ledger()
+    ledger.reserve(1, {"kv": 2})
+    used = list(ledger.table(1, "kv"))
+    ledger.release_all(1)
+    ledger.reserve(2, {"kv": 2})
+    assert sorted(ledger.table(2, "kv")) == used
+
+
 @pytest.mark.parametrize("damage", ["references", "counts", "free", "commands"])
 def test_check_invariants_finds_damage(damage):
     ledger = make_ledger()

@@ -245,6 +245,51 @@ def test_the_loop_ends_with_the_daemon(make):
         harness.worker.run()
 
 
+class FakePages:
+    """Has more to make until the daemon says something."""
+
+    def __init__(self):
+        self.used = []
+        self.num_made = 0
+        self.interrupt = None
+
+    def use(self, block_ids):
+        self.used += block_ids
+
+    def make_next(self):
+        self.num_made += 1
+        if self.num_made == 3:
+            self.interrupt()
+        return True
+
+
+def test_an_idle_worker_makes_pages_until_a_command_comes(make):
+    pages = FakePages()
+    harness = make(pages=pages)
+    pages.interrupt = harness.sockets[0].close
+    with pytest.raises(ChannelClosed):
+        harness.worker.run()
+    assert pages.num_made == 3
+
+
+def test_pages_are_told_of_every_block_that_may_be_written(make):
+    pages = FakePages()
+    harness = make(pages=pages)
+    admitted = msgspec.structs.replace(admit(num_tokens=4), block_table=[1, 2])
+    harness.tell(admitted, Extend([Extension(1, 1, [6]), Extension(9, 1, [7])]))
+    assert pages.used == [1, 2, 6]
+
+
+def test_a_parked_worker_makes_no_pages(make):
+    pages = FakePages()
+    harness = make(pages=pages)
+    harness.tell(UseCores([]))
+    harness.channel.receive = harness.sockets[0].close  # takes no argument: the loop ends there
+    with pytest.raises(TypeError):
+        harness.worker.run()
+    assert pages.num_made == 0
+
+
 def test_reports_carry_the_steps_times_and_tokens(make):
     harness = make()
     harness.tell(admit(seq_id=1, num_tokens=2, max_tokens=9, until=9))
