@@ -103,19 +103,24 @@ class Disk:
         _be_idle()
         buffer = RecordBuffer(self._slabs.block_bytes)
         while (job := queue.get()) is not None:
-            with self._beginning:
-                job.is_begun = True
-            job.started_ns, began_s = time.monotonic_ns(), time.thread_time()
-            try:
-                self._do(job, buffer)
-            except OSError as error:
-                job.error = f"{error.strerror or type(error).__name__}"
-            job.ended_ns = time.monotonic_ns()
-            used_s = time.thread_time() - began_s
-            self._report(job)
+            used_s = self.run_job(job, buffer)
             is_urgent = isinstance(job, CopyJob) and job.is_urgent
             if queue is self._writes and self.write_share < 1 and not is_urgent:
                 time.sleep(used_s * (NUM_WRITERS / self.write_share - 1))
+
+    def run_job(self, job: Job, buffer: RecordBuffer) -> float:
+        """Do a job and report it, in a thread; return the CPU seconds that it took."""
+        with self._beginning:
+            job.is_begun = True
+        job.started_ns, began_s = time.monotonic_ns(), time.thread_time()
+        try:
+            self._do(job, buffer)
+        except OSError as error:
+            job.error = f"{error.strerror or type(error).__name__}"
+        job.ended_ns = time.monotonic_ns()
+        used_s = time.thread_time() - began_s
+        self._report(job)
+        return used_s
 
     def _do(self, job: Job, buffer: RecordBuffer) -> None:
         match job:

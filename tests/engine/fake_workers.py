@@ -35,9 +35,9 @@ def next_token(token_ids):
 class Pending:
     """A copy that is not done."""
 
-    def __init__(self, copy, running):
-        self.copy, self.running = copy, running
-        """Whose steps fill the blocks; None: they are filled."""
+    def __init__(self, copy, running, block_size):
+        self.copy, self.running, self.block_size = copy, running, block_size
+        """`running`: whose steps fill the blocks; None: they are filled."""
         self.num_done = 0
         self.is_void = False
 
@@ -46,13 +46,26 @@ class Pending:
         num_pairs = len(self.copy.pairs)
         if self.running is None or self.running.is_complete:
             return num_pairs - self.num_done
-        num_full = self.running.num_computed_tokens // BLOCK_SIZE - self.copy.filled_by.first_block
+        num_full = (
+            self.running.num_computed_tokens // self.block_size - self.copy.filled_by.first_block
+        )
         return max(min(num_full, num_pairs) - self.num_done, 0)
 
 
 class FakeWorker:
-    def __init__(self, name, pool, memory, *, max_num_batched_tokens=8, cpus=()):
+    def __init__(
+        self,
+        name,
+        pool,
+        memory,
+        *,
+        max_num_batched_tokens=8,
+        cpus=(),
+        block_size=BLOCK_SIZE,
+        next_token=next_token,
+    ):
         self.name, self.pool, self.memory = name, pool, memory
+        self.block_size, self.next_token = block_size, next_token
         self.own_cpus = list(cpus)
         self.may_write = lambda pool, block_id: True
         self.breaks = False
@@ -93,7 +106,7 @@ class FakeWorker:
                 running = None if filler is None else self.running.get(filler.seq_id)
                 if running is not None and running.generation != filler.generation:
                     running = None
-                self.copies.append(Pending(command, running))
+                self.copies.append(Pending(command, running, self.block_size))
             case UseCores(cpus):
                 self.cpus, self.is_parked = cpus, not cpus
                 self.outbox.append(CoresUsed(cpus))
@@ -110,17 +123,21 @@ class FakeWorker:
         count = 0 if pending.is_void else count
         for from_id, to_id in copy.pairs[first : first + count]:
             assert self.may_write(copy.to_pool, to_id), "a copy into a block that others can find"
-            for offset in range(BLOCK_SIZE):
-                token = self.memory.get((copy.from_pool, from_id, offset))
-                self.memory[copy.to_pool, to_id, offset] = token
+            self.copy_block((copy.from_pool, from_id), (copy.to_pool, to_id))
         pending.num_done += count
         is_last = pending.is_void or pending.num_done == len(copy.pairs)
         if is_last:
             self.copies.remove(pending)
         error = "Broken: it is" if self.breaks and not count else None
-        report = Copied(copy.copy_id, count, count * BLOCK_SIZE, now_ns, now_ns, is_last, error)
+        report = Copied(
+            copy.copy_id, count, count * self.block_size, now_ns, now_ns, is_last, error
+        )
         self.outbox.append(report)
         return True
+
+    def copy_block(self, source, target):
+        for offset in range(self.block_size):
+            self.memory[*target, offset] = self.memory.get((*source, offset))
 
     def break_copies(self):
         """Whatever is under way fails."""
@@ -136,12 +153,12 @@ class FakeWorker:
         runnable = [
             r
             for r in self.running.values()
-            if not r.is_complete and not self.is_parked and r.room(BLOCK_SIZE) > 0
+            if not r.is_complete and not self.is_parked and r.room(self.block_size) > 0
         ]
         entries = []
         after = self.is_after_chunk
         planned = plan(runnable, self.max_num_batched_tokens, now_ns, is_after_chunk=after)
-        planned = [(r, min(r.capped(n), r.room(BLOCK_SIZE))) for r, n in planned]
+        planned = [(r, min(r.capped(n), r.room(self.block_size))) for r, n in planned]
         self.is_after_chunk = is_chunk(planned)
         self.has_stepped = bool(planned)
         for running, num_new_tokens in planned:
@@ -161,9 +178,9 @@ class FakeWorker:
         running.num_computed_tokens = end
         token_ids, reason = [], None
         while running.num_computed_tokens == running.num_tokens:
-            token_ids.append(next_token(self.read(running)))
+            token_ids.append(self.next_token(self.read(running)))
             _, reason = running.take(token_ids[-1:])
-            is_over = reason is not None or running.is_complete or not running.room(BLOCK_SIZE)
+            is_over = reason is not None or running.is_complete or not running.room(self.block_size)
             if is_over or len(token_ids) == self.tokens_per_step:
                 break
             self.write(running, running.num_computed_tokens)
@@ -171,15 +188,15 @@ class FakeWorker:
         return self.entry(running, token_ids, reason, num_new_tokens, is_decoding)
 
     def write(self, running, position):
-        block_id = running.block_table[position // BLOCK_SIZE]
+        block_id = running.block_table[position // self.block_size]
         assert self.may_write(self.pool, block_id), "a step writes what others can find"
-        place = (self.pool, block_id, position % BLOCK_SIZE)
+        place = (self.pool, block_id, position % self.block_size)
         self.memory[place] = running.token_ids[position]
 
     def read(self, running):
         """The tokens that its context is of, as its blocks have them."""
         return [
-            self.memory[self.pool, running.block_table[p // BLOCK_SIZE], p % BLOCK_SIZE]
+            self.memory[self.pool, running.block_table[p // self.block_size], p % self.block_size]
             for p in range(running.num_computed_tokens)
         ]
 

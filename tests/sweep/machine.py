@@ -1,0 +1,376 @@
+"""Run the daemon's own code on a simulated machine: its loop, sockets and log are real.
+
+Its workers are simulated, time is virtual, and what would be a thread is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import sqlite3
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import appliance.daemon
+import appliance.fleet.supervisor
+import appliance.process
+import engine.offload.disk
+from appliance.configuration.config import ServeConfig
+from appliance.http.access import AccessPolicy
+from engine.errors import InvariantViolated
+from engine.offload import slab_files
+from tests.sweep.simulated_worker import PoolMemory, WorkerProcess, spawner
+from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
+
+DISK_FAULTS = ("EIO", "ENOSPC", "flipped", "torn")
+DAEMON = "daemon"
+RESTART_S, RETRY_S = 0.1, 0.02
+LOADING = 503
+PAGE_BYTES = 4096
+LONGEST_S = 300.0
+"""Virtual time after which everything must have ended."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a client got."""
+
+    status: int = 0
+    head: bytes = b""
+    body: bytes = b""
+    is_whole: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """What a client sends, and how it reads the reply."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    at_s: float = 0.0
+    hangs_up_after: int | None = None
+    """Bytes of the reply after which it is gone; None: it reads to the end."""
+    pause_s: float = 0.0
+    """Before each read: a slow reader."""
+    after: str | None = None
+    """The call whose reply it waits for."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that is to be seen of a run from outside, and what was found inside."""
+
+    replies: dict[str, Reply] = field(default_factory=dict)
+    rows: list[tuple[str, int, int, str]] = field(default_factory=list)
+    """Of the log: endpoint, status, output tokens, finish reason."""
+    facts: list[dict[str, int]] = field(default_factory=list)
+    """Of each row what scenarios are made for, such as preemptions."""
+    num_at_ready: int = 0
+    """Events before all workers were ready: a worker that dies before is the end of a start."""
+    num_events: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def has_shown(self, what: str | None) -> bool:
+        """Say whether some row counts one of these."""
+        return what is None or any(facts[what] for facts in self.facts)
+
+
+class Machine:
+    """One machine with one daemon.
+
+    Args:
+        model: folder of a checkpoint, of which the tokenizer and shape are read.
+        folder: for socket, log and state.
+        seed: of the order of events.
+        options: settings of the daemon.
+        on_event: called before each event, with this machine, its number and whose it is.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        seed: int,
+        options: dict[str, Any],
+        on_event: Callable[[Machine, int, Process], None] = lambda *_: None,
+    ) -> None:
+        self.folder, self.workers = folder, list[WorkerProcess]()
+        self.loop = VirtualLoop(seed, lambda number, process: on_event(self, number, process))
+        self.config = ServeConfig(
+            model=model,
+            socket=folder / "s",
+            state_dir=folder,
+            **{"ssd_cache": "off", "model_aliases": ("any",)} | options,
+        )
+        self._memory = PoolMemory()
+        self._random = random.Random(seed)
+        self.problems: list[str] = []
+        self.daemon: Any = None
+        self.num_at_ready = 0
+        self._disk_fault = ""
+        self._files_before = set(map(int, os.listdir("/proc/self/fd")))
+        self._clients: set[socket.socket] = set()
+        self._booting: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    def run(self, calls: list[Call]) -> Outcome:
+        """Start, serve all calls, stop."""
+        with self._patched(), virtual_time(self.loop):
+            replies = self.loop.run_until_complete(self._serve(calls))
+        outcome = Outcome(
+            replies, *self._rows(), self.num_at_ready, self.loop.num_events, self.problems
+        )
+        self.loop.close()
+        return outcome
+
+    def suffer(self, what: str) -> bool:
+        """Let something fail: see Fault. False: there is nothing to fail."""
+        if what in DISK_FAULTS:
+            self._disk_fault = what
+            return True
+        if what == DAEMON:
+            return self.kill_daemon()
+        name, _, stop_s = what.partition(":")
+        for worker in self.workers:
+            if worker.name == name and not worker.is_dead:
+                worker.stop(float(stop_s)) if stop_s else worker.kill()
+                return True
+        return False
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        processes = SimpleNamespace(
+            Popen=spawner(self.loop, lambda: self._memory, self.workers),
+            DEVNULL=subprocess.DEVNULL,
+            TimeoutExpired=subprocess.TimeoutExpired,
+        )
+        threads = SimpleNamespace(Thread=_AtOnce, get_ident=threading.get_ident)
+        drawn = self._random
+        with (
+            mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
+            mock.patch.object(appliance.process, "threading", threads),
+            mock.patch.object(engine.offload.disk, "Thread", _Never),
+            mock.patch.object(
+                engine.offload.disk.Disk, "begin", lambda disk, job: self._begin(disk, job)
+            ),
+            mock.patch.object(slab_files.Slabs, "write", self._failing(slab_files.Slabs.write)),
+            mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),
+            mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
+            mock.patch.object(secrets, "token_bytes", drawn.randbytes),
+            mock.patch.object(secrets, "randbits", drawn.getrandbits),
+            mock.patch.dict(
+                os.environ, {"PENSTOCK_MEASURE": "0", "XDG_RUNTIME_DIR": str(self.folder)}
+            ),
+        ):
+            yield
+
+    def _failing(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Let the disk's next operation fail once a fault is wanted."""
+
+        def called(slabs: Any, *args: Any) -> None:
+            fault, self._disk_fault = self._disk_fault, ""
+            if fault in ("EIO", "ENOSPC"):
+                number = getattr(errno, fault)
+                raise OSError(number, os.strerror(number))
+            call(slabs, *args)
+            if fault:
+                for path in slabs.folder.iterdir():
+                    _damage(path, is_torn=fault == "torn")
+
+        return called
+
+    def _begin(self, disk: Any, job: Any) -> None:
+        """Do a job of a disk some time later, as one event."""
+        buffer = slab_files.RecordBuffer(disk._slabs.block_bytes)
+        delay_s = self.loop.random.uniform(2e-4, 5e-3)
+        self.loop.call_later(delay_s, disk.run_job, job, buffer)
+
+    async def _serve(self, calls: list[Call]) -> dict[str, Reply]:
+        self.loop.set_exception_handler(self._failed)
+        async with asyncio.timeout(LONGEST_S):
+            await self._boot()
+            self.num_at_ready = self.loop.num_events
+            replies = {call.name: Reply() for call in calls}
+            ended = {call.name: asyncio.Event() for call in calls}
+            await asyncio.gather(*(self._call(call, replies, ended) for call in calls))
+            while self._booting is not None:
+                await self._booting
+            await self._quiet()
+            self._is_stopping = True
+            self.daemon._on_signal(signal.SIGTERM)
+            await self._running
+        return replies
+
+    async def _boot(self) -> None:
+        """Start a daemon, and wait until it is ready."""
+        self._process, self._memory = Process("daemon"), PoolMemory()
+        policy = AccessPolicy.from_config(self.config)
+        stacks_fd = os.dup(2)
+        self.daemon = daemon = appliance.daemon._Daemon(
+            self.config, lambda: self.config, None, [], stacks_fd
+        )
+        self._running = self._process.run(self.loop.create_task, daemon.run(policy))
+        self._running.add_done_callback(lambda _: os.close(stacks_fd))
+        while not daemon._is_ready:
+            if self._running.done():
+                self._running.result()
+            await asyncio.sleep(0.01)
+        self._look_inside()
+        self._booting = None
+
+    def kill_daemon(self) -> bool:
+        """End the daemon as SIGKILL does; another one starts soon. False: none is ready."""
+        if self._booting is not None or self._is_stopping:
+            return False
+        self._process.is_dead = True
+        lost_log, path = self.daemon._request_log, str(self.config.log_path)
+        lost_log._commit = lambda *_: threading.Event().wait()  # its thread is gone
+        kept = self._files_before | {worker.fileno for worker in self.workers}
+        kept |= {client.fileno() for client in self._clients} | {self.loop._csock.fileno()}
+        kept |= {self.loop._ssock.fileno(), -1}
+        watched = self.loop._selector.get_map()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if (
+                    fd in kept
+                    or fd == nothing
+                    or os.readlink(f"/proc/self/fd/{fd}").startswith(path)
+                ):
+                    continue
+                if fd in watched:
+                    self.loop._selector.unregister(fd)
+                os.dup2(nothing, fd)  # its number stays taken: objects that have it still live
+        os.close(nothing)
+        again = Context().run(self.loop.create_task, self._start_again())
+        self._booting = again
+        return True
+
+    async def _start_again(self) -> None:
+        await asyncio.sleep(RESTART_S)
+        await self._boot()
+
+    def _look_inside(self) -> None:
+        """Check the router's invariants after each report, and who writes which block."""
+        service, router = self.daemon._service, self.daemon._router
+        reported = service.worker_reported
+
+        def worker_reported(worker: str, report: Any) -> None:
+            reported(worker, report)
+            try:
+                router.check_invariants()
+            except InvariantViolated as error:
+                self.problems.append(str(error))
+
+        service.worker_reported = worker_reported
+
+    async def _quiet(self) -> None:
+        """Wait until nothing is held any more."""
+        router = self.daemon._router
+        service = self.daemon._service
+        while not router.is_idle or service.not_ready_reason():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        router.check_invariants()
+        for name, pool in router.ledger.pools.items():
+            if pool.num_free != pool.capacity:
+                self.problems.append(f"{name}: {pool.capacity - pool.num_free} blocks are held")
+
+    def _failed(self, _: Any, context: dict[str, Any]) -> None:
+        self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    async def _call(
+        self, call: Call, replies: dict[str, Reply], ended: dict[str, asyncio.Event]
+    ) -> None:
+        if call.after is not None:
+            await ended[call.after].wait()
+        await asyncio.sleep(call.at_s)
+        reply = replies[call.name]
+        body = json.dumps(call.body).encode()
+        head = f"POST {call.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        while not await self._ask(call, reply, head.encode() + body):  # noqa: ASYNC110
+            await asyncio.sleep(RETRY_S)
+        ended[call.name].set()
+
+    async def _ask(self, call: Call, reply: Reply, request: bytes) -> bool:
+        """Send the request and read its reply; False: no daemon was ready, as SDKs ask again."""
+        client, said = socket.socket(socket.AF_UNIX), b""
+        client.setblocking(False)
+        self._clients.add(client)
+        try:
+            await self.loop.sock_connect(client, str(self.config.socket))
+            await self.loop.sock_sendall(client, request)
+            while part := await self.loop.sock_recv(client, 4096):
+                said += part
+                if call.hangs_up_after is not None and len(said) >= call.hangs_up_after:
+                    break
+                await asyncio.sleep(call.pause_s)
+            else:
+                reply.is_whole = True
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:  # the daemon died
+            reply.is_whole = False
+        finally:
+            self._clients.discard(client)
+            client.close()
+        reply.head, _, reply.body = said.partition(b"\r\n\r\n")
+        reply.status = int(said.split()[1]) if said else 0
+        return reply.status != LOADING
+
+    def _rows(self) -> tuple[list[tuple[str, int, int, str]], list[dict[str, int]]]:
+        with contextlib.closing(sqlite3.connect(self.config.log_path)) as db:
+            db.row_factory = sqlite3.Row
+            found = list(db.execute("SELECT * FROM requests ORDER BY id"))
+        facts = [{name: row[name] or 0 for name in _FACTS} for row in found]
+        return [tuple(row[name] for name in _COLUMNS) for row in found], facts
+
+
+_COLUMNS = ("endpoint", "http_status", "completion_tokens", "finish_reason")
+_FACTS = ("preemptions", "cached_tokens", "restored_tokens", "handoff_blocks")
+
+
+def _damage(path: Path, *, is_torn: bool) -> None:
+    """Flip a bit of every second page, or lose its second half."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        for start in range(PAGE_BYTES, path.stat().st_size, 2 * PAGE_BYTES):
+            file.seek(start)
+            page = file.read(PAGE_BYTES)
+            damaged = page[: len(page) // 2].ljust(len(page), b"\0")
+            file.seek(start)
+            file.write(damaged if is_torn else bytes([page[0] ^ 1]) + page[1:])
+
+
+class _Never:
+    """A thread that does nothing: its work comes as events."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.is_alive = lambda: False
+
+    def start(self) -> None: ...
+
+    def join(self, timeout: float) -> None: ...
+
+
+class _AtOnce:
+    """A thread that has ended when it is started."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self.start = target

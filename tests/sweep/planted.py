@@ -1,0 +1,196 @@
+"""Plant known bugs, one at a time, and see that the sweep finds each.
+
+python -m tests.sweep.planted [NAME...]
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Bug(NamedTuple):
+    """One wrong line, and the scenarios in which it shows first."""
+
+    file: str
+    right: str
+    wrong: str
+    scenarios: tuple[str, ...]
+
+
+BUGS = {
+    "a finished sequence keeps its blocks": Bug(
+        "engine/schedule/router.py",
+        "        self.ledger.release_all(sequence.seq_id)\n\n    def stop(",
+        "\n    def stop(",
+        ("alias",),
+    ),
+    "commands of a dead worker stay open": Bug(
+        "engine/schedule/router.py",
+        "        self.ledger.reap(worker)\n",
+        "",
+        ("alias",),
+    ),
+    "sequences of a dead worker are forgotten": Bug(
+        "engine/schedule/router.py",
+        "        victims = [s for s in self.at.running.values() if s.worker == worker]\n",
+        "        victims = [s for s in self.at.running.values() if s.worker == worker][1:]\n",
+        ("alias",),
+    ),
+    "messages of an earlier admit are believed": Bug(
+        "engine/schedule/router.py",
+        "            if sequence.generation != entry.generation or sequence.worker != worker:\n",
+        "            if sequence.worker != worker and False:\n",
+        ("crowd",),
+    ),
+    "a preempted sequence keeps its progress": Bug(
+        "engine/schedule/router.py",
+        "        sequence.lose_blocks(now_ns)\n",
+        "",
+        ("crowd",),
+    ),
+    "copies of a dead worker are not sent again": Bug(
+        "engine/schedule/copies.py",
+        "                    self._resend(copy.transfer, copy.number)\n        for transfer",
+        "                    pass\n        for transfer",
+        ("shm", "peer"),
+    ),
+    "blocks count as copied when they are sent": Bug(
+        "engine/schedule/copies.py",
+        "transfer.link.to_pool != pool else transfer.done[-1]",
+        "transfer.link.to_pool != pool else transfer.sent[-1]",
+        ("peer", "shm"),
+    ),
+    "a slot is used again before its block has left": Bug(
+        "engine/schedule/copies.py",
+        "                slot = transfer.slots.pop(place)\n",
+        "                slot = transfer.slots.pop(first + len(done) - 1 - place + first)\n",
+        ("shm", "every api"),
+    ),
+    "blocks of another pool count as computed here": Bug(
+        "engine/schedule/recovery.py",
+        "        if has_blocks and sequence.computed_in == (pool, kv_pool.life):\n",
+        "        if has_blocks:\n",
+        ("peer", "shm", "2x1 peer"),
+    ),
+    "computed blocks are kept in the wrong pool": Bug(
+        "engine/schedule/prefix_cache.py",
+        "        if sequence.computed_in != here:\n",
+        "        if sequence.computed_in is None:\n",
+        ("peer", "shm", "2x1 peer"),
+    ),
+    "a block is published before it is full": Bug(
+        "engine/schedule/prefix_cache.py",
+        "        num_full = sequence.num_computed_tokens // size\n        if num_full",
+        "        num_full = -(-sequence.num_computed_tokens // size)\n        if num_full",
+        ("conversations",),
+    ),
+    "a hash leaves out what comes before its block": Bug(
+        "engine/cache/hashes.py",
+        "            block.update(parent)\n",
+        "",
+        ("conversations",),
+    ),
+    "shared blocks are written": Bug(
+        "engine/cache/blocks.py",
+        "in kv_pool.index or kv_pool.num_references[table[place]] > 1\n",
+        "is None\n",
+        ("conversations", "choices"),
+    ),
+    "a command frees its blocks too early": Bug(
+        "engine/cache/blocks.py",
+        "        if self.num_commands[block_id]:\n            return BlockState.DRAINING\n",
+        "",
+        ("crowd", "leaving"),
+    ),
+    "two messages are swapped": Bug(
+        "engine/wire/channel.py",
+        "        self._unsent.append(_frame(self._encode(command)))\n",
+        "        self._unsent.insert(0, _frame(self._encode(command)))\n",
+        ("crowd", "2x1 peer"),
+    ),
+    "a worker is not started again": Bug(
+        "appliance/fleet/supervisor.py",
+        "            await self._respawn(worker)\n",
+        "            return\n",
+        ("alias",),
+    ),
+    "a dead worker's last messages are dropped": Bug(
+        "appliance/fleet/supervisor.py",
+        '        was_ready = worker.state == "ready"\n        try:\n',
+        "        was_ready = False\n        try:\n",
+        ("alias",),
+    ),
+    "a hung worker is left alone": Bug(
+        "appliance/fleet/supervisor.py",
+        "WorkerFailed(about, where=where)\n            worker.process.kill()\n",
+        "WorkerFailed(about, where=where)\n",
+        ("alias",),
+    ),
+    "a row is written twice, or not": Bug(
+        "appliance/closed_requests.py",
+        "        self._log.record(row)\n\n",
+        "        if frame.recoveries == 0:\n            self._log.record(row)\n\n",
+        ("alias",),
+    ),
+    "damaged blocks on disk are believed": Bug(
+        "engine/offload/slab_files.py",
+        "        if head.payload_crc != payload_crc(buffer.block):\n",
+        "        if False:\n",
+        ("SSD",),
+    ),
+    "what a dead worker was to copy counts as copied": Bug(
+        "engine/offload/arena.py",
+        "        job.num_done, job.is_void, job.error = 0, True, error\n",
+        "        job.num_done, job.is_void, job.error = len(job.copy.pairs), False, None\n",
+        ("DRAM",),
+    ),
+    "a stream is told its last tokens twice": Bug(
+        "appliance/service.py",
+        "        request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))\n",
+        "        told = TokensEmitted(sequence, token_ids, logprobs, is_last)\n"
+        "        for _ in range(1 + (sequence.num_recoveries > 0 and is_last)):\n"
+        "            request.inbox.put_nowait(told)\n",
+        ("alias", "choices"),
+    ),
+}
+
+
+def find(name: str, every: int = 3) -> str | None:
+    """Sweep a copy of the tree with the bug; return the first line that shows it."""
+    bug = BUGS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "*.egg-info")
+        shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+        path = tree / bug.file
+        path.write_text(path.read_text().replace(bug.right, bug.wrong))
+        for scenario in bug.scenarios:
+            command = [sys.executable, "-m", "tests.sweep", scenario, "--every", str(every)]
+            swept = subprocess.run(
+                command, cwd=tree, capture_output=True, text=True, check=False, timeout=1800
+            )
+            if swept.returncode:
+                return next(iter(swept.stdout.splitlines()), swept.stderr[-200:])
+    return None
+
+
+def main() -> int:
+    missed = 0
+    for name in sys.argv[1:] or BUGS:
+        began_s = time.monotonic()
+        found = find(name)
+        missed += found is None
+        print(f"{name}: {found or 'NOT FOUND'} ({time.monotonic() - began_s:.0f} s)", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
