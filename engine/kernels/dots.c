@@ -168,17 +168,15 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
     if (code_bits(form) < 4) {
         const __m512i packed = _mm512_loadu_si512(from);
         __m512i third = _mm512_setzero_si512();
-        if (form == Q3_K) { /* four bits of each of four bytes */
-            const vec_bits bits = halves_of(from + CODE_ROWS * WORD_BYTES);
-            third = (__m512i)((bits & 0xf) | (bits & 0xf0) << 4 | (bits & 0xf00) << 8 |
-                              (bits & 0xf000) << 12);
-        }
+        if (form == Q3_K) /* byte number b of a row begins with bit 4 * b */
+            third = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400),
+                                                 (__m512i)halves_of(from + CODE_ROWS * WORD_BYTES));
 #pragma GCC unroll 4
         for (int w = 0; w < 4; w++) {
             codes[w] = _mm512_and_si512(_mm512_srli_epi32(packed, 2 * w), _mm512_set1_epi8(3));
             if (form == Q3_K) {
-                const vec_bits bit = (vec_bits)third >> w & 0x01010101;
-                codes[w] = _mm512_or_si512(codes[w], (__m512i)(bit << 2));
+                const vec_bits bits = (vec_bits)third, bit = w < 2 ? bits << (2 - w) : bits >> (w - 2);
+                codes[w] = _mm512_or_si512(codes[w], (__m512i)(bit & 0x04040404));
             }
         }
         return;
@@ -264,8 +262,8 @@ INLINE void add_units(vec *sums, __m512i (*codes)[UNIT / 4], const struct scales
 
 /* Group number g of TOGETHER panels, or of one; `at` goes on behind it. */
 INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char **at,
-                      const char **heads, int num_panels, int64_t first, int64_t num_inputs,
-                      int form)
+                      const char **heads, struct scales *factors, int num_panels, int64_t first,
+                      int64_t num_inputs, int form)
 {
     const int per_group = group_of(form) / values_of_unit(form);
     const int64_t unit_bytes = code_bytes(form) / per_group, num_units = units_of(form, p->depth);
@@ -275,9 +273,10 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
         if (begins_block(form, g)) {
             heads[n] = at[n];
             at[n] += head_bytes(form);
+            factors[n] = factors_at(heads[n], form, 0);
         }
         if (!rounds_inputs(form))
-            by[n] = scales_at(at[n] + code_bytes(form), form, heads[n], g, 0);
+            by[n] = scales_at(at[n] + code_bytes(form), form, heads[n], factors + n, g, 0);
         if (is_float4(form))
             by[n].scale *= 0.5f;
     }
@@ -308,6 +307,7 @@ INLINE void multiply_streams(vec *sums, const struct product *p, const char *con
     const int64_t num_groups = groups_of(form, p->depth);
     const char *at[STREAMS];
     const char *heads[STREAMS] = {NULL};
+    struct scales factors[STREAMS];
     for (int n = 0; n < num_panels; n++)
         at[n] = panels[n];
     for (int64_t i = 0; i < num_inputs * STREAMS; i++)
@@ -315,9 +315,11 @@ INLINE void multiply_streams(vec *sums, const struct product *p, const char *con
     for (int64_t g = 0; g < num_groups; g++)
         for (int n = 0; n < num_panels; n += TOGETHER) {
             if (n + TOGETHER <= num_panels)
-                add_group(sums + n, p, g, at + n, heads + n, TOGETHER, first, num_inputs, form);
+                add_group(sums + n, p, g, at + n, heads + n, factors + n, TOGETHER, first,
+                          num_inputs, form);
             else
-                add_group(sums + n, p, g, at + n, heads + n, 1, first, num_inputs, form);
+                add_group(sums + n, p, g, at + n, heads + n, factors + n, 1, first, num_inputs,
+                          form);
         }
     for (int64_t i = 0; rounds_inputs(form) && i < num_inputs; i++)
         for (int n = 0; n < num_panels; n++) {

@@ -136,6 +136,17 @@ INLINE vec integers(const char *from, int is_signed)
     return __builtin_convertvector((vec_int)bytes_of(from, is_signed), vec);
 }
 
+/* LANES integers from 0 to 15 as numbers. */
+INLINE vec small_number(vec_bits integer)
+{
+#if LANES == 16
+    return (vec)_mm512_permutexvar_ps((__m512i)integer, /* which looks at the lowest four bits */
+                                      _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+#else
+    return __builtin_convertvector((vec_int)integer, vec);
+#endif
+}
+
 /* Powers of two of LANES rows: 2 to the power of (byte - 127). */
 INLINE vec powers_of_two(const char *from)
 {
@@ -189,30 +200,40 @@ INLINE struct scales sixes_at(const char *words, int i, int v)
                            __builtin_convertvector((vec_int)minimum, vec)};
 }
 
-/* Of group number g; `head` is its block's. */
-INLINE struct scales scales_at(const char *at, int form, const char *head, int64_t g, int v)
+/* Numbers of a block's head that the scales and minimums of its groups are multiplied by. */
+INLINE struct scales factors_at(const char *head, int form, int v)
+{
+    struct scales s = {.scale = all(0), .minimum = all(0)};
+    if (has_sixes(form) || form == Q2_K)
+        s.minimum -= widened_half(head + (CODE_ROWS + v * LANES) * HALF_BYTES);
+    if (has_sixes(form) || form == Q2_K || has_small_scales(form))
+        s.scale = widened_half(head + v * LANES * HALF_BYTES);
+    return s;
+}
+
+/* Of group number g; `head` is its block's, and `factors` are what factors_at() makes of it. */
+INLINE struct scales scales_at(const char *at, int form, const char *head,
+                               const struct scales *factors, int64_t g, int v)
 {
     struct scales s = {.minimum = all(0)};
     const int size = scale_size(form);
     const char *scale = at + v * LANES * size, *minimum = scale + CODE_ROWS * size;
-    if (has_sixes(form)) {
-        s = sixes_at(head + 2 * CODE_ROWS * HALF_BYTES, (int)(g % 8), v);
-        s.scale *= widened_half(head + v * LANES * HALF_BYTES);
-        s.minimum *= all(0) - widened_half(head + (CODE_ROWS + v * LANES) * HALF_BYTES);
-        return s;
-    }
-    if (form == Q2_K) { /* a byte's halves; the head has two numbers of each row */
-        const vec_bits both = bytes_of(scale, 0);
-        s.scale = widened_half(head + v * LANES * HALF_BYTES) *
-                  __builtin_convertvector((vec_int)(both & 15), vec);
-        s.minimum = (all(0) - widened_half(head + (CODE_ROWS + v * LANES) * HALF_BYTES)) *
-                    __builtin_convertvector((vec_int)(both >> 4), vec);
+    if (has_sixes(form) || form == Q2_K) {
+        if (has_sixes(form)) {
+            s = sixes_at(head + 2 * CODE_ROWS * HALF_BYTES, (int)(g % 8), v);
+        } else { /* a byte's halves */
+            const vec_bits both = bytes_of(scale, 0);
+            s.scale = small_number(both & 15);
+            s.minimum = small_number(both >> 4);
+        }
+        s.scale *= factors->scale;
+        s.minimum *= factors->minimum;
         return s;
     }
     if (form == INT8_ROW)
         s.scale = load(head + v * LANES * sizeof(float), FLOAT32);
     else if (has_small_scales(form))
-        s.scale = widened_half(head + v * LANES * HALF_BYTES) * integers(scale, 1);
+        s.scale = factors->scale * integers(scale, 1);
     else if (form == NVFP4)
         s.scale = eighths(scale) * all(256.0f) * load(head + v * LANES * sizeof(float), FLOAT32) /
                   load(head + (CODE_ROWS + v * LANES) * sizeof(float), FLOAT32);

@@ -118,6 +118,7 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
     const int64_t num_groups = groups_of(form, b->depth);
     vec sums[MAX_INPUTS][STREAMS][VECS];
     const char *at[STREAMS], *heads[STREAMS] = {NULL};
+    struct scales factors[STREAMS][VECS];
     for (int n = 0; n < STREAMS; n++)
         at[n] = b->panels[n];
 #pragma GCC unroll 4
@@ -136,6 +137,9 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
             for (int n = 0; n < STREAMS; n++) {
                 heads[n] = at[n];
                 at[n] += head_bytes(form);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; v++)
+                    factors[n][v] = factors_at(heads[n], form, v);
             }
 #pragma GCC unroll 4
         for (int i = 0; i < num_inputs; i++)
@@ -184,7 +188,7 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++) {
                 const struct scales s =
-                    scales_at(at[n] + code_bytes(form), form, heads[n], g, v);
+                    scales_at(at[n] + code_bytes(form), form, heads[n], &factors[n][v], g, v);
 #pragma GCC unroll 4
                 for (int i = 0; i < num_inputs; i++) {
                     sums[i][n][v] = plus_product(sums[i][n][v], part[i][n][v], s.scale);
@@ -327,7 +331,8 @@ INLINE void unpack(float *to, float *scales, int64_t stride, const char *panel, 
         if (has_head(form) && !has_row_head(form))
             head += k / BLOCK_VALUES *
                     (head_bytes(form) + BLOCK_VALUES / group * group_bytes(form));
-        const struct scales s = scales_at(at + code_bytes(form), form, head, g, v);
+        const struct scales factors = factors_at(head, form, v);
+        const struct scales s = scales_at(at + code_bytes(form), form, head, &factors, g, v);
         const int count = end - k < group ? (int)(end - k) : group;
         store(scales, s.scale, FLOAT32);
         store(scales + stride, s.minimum, FLOAT32);
