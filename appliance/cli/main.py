@@ -65,6 +65,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "doctor": "doctor",
         "devices": "doctor",
         "profile": "profile",
+        "verify": "verify",
         "bench": "bench",
     },
     "Other": {

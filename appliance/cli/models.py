@@ -183,7 +183,7 @@ def show_model(
     where = hub_models.places([_gpus(text) for text in gpu or ()])
     asked = config.model_named(model, terminal.passed_over)
     try:
-        found = _named(model, dirs)
+        found = named(model, dirs)
     except NoSuchModel:
         if not isinstance(asked, HubName):
             raise
@@ -211,7 +211,7 @@ def verify(model: Name, dirs: Dirs = None, output: Output = Format.TABLE) -> Non
     terminal.of_this_machine()
     from appliance.cli import model_folders
 
-    folder = _named(model, dirs).folder
+    folder = named(model, dirs).folder
     files = model_folders.weight_files(folder)
     expected = model_folders.expected_sums(folder, files)
     line, reading = ProgressLine("read"), _Reading(sum(path.stat().st_size for path in files))
@@ -329,8 +329,12 @@ def _configured(tables: Mapping[str, Path | HubName]) -> Iterator[Any]:
             yield model_folders.FoundModel(name, model_folder(model))
 
 
-def _named(name: str, dirs: list[Path] | None) -> Any:
-    """Find the folder at a path, or the one that list shows under this name."""
+def named(name: str, dirs: list[Path] | None) -> Any:
+    """Find the folder at a path, or the one that list shows under this name.
+
+    Raises:
+        NoSuchModel: no model has this name.
+    """
     from appliance.cli import model_folders
 
     asked = config.model_named(name, terminal.passed_over)

@@ -1,0 +1,75 @@
+"""verify computes fixed prompts in every way, and says where texts part and by how much."""
+
+import json
+
+import pytest
+
+from appliance.cli.verify import Text, compare
+from tests.appliance.cli_process import penstock, user_environ
+from tests.checkpoints import make_checkpoint
+
+
+def test_a_models_texts_are_equal_in_every_way_and_to_transformers(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", max_position_embeddings=512)
+    ended = penstock(user_environ(tmp_path), "verify", str(folder), "--tokens", "8", "-o", "json")
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(ended.stdout)["data"]
+    assert {row["result"] for row in rows} == {"equal"}
+    ways = [row["way"].split()[0] for row in rows]
+    assert [ways.count(way) for way in ("cached", "in", "handed", "transformers")] == [4] * 4
+    assert {row["prompt_tokens"] for row in rows} == {5, 64, 65, 300}
+    assert max(row["cached_tokens"] for row in rows if row["way"] == "cached") == 256
+
+
+def test_a_text_that_parts_is_told_with_its_place_and_margin():
+    cold = [Text([1, 2, 3], 0, (0.5, 0.25, 0.125)), Text([4, 5, 6], 0, (1.0, 1.0, 1.0))]
+    cached = [Text([1, 7, 3], 64), Text([4, 5, 6], 64)]
+    parted, same = compare({"cold": cold, "cached": cached}, [65, 100])
+    assert (parted["equal_tokens"], parted["margin"], parted["result"]) == (1, 0.25, "DIFFERENT")
+    assert (same["equal_tokens"], same["margin"], same["result"]) == (3, None, "equal")
+
+
+def test_verify_ends_with_1_where_a_text_differs(monkeypatch, tmp_path, capsys):
+    import typer
+
+    from appliance.cli import verify as verb
+
+    class Answering:
+        def __enter__(self):
+            return "nowhere"
+
+        def __exit__(self, *_):
+            return None
+
+    class Client:
+        def __init__(self, *_args, **_options):
+            pass
+
+        def get(self, path):
+            if path == "/v1/models":
+                return {"data": [{"max_model_len": 20}]}
+            return {"model": "m", "dtype": "bfloat16", "workers": [{"device": "cpu 0"}]}
+
+        def post(self, path, body):
+            if path == "/tokenize":
+                return {"tokens": list(range(100))}
+            if path != "/v1/completions":
+                return {}
+            tokens = [1, 2] if body["cache_salt"] == "verify alone" else [1, 3]
+            best = [{"a": -0.1, "b": -0.3}] * 2
+            choice = {"token_ids": tokens, "logprobs": {"top_logprobs": best}}
+            return {
+                "choices": [choice],
+                "usage": {"prompt_tokens_details": {"cached_tokens": 0}},
+            }
+
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.setattr(verb, "daemon", lambda *_: Answering())
+    monkeypatch.setattr(verb, "Client", Client)
+    with pytest.raises(typer.Exit) as ended:
+        verb.verify(str(tmp_path / "m.gguf"), tokens=2)
+    assert ended.value.exit_code == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1].count(" 1/1") == 1
+    assert told[-1].count(" 0/1") == 2
+    assert any("2.0e-01" in line for line in told)
