@@ -203,7 +203,13 @@ class Request:
     @property
     def cache_miss(self) -> str | None:
         """Say at which token the first prompt's cached prefix ended, and why."""
-        return self.sequences[0].cache_miss
+        missed = self.sequences[0].cache_miss
+        return None if missed is None else missed.reason
+
+    @property
+    def miss_usage(self) -> dict[str, str]:
+        """Put the same into a reply's usage; empty where nothing was missed."""
+        return {} if self.cache_miss is None else {"cache_miss": self.cache_miss}
 
     @property
     def computed_tokens(self) -> int:

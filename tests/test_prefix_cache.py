@@ -64,8 +64,11 @@ def test_a_reply_and_the_log_say_why_a_prompt_missed(daemon):
     said = []
     for asked in (prompt, other, other):
         reply = daemon.complete(asked, max_tokens=1, cache_salt="misses")
-        said.append(reply["usage"]["prompt_tokens_details"].get("cache_miss"))
-    assert said == ["token 0: never stored", "token 150: another token", None]
+        said.append(reply["usage"]["prompt_tokens_details"])
+    reasons = [each.get("cache_miss") for each in said]
+    assert reasons == ["token 0: never stored", "token 150: another token", None]
+    assert "cache_miss_texts" not in said[0]
+    assert len(set(said[1]["cache_miss_texts"].values())) == 2
     rows = daemon.http.get("/v1/penstock/log", params={"limit": 2}).json()["data"]
     assert [row["cache_miss"] for row in rows] == [None, "token 150: another token"]
 

@@ -359,6 +359,7 @@ class MessageShape:
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": num_cached,
                 **self._request.cut_usage,
+                **self._request.miss_usage,
             },
         }
 

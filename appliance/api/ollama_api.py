@@ -310,6 +310,7 @@ class OllamaShape:
             "load_duration": 0,
             "prompt_eval_count": sequence.num_prompt_tokens,
             "eval_count": sequence.num_output_tokens,
+            **self._request.miss_usage,
         }
 
 

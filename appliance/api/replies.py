@@ -209,12 +209,19 @@ class ReplyShape:
         )
         if num_reasoning := sum(self._num_reasoning.values()):
             used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-        if (missed := self.request.cache_miss) is not None:
-            used["prompt_tokens_details"] = {
-                "cached_tokens": self.request.cached_tokens,
-                "cache_miss": missed,
-            }
+        if missed := self.request.miss_usage:
+            cached = {"cached_tokens": self.request.cached_tokens}
+            used["prompt_tokens_details"] = cached | missed | self._parting_texts()
         return used | self.request.cut_usage
+
+    def _parting_texts(self) -> Json:
+        """Show where the prompt parts from an earlier one of the same owner and salt."""
+        missed = self.request.sequences[0].cache_miss
+        if missed is None or not missed.earlier_ids:
+            return {}
+        texts = {"prompt": missed.prompt_ids, "earlier": missed.earlier_ids}
+        told = {name: self.tokenizer.decode(ids, False) for name, ids in texts.items()}
+        return {"cache_miss_texts": told}
 
 
 def _mean_logprob(delta: Delta) -> float:

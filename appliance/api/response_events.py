@@ -304,7 +304,8 @@ class ResponseShape:
         (sequence,) = self._request.sequences
         return {
             "input_tokens": sequence.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": self._request.cached_tokens or 0},
+            "input_tokens_details": {"cached_tokens": self._request.cached_tokens or 0}
+            | self._request.miss_usage,
             "output_tokens": sequence.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": sequence.num_tokens,

@@ -109,7 +109,8 @@ REPLIES: Json = {
             "stop_reason": one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
             "stop_sequence": nullable(STRING),
             "usage": shape(
-                {"input_tokens": COUNT, "output_tokens": COUNT}, {"max_tokens_cut_to": COUNT}
+                {"input_tokens": COUNT, "output_tokens": COUNT},
+                {"max_tokens_cut_to": COUNT, "cache_miss": STRING},
             ),
         }
     ),
@@ -155,10 +156,14 @@ REPLIES: Json = {
 }
 
 
+_MISS: Json = {
+    "cache_miss": STRING,
+    "cache_miss_texts": shape({"prompt": STRING, "earlier": STRING}),
+}
 _USAGE: Json = shape(
     {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
     {
-        "prompt_tokens_details": shape({"cached_tokens": COUNT}, {"cache_miss": STRING}),
+        "prompt_tokens_details": shape({"cached_tokens": COUNT}, _MISS),
         "max_tokens_cut_to": COUNT,
     },
 )

@@ -65,7 +65,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     found = _configuration(settings)
     checkpoint = None if isinstance(found, PenstockError) else _checkpoint(found)
     state_dir = None if isinstance(found, PenstockError) else found.state_dir
-    yield _kernels(state_dir, checkpoint)
+    is_bitwise = isinstance(found, config.ServeConfig) and found.exact == "bitwise"
+    yield _kernels(state_dir, checkpoint, is_bitwise=is_bitwise)
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
@@ -161,8 +162,10 @@ def _dynamo() -> Finding:
     return Finding("dynamo", "note", about, runtime.INSTALL)
 
 
-def _kernels(state_dir: Path | None, model: Checkpoint | None = None) -> Finding:
-    """Check the kernels, and show the profile's products."""
+def _kernels(
+    state_dir: Path | None, model: Checkpoint | None = None, *, is_bitwise: bool = False
+) -> Finding:
+    """Check the kernels, and show the products that the profile and `exact` choose."""
     try:
         kernels, level = load_kernels()
     except ImportError as error:
@@ -176,7 +179,8 @@ def _kernels(state_dir: Path | None, model: Checkpoint | None = None) -> Finding
         return Finding("kernels", "note", about, hint)
     about = f"compiled, for {level}"
     if state_dir is not None:
-        chosen = choose_ways(Known.of(state_dir, machine_scope()).profile, level).why
+        profile = Known.of(state_dir, machine_scope()).profile
+        chosen = choose_ways(profile, level, is_bitwise=is_bitwise).why
         about += f"; {without_figures(chosen)}" if chosen else ""
     if model is not None and (share := _quantised_ratio(model)) > 0.5:
         about += f" (says little about this model: {share:.0%} of its bytes are quantised)"

@@ -159,7 +159,7 @@ def request_frame(request: Request, snapshot: Snapshot | None, now_ns: int) -> R
         workers=",".join(shown.workers) or None,
         links=",".join(shown.links) or None,
         restore_reason=shown.restore_reason,
-        cache_miss=shown.cache_miss,
+        cache_miss=None if shown.cache_miss is None else shown.cache_miss.reason,
         prefill_j=request.prefill_j,
         decode_j=request.decode_j,
     )

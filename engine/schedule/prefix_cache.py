@@ -25,7 +25,7 @@ from engine.offload.loads import WantedBlocks
 from engine.offload.tier import OffloadTiers
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.prefix_copies import PrefixCopies, PrefixLookup, longest
-from engine.schedule.prefix_misses import PrefixMisses
+from engine.schedule.prefix_misses import CacheMiss, PrefixMisses
 from engine.schedule.queue import PromptsAhead
 from engine.schedule.sequence import Counters, On, Paused, RouteStage, Sequence
 
@@ -294,7 +294,7 @@ class PrefixCache:
     def _explain(self, sequence: Sequence) -> None:
         assert sequence.prefix is not None
         if sequence.sampling.prompt_logprobs is not None:
-            sequence.cache_miss = "token 0: prompt_logprobs"
+            sequence.cache_miss = CacheMiss("token 0: prompt_logprobs")
             return
         tokens, num_cached = sequence.prompt_token_ids, sequence.num_cached_tokens
         sequence.cache_miss = self._misses.explain(

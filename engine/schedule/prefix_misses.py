@@ -18,6 +18,8 @@ MAX_PROMPTS = 64
 MAX_TOKENS = 1 << 20
 """The tokens of all kept prompts together take 4 MiB."""
 MAX_EVICTED = 1 << 15
+NUM_SHOWN = 8
+"""Tokens that are shown of two prompts on each side of the place where they part."""
 
 
 class _Prompt(NamedTuple):
@@ -25,6 +27,17 @@ class _Prompt(NamedTuple):
     root: Hash
     words: bytes
     """Its token ids, four bytes each."""
+
+
+class CacheMiss(NamedTuple):
+    """Why a prompt's cached prefix ended."""
+
+    reason: str
+    """The token at which it ended, and why."""
+    prompt_ids: tuple[int, ...] = ()
+    """Tokens around that place; empty: no earlier prompt parts there."""
+    earlier_ids: tuple[int, ...] = ()
+    """The same of the earlier prompt, which has the same owner and salt."""
 
 
 class PrefixMisses:
@@ -54,7 +67,7 @@ class PrefixMisses:
 
     def explain(
         self, owner: str, chain: PrefixChain, token_ids: Sequence[int], num_cached: int
-    ) -> str | None:
+    ) -> CacheMiss | None:
         """Say at which token a prompt's cached prefix ended, and why.
 
         Args:
@@ -74,26 +87,33 @@ class PrefixMisses:
         self._remember(_Prompt(owner, chain.scope.root, words))
         return reason
 
-    def _reason(self, owner: str, chain: PrefixChain, words: bytes, place: int) -> str:
+    def _reason(self, owner: str, chain: PrefixChain, words: bytes, place: int) -> CacheMiss:
         at, end = place * self._block_size, (place + 1) * self._block_size
         if chain.hashes[place] in self._evicted:
-            return f"token {at}: evicted"
+            return CacheMiss(f"token {at}: evicted")
         mine = [prompt for prompt in self._prompts if prompt.owner == owner]
         alike = [prompt.words for prompt in mine if prompt.root == chain.scope.root]
-        common, length = max(((_num_common(t, words), len(t) // 4) for t in alike), default=(0, 0))
+        common, earlier = max(((_num_common(t, words), t) for t in alike), default=(0, b""))
         if common < end:
             others = (prompt.words for prompt in mine if prompt.root != chain.scope.root)
             if any(_num_common(each, words) >= end for each in others):
-                return f"token {at}: another salt"
-        if at <= common < min(end, length) and common:
-            return f"token {common}: another token"
-        return f"token {at}: never stored"
+                return CacheMiss(f"token {at}: another salt")
+        if at <= common < min(end, len(earlier) // 4) and common:
+            shown = (_around(words, common), _around(earlier, common))
+            return CacheMiss(f"token {common}: another token", *shown)
+        return CacheMiss(f"token {at}: never stored")
 
     def _remember(self, prompt: _Prompt) -> None:
         self._prompts.append(prompt)
         self._num_tokens += len(prompt.words) // 4
         while len(self._prompts) > MAX_PROMPTS or self._num_tokens > MAX_TOKENS:
             self._num_tokens -= len(self._prompts.popleft().words) // 4
+
+
+def _around(words: bytes, place: int) -> tuple[int, ...]:
+    """Return the tokens on both sides of a place."""
+    first = 4 * max(place - NUM_SHOWN, 0)
+    return tuple(array("I", words[first : 4 * (place + NUM_SHOWN)]))
 
 
 def _num_common(one: bytes, other: bytes) -> int:

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from engine.cache.hashes import PrefixChain
+from engine.schedule.prefix_misses import CacheMiss
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob
 
@@ -196,8 +197,8 @@ class Sequence:
     """Why these stages, in words; the first is one of engine.schedule.elastic's reasons."""
     restore_reason: str | None = None
     """What was decided about its blocks on disk, in words; None: there were none."""
-    cache_miss: str | None = None
-    """The token at which its cached prefix ended, and why; None: nothing was missed."""
+    cache_miss: CacheMiss | None = None
+    """Why its cached prefix ended where it did; None: nothing was missed."""
     max_chunk_tokens: int | None = None
     """Of its prompt in one step; None: as many as a step takes."""
     output_token_ids: list[int] = field(default_factory=list)

@@ -23,7 +23,7 @@ from appliance.fleet.known import Known, machine_scope
 from engine.errors import PenstockError
 from engine.kernels.cpu import WAY_NAMES, has_kernels, load_kernels
 from engine.profile.facts import FactKey
-from engine.profile.product_ways import LEVELS, NUM_INPUTS, PRODUCT_US, STORED
+from engine.profile.product_ways import LEVELS, NUM_INPUTS, PRODUCT_US, STORED, WaysChoice
 from engine.units import without_figures
 from tests.appliance.cli_process import penstock
 from tests.appliance.logs import write
@@ -149,6 +149,24 @@ def test_of_products_the_profile_is_told_and_nothing_is_timed(tmp_path: Path) ->
     found = checks._kernels(tmp_path).found
     assert found.startswith(f"compiled, for {level}; bfloat16 products: repacked")
     assert without_figures(found) == found
+
+
+@pytest.mark.skipif(not has_kernels(), reason="no kernels")
+def test_products_are_told_as_exact_chooses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def chosen(_profile: object, _level: str, *, is_bitwise: bool) -> WaysChoice:
+        asked.append(is_bitwise)
+        return WaysChoice(None, 0, "")
+
+    monkeypatch.setattr(checks, "choose_ways", chosen)
+    for exact in ("bitwise", "auto"):
+        settings: dict[str, str | None] = {"exact": exact, "state_dir": str(tmp_path)}
+        found = checks.examine(settings, lambda: Client(UnixAddress(tmp_path / "none")))
+        next(each for each in found if each.check == "kernels")
+    assert asked == [True, False]
 
 
 def test_kernels_that_are_not_this_processors_best_are_noted(

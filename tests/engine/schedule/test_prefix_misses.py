@@ -2,6 +2,7 @@
 
 import msgspec
 
+from engine.schedule.prefix_misses import NUM_SHOWN
 from engine.schedule.sequence import FinishReason
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import World
@@ -13,7 +14,7 @@ EDITED = 4 * BLOCK_SIZE + 1
 def missed(world, prompt, **own):
     sequence = world.sequence(prompt=list(prompt), **own)
     world.finish(sequence)
-    return sequence.cache_miss
+    return sequence.cache_miss and sequence.cache_miss.reason
 
 
 def edited(at):
@@ -37,7 +38,7 @@ def test_ten_prompts_that_miss_say_why():
     sampling = msgspec.structs.replace(probed.sampling, prompt_logprobs=1)
     probed.spec = msgspec.structs.replace(probed.spec, sampling=sampling)
     world.submit(probed)
-    said.append(probed.cache_miss)
+    said.append(probed.cache_miss.reason)
     world.router.abort(probed, FinishReason.ABORT, world.now_ns)
     world.run()
     flood(world)
@@ -55,6 +56,20 @@ def test_ten_prompts_that_miss_say_why():
         "token 0: evicted",
     ]
     assert missed(world, BASE) is None
+
+
+def test_the_texts_around_the_place_are_those_of_the_same_owner():
+    world = World("alias")
+    world.finish(world.sequence(prompt=edited(EDITED + 2), owner="ana"))
+    world.finish(world.sequence(prompt=BASE, owner="bob"))
+    asked = world.sequence(prompt=edited(EDITED), owner="bob")
+    world.finish(asked)
+    around = slice(EDITED - NUM_SHOWN, EDITED + NUM_SHOWN)
+    assert asked.cache_miss.prompt_ids == tuple(edited(EDITED)[around])
+    assert asked.cache_miss.earlier_ids == tuple(BASE[around])
+    alone = world.sequence(prompt=edited(EDITED + 1), owner="eve")
+    world.finish(alone)
+    assert alone.cache_miss.earlier_ids == ()
 
 
 def flood(world):
