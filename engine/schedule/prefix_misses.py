@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 20
 """The tokens of all kept prompts together take 4 MiB."""
 MAX_EVICTED = 1 << 15
 NUM_SHOWN = 8
-"""Tokens that are shown of two prompts on each side of the place where they part."""
+"""Tokens that are shown on each side of the place where two prompts part."""
 
 
 class _Prompt(NamedTuple):

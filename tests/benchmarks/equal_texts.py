@@ -64,7 +64,8 @@ class Texts:
                 assert "error" not in event, event
                 tokens += [i for choice in event["choices"] for i in choice.get("token_ids") or ()]
                 if not is_killed and len(tokens) >= self.num_tokens // 2:
-                    os.kill(self.daemon.worker_pid("decode"), signal.SIGKILL)
+                    pid = self.daemon.wait_for(lambda: self.daemon.worker_pid("decode"), 60)
+                    os.kill(pid, signal.SIGKILL)
                     is_killed = True
         self.daemon.wait_ready()
         assert is_killed
@@ -77,6 +78,18 @@ def told(way, cold, found):
     parts = [next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) for a, b in pairs]
     where = f"; the others part at token {sorted(parts)}" if parts else ""
     return f"{way}: {len(cold) - len(parts)} of {len(cold)} equal{where}"
+
+
+def compare(texts, asked):
+    numbers = range(asked.texts)
+    cold = [texts.text(n, "alone") for n in numbers]
+    assert len({tuple(each) for each in cold}) == asked.texts
+    print(f"{asked.model.name}, {asked.dtype}, weights {asked.weights}", flush=True)
+    print(told("cached", cold, [texts.text(n, "alone") for n in numbers]), flush=True)
+    with ThreadPoolExecutor(asked.texts) as pool:
+        batch = list(pool.map(lambda n: texts.text(n, "batch"), numbers))
+    print(told("at once", cold, batch), flush=True)
+    print(told("killed", cold, [texts.killed(n) for n in numbers]), flush=True)
 
 
 def main():
@@ -92,17 +105,10 @@ def main():
     options += ["--max-model-len", "1024", "--kv-memory", "256MiB"]
     with tempfile.TemporaryDirectory() as folder:
         daemon = Daemon(Path(folder), *options, model=asked.model).wait_ready()
-        texts = Texts(daemon, asked.texts, asked.tokens, asked.prompt_tokens)
-        numbers = range(asked.texts)
-        cold = [texts.text(n, "alone") for n in numbers]
-        assert len({tuple(each) for each in cold}) == asked.texts
-        print(f"{asked.model.name}, {asked.dtype}, weights {asked.weights}", flush=True)
-        print(told("cached", cold, [texts.text(n, "alone") for n in numbers]), flush=True)
-        with ThreadPoolExecutor(asked.texts) as pool:
-            batch = list(pool.map(lambda n: texts.text(n, "batch"), numbers))
-        print(told("at once", cold, batch), flush=True)
-        print(told("killed", cold, [texts.killed(n) for n in numbers]), flush=True)
-        daemon.stop()
+        try:
+            compare(Texts(daemon, asked.texts, asked.tokens, asked.prompt_tokens), asked)
+        finally:
+            daemon.stop()
 
 
 if __name__ == "__main__":
