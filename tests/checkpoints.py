@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+GATED_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = (
     "llama",
     "mistral",
@@ -36,6 +37,7 @@ FAMILIES = (
     "ministral3",
     "gemma4_text",
     "gemma4_unified_text",
+    *GATED_DELTA_NETS,
 )
 
 _TINY = {
@@ -51,6 +53,19 @@ _TINY = {
     "bos_token_id": 296,
     "eos_token_id": 297,
     "pad_token_id": None,
+}
+_GATED_DELTA = {
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
 }
 # what makes a tiny model of a family show all of its ways
 _OWN: dict[str, dict[str, Any]] = {
@@ -155,6 +170,13 @@ _OWN: dict[str, dict[str, Any]] = {
             "rope_theta": 20000.0,
         },
     },
+    "qwen3_next": _GATED_DELTA | _SHARED_EXPERT | {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+    "qwen3_5_text": _GATED_DELTA
+    | {
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    },
+    "qwen3_5_moe_text": _GATED_DELTA | _SHARED_EXPERT | {"num_hidden_layers": 4},
     "qwen3_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -238,13 +260,20 @@ def make_checkpoint(
         torch.manual_seed(seed)
         model = _auto_class(family).from_config(config, dtype=torch.float32)
         # some store the distance from 1
-        norm_mean = 0.0 if family in ("gemma", "gemma2", "gemma3_text", *_SEEING) else 1.0
+        is_from_1 = family in ("gemma", "gemma2", "gemma3_text", *_SEEING, *GATED_DELTA_NETS)
+        norm_mean = 0.0 if is_from_1 else 1.0
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", ".sinks")):
                     parameter.normal_(std=0.3)
                 elif name.endswith(("router.scale", "per_expert_scale")):
                     parameter.uniform_(0.4, 1.6)
+                elif name.endswith("dt_bias"):
+                    parameter.uniform_(-5.0, 1.0)
+                elif name.endswith("A_log"):  # states that last hundreds of tokens, and a few
+                    parameter.uniform_(-3.0, 1.5)
+                elif name.endswith("linear_attn.norm.weight"):
+                    parameter.normal_(mean=1.0, std=0.2)
                 # factors of both signs: a tied head repeats less
                 elif name in ("model.norm.weight", "model.language_model.norm.weight"):
                     parameter.normal_(mean=norm_mean - 1.0)

@@ -21,9 +21,15 @@ STARTED = {
     "shm": ("llama", "mistral", "qwen3"),
 }
 """Families by transport: under `shm` each has KV of another shape, which is what it copies."""
-NEWER = {"gpt_oss": ("peer",), "gemma4_unified_text": ("peer",), "gemma4_text": ("shm",)}
+NEWER = {
+    "gpt_oss": ("peer",),
+    "gemma4_unified_text": ("peer",),
+    "gemma4_text": ("shm",),
+    "qwen3_next": ("shm",),
+    "qwen3_5_text": ("alias",),
+}
 """Transports. Layers differ: in their windows, in the number and size of their heads, or by having
-no keys and values of their own."""
+no keys and values of their own; or most of them keep a recurrent state."""
 ALONE_TOO = ("phi3", "gemma2", "mixtral", "ministral3")
 """Whose factors the longest request chooses, with caps, with experts, whose queries grow with their
 position; tests/engine/model/test_transformer.py has all families."""

@@ -22,7 +22,7 @@ from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Node
 from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
 from appliance.frame.figures import things
-from engine.cache.blocks import BlockPool
+from engine.cache.blocks import MIN_RECORDS, BlockPool
 from engine.cache.topology import (
     COLOCATED,
     DECODE,
@@ -82,6 +82,8 @@ class Placement:
     max_model_len: int
     max_num_batched_tokens: int = CPU_STEP_TOKENS
     block_size: int = BLOCK_SIZE
+    record_blocks: int = 0
+    """Blocks of one sequence's record of recurrent states; 0: the model keeps none."""
     reasons: tuple[str, ...] = ()
     """The reasons for the choices, in words."""
     is_trial: bool = False
@@ -90,7 +92,7 @@ class Placement:
     """Whether idle cores are lent to prefill."""
 
     def pools(self) -> list[BlockPool]:
-        return self.topology.new_block_pools(self.block_size)
+        return self.topology.new_block_pools(self.block_size, self.record_blocks)
 
 
 def available_cores(
@@ -165,10 +167,12 @@ def place(
     """
     config = checkpoint.config
     block_bytes = config.kv_block_bytes(BLOCK_SIZE, kv_dtype)
+    record_blocks = config.record_blocks(BLOCK_SIZE, kv_dtype)
     wanted_len = min(
         max_model_len or config.max_position_embeddings, config.max_position_embeddings
     )
-    full_length_bytes = -(-wanted_len // BLOCK_SIZE) * block_bytes
+    num_own_blocks = MIN_RECORDS * record_blocks
+    full_length_bytes = (-(-wanted_len // BLOCK_SIZE) + num_own_blocks) * block_bytes
     kv_memory_bytes = _kv_memory_bytes(kv_memory_bytes, full_length_bytes, memory_bytes)
     num_blocks = kv_memory_bytes // block_bytes
     cores = sorted(core for node in nodes for core in node.cores)
@@ -185,9 +189,10 @@ def place(
         topology = make_topology(*wanted.names, transport, buses=buses)
     counts = pool_counts(topology, num_blocks, block_bytes)
     topology = topology.with_pools(counts)
-    held_by_pools = min((counts[w.pool] - 1) * BLOCK_SIZE for w in topology.workers)
+    fewest = min(counts[worker.pool] for worker in topology.workers)
+    held_by_pools = (fewest - 1 - num_own_blocks) * BLOCK_SIZE
     if held_by_pools < BLOCK_SIZE:
-        raise _too_little(topology, kv_memory_bytes, block_bytes)
+        raise _too_little(topology, kv_memory_bytes, block_bytes, num_own_blocks)
     return Placement(
         topology=topology,
         workers=tuple(
@@ -196,19 +201,32 @@ def place(
         ),
         block_bytes=block_bytes,
         max_model_len=min(wanted_len, held_by_pools),
+        record_blocks=record_blocks,
         reasons=tuple(_reasons(topology, nodes, node_of)),
     )
 
 
-def _too_little(topology: Topology, kv_memory_bytes: int, block_bytes: int) -> ConfigError:
-    """Make the error for KV memory that holds no useful sequence in every pool."""
-    is_one = len({worker.pool for worker in topology.workers}) == 1
-    min_blocks = MIN_BLOCKS if is_one else MIN_COPIED_BLOCKS * len(topology.workers) // 2
+def _too_little(
+    topology: Topology, kv_memory_bytes: int, block_bytes: int, num_own_blocks: int
+) -> ConfigError:
+    """Make the error for KV memory that holds no useful sequence in every pool.
+
+    Args:
+        topology: of the pools.
+        kv_memory_bytes: of all of them.
+        block_bytes: of a block.
+        num_own_blocks: that a sequence's records take.
+    """
+    num_pools = len({worker.pool for worker in topology.workers})
+    min_blocks = MIN_BLOCKS if num_pools == 1 else MIN_COPIED_BLOCKS * len(topology.workers) // 2
+    # of two pools a prefill worker's has a third
+    min_blocks += num_own_blocks * (1 if num_pools == 1 else 2 * num_pools)
+    records = f", {num_own_blocks} for recurrent states" if num_own_blocks else ""
     num_blocks = max(kv_memory_bytes // block_bytes, 0)
     blocks = "1 KV block" if num_blocks == 1 else f"{num_blocks} KV blocks"
     return ConfigError(
         f"{size_text(kv_memory_bytes)} of KV memory gives {blocks} of {size_text(block_bytes)}; "
-        f"at least {min_blocks} are needed",
+        f"at least {min_blocks} are needed{records}",
         where="kv_memory",
         hint=f"give at least {size_setting(max(min_blocks * block_bytes, MIN_BYTES))}",
     )

@@ -49,6 +49,12 @@ class PoolFrame(msgspec.Struct):
     """Users with cached blocks, in use or not; at most MAX_POOL_OWNERS."""
     evicted: int = 0
     """Cached blocks evicted since the start."""
+    record_blocks: int = 0
+    """Blocks of one record of recurrent states; 0: the model keeps none."""
+    records: int = 0
+    """Records of running sequences."""
+    snapshots: int = 0
+    """Records that prompts can go on from."""
 
     @property
     def used_ratio(self) -> float | None:

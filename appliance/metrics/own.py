@@ -226,6 +226,16 @@ def _kv(frame: Frame) -> Iterator[MetricFamily]:
             for state in _BLOCK_STATES
         ],
     )
+    yield gauge(
+        "penstock_kv_records",
+        "Records of recurrent states in a pool: of running sequences, and kept for prompts.",
+        [
+            ({"pool": pool.name, "kind": kind}, count)
+            for pool in frame.pools
+            if pool.record_blocks
+            for kind, count in (("running", pool.records), ("snapshot", pool.snapshots))
+        ],
+    )
     totals, handoff = frame.totals, frame.handoff
     yield counter("penstock_handoffs_total", "From prefill to decode.", totals.handoffs)
     yield counter("penstock_handoff_bytes_total", "Moved in handoffs.", totals.handoff_bytes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.models.names import is_quantised_as
+from engine.cache.blocks import MIN_RECORDS
 from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.units import size_text
@@ -71,6 +72,8 @@ class MemoryNeed:
     """Bytes of weights where kernels read quantised matrices directly; None: not quantised."""
     embedding_bytes: int | None = None
     """Bytes of the embedding in the serving dtype; None: unknown."""
+    state_bytes: int = 0
+    """Bytes of one request's recurrent states, whatever its length."""
 
     def bytes_at(self, place: ServingPlace) -> int:
         """Return the bytes of weights there; a GPU is assumed to run Triton's kernels."""
@@ -100,6 +103,7 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> MemoryNeed:
         config.max_position_embeddings,
         packed_bytes,
         config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype],
+        0 if config.delta is None else MIN_RECORDS * config.delta.record_bytes,
     )
 
 
@@ -130,7 +134,8 @@ def kv_rows(need: MemoryNeed) -> dict[str, int]:
     if need.kv_bytes_per_token is None or need.max_model_len is None:
         return {}
     lengths = [*(n for n in LENGTHS if n < need.max_model_len), need.max_model_len]
-    return {f"{length:,} tokens": length * need.kv_bytes_per_token for length in lengths}
+    each, states = need.kv_bytes_per_token, need.state_bytes
+    return {f"{length:,} tokens": length * each + states for length in lengths}
 
 
 def rows(
@@ -150,7 +155,7 @@ def _row(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, int]]
     spare = spare_bytes(need, place)
     tokens = None
     if need.kv_bytes_per_token is not None:
-        tokens = max(spare, 0) // need.kv_bytes_per_token
+        tokens = max(spare - need.state_bytes, 0) // need.kv_bytes_per_token
     verdict = _verdict(need, place, spare, tokens)
     return {
         "place": place.name,
@@ -170,7 +175,7 @@ def spare_bytes(need: MemoryNeed, place: ServingPlace) -> int:
 
 def _verdict(need: MemoryNeed, place: ServingPlace, spare: int, tokens: int | None) -> str:
     if spare < 0 or (tokens is not None and tokens < LEAST_TOKENS):
-        least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
+        least = LEAST_TOKENS * (need.kv_bytes_per_token or 0) + need.state_bytes
         each = " each" if place.num_devices > 1 else ""
         return f"no: {size_text(least - spare)} short{each}"
     if tokens is None or need.max_model_len is None or tokens >= need.max_model_len:

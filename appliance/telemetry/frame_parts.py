@@ -80,6 +80,9 @@ def _pool_frame(pool: PoolSnapshot, owners: list[OwnerFrame], block_bytes: int) 
         owners=owners,
         holders=[HolderFrame(*each) for each in pool.holders[:MAX_POOL_OWNERS]],
         evicted=pool.num_evicted,
+        record_blocks=pool.record_blocks,
+        records=pool.num_records,
+        snapshots=pool.num_snapshots,
         **pool.counts,
     )
 

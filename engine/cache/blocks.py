@@ -28,6 +28,14 @@ CommandKey = tuple[str, int, int]
 """("admit", seq_id, generation) or ("copy", copy_id, 0)."""
 
 
+MIN_RECORDS = 2
+"""A running sequence has two records: a step reads one and writes the other."""
+
+
+SNAPSHOT_SHARE = 0.25
+"""The largest share of a pool's blocks for snapshots; the oldest unused one is dropped first."""
+
+
 class BlockState(StrEnum):
     """The state of a block by references, unanswered commands and hash."""
 
@@ -50,8 +58,10 @@ def _nobody(_: Hash) -> None:
 class BlockPool:
     """The blocks of one pool, ids 1 to num_blocks - 1: their states, references and free list."""
 
-    def __init__(self, name: str, num_blocks: int, block_size: int) -> None:
+    def __init__(self, name: str, num_blocks: int, block_size: int, record_blocks: int = 0) -> None:
         self.name = name
+        self.record_blocks = record_blocks
+        """Blocks of one record; 0: the model keeps no recurrent states."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.life = 1
@@ -72,6 +82,11 @@ class BlockPool:
     @property
     def capacity(self) -> int:
         return self.num_blocks - 1
+
+    @property
+    def kv_capacity(self) -> int:
+        """Blocks that one sequence can have for keys and values, beside its records."""
+        return self.capacity - MIN_RECORDS * self.record_blocks
 
     @property
     def num_free(self) -> int:
@@ -115,7 +130,7 @@ class BlockPool:
         """Allocate free blocks, then cached ones, which lose their hashes; enough must exist."""
         while len(self.free_block_ids) < count:
             self.index.num_evicted += 1
-            self._forget(self.index.choose())
+            self.forget(self.index.choose())
         # in order, so that blocks that lie side by side are copied in one call
         return sorted(self.free_block_ids.popleft() for _ in range(count))
 
@@ -124,7 +139,13 @@ class BlockPool:
         self.life += 1
         for block_id in range(1, self.num_blocks):
             if block_id in self.index:
-                self._forget(block_id)
+                self.forget(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """Remove a block's hash; with a part of a snapshot, the hashes of the other parts."""
+        border = self.index.border_of(block_id)
+        for each in [block_id] if border is None else list(self.index.snapshots[border]):
+            self._forget(each)
 
     def _forget(self, block_id: int) -> None:
         before = self.state(block_id)
@@ -158,6 +179,7 @@ class Ledger:
     def __init__(self, pools: Iterable[BlockPool]) -> None:
         self.pools = {pool.name: pool for pool in pools}
         self._tables: dict[tuple[Owner, str], list[int]] = {}
+        self._records: dict[tuple[Owner, str], list[list[int]]] = {}
         self._commands: dict[CommandKey, _Command] = {}
 
     def resize(self, pool: str, num_blocks: int) -> int:
@@ -167,9 +189,10 @@ class Ledger:
             if kv_pool.num_free != kv_pool.capacity:
                 raise InvariantViolated("a pool in use cannot change its size", where=pool)
             on_forget = kv_pool.on_forget
-            kv_pool = self.pools[pool] = BlockPool(pool, num_blocks, kv_pool.block_size)
+            shape = (num_blocks, kv_pool.block_size, kv_pool.record_blocks)
+            kv_pool = self.pools[pool] = BlockPool(pool, *shape)
             kv_pool.on_forget = on_forget
-        return kv_pool.capacity * kv_pool.block_size
+        return kv_pool.kv_capacity * kv_pool.block_size
 
     # References
 
@@ -177,11 +200,20 @@ class Ledger:
         """Return the owner's blocks in a pool, in order; empty if none. Do not modify."""
         return self._tables.get((owner, pool), [])
 
+    def records(self, owner: Owner, pool: str) -> list[list[int]]:
+        """Return the blocks of each of the owner's records in a pool. Do not modify."""
+        return self._records.get((owner, pool), [])
+
+    def num_records(self, pool: str) -> int:
+        """Count the records that owners hold in a pool."""
+        records = (each for (_, name), each in self._records.items() if name == pool)
+        return sum(bool(record) for each in records for record in each)
+
     def table_sizes(self) -> dict[str, dict[Owner, int]]:
-        """Count each owner's blocks by pool."""
+        """Count each owner's blocks by pool, including its records."""
         sizes: dict[str, dict[Owner, int]] = {name: {} for name in self.pools}
         for (owner, pool), table in self._tables.items():
-            sizes[pool][owner] = len(table)
+            sizes[pool][owner] = len(table) + sum(map(len, self.records(owner, pool)))
         return sizes
 
     def reserve(
@@ -189,6 +221,9 @@ class Ledger:
         owner: Owner,
         wants: Mapping[str, int],
         found: Mapping[str, list[int]] = MappingProxyType({}),
+        *,
+        records: Mapping[str, int] = MappingProxyType({}),
+        snapshots: Mapping[str, list[int]] = MappingProxyType({}),
     ) -> bool:
         """Take blocks in every named pool, or in none; True if taken.
 
@@ -196,17 +231,30 @@ class Ledger:
             owner: of the tables.
             wants: number of blocks by pool, including the found ones.
             found: by pool, hashed blocks that the tables begin with.
+            records: number of new records by pool, for owners that have none there.
+            snapshots: by pool, the blocks of a found record, which becomes the first.
         """
         for name, count in wants.items():
             kv_pool, there = self.pools[name], found.get(name, [])
-            num_evictable = sum(kv_pool.state(b) is BlockState.CACHED for b in there)
-            if kv_pool.num_free - num_evictable < count - len(there):
+            kept = [*there, *snapshots.get(name, [])]
+            num_evictable = sum(kv_pool.state(b) is BlockState.CACHED for b in kept)
+            num_new = count - len(there) + records.get(name, 0) * kv_pool.record_blocks
+            if kv_pool.num_free - num_evictable < num_new:
                 return False
         for name, count in wants.items():
-            there = found.get(name, [])
+            kv_pool, there = self.pools[name], found.get(name, [])
+            if name in snapshots:
+                self._add_record(owner, name, snapshots[name])
             self.refer(owner, name, there)
-            self.refer(owner, name, self.pools[name].take(max(count - len(there), 0)))
+            self.refer(owner, name, kv_pool.take(max(count - len(there), 0)))
+            for _ in range(records.get(name, 0)):
+                self._add_record(owner, name, kv_pool.take(kv_pool.record_blocks))
         return True
+
+    def _add_record(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
+        self._records.setdefault((owner, pool), []).append(list(block_ids))
+        for block_id in block_ids:
+            self.pools[pool].count(block_id, references=1)
 
     def refer(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
         """Add blocks to the owner's table; other tables may have them, too."""
@@ -218,7 +266,8 @@ class Ledger:
     def release(self, owner: Owner, pool: str, block_ids: Iterable[int] | None = None) -> None:
         """Release the owner's blocks (None: all); they are free now, or draining while named."""
         if block_ids is None:
-            leaving = self._tables.pop((owner, pool), [])
+            records = self._records.pop((owner, pool), [])
+            leaving = [b for r in records for b in r] + self._tables.pop((owner, pool), [])
         else:
             leaving, table = list(block_ids), self._tables[owner, pool]
             for block_id in leaving:
@@ -245,6 +294,41 @@ class Ledger:
         table, index = self.table(owner, pool), self.pools[pool].index
         for place in places:
             index.publish(table[place], chain.hashes[place], chain.parent(place), user)
+
+    def drop_record(self, owner: Owner, pool: str, number: int, key: CommandKey) -> None:
+        """Release one record that a worker has finished with; its place stays, empty.
+
+        Args:
+            owner: of the record.
+            pool: where it is.
+            number: its place among the owner's.
+            key: of the command that named it; the command may have ended.
+        """
+        records = self._records[owner, pool]
+        leaving, records[number] = records[number], []
+        if self.is_open(key):
+            self.answer_part(key, {pool: leaving})
+        for block_id in reversed(leaving):
+            self.pools[pool].count(block_id, references=-1)
+
+    def publish_snapshot(
+        self, owner: Owner, pool: str, number: int, border: Hash, user: str
+    ) -> None:
+        """Let others find a record of the owner's, unless snapshots have their share of the pool.
+
+        It is the record at a border, and is never written again.
+        """
+        kv_pool, record = self.pools[pool], self.records(owner, pool)[number]
+        index, most = kv_pool.index, int(kv_pool.capacity * SNAPSHOT_SHARE)
+        while (len(index.snapshots) + 1) * len(record) > most:
+            oldest = next(
+                (r for r in index.snapshots.values() if kv_pool.state(r[0]) is BlockState.CACHED),
+                None,
+            )
+            if oldest is None:
+                return
+            kv_pool.forget(oldest[0])
+        index.publish_snapshot(record, border, user)
 
     def num_hashed(self, owner: Owner, pool: str) -> int:
         """Count the leading blocks of the owner's table with a hash: they are computed."""
@@ -337,19 +421,22 @@ class Ledger:
     @property
     def is_idle(self) -> bool:
         """True when no sequence refers to a block and no command is unanswered."""
-        return not self._tables and not self._commands
+        return not self._tables and not self._records and not self._commands
 
     def owners(self) -> set[Owner]:
         """Return the owners of tables in any pool."""
-        return {owner for owner, _ in self._tables}
+        return {owner for owner, _ in (*self._tables, *self._records)}
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless tables, commands and counts agree."""
         references = {name: Counter[int]() for name in self.pools}
         commands = {name: Counter[int]() for name in self.pools}
-        for (owner, name), table in self._tables.items():
+        for owner, name in {*self._tables, *self._records}:
+            table = self.table(owner, name)
             references[name].update(table)
-            if len(set(table)) != len(table):
+            records = [b for record in self._records.get((owner, name), []) for b in record]
+            references[name].update(records)
+            if len({*table, *records}) != len(table) + len(records):
                 raise InvariantViolated(f"a block is twice in the table of {owner!r}", where=name)
         for command in self._commands.values():
             for name, block_ids in command.blocks.items():

@@ -21,6 +21,16 @@ Hash = bytes
 """The hash of a block, or of a chain's root."""
 
 
+def record_hashes(border: Hash, num_blocks: int) -> list[Hash]:
+    """Hash the blocks of the record that a chain leaves at a border, named by its last hash."""
+    return [
+        blake2b(
+            border, digest_size=HASH_BYTES, salt=place.to_bytes(8, "little"), person=b"record"
+        ).digest()
+        for place in range(num_blocks)
+    ]
+
+
 class PrefixHasher:
     """Hash the blocks of one daemon.
 

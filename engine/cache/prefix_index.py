@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.cache.hashes import Hash
+from engine.cache.hashes import Hash, record_hashes
 from engine.errors import InvariantViolated
 
 
@@ -28,6 +28,8 @@ class _Hashed:
     user: str
     released_at: int | None = None
     """When its last user released it; None while it is in use."""
+    border: Hash | None = None
+    """The border of its snapshot; None: it holds keys and values."""
 
 
 class PrefixIndex:
@@ -44,6 +46,8 @@ class PrefixIndex:
         self.held: Counter[str] = Counter()
         """Hashed blocks by user, in use or not."""
         self.num_evicted = 0
+        self.snapshots: dict[Hash, list[int]] = {}
+        """The blocks of each snapshot, by the hash of the block before it."""
         self._now = 0
 
     def __len__(self) -> int:
@@ -82,7 +86,28 @@ class PrefixIndex:
             found.append(block_id)
         return found
 
+    def border_of(self, block_id: int) -> Hash | None:
+        """Return the border whose snapshot a block is in; None: it is in none."""
+        hashed = self._hashed.get(block_id)
+        return None if hashed is None else hashed.border
+
     # Hashes
+
+    def publish_snapshot(self, record: list[int], border: Hash, user: str) -> bool:
+        """Let others find the record at a border, in blocks that are not written again.
+
+        Returns:
+            False: another one is found there already.
+        """
+        if border in self.snapshots:
+            return False
+        parent = border
+        for block_id, block_hash in zip(record, record_hashes(border, len(record)), strict=True):
+            self.publish(block_id, block_hash, parent, user)
+            self._hashed[block_id].border = border
+            parent = block_hash
+        self.snapshots[border] = list(record)
+        return True
 
     def publish(self, block_id: int, block_hash: Hash, parent: Hash, user: str) -> bool:
         """Give a hash to a full, computed block in use.
@@ -101,6 +126,8 @@ class PrefixIndex:
         """Remove the hash of a block in use or evicted."""
         hashed = self._hashed.pop(block_id)
         del self._blocks[hashed.hash]
+        if hashed.border is not None:
+            self.snapshots.pop(hashed.border, None)
         self.held[hashed.user] -= 1
         if not self.held[hashed.user]:
             del self.held[hashed.user]
@@ -188,6 +215,8 @@ class PrefixIndex:
             "users": Counter(one.user for one in hashed.values()) != self.held,
             "evictable blocks": waiting != evictable,
             "chains": behind != self._num_behind,
+            "snapshots": {b for r in self.snapshots.values() for b in r}
+            != {b for b, one in hashed.items() if one.border is not None},
             "tails": any((hashed[b].released_at, b) not in listed for b in tails),
         }
         wrong = [what for what, is_wrong in problems.items() if is_wrong]

@@ -165,8 +165,10 @@ class Topology:
         """List the pools that blocks only pass through."""
         return {pool.name for pool in self.pools if pool.tier == "dram"}
 
-    def new_block_pools(self, block_size: int) -> list[BlockPool]:
-        return [BlockPool(pool.name, pool.num_blocks, block_size) for pool in self.pools]
+    def new_block_pools(self, block_size: int, record_blocks: int = 0) -> list[BlockPool]:
+        return [
+            BlockPool(pool.name, pool.num_blocks, block_size, record_blocks) for pool in self.pools
+        ]
 
     def with_pools(self, num_blocks: dict[str, int]) -> Topology:
         """Copy the topology with pools of these sizes."""

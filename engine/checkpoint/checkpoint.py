@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.gguf import GgufModel, find_gguf, named
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES, ExpertsConfig, ModelConfig
@@ -157,7 +158,10 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
     for layer in range(config.num_layers):
         layer_prefix = f"{prefix}model.layers.{layer}."
         yield from _norm_shapes(config, layer_prefix, "before_attention")
-        yield from _attention_shapes(config, f"{layer_prefix}self_attn.", layer)
+        if config.delta is not None and layer in config.delta.layers:
+            yield from _delta_shapes(config, config.delta, f"{layer_prefix}linear_attn.")
+        else:
+            yield from _attention_shapes(config, f"{layer_prefix}self_attn.", layer)
         yield from _norm_shapes(config, layer_prefix, "after_attention")
         yield from _norm_shapes(config, layer_prefix, "before_mlp")
         experts = config.experts_of(layer)
@@ -205,6 +209,8 @@ def _attention_shapes(config: ModelConfig, prefix: str, layer: int) -> Iterator[
         parts = parts[:1]
     elif config.has_keys_as_values[layer]:
         parts.pop()
+    if family.has_gates_in_queries:
+        parts[0] = (family.qkv[0], 2 * q_size)
     for part, size in parts:
         yield f"{prefix}{part}.weight", (size, hidden)
     if config.has_qkv_bias:
@@ -222,6 +228,27 @@ def _attention_shapes(config: ModelConfig, prefix: str, layer: int) -> Iterator[
         yield f"{prefix}o_proj.bias", (hidden,)
     if family.has_sinks:
         yield f"{prefix}sinks", (config.num_heads,)
+
+
+def _delta_shapes(
+    config: ModelConfig, delta: GatedDeltaConfig, prefix: str
+) -> Iterator[_NamedShape]:
+    hidden, num_heads, values = config.hidden_size, delta.num_value_heads, delta.all_values
+    sizes = {
+        "in_proj_qkv": delta.conv_width,
+        "in_proj_z": values,
+        "in_proj_b": num_heads,
+        "in_proj_a": num_heads,
+        "in_proj_qkvz": delta.conv_width + values,
+        "in_proj_ba": 2 * num_heads,
+    }
+    for part in config.family.delta_projections:
+        yield f"{prefix}{part}.weight", (sizes[part], hidden)
+    yield f"{prefix}conv1d.weight", (delta.conv_width, 1, delta.conv_size)
+    yield f"{prefix}dt_bias", (num_heads,)
+    yield f"{prefix}A_log", (num_heads,)
+    yield f"{prefix}norm.weight", (delta.value_dim,)
+    yield f"{prefix}out_proj.weight", (hidden, values)
 
 
 def _mlp_shapes(config: ModelConfig, prefix: str, inner: int) -> Iterator[_NamedShape]:
@@ -247,6 +274,12 @@ def _experts_shapes(
             yield f"{layer_prefix}{norm}.weight", (hidden,)
         yield f"{layer_prefix}{beside.router_scale}", (hidden,)
         yield f"{layer_prefix}{beside.share_scale}", (experts.num_experts,)
+    if names.has_shared_expert:
+        inner_of_shared = experts.shared_size
+        yield f"{prefix}shared_expert_gate.weight", (1, hidden)
+        yield f"{prefix}shared_expert.gate_proj.weight", (inner_of_shared, hidden)
+        yield f"{prefix}shared_expert.up_proj.weight", (inner_of_shared, hidden)
+        yield f"{prefix}shared_expert.down_proj.weight", (hidden, inner_of_shared)
     yield f"{prefix}{names.router}.weight", (experts.num_experts, hidden)
     if names.has_bias:
         yield f"{prefix}{names.router}.bias", (experts.num_experts,)
@@ -439,6 +472,12 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
+_SMALL_AND_DECISIVE = (
+    *(".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight"),
+    *(".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight"),
+)
+"""Matrices that are not quantised at start."""
+
 AS_STORED = "stored"
 AT_START = {"q8": ("q8_0", "q8_0"), "q4": ("q4_1", "q8_0"), "int8": ("int8_row", "q8_0")}
 """What matrices that are not quantised can be quantised to, by the setting's word: the form of the
@@ -548,10 +587,7 @@ def _form(tensor: TensorInfo, weights: str, *, is_head: bool) -> str | None:
     """That of a matrix in panels; None: it is not put into any."""
     if weights == AS_STORED:
         return form_of(tensor)
-    is_router = tensor.name.endswith(
-        (".gate.weight", ".router.weight", ".router.proj.weight")
-    )  # small, and decides much
-    if len(tensor.shape) != 2 or is_router:
+    if len(tensor.shape) != 2 or tensor.name.endswith(_SMALL_AND_DECISIVE):
         return None
     form = AT_START[weights][is_head]
     return None if tensor.shape[1] % FORMS[form].group else form

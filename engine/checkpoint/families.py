@@ -15,7 +15,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.checkpoint.family import COMMON, GEMMAS, ExpertNames, Family, NormNames
+from engine.checkpoint.family import (
+    COMMON,
+    GATED_DELTA,
+    GEMMAS,
+    ExpertNames,
+    Family,
+    NormNames,
+)
 
 MIXTURES = (
     Family(
@@ -211,6 +218,96 @@ _MINISTRAL3 = Family(
         "sliding_window": None,
     },
     has_growing_queries=True,
+)
+
+_QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    COMMON
+    | GATED_DELTA
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+        "mlp_only_layers": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    norm_offset=1.0,
+    has_wide_norms=True,
+    qk_norm="head",
+    experts=ExpertNames(stack="rows", has_shared_expert=True),
+    has_partial_rotary=True,
+    delta_projections=("in_proj_qkvz", "in_proj_ba"),
+    has_gates_in_queries=True,
+)
+
+_QWEN3_5_MOE_TEXT = replace(
+    _QWEN3_NEXT,
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    defaults={
+        key: value
+        for key, value in _QWEN3_NEXT.defaults.items()
+        if key not in ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")
+    }
+    | {
+        "vocab_size": 248320,
+        "num_hidden_layers": 40,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    delta_projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    base="model.language_model.",
+)
+
+_QWEN3_5_TEXT = replace(
+    _QWEN3_5_MOE_TEXT,
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    defaults={
+        key: value for key, value in _QWEN3_5_MOE_TEXT.defaults.items() if "expert" not in key
+    }
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    experts=None,
+)
+
+_GATED_DELTA_NETS = (
+    _QWEN3_NEXT,
+    _QWEN3_5_TEXT,
+    replace(
+        _QWEN3_5_TEXT,
+        name="qwen3_5",
+        architecture="Qwen3_5ForConditionalGeneration",
+        language="qwen3_5_text",
+        section="text_config",
+    ),
+    _QWEN3_5_MOE_TEXT,
+    replace(
+        _QWEN3_5_MOE_TEXT,
+        name="qwen3_5_moe",
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        language="qwen3_5_moe_text",
+        section="text_config",
+    ),
 )
 
 _ROWS = (
@@ -418,16 +515,14 @@ _ROWS = (
         turns_neighbours=True,
     ),
     *MIXTURES,
+    *_GATED_DELTA_NETS,
 )
 
 FAMILY_BY_NAME = {family.name: family for family in _ROWS}
 FAMILY_BY_ARCHITECTURE = {family.architecture: family for family in _ROWS}
 
 
-_RECURRENT = (
-    "most of its layers keep a state that every token changes; the KV pool holds keys and values "
-    "only"
-)
+_GATED_DELTA_GGUF = "its Gated DeltaNet layers are read from safetensors files, not from GGUF yet"
 _STREAMS = "its layers compute four streams of tokens side by side and mix them (AltUp)"
 _CHUNKED = "no kernel here has its attention, which ends at borders of chunks"
 _SIGMOID = "no kernel here has its router, a corrected sigmoid, or its shared experts"
@@ -436,8 +531,8 @@ _LATENT = "its keys and values are kept compressed, in a form that the KV pool d
 UNSERVED = {
     "gemma3n": _STREAMS,
     "llama4": _CHUNKED,
-    "qwen3next": _RECURRENT,
-    "qwen35": _RECURRENT,
+    "qwen3next": _GATED_DELTA_GGUF,
+    "qwen35": _GATED_DELTA_GGUF,
     "glm4moelite": _LATENT,
     "glm4moe": _SIGMOID,
     "deepseekv2": _LATENT,
@@ -449,6 +544,8 @@ have the same up to that."""
 
 def reason(name: str) -> str | None:
     """Why an architecture or model type is not served, if that is known here."""
+    if name in FAMILY_BY_NAME or name in FAMILY_BY_ARCHITECTURE:
+        return None
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
     plain = plain.replace("deepseek2", "deepseekv2")
     return next((why for start, why in UNSERVED.items() if plain.startswith(start)), None)

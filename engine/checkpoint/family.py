@@ -73,6 +73,20 @@ class ExpertNames:
     alternate columns of the transposed matrix; None: each expert has tensors of its own."""
     beside_dense: BesideDense | None = None
     """The layer adds a dense feed-forward to the mixture; None: it has the mixture alone."""
+    has_shared_expert: bool = False
+    """Every token also goes through `shared_expert`, scaled by `shared_expert_gate`."""
+
+
+GATED_DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+    "full_attention_interval": 4,
+}
+"""Keys of families whose layers are partly Gated DeltaNet: `linear_attention` in layer_types."""
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -119,6 +133,10 @@ class Family:
     turns_neighbours: bool = False
     """Dimensions 0 and 1 of a head turn together, not 0 and the middle one: loading puts rows of
     queries and keys into that order, which changes no product of the two."""
+    delta_projections: tuple[str, ...] = ()
+    """The stored projections of a Gated DeltaNet layer; empty: the family has no such layers."""
+    has_gates_in_queries: bool = False
+    """`q_proj` also makes, behind each head's query, the gate of that head's output."""
     has_growing_queries: bool = False
     """Queries far into a text are multiplied, as `llama_4_scaling_beta` says."""
     is_rotated_in_windows_only: bool = False

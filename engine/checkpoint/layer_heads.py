@@ -8,7 +8,7 @@ Never: reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.checkpoint.json_keys import JsonKeys
@@ -71,13 +71,19 @@ def _global(keys: JsonKeys, usual: LayerHeads) -> LayerHeads:
 
 
 def kv_layers(
-    keys: JsonKeys, windows: Sequence[int | None], heads: Sequence[LayerHeads]
-) -> tuple[int, ...]:
-    """Find, for each layer, the layer that stores its keys and values.
+    keys: JsonKeys,
+    windows: Sequence[int | None],
+    heads: Sequence[LayerHeads],
+    recurrent: Collection[int] = (),
+) -> tuple[int | None, ...]:
+    """Find, for each layer, the layer of the KV pool that it reads; None for recurrent ones.
 
     Each of the last `num_kv_shared_layers` reads the last layer before them that is like itself:
     with the same window, or also with none.
     """
+    if recurrent:  # those have none; the others' follow one another
+        places = iter(range(len(windows)))
+        return tuple(None if i in recurrent else next(places) for i in range(len(windows)))
     key, num_layers = "num_kv_shared_layers", len(windows)
     num_shared = keys.get(key, 0)
     if type(num_shared) is not int or not 0 <= num_shared < num_layers:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.checkpoint.family import ExpertNames, Family
 from engine.checkpoint.gguf import GgufModel, config_keys, find_gguf, sampling_keys
@@ -48,6 +49,8 @@ class ExpertsConfig:
     """Of one expert."""
     is_normalized: bool
     """The weights of a token's experts are scaled to add up to 1."""
+    shared_size: int
+    """Inner size of the expert that every token goes through; 0: no such expert."""
     layers: frozenset[int]
     """Those that have it; the others are dense."""
 
@@ -74,8 +77,11 @@ class ModelConfig:
     layer_inputs: LayerInputsConfig | None
     """Of what each layer reads beside the stream; None: nothing."""
     num_layers: int
-    kv_layers: tuple[int, ...]
-    """Per layer: the layer of the KV pool that it reads, its own or an earlier one's."""
+    delta: GatedDeltaConfig | None
+    """The shape of its Gated DeltaNet layers; None: it has no such layers."""
+    kv_layers: tuple[int | None, ...]
+    """Per layer: the layer of the KV pool that it reads, its own or an earlier one's; None: it
+    keeps a state in the sequence's record instead."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -145,7 +151,9 @@ class ModelConfig:
         has_bias = keys.flag("use_bias")  # of some families, for all matrices
         has_attention_bias = keys.flag("attention_bias", has_bias)
         rotated = _rotated_layers(keys, num_layers)
-        windows = _sliding_windows(keys, family, rotated)
+        delta = GatedDeltaConfig.from_keys(keys, num_layers) if family.delta_projections else None
+        recurrent = delta.layers if delta is not None else frozenset[int]()
+        windows = (None,) * num_layers if delta else _sliding_windows(keys, family, rotated)
         if family.is_rotated_in_windows_only and keys.get("sliding_window", None) is not None:
             rotated = [window is not None for window in windows]
         usual = _attention_shape(keys, hidden_size, num_heads)
@@ -159,7 +167,8 @@ class ModelConfig:
             is_double_wide=keys.flag("use_double_wide_mlp"),
             layer_inputs=_layer_inputs(keys),
             num_layers=num_layers,
-            kv_layers=kv_layers(keys, windows, heads),
+            delta=delta,
+            kv_layers=kv_layers(keys, windows, heads, recurrent),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -214,11 +223,18 @@ class ModelConfig:
     @property
     def num_kv_layers(self) -> int:
         """Layers of the KV pool."""
-        return max(self.kv_layers) + 1
+        return max(layer for layer in self.kv_layers if layer is not None) + 1
+
+    def record_blocks(self, block_size: int, dtype: str) -> int:
+        """Blocks of the pool that a record takes; 0: the model keeps none."""
+        if self.delta is None:
+            return 0
+        return -(-self.delta.record_bytes // self.kv_block_bytes(block_size, dtype))
 
     def stores_kv(self, layer: int) -> bool:
         """Return whether a layer computes keys and values, or reads an earlier layer's."""
-        return self.kv_layers[layer] == layer
+        kept_in = self.kv_layers[layer]
+        return kept_in is not None and self.kv_layers.index(kept_in) == layer
 
     def intermediate_size_of(self, layer: int) -> int:
         """Size of a layer's dense feed-forward."""
@@ -422,6 +438,9 @@ def _experts(keys: JsonKeys, names: ExpertNames | None, num_layers: int) -> Expe
             size_key if size_key in keys.values else "intermediate_size"
         ),
         is_normalized=keys.flag("norm_topk_prob", True),
+        shared_size=(
+            keys.integer("shared_expert_intermediate_size") if names.has_shared_expert else 0
+        ),
         layers=frozenset(
             layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense
         ),

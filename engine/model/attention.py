@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.checkpoint.model_config import SCALE_BYTES
 from engine.model.layers import soft_cap
+from engine.model.records import RecordBlocks
 
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
@@ -52,6 +53,8 @@ class StepBatch:
     sequence has one new token."""
     logit_rows: Sequence[int]
     """Rows of input_ids whose next token is wanted, in order."""
+    records: Sequence[RecordBlocks] = ()
+    """Each sequence's records; empty: the model keeps none, or this step does not."""
     device_tables: torch.Tensor | None = None
     """[num_sequences, longest table] int32, padded with block 0; None on a CPU, as the next two."""
     device_lens: torch.Tensor | None = None

@@ -112,6 +112,26 @@ class Experts:
         return output
 
 
+class WithSharedExpert:
+    """Add to a mixture an expert that every token goes through, scaled by a gate of its own."""
+
+    def __init__(
+        self,
+        weights: dict[str, Weight],
+        prefix: str,
+        experts: Experts,
+        shared: FeedForward,
+        linears: Linears,
+    ) -> None:
+        self._experts, self._shared = experts, shared
+        self._gate = linears.make(weights, [f"{prefix}shared_expert_gate"], is_kept=True)
+
+    def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        """Return what a step's tokens [num_tokens, hidden_size] become."""
+        routed = self._experts(x, step)
+        return routed.add_(self._shared(x, step).mul_(self._gate(x).sigmoid_()))
+
+
 class DenseAndExperts:
     """Add up a dense feed-forward and a mixture, each with norms of its own.
 

@@ -27,10 +27,12 @@ from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
 from engine.model.compiled import MAX_TOKENS, CompiledBackend, CpuDecodeGraphs, StepExtras
-from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward
+from engine.model.delta import GatedDelta
+from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward, WithSharedExpert
 from engine.model.layer_inputs import LayerInput, LayerInputs
 from engine.model.layers import query_growth, rms_norm, rope_table, soft_cap
 from engine.model.linear import Linear, Linears, choose_linears
+from engine.model.records import RecordBlocks, StepRecords
 from engine.model.weight import Weight, embedded
 
 __all__ = ["StepBatch", "Transformer"]
@@ -59,6 +61,8 @@ class _StepInputs:
     """What queries are multiplied by, [num_tokens, 1, 1]; None: nothing."""
     layer_inputs: torch.Tensor | None = None
     """[num_tokens, num_layers, size], of models that have such."""
+    records: StepRecords | None = None
+    """The sequences' records, of models that keep such."""
 
 
 _Block = Callable[[torch.Tensor, _StepInputs], torch.Tensor]
@@ -185,12 +189,17 @@ class Transformer:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(batch.input_ids, x)
         extras = StepExtras(growth, inputs)
+        records = None
+        if config.delta is not None:
+            lengths = list(zip(batch.query_lens, batch.seq_lens, strict=True))
+            blocks = batch.records or [RecordBlocks()] * len(lengths)
+            records = StepRecords(config.delta, kv, blocks, lengths)
         has_graph = self._graphs is not None and len(x) <= MAX_TOKENS and plan.is_decode
         if has_graph and stops is None:
             assert self._graphs is not None
             x, added = self._graphs.run(x, kv, plan, extras)
         else:
-            added = self._run_layers(x, kv, plan, extras, stops)
+            added = self._run_layers(x, kv, plan, extras, stops, records)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
         return x
@@ -214,9 +223,10 @@ class Transformer:
         plan: Any,
         extras: StepExtras,
         stops: Callable[[int, int], bool] | None = None,
+        records: StepRecords | None = None,
     ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
-        step, added = _StepInputs(x, self._pools(kv, plan), *extras), None
+        step, added = _StepInputs(x, self._pools(kv, plan), *extras, records), None
         for number, branch in enumerate(self._branches, 1):
             added = branch(x, added, step)
             if stops is not None and stops(number, len(self._branches)):
@@ -274,6 +284,8 @@ class _Branch:
         self.is_all_kernels = True
         if isinstance(block, Experts | DenseAndExperts | _Attention):
             self.is_all_kernels = block.is_one_kernel
+        elif isinstance(block, GatedDelta | WithSharedExpert):
+            self.is_all_kernels = False
         """False: torch computes a part of it."""
         self._eps, self._post_eps = config.rms_norm_eps, config.post_norm_eps
         self._scale = config.residual_scale
@@ -306,7 +318,11 @@ def _branches(
 ) -> list[_Branch]:
     """Build a decoder layer: attention, feed-forward, and its own inputs where it has such."""
     prefix = f"{config.family.prefix}model.layers.{layer}."
-    attention = _Attention(config, weights, layer, rope_index, backend, linears)
+    attention: _Block
+    if config.kv_layers[layer] is None:
+        attention = GatedDelta(config, weights, layer, linears)
+    else:
+        attention = _Attention(config, weights, layer, rope_index, backend, linears)
     mlp = _feed_forward(config, weights, layer, prefix, backend, linears)
 
     def norm(name: str | None) -> torch.Tensor | None:
@@ -345,6 +361,9 @@ def _feed_forward(
     if config_of_experts is None:
         return FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
     experts = Experts(config_of_experts, weights, prefix, activation, backend, linears)
+    if config_of_experts.names.has_shared_expert:
+        shared = FeedForward(config, weights, f"{prefix}mlp.shared_expert.", backend, linears)
+        return WithSharedExpert(weights, f"{prefix}mlp.", experts, shared, linears)
     if config_of_experts.names.beside_dense is None:
         return experts
     dense = FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
@@ -365,7 +384,9 @@ class _Attention:
     ) -> None:
         prefix = f"{config.family.prefix}model.layers.{layer}.self_attn."
         self._config = config
-        self._layer = config.kv_layers[layer]
+        kv_layer = config.kv_layers[layer]
+        assert kv_layer is not None
+        self._layer = kv_layer
         self._window = config.sliding_windows[layer]
         self._rope_index = rope_index
         self._backend = backend
@@ -380,6 +401,7 @@ class _Attention:
         self._qkv = linears.make(weights, qkv, has_bias=config.has_qkv_bias)
         output = [f"{prefix}o_proj"]
         self._output = linears.make(weights, output, has_bias=config.has_output_bias)
+        self._has_gate = config.family.has_gates_in_queries
         self._sinks = weights[f"{prefix}sinks"].values.float() if config.family.has_sinks else None
         self._qk_norms: list[torch.Tensor] = []
         """Of heads, [heads that are normed, head_dim], or of whole projections, [1, all]."""
@@ -400,7 +422,7 @@ class _Attention:
     @property
     def is_one_kernel(self) -> bool:
         """False: torch has a part in it."""
-        return self._gate is None
+        return self._gate is None and not self._has_gate
 
     def _norm_weights(
         self, config: ModelConfig, weights: dict[str, Weight], prefix: str
@@ -416,7 +438,12 @@ class _Attention:
     def __call__(self, x: torch.Tensor, step: _StepInputs) -> torch.Tensor:
         config, backend = self._config, self._backend
         num_q, (num_kv, head_dim), num_tokens = config.num_heads, self._heads, len(x)
-        qkv = self._qkv(x).view(num_tokens, num_q + 2 * self._num_own, head_dim)
+        gate, qkv = None, self._qkv(x)
+        if self._has_gate:  # behind each head's query lies its gate
+            pairs, kv_heads = qkv.tensor_split([2 * num_q * head_dim], -1)
+            queries, gates = pairs.view(num_tokens, num_q, 2 * head_dim).chunk(2, -1)
+            gate, qkv = gates.flatten(1), torch.cat((queries.flatten(1), kv_heads), -1)
+        qkv = qkv.view(num_tokens, num_q + 2 * self._num_own, head_dim)
         if self._qk_norms:
             self._norm(qkv)
         kv, plan, ratio = step.pools[self._heads]
@@ -438,7 +465,9 @@ class _Attention:
         )
         output = output.reshape(num_tokens, -1)
         if self._gate is not None:
-            output = output.mul_(self._gate(x).sigmoid())
+            gate = self._gate(x)
+        if gate is not None:
+            output = output.mul_(gate.sigmoid())
         return self._output(output)
 
     def _norm(self, qkv: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.cache.blocks import BlockPool, BlockState, Ledger
 from engine.cache.topology import Topology
@@ -161,7 +162,8 @@ class BlockAllocator:
             holders = []
             for sequence in self._sequences.holders():
                 table = self._ledger.table(sequence.seq_id, pool)
-                num_freed = self._num_freed(kv_pool.name, table)
+                records = chain(*self._ledger.records(sequence.seq_id, pool))
+                num_freed = self._num_freed(kv_pool.name, chain(table, records))
                 if self._leaves(sequence) or sequence.seq_id in chosen:
                     coming += num_freed
                 elif table:
@@ -182,6 +184,8 @@ class BlockAllocator:
         What others refer to stays, and what another pool has. Its own that have a hash are found as
         long as they last, but in a full pool they are what goes next.
         """
+        if kv_pool.record_blocks:  # blocks are little use without the record at their end
+            return sequence.num_computed_tokens
         table = self._ledger.table(sequence.seq_id, kv_pool.name)
         num_left = sum(kv_pool.num_references[block_id] > 1 for block_id in table)
         if sequence.prefix is not None:

@@ -39,6 +39,8 @@ class _Transfer:
     """That moves; None: it is a fetch."""
     link: Link
     num_blocks: int
+    """The number of blocks, including its record, which comes last."""
+    num_record_blocks: int
     target_life: int
     sent: list[int]
     """By hop: blocks that copies have been sent for, from the first on."""
@@ -103,7 +105,8 @@ class Copies:
         """
         if link.hops and not self._block_ms:
             return None
-        num_blocks = self._ledger.pools[link.to_pool].num_blocks_for(num_tokens)
+        kv_pool = self._ledger.pools[link.to_pool]
+        num_blocks = kv_pool.num_blocks_for(num_tokens) + kv_pool.record_blocks
         usual_ms = sum(self._block_ms.values()) / max(len(self._block_ms), 1)
         hops = ((hop.from_pool, hop.to_pool) for hop in link.hops)
         return num_blocks * sum(self._block_ms.get(hop, usual_ms) for hop in hops)
@@ -115,10 +118,18 @@ class Copies:
         """
         if link.hops:
             kv_pool = self._ledger.pools[link.to_pool]
-            num_blocks = kv_pool.num_blocks_for(sequence.num_tokens)
+            num_record = kv_pool.record_blocks
+            num_blocks = kv_pool.num_blocks_for(sequence.num_tokens) + num_record
             there = [self._ledger.num_hashed(sequence.seq_id, link.to_pool)] * len(link.hops)
             self._transfers[sequence.seq_id] = _Transfer(
-                sequence.seq_id, sequence, link, num_blocks, kv_pool.life, there, list(there)
+                sequence.seq_id,
+                sequence,
+                link,
+                num_blocks,
+                num_record,
+                kv_pool.life,
+                there,
+                list(there),
             )
 
     def fetch(self, owner: Owner, link: Link, first: int) -> None:
@@ -126,7 +137,7 @@ class Copies:
         kv_pool, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
         num_blocks = len(self._ledger.table(owner, link.from_pool))
         self._transfers[owner] = _Transfer(
-            owner, None, link, num_blocks, kv_pool.life, there, list(there)
+            owner, None, link, num_blocks, 0, kv_pool.life, there, list(there)
         )
 
     def fetched(self, owner: Owner) -> tuple[int, bool]:
@@ -155,7 +166,12 @@ class Copies:
     def num_arrived(self, sequence: Sequence, pool: str) -> int:
         """Blocks that are in this pool, if it goes there, from the first on."""
         transfer = self._transfers.get(sequence.seq_id)
-        return 0 if transfer is None or transfer.link.to_pool != pool else transfer.done[-1]
+        if transfer is None or transfer.link.to_pool != pool:
+            return 0
+        num_arrived = transfer.done[-1]
+        if transfer.num_record_blocks and num_arrived < transfer.num_blocks:
+            return 0  # without its record they are no use
+        return num_arrived - transfer.num_record_blocks
 
     def error(self, sequence: Sequence) -> str | None:
         """Why its blocks could not be copied."""
@@ -267,7 +283,8 @@ class Copies:
             end = transfer.num_blocks
         elif isinstance(sequence.where, On):  # at the worker that fills them, which is the hop's
             filled_by = FilledBy(sequence.seq_id, sequence.generation, first)
-            end = transfer.num_blocks if is_ahead else self._num_computed(transfer)
+            num_of_kv = transfer.num_blocks - transfer.num_record_blocks
+            end = num_of_kv if is_ahead else self._num_computed(transfer)
         else:
             return
         if end <= first or transfer.error is not None:
@@ -294,14 +311,20 @@ class Copies:
         if transfer.sequence is None:
             return transfer.num_blocks
         block_size = self._ledger.pools[transfer.link.from_pool].block_size
-        return min(transfer.sequence.num_computed_tokens // block_size, transfer.num_blocks)
+        num_of_kv = transfer.num_blocks - transfer.num_record_blocks
+        return min(transfer.sequence.num_computed_tokens // block_size, num_of_kv)
 
     def _blocks(self, transfer: _Transfer, pool: str) -> dict[int, int]:
         """By place, the transfer's blocks in a pool."""
         if pool in self._passing_pools:
             return transfer.slots
-        table = self._ledger.table(transfer.owner, pool)
-        return dict(enumerate(table[: transfer.num_blocks]))
+        num_of_kv = transfer.num_blocks - transfer.num_record_blocks
+        blocks = self._ledger.table(transfer.owner, pool)[:num_of_kv]
+        if transfer.num_record_blocks and transfer.sequence is not None:
+            is_source = pool == transfer.link.from_pool
+            number = transfer.sequence.valid_record if is_source else 0
+            blocks = blocks + self._ledger.records(transfer.owner, pool)[number]
+        return dict(enumerate(blocks))
 
     def _take_slots(
         self, transfer: _Transfer, pool: str, first: int, count: int, *, is_ahead: bool

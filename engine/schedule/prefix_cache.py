@@ -28,6 +28,7 @@ from engine.schedule.prefix_copies import PrefixCopies, PrefixLookup, longest
 from engine.schedule.prefix_misses import CacheMiss, PrefixMisses
 from engine.schedule.queue import PromptsAhead
 from engine.schedule.sequence import Counters, On, Paused, RouteStage, Sequence
+from engine.schedule.sequence_records import SequenceRecords
 
 
 class PrefixCache:
@@ -57,6 +58,7 @@ class PrefixCache:
         self._pools = list(dict.fromkeys(worker.pool for worker in topology.workers))
         self.contents = CacheContents(ledger.pools)
         self._misses = PrefixMisses(self.contents.block_size)
+        self.records = SequenceRecords(ledger)
         for books in ledger.pools.values():
             books.on_forget = self._forgotten
         self.tiers = OffloadTiers()
@@ -77,7 +79,10 @@ class PrefixCache:
         for name in self._pools:
             kv_pool = self._ledger.pools[name]
             hashes = sequence.prefix.hashes[: self._most(sequence, kv_pool.block_size)]
-            if num_blocks := kv_pool.index.num_hit(hashes):
+            num_blocks = kv_pool.index.num_hit(hashes)
+            if kv_pool.record_blocks:
+                num_blocks = self.records.border(sequence, kv_pool, hashes[:num_blocks])
+            if num_blocks:
                 hits[name] = num_blocks * kv_pool.block_size
         if not sequence.stages:  # it has not been placed yet
             sequence.num_cached_tokens = max(hits.values(), default=0)
@@ -116,6 +121,8 @@ class PrefixCache:
     ) -> PrefixLookup | None:
         """What another pool holds of it beyond what is where it would be computed."""
         pool = self._topology.pool_of(worker)
+        if self._ledger.pools[pool].record_blocks:
+            return None  # blocks come without the record at their border
         if max(hits.values(), default=0) <= hits.get(pool, 0):
             return None
         links = [
@@ -133,6 +140,8 @@ class PrefixCache:
         for name, blocks in self.find(sequence, hits).items():
             kv_pool = self._ledger.pools[name]
             num_available[name] += sum(kv_pool.state(b) is not BlockState.CACHED for b in blocks)
+        for name, num_blocks in self.records.room(sequence, hits).items():
+            num_available[name] -= num_blocks
         return num_available
 
     def tokens_until(
@@ -256,6 +265,9 @@ class PrefixCache:
         size = kv_pool.block_size
         num_common = sequence.prefix.num_common(other.prefix)
         common = min(num_common, self._most(sequence, size)) * size
+        if kv_pool.record_blocks:  # it continues where the other leaves a snapshot
+            borders = [b for b in other.snapshots_at if computed < b <= common]
+            common = max(borders, default=0)
         gain = common - max(hits.get(kv_pool.name, 0), computed)
         left = other.num_prompt_tokens - computed
         if gain <= 0 or left <= 0:
@@ -276,7 +288,10 @@ class PrefixCache:
             needed: blocks by pool.
         """
         found = self.find(sequence, needed)
-        if not self._ledger.reserve(sequence.seq_id, needed, found):
+        first = self._topology.pool_of(stages[0].worker)
+        kept = self.records.needed(sequence, needed, found, first)
+        owner = sequence.seq_id
+        if not self._ledger.reserve(owner, needed, found, records=kept.new, snapshots=kept.found):
             return False
         if sequence.prefix is not None and not sequence.stages:
             kv_pool = self._ledger.pools[self._topology.pool_of(stages[0].worker)]
@@ -300,6 +315,11 @@ class PrefixCache:
         sequence.cache_miss = self._misses.explain(
             sequence.owner, sequence.prefix, tokens, num_cached
         )
+        most = self._most(sequence, self.contents.block_size)
+        following = sequence.prefix.hashes[num_cached // self.contents.block_size : most][:1]
+        pools = [each for each in self._ledger.pools.values() if each.record_blocks]
+        if any(each.index.has_hash(block_hash) for each in pools for block_hash in following):
+            sequence.cache_miss = CacheMiss(f"token {num_cached}: no snapshot")
 
     def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:
         """Blocks that its table would begin with, by pool."""
@@ -309,7 +329,10 @@ class PrefixCache:
         for name in pools:
             kv_pool = self._ledger.pools[name]
             hashes = sequence.prefix.hashes[: self._most(sequence, kv_pool.block_size)]
-            if blocks := kv_pool.index.blocks(hashes):
+            blocks = kv_pool.index.blocks(hashes)
+            if kv_pool.record_blocks:
+                blocks = blocks[: self.records.border(sequence, kv_pool, hashes[: len(blocks)])]
+            if blocks:
                 found[name] = blocks
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
         return found
@@ -330,9 +353,13 @@ class PrefixCache:
         if sequence.computed_in != here:
             sequence.forget_computed()
             sequence.computed_in = here
+            sequence.valid_record = 0
         sequence.num_published_blocks = 0
         there = min(self._ledger.num_hashed(sequence.seq_id, pool), self._most(sequence, size))
-        sequence.num_computed_tokens = max(sequence.num_computed_tokens, there * size)
+        if kv_pool.record_blocks:
+            self.records.settle(sequence, kv_pool, there)
+        else:
+            sequence.num_computed_tokens = max(sequence.num_computed_tokens, there * size)
         return self._ledger.renew(sequence.seq_id, pool, sequence.num_computed_tokens // size)
 
     def publish(self, sequence: Sequence) -> None:
@@ -355,6 +382,7 @@ class PrefixCache:
             self._misses.stored(block_hash)
         self.contents.stored(sequence, range(first, num_full))
         sequence.num_published_blocks = num_full
+        self.records.keep(sequence, self._ledger.pools[pool])
         if self.tiers and not chain.scope.is_secret:
             self.tiers.computed(chain.hashes[first:num_full])
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns

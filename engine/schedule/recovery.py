@@ -111,7 +111,10 @@ class Recovery:
         num_computed = self._num_computed(sequence, here)
         new_pools = [name for name in needed if not ledger.table(seq_id, name)]
         found = self._prefixes.find(sequence, new_pools)
-        if not ledger.reserve(seq_id, {name: max(n, 0) for name, n in missing.items()}, found):
+        wants = {name: max(n, 0) for name, n in missing.items()}
+        new = {name: wants[name] for name in new_pools}
+        kept = self._prefixes.records.needed(sequence, new, found)
+        if not ledger.reserve(seq_id, wants, found, records=kept.new, snapshots=kept.found):
             return False
         self._keep(sequence, needed, here, num_computed)
         sequence.stages = stages
@@ -149,6 +152,7 @@ class Recovery:
         from_pool, to_pool = (self._topology.pool_of(stage.worker) for stage in sequence.where)
         if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
             sequence.computed_in = (to_pool, self._ledger.pools[to_pool].life)
+            sequence.valid_record = 0  # a copied record is the first
         self._copies.forget(sequence.seq_id)
 
     def _keep(
@@ -157,6 +161,8 @@ class Recovery:
         """It goes on with what is computed in one pool, keeps its blocks in some, moves nothing."""
         if num_computed < sequence.num_computed_tokens:
             sequence.forget_computed(num_computed)
+        if sequence.computed_in != (here, self._ledger.pools[here].life):
+            sequence.valid_record = 0  # a copied record is the first
         sequence.computed_in = (here, self._ledger.pools[here].life)
         self._copies.forget(sequence.seq_id)
         for name in self._ledger.pools:

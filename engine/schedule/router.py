@@ -400,18 +400,22 @@ class Router:
         sequence.generation += 1
         self.at.put(sequence, On(stage))
         table = list(self.ledger.table(sequence.seq_id, pool))
+        records = self.prefixes.records.of(sequence, pool)
+        named = chain(table, *(() if records is None else records.blocks))
         key = ("admit", sequence.seq_id, sequence.generation)
-        self.ledger.open_command(key, worker, {pool: table})
-        self._send(worker, admit(sequence, stage, table))
+        self.ledger.open_command(key, worker, {pool: list(named)})
+        self._send(worker, admit(sequence, stage, table, records))
         self.prefixes.publish(sequence)
         self.allocator.note(sequence)
 
     def _advance(self, sequence: Sequence, step: Stepped, entry: SequenceStep, now_ns: int) -> None:
         stamps = sequence.stamps
         sequence.num_computed_tokens = entry.num_computed_tokens
+        sequence.valid_record = entry.valid_record
         sequence.output_token_ids += entry.token_ids
         self.queue.generated(sequence, len(entry.token_ids))
         self.prefixes.publish(sequence)
+        self.prefixes.records.advanced(sequence)
         sequence.prompt_logprobs += entry.prompt_logprobs
         if entry.num_scheduled_tokens:
             sequence.is_on_probation = False

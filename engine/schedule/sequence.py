@@ -220,6 +220,12 @@ class Sequence:
     handoff_bytes: int = 0
     """Bytes that moved in the handoff; 0 when the pool is shared."""
     handoff_blocks: int = 0
+    valid_record: int = 0
+    """The place of the record that holds, among its records where it is computed."""
+    snapshots_at: tuple[int, ...] = ()
+    """Numbers of computed tokens at which its record is kept for others."""
+    frozen_records: set[int] = field(default_factory=set)
+    """Places of records that its worker does not write any more."""
     computed_in: tuple[str, int] | None = None
     """The pool that its computed positions are in, and the life of that pool; None: nowhere."""
     transport: str | None = None

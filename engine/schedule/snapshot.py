@@ -54,6 +54,12 @@ class PoolSnapshot(NamedTuple):
     num_evicted: int
     tables: Mapping[int, int]
     """Blocks by sequence id."""
+    record_blocks: int
+    """Blocks of one record of recurrent states; 0: the model keeps none."""
+    num_records: int
+    """Of sequences."""
+    num_snapshots: int
+    """Records that others can go on from, in use or not."""
 
 
 class QueueSnapshot(NamedTuple):
@@ -143,6 +149,9 @@ def pool_snapshots(ledger: Ledger) -> list[PoolSnapshot]:
             holders=pool.index.held.most_common(),
             num_evicted=pool.index.num_evicted,
             tables=tables[name],
+            record_blocks=pool.record_blocks,
+            num_records=ledger.num_records(name),
+            num_snapshots=len(pool.index.snapshots),
         )
         for name, pool in ledger.pools.items()
     ]

@@ -16,7 +16,7 @@ from engine.cache.blocks import BlockPool, Ledger
 from engine.cache.topology import DECODE, PREFILL, Topology
 from engine.errors import RequestError
 from engine.schedule.sequence import RouteStage, Sequence, route_of
-from engine.wire.messages import Admit
+from engine.wire.messages import Admit, Records
 
 MIN_CHUNK_TOKENS = 64
 """Smallest prompt chunk per step; so few tokens hardly lengthen the ITL of decoding sequences."""
@@ -86,13 +86,16 @@ def blocks_needed(
     return needed
 
 
-def admit(sequence: Sequence, stage: RouteStage, table: list[int]) -> Admit:
+def admit(
+    sequence: Sequence, stage: RouteStage, table: list[int], records: Records | None = None
+) -> Admit:
     """The command by which a sequence runs on a stage, as it stands now.
 
     Args:
         sequence: which.
         stage: of its route.
         table: its blocks in the pool of the stage's worker.
+        records: its records there; None: the model keeps none.
     """
     return Admit(
         seq_id=sequence.seq_id,
@@ -104,6 +107,7 @@ def admit(sequence: Sequence, stage: RouteStage, table: list[int]) -> Admit:
         spec=sequence.spec,
         until_output=stage.until_output,
         max_chunk_tokens=sequence.max_chunk_tokens,
+        records=records,
     )
 
 
@@ -132,7 +136,7 @@ class Routes:
         """True if the pools of a route could hold it to its end."""
         pools, length = self._ledger.pools, whole_length(sequence)
         needed = blocks_needed(sequence, stages, length, self._topology, pools)
-        return all(count <= pools[name].capacity for name, count in needed.items())
+        return all(count <= pools[name].kv_capacity for name, count in needed.items())
 
     def fits(self, sequence: Sequence, num_available: Mapping[str, int]) -> bool:
         """True if some route needs no more blocks than are free, by pool."""
@@ -178,7 +182,7 @@ class Routes:
         stages, pools = route_stages(sequence, self._moving[0]), self._ledger.pools
         needed = blocks_needed(sequence, stages, whole_length(sequence), self._topology, pools)
         for name, count in needed.items():
-            capacity = pools[name].capacity
+            capacity = pools[name].kv_capacity
             if count > capacity:
                 raise RequestError(
                     f"prompt ({sequence.num_prompt_tokens} tokens) and max_tokens "

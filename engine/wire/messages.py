@@ -148,6 +148,22 @@ class MapPool(msgspec.Struct, tag=True, frozen=True):
     memory: SharedMemory | None
 
 
+class Records(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence's records in the pool: what recurrent layers know of its computed tokens.
+
+    A step reads the valid one and writes another: the first that is neither valid nor frozen.
+    """
+
+    blocks: list[list[int]]
+    """Of each record."""
+    valid: int
+    """The place of the one that holds; with no computed tokens it is not read."""
+    frozen: list[int]
+    """Places of snapshots, which must never be written again."""
+    snapshots_at: list[int]
+    """Numbers of computed tokens at which a step must end; the record written there is frozen."""
+
+
 class Admit(msgspec.Struct, tag=True, frozen=True):
     """Run this sequence until it has `until_output` output tokens or ends by itself.
 
@@ -165,6 +181,8 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     until_output: int
     max_chunk_tokens: int | None = None
     """Maximum prompt tokens per step, to protect others' ITL; None: no limit."""
+    records: Records | None = None
+    """None: the model keeps no recurrent states."""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -324,6 +342,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Why the request cannot continue, if it ended by `error`; no token was sampled."""
     is_fault: bool = False
     """Whether the model, rather than the request, caused the error."""
+    valid_record: int = 0
+    """The place of the record that holds, among the admit's records."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

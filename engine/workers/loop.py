@@ -227,7 +227,7 @@ class StepLoop:
         is_decoding = running.is_decoding
         num_taken, reason = running.take(result.token_ids)
         if not result.is_fault:  # else its blocks are nothing that others may find
-            running.num_computed_tokens += num_new_tokens + max(num_taken - 1, 0)
+            running.computed(num_new_tokens + max(num_taken - 1, 0))
         if result.error is not None:
             reason = FinishReason.ERROR
         return self._entry(
@@ -276,6 +276,7 @@ class StepLoop:
             prompt_logprobs=result.prompt_logprobs,
             error=result.error,
             is_fault=result.is_fault,
+            valid_record=running.valid_record,
         )
 
     def _apply(self, command: Command) -> None:

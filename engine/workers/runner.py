@@ -116,6 +116,7 @@ class Runner:
         if graphs is not None:
             logits, tokens = graphs.launch(sampling)
         else:
+            self._clear_new_blocks(planned)
             batch = self.batch(planned)
             hidden = self._transformer.hidden(batch, self._pool, stops)
             if len(hidden) > len(sampling):
@@ -257,10 +258,11 @@ class Runner:
         query_lens = [n for _, n in planned]
         seq_lens = [r.num_computed_tokens + n for r, n in planned]
         block_tables = [r.block_table for r, _ in planned]
-        if self._device is not None:
-            # no kernel reads beyond a sequence's length, and a shorter table is sooner there
+        if self._device is not None or any(r.records is not None for r, _ in planned):
+            # a shorter table is sooner on a device; beside records, later blocks may hold NaN
             num_blocks = [-(-length // self.block_size) for length in seq_lens]
             block_tables = [t[:n] for t, n in zip(block_tables, num_blocks, strict=True)]
+        if self._device is not None:
             tokens = (input_ids, positions, token_slots)
             return self._device_batch(tokens, query_lens, seq_lens, block_tables, logit_rows)
         return StepBatch(
@@ -271,7 +273,26 @@ class Runner:
             seq_lens=seq_lens,
             block_tables=block_tables,
             logit_rows=logit_rows,
+            records=[r.record_blocks for r, _ in planned],
         )
+
+    def _clear_new_blocks(self, planned: list[tuple[WorkerRequest, int]]) -> None:
+        """Zero the blocks that a step begins, where records share the pool.
+
+        Attention may read a block beyond the written positions, masked: as numbers of the pool's
+        dtype a record's bytes may be NaN, which no mask hides.
+        """
+        size = self.block_size
+        begun = [
+            block_id
+            for r, n in planned
+            if r.records is not None
+            for block_id in r.block_table[
+                -(-r.num_computed_tokens // size) : -(-(r.num_computed_tokens + n) // size)
+            ]
+        ]
+        if begun:
+            self.clear(begun)
 
     def _device_batch(
         self,

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.model.records import RecordBlocks
 from engine.schedule.sequence import FinishReason
 from engine.text.grammar import GrammarError, GrammarTokenizer, Matcher
-from engine.wire.messages import Admit
+from engine.wire.messages import Admit, Records
 from engine.wire.sampling import SamplingParams
 
 _MAX_PROMPT_LOGPROBS = 128
@@ -44,6 +45,10 @@ class WorkerRequest:
     """The daemon's reason for dropping it."""
     matcher: Future[Matcher] | None = None
     """Its state in its grammar, once compiled; None: free text."""
+    records: Records | None = None
+    """Its records, as they were admitted; None: its steps keep no recurrent states."""
+    valid_record: int = 0
+    frozen_records: set[int] = field(default_factory=set)
     allowed_ids: torch.Tensor | None = None
     """[num_allowed] int64: the only tokens that may be sampled; None: all may."""
 
@@ -74,6 +79,9 @@ class WorkerRequest:
             max_chunk_tokens=admit.max_chunk_tokens,
             stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             matcher=matcher,
+            records=admit.records,
+            valid_record=0 if admit.records is None else admit.records.valid,
+            frozen_records=set(() if admit.records is None else admit.records.frozen),
             allowed_ids=None if only is None else torch.tensor(only, dtype=torch.int64),
         )
 
@@ -134,6 +142,30 @@ class WorkerRequest:
         """Whether all but its last token are computed, so that the next one follows."""
         return self.num_computed_tokens + 1 == len(self.token_ids)
 
+    @property
+    def next_record(self) -> int:
+        """The place of the record that its next step writes."""
+        assert self.records is not None
+        taken = {self.valid_record, *self.frozen_records}
+        return next(place for place in range(len(self.records.blocks)) if place not in taken)
+
+    @property
+    def record_blocks(self) -> RecordBlocks:
+        """The records that its next step reads and writes."""
+        if self.records is None:
+            return RecordBlocks()
+        blocks = self.records.blocks
+        read = blocks[self.valid_record] if self.num_computed_tokens else ()
+        return RecordBlocks(read, blocks[self.next_record])
+
+    def computed(self, num_new_tokens: int) -> None:
+        """Count the tokens of a step, whose record holds from now on."""
+        self.num_computed_tokens += num_new_tokens
+        if self.records is not None:
+            self.valid_record = self.next_record
+            if self.num_computed_tokens in self.records.snapshots_at:
+                self.frozen_records.add(self.valid_record)
+
     def room(self, block_size: int) -> int:
         """Count the positions after the computed ones that it has blocks for."""
         return len(self.block_table) * block_size - self.num_computed_tokens
@@ -152,6 +184,9 @@ class WorkerRequest:
     def capped(self, num_new_tokens: int) -> int:
         """Limit a step's tokens for prompt log-probabilities, or to spare others' ITL."""
         num_tokens = min(num_new_tokens, self.max_chunk_tokens or num_new_tokens)
+        for border in () if self.records is None else self.records.snapshots_at:
+            if border > self.num_computed_tokens:
+                num_tokens = min(num_tokens, border - self.num_computed_tokens)
         if self.num_prompt_logprobs(num_tokens) > _MAX_PROMPT_LOGPROBS:
             return _MAX_PROMPT_LOGPROBS
         return num_tokens

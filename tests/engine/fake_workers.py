@@ -25,6 +25,8 @@ from engine.wire.messages import (
 from engine.workers.worker_request import WorkerRequest
 
 BLOCK_SIZE = 4
+RECORD = "record"
+"""Where a block has the part of a record that it holds: its place, and the tokens that it is of."""
 
 
 def next_token(token_ids):
@@ -136,7 +138,7 @@ class FakeWorker:
         return True
 
     def copy_block(self, source, target):
-        for offset in range(self.block_size):
+        for offset in (*range(self.block_size), RECORD):
             self.memory[*target, offset] = self.memory.get((*source, offset))
 
     def break_copies(self):
@@ -175,7 +177,9 @@ class FakeWorker:
         start, end = running.num_computed_tokens, running.num_computed_tokens + num_new_tokens
         for position in range(start, end):
             self.write(running, position)
-        running.num_computed_tokens = end
+        if running.records is not None:
+            self.turn_record(running, end)
+        running.computed(num_new_tokens)
         token_ids, reason = [], None
         while running.num_computed_tokens == running.num_tokens:
             token_ids.append(self.next_token(self.read(running)))
@@ -192,6 +196,21 @@ class FakeWorker:
         assert self.may_write(self.pool, block_id), "a step writes what others can find"
         place = (self.pool, block_id, position % self.block_size)
         self.memory[place] = running.token_ids[position]
+        if running.records is not None:
+            self.memory.pop((self.pool, block_id, RECORD), None)
+
+    def turn_record(self, running, end):
+        """Read the record of all earlier tokens, write that of those up to `end` elsewhere."""
+        blocks = running.record_blocks
+        for place, block_id in enumerate(blocks.read):
+            before = (place, running.token_ids[: running.num_computed_tokens])
+            assert self.memory[self.pool, block_id, RECORD] == before
+        assert not set(blocks.read) & set(blocks.written)
+        for place, block_id in enumerate(blocks.written):
+            assert self.may_write(self.pool, block_id), "a record that others can find is written"
+            for offset in range(self.block_size):
+                self.memory.pop((self.pool, block_id, offset), None)
+            self.memory[self.pool, block_id, RECORD] = (place, running.token_ids[:end])
 
     def read(self, running):
         """The tokens that its context is of, as its blocks have them."""
@@ -221,4 +240,5 @@ class FakeWorker:
             count,
             running.admitted_ns,
             is_decoding,
+            valid_record=running.valid_record,
         )

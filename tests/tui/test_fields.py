@@ -67,6 +67,7 @@ def rich() -> Frame:
     way = WayFrame("deflected", "decode", True, False, 256, 14, 3, 2, 1.7, False)
     for pool in frame.pools:
         pool.holders = [HolderFrame("ann", 14)]
+        pool.record_blocks, pool.records, pool.snapshots = 51, 4, 9
     return msgspec.structs.replace(
         frame,
         totals=msgspec.structs.replace(

@@ -145,6 +145,10 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("free", "empty blocks"),
             Entry("owners, largest requests", "users with the most blocks, and their requests"),
             Entry("hit rate", "share of prompt tokens or blocks that were found in a cache"),
+            Entry(
+                "states",
+                "what recurrent layers know; prompts can go on from a snapshot of them",
+            ),
             Entry("hashing took", "time spent on finding cached blocks"),
             Entry(
                 "evicted, fetched", "cached blocks dropped for room; tokens copied between pools"

@@ -94,6 +94,7 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
         ],
     )
     for pool in frame.pools:
+        lines += _records(pool, width)
         items = [
             (f"{pool.name}: {holder.user}", f"{fig.count(holder.num_blocks)} blocks")
             for holder in pool.holders
@@ -101,6 +102,15 @@ def _prefix_cache(frame: Frame, width: int) -> list[Line]:
         lines += facts(width, items[:_MAX_OWNERS])
     has_some = any(pool.holders for pool in frame.pools)
     return lines if has_some else [*lines, [Run("no cached blocks", Tone.MUTED)]]
+
+
+def _records(pool: PoolFrame, width: int) -> list[Line]:
+    """Count a pool's records of recurrent states, where the model keeps some."""
+    if not pool.record_blocks:
+        return []
+    counts = f"{fig.count(pool.records)} running, {fig.count(pool.snapshots)} snapshots"
+    each = f"{fig.count(pool.record_blocks)} blocks each"
+    return facts(width, [(f"{pool.name}: states", counts), ("a state takes", each)])
 
 
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:

@@ -155,7 +155,7 @@ async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, mo
     folder = tmp_path / "kv"
     config = SimpleNamespace(ssd_folder=folder, ssd_dir=None, ssd_cache=64 << 20, log_keep_days=1)
     cache = ssd_cache.SsdCache(config, lambda _, code, about: seen.update({code: cache.frame()}))
-    placement = SimpleNamespace(block_bytes=4096)
+    placement = SimpleNamespace(block_bytes=4096, record_blocks=0)
     plan = SimpleNamespace(
         model_id="m", dtype="x", workers=[], arena=None, num_staging=0, placement=placement
     )

@@ -19,8 +19,10 @@ from appliance.fleet.placement import (
     place,
     split_cores,
 )
+from engine.cache.blocks import MIN_RECORDS
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
+from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,20 @@ def test_too_little_kv_memory_is_a_config_error_that_says_how_much_is_enough(che
         plan(checkpoint, transport=transport, kv_memory_bytes=1)
     enough = parse_bytes(refused.value.hint.split()[3])
     assert plan(checkpoint, transport=transport, kv_memory_bytes=enough).max_model_len >= BLOCK_SIZE
+
+
+@pytest.mark.parametrize("transport", ["alias", "shm"])
+def test_memory_for_less_than_a_sequences_states_is_refused_before_anything_loads(
+    tmp_path, transport
+):
+    hybrid = Checkpoint.open(make_checkpoint(tmp_path, "qwen3_5_text", linear_key_head_dim=256))
+    placement = plan(hybrid)
+    states = MIN_RECORDS * placement.record_blocks * placement.block_bytes
+    assert placement.record_blocks > 1
+    with pytest.raises(ConfigError, match="recurrent states") as refused:
+        plan(hybrid, transport=transport, kv_memory_bytes=states)
+    enough = parse_bytes(refused.value.hint.split()[3])
+    assert plan(hybrid, transport=transport, kv_memory_bytes=enough).max_model_len >= BLOCK_SIZE
 
 
 def test_more_kv_memory_than_there_is_is_refused(checkpoint):

@@ -28,6 +28,7 @@ from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.measurer import ALONE
 from tests.appliance.inventories import machines
 from tests.appliance.large_model import make_large
+from tests.checkpoints import make_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TORCH, MACHINE = "2.11.0+cu130", Machine((2, 11), {"flash_attn": "no flash_attn"})
@@ -317,6 +318,20 @@ def test_kv_as_codes_of_a_byte_is_refused_on_gpus_and_placed_on_cores_beside_the
     assert "--devices cpu" in refused.value.hint
     on_cores = placed(models["1b"], machine, kv_dtype="int8", devices="cpu").placement
     assert on_cores.block_bytes == models["1b"].config.kv_block_bytes(64, "int8")
+
+
+def test_gated_delta_nets_are_placed_on_cores_beside_gpus(
+    tmp_path: Path, inventory_of: Any
+) -> None:
+    hybrid = Checkpoint.open(make_checkpoint(tmp_path / "model", "qwen3_5_text"))
+    machine = inventory_of("2xh100-nvlink")
+    automatic = placed(hybrid, machine)
+    assert all(worker.gpu is None for worker in automatic.placement.workers)
+    assert "not used" in (automatic.about or "")
+    for settings in ({"devices": "gpu0"}, {"place": "prefill=cuda:0 decode=cuda:1"}):
+        with pytest.raises(ConfigError) as refused:
+            placed(hybrid, machine, **settings)
+        assert "--devices cpu" in refused.value.hint
 
 
 def test_a_dtype_that_cores_have_no_kernels_for_is_not_mixed(

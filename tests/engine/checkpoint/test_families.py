@@ -1,13 +1,15 @@
 """The table of families agrees with transformers' config classes, key by key."""
 
+import itertools
 import json
 
 import pytest
 from transformers import AutoConfig
 
+from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.families import FAMILY_BY_NAME
 from engine.checkpoint.model_config import ModelConfig
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FAMILIES, GATED_DELTA_NETS
 
 GEMMAS_4 = ("gemma4_text", "gemma4_unified_text")
 
@@ -58,6 +60,13 @@ EVERY_KEY = {
     "vocab_size_per_layer_input": 270000,
     "num_kv_shared_layers": 6,
     "use_double_wide_mlp": True,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 28,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 48,
+    "full_attention_interval": 5,
+    "shared_expert_intermediate_size": 88,
 }
 
 
@@ -80,13 +89,16 @@ def as_transformers_reads(keys):
         is_rotated = [kind == "sliding_attention" for kind in kinds]
     thetas = oracle.rope_parameters
     if "rope_theta" in thetas:
-        thetas = {"sliding_attention": thetas, "full_attention": thetas}
+        thetas = dict.fromkeys(("sliding_attention", "full_attention", "linear_attention"), thetas)
     eos = oracle.eos_token_id
     head_dim = getattr(oracle, "head_dim", None)
     head_dim = head_dim or oracle.hidden_size // oracle.num_attention_heads
     scale = getattr(oracle, "query_pre_attn_scalar", head_dim) ** -0.5
     heads = [(oracle.num_key_value_heads, head_dim)] * num_layers
     kv_layers = tuple(range(num_layers))
+    if oracle.model_type in GATED_DELTA_NETS:
+        places = itertools.count()
+        kv_layers = tuple(next(places) if k == "full_attention" else None for k in kinds)
     if is_gemma4:
         kv_layers = kv_layers_of(oracle)
         scale = 1.0  # its attention says so
@@ -105,7 +117,8 @@ def as_transformers_reads(keys):
     return {
         "vocab_size": oracle.vocab_size,
         "hidden_size": oracle.hidden_size,
-        "intermediate_size": oracle.intermediate_size,
+        # without dense layers it is of no use
+        "intermediate_size": getattr(oracle, "intermediate_size", 5632),
         "is_double_wide": getattr(oracle, "use_double_wide_mlp", False),
         "layer_inputs": layer_inputs_of(oracle),
         "kv_layers": kv_layers,
@@ -136,7 +149,22 @@ def as_transformers_reads(keys):
             for kind, rotated in zip(kinds, is_rotated, strict=True)
         ],
         "experts": experts_of(oracle),
+        "delta": delta_of(oracle),
     }
+
+
+def delta_of(oracle):
+    """Heads, their sizes, the convolution and the layers of the oracle's Gated DeltaNet."""
+    if oracle.model_type not in GATED_DELTA_NETS:
+        return None
+    return GatedDeltaConfig(
+        oracle.linear_num_key_heads,
+        oracle.linear_num_value_heads,
+        oracle.linear_key_head_dim,
+        oracle.linear_value_head_dim,
+        oracle.linear_conv_kernel_dim,
+        frozenset(i for i, k in enumerate(oracle.layer_types) if k == "linear_attention"),
+    )
 
 
 def kv_layers_of(oracle):
@@ -166,9 +194,9 @@ def experts_of(oracle):
         return None
     step, dense = getattr(oracle, "decoder_sparse_step", 1), getattr(oracle, "mlp_only_layers", [])
     return (
-        oracle.num_local_experts,
+        getattr(oracle, "num_local_experts", None) or oracle.num_experts,
         oracle.num_experts_per_tok,
-        getattr(oracle, "moe_intermediate_size", oracle.intermediate_size),
+        getattr(oracle, "moe_intermediate_size", None) or oracle.intermediate_size,
         getattr(oracle, "norm_topk_prob", True),
         {n for n in range(oracle.num_hidden_layers) if (n + 1) % step == 0 and n not in dense},
     )
@@ -265,6 +293,9 @@ def test_biases_and_norms_follow_the_family(tmp_path):
         "ministral3": (False, False, False, None),
         "gemma4_text": (True, True, False, "head"),
         "gemma4_unified_text": (True, True, False, "head"),
+        "qwen3_next": (True, True, False, "head"),
+        "qwen3_5_text": (True, True, False, "head"),
+        "qwen3_5_moe_text": (True, True, False, "head"),
     }
 
 
@@ -463,4 +494,5 @@ def test_configs_as_they_are_published_mean_what_transformers_reads(tmp_path, na
 def test_every_family_of_the_table_is_tested():
     # tested as parts of one that sees, or by rows of their own
     seeing = {"gemma3", "gemma4", "gemma4_unified", "mistral3", "muse_glimmer"}
+    seeing |= {"qwen3_5", "qwen3_5_moe"}
     assert set(FAMILY_BY_NAME) == {*FAMILIES, *seeing}

@@ -238,7 +238,20 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         ({"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}, "PhiMoE"),
         ({"architectures": ["Phi3SmallForCausalLM"]}, "Phi3Small"),
         ({"architectures": ["Phi4MMForCausalLM"]}, "Phi4MM"),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3Next"),
+        ({"architectures": ["Qwen4NextForCausalLM"]}, "Qwen4Next"),
+        (
+            {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["mamba"] * 2},
+            "which is 'mamba'",
+        ),
+        (
+            {
+                "model_type": "qwen3_next",
+                "num_hidden_layers": 2,
+                "layer_types": ["linear_attention"] * 2,
+            },
+            "with full_attention",
+        ),
+        ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, "a multiple of 16"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2Moe"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
@@ -342,9 +355,6 @@ def test_muse_glimmers_config_is_read_as_transformers_writes_it(tmp_path):
 AS_PUBLISHED = {
     "Gemma3nForConditionalGeneration": "four streams",
     "Llama4ForConditionalGeneration": "chunks",
-    "Qwen3NextForCausalLM": "a state",
-    "Qwen3_5ForConditionalGeneration": "a state",
-    "Qwen3_5MoeForConditionalGeneration": "a state",
     "DeepseekV3ForCausalLM": "compressed",
     "Glm4MoeForCausalLM": "sigmoid",
     "Glm4MoeLiteForCausalLM": "compressed",
@@ -359,7 +369,7 @@ def test_a_known_architecture_is_refused_with_the_reason(tmp_path, name):
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "qwen3_5_text", "qwen3next", "qwen35moe"])
+@pytest.mark.parametrize("name", ["gemma3n_text", "qwen3next", "qwen35", "qwen35moe"])
 def test_names_of_config_and_gguf_have_the_same_reason(name):
     assert reason(name) is not None
 

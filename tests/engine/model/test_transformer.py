@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.checkpoint.model_config import ModelConfig
 from engine.model.attention import StepBatch
+from engine.model.delta import delta_rule
 from engine.model.layers import rope_frequencies
+from engine.model.records import RecordBlocks
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from tests.checkpoints import (
@@ -138,9 +140,23 @@ class Pool:
         self.kv = torch.randn(num_blocks, *shape, generator=generator).to(model.dtype)
         self.block_size = block_size
         self._free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._record_blocks = config.record_blocks(block_size, dtype)
+        self._records = {}
+        """By a table's first block: the record before the next step, and the other."""
 
     def table(self, num_tokens):
         return [self._free.pop() for _ in range(-(-num_tokens // self.block_size))]
+
+    def _turned(self, start, table):
+        """Turn a sequence's two records: what the last step wrote, this one reads."""
+        size = self._record_blocks
+        if not size:
+            return RecordBlocks()
+        new = lambda: [self._free.pop() for _ in range(size)]  # noqa: E731
+        written, read = self._records.get(table[0]) or (new(), new())
+        self._records[table[0]] = (read, written)
+        return RecordBlocks(written if start else (), read)
 
     def step(self, parts):
         """Run (token ids, first position, block table) parts; logits of every new token."""
@@ -160,6 +176,7 @@ class Pool:
             seq_lens=[start + len(ids) for ids, start, _ in parts],
             block_tables=[table for _, _, table in parts],
             logit_rows=range(len(positions)),
+            records=[self._turned(start, table) for _, start, table in parts],
         )
         return self.model.forward(batch, self.kv)
 
@@ -410,3 +427,84 @@ def test_long_rope_tables_match_short_ones(tmp_path):
     pool.step([(ids[:30], 0, table)])
     logits = pool.step([(ids[30:], 30, table)])
     assert_same_predictions(logits[-5:], oracle_logits(oracle, ids)[-5:])
+
+
+# --------------------------------------------------------------------------------------------------
+# Gated DeltaNet: how its checkpoints are written, and how its states are made.
+
+
+def nested(folder, family):
+    """Write a text checkpoint as a part of one that sees, its experts stacked, as published."""
+    keys = json.loads((folder / "config.json").read_text())
+    name = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}[family]
+    outer = {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": family.removesuffix("_text"),
+        "text_config": keys,
+        "tie_word_embeddings": keys.pop("tie_word_embeddings"),
+    }
+    keys.pop("architectures")
+    (folder / "config.json").write_text(json.dumps(outer))
+    tensors, experts = {}, {}
+    for tensor, values in load_file(folder / "model.safetensors").items():
+        moved = tensor.replace("model.", "model.language_model.", 1)
+        if ".experts." in moved and moved.count(".") > 7:
+            block, part = moved.split(".experts.")
+            number, matrix = part.split(".")[:2]
+            experts.setdefault(block, {}).setdefault(matrix, {})[int(number)] = values
+        else:
+            tensors[moved] = values.contiguous()
+    for block, matrices in experts.items():
+        gate, up, down = (
+            torch.stack([matrices[kind][i] for i in sorted(matrices[kind])])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"{block}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        tensors[f"{block}.experts.down_proj"] = down
+    tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_gated_delta_net_within_a_model_that_sees(tmp_path, family):
+    folder = make_checkpoint(tmp_path, family)
+    oracle = load_oracle(folder)
+    nested(folder, family)
+    model, generator = load(folder), torch.Generator().manual_seed(1)
+    pool, ids = Pool(model, 16, generator), random_ids(generator, 70)
+    assert_same_predictions(pool.step([(ids, 0, pool.table(70))]), oracle_logits(oracle, ids))
+
+
+def test_chunks_that_end_with_blocks_repeat_what_the_whole_prompt_does(tmp_path):
+    model = load(make_checkpoint(tmp_path, "qwen3_5_text"))
+    generator = torch.Generator().manual_seed(2)
+    delta = model.config.delta
+    shape = (delta.num_value_heads, 200)
+    q, k = (torch.randn(*shape, delta.key_dim, generator=generator) / 4 for _ in range(2))
+    v = torch.randn(*shape, delta.value_dim, generator=generator)
+    decay = -torch.rand(200, shape[0], generator=generator)
+    beta = torch.rand(200, shape[0], generator=generator)
+    state = torch.zeros(shape[0], delta.key_dim, delta.value_dim)
+    whole, last = delta_rule(q, k, v, decay, beta, state, 0)
+    for first, end in ((0, 128), (128, 192), (192, 200)):
+        part = slice(first, end)
+        heads = (q[:, part], k[:, part], v[:, part])
+        made, state = delta_rule(*heads, decay[part], beta[part], state, first)
+        assert torch.equal(made, whole[part])
+    assert torch.equal(state, last)
+    state = torch.zeros_like(last)
+    for at in range(200):  # one by one, as decoding goes
+        heads = (q[:, [at]], k[:, [at]], v[:, [at]])
+        made, state = delta_rule(*heads, decay[[at]], beta[[at]], state, at)
+        torch.testing.assert_close(made, whole[[at]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gated_delta_net_in_half_precision_is_as_near_to_float32_as_the_oracle(tmp_path, dtype):
+    folder = make_checkpoint(tmp_path, "qwen3_5_text", dtype)
+    model, oracle = load(folder, dtype), load_oracle(folder, dtype)
+    generator = torch.Generator().manual_seed(4)
+    pool, ids = Pool(model, 16, generator), random_ids(generator, 90)
+    logits, theirs = pool.step([(ids, 0, pool.table(90))]), oracle_logits(oracle, ids)
+    exact = oracle_logits(load_oracle(folder), ids)
+    assert (logits - exact).square().mean() < 1.2 * (theirs - exact).square().mean()

@@ -1,0 +1,205 @@
+"""Compute a Gated DeltaNet layer: a convolution, then states that every token decays and corrects.
+
+A layer keeps of all earlier tokens one state [key_dim, value_dim] per value head, and the last
+inputs of its convolution. Prompts are computed in chunks that end where blocks do: going on from a
+block's end then repeats what computing the whole prompt does. A single token has its own form.
+
+Owns: the arithmetic of the layer, float32 whatever the model's dtype.
+Invariant: a sequence's results depend on no other sequence of the step.
+Never: keeps anything after a step; chooses a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its name everywhere
+
+from engine.checkpoint.delta_config import GatedDeltaConfig
+from engine.checkpoint.model_config import ModelConfig
+from engine.model.linear import Linears
+from engine.model.weight import Weight
+
+CHUNK_TOKENS = 64
+_NORM_EPS = 1e-6
+"""Of queries and keys."""
+
+
+class GatedDelta:
+    """A layer that reads and writes its part of each sequence's record."""
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Weight], layer: int, linears: Linears
+    ) -> None:
+        assert config.delta is not None
+        self._config, self._eps = config.delta, config.rms_norm_eps
+        self._number = sorted(config.delta.layers).index(layer)
+        """Its place among the layers that keep a state."""
+        prefix = f"{config.family.prefix}model.layers.{layer}.linear_attn."
+        names = config.family.delta_projections
+        self._is_fused = len(names) == 2
+        """Rows of the projections are grouped by key head."""
+        self._project = [linears.make(weights, [prefix + name], is_kept=True) for name in names]
+        self._output = linears.make(weights, [f"{prefix}out_proj"])
+        conv = weights[f"{prefix}conv1d.weight"].values.float()
+        self._conv = conv[:, 0].t().contiguous()
+        """[conv_size, conv_width]."""
+        self._decay = -weights[f"{prefix}A_log"].values.float().exp()
+        self._step_bias = weights[f"{prefix}dt_bias"].values.float()
+        self._norm = weights[f"{prefix}norm.weight"].values.float()
+
+    def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        """Return what a step's tokens [num_tokens, hidden_size] become."""
+        config, records, number = self._config, step.records, self._number
+        qkv, z, b, a = self._projected(x)
+        decay = self._decay * F.softplus(a.float() + self._step_bias)
+        beta = b.float().sigmoid()
+        heads, row = torch.empty(len(x), config.num_value_heads, config.value_dim), 0
+        for index, (count, end) in enumerate(records.lengths):
+            rows = slice(row, row + count)
+            tail, state = records.read(index, number)
+            mixed, tail = convolve(qkv[rows].float(), self._conv, tail)
+            q, k, v = split_heads(mixed, config)
+            heads[rows], state = delta_rule(q, k, v, decay[rows], beta[rows], state, end - count)
+            records.write(index, number, tail, state)
+            row += count
+        scale = heads.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
+        normed = heads.mul_(scale).mul_(self._norm).mul_(F.silu(z.float().view_as(heads)))
+        return self._output(normed.view(len(x), -1).to(x.dtype))
+
+    def _projected(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project tokens to queries, keys and values side by side, output gates, beta and steps."""
+        made = [project(x) for project in self._project]
+        if not self._is_fused:
+            qkv, z, b, a = made
+            return qkv, z, b, a
+        config = self._config
+        ratio = config.num_value_heads // config.num_key_heads
+        inner = ratio * config.value_dim
+        by_head, gates = (part.view(len(x), config.num_key_heads, -1) for part in made)
+        q, k, v, z = torch.split(by_head, [config.key_dim, config.key_dim, inner, inner], -1)
+        b, a = torch.split(gates, ratio, -1)
+        q, k, v, z, b, a = (part.reshape(len(x), -1) for part in (q, k, v, z, b, a))
+        return torch.cat((q, k, v), -1), z, b, a
+
+
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve each channel over its newest tokens, then apply SiLU.
+
+    Args:
+        x: [num_tokens, width].
+        weight: [conv_size, width].
+        tail: the inputs before x, [conv_size - 1, width].
+
+    Returns:
+        [num_tokens, width], and the tail for what comes next.
+    """
+    inputs, num_tokens = torch.cat((tail, x)), len(x)
+    mixed = inputs[:num_tokens] * weight[0]
+    for place in range(1, len(weight)):
+        mixed.addcmul_(inputs[place : place + num_tokens], weight[place])
+    return F.silu(mixed), inputs[num_tokens:]
+
+
+def split_heads(
+    mixed: torch.Tensor, config: GatedDeltaConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split [num_tokens, conv_width] into heads, normed, with a query and a key per value head.
+
+    Returns:
+        q, k [num_value_heads, num_tokens, key_dim] and v [num_value_heads, num_tokens, value_dim].
+    """
+    parts = torch.split(mixed, [config.all_keys, config.all_keys, config.all_values], -1)
+    sizes = (config.num_key_heads, config.num_key_heads, config.num_value_heads)
+    q, k, v = (
+        part.view(len(mixed), size, -1).transpose(0, 1)
+        for part, size in zip(parts, sizes, strict=True)
+    )
+    ratio = config.num_value_heads // config.num_key_heads
+    q, k = (_unit(part).repeat_interleave(ratio, 0) for part in (q, k))
+    return q.mul_(config.key_dim**-0.5), k, v
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * x.square().sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    start: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a sequence's new tokens through a layer's states.
+
+    Args:
+        q: [num_heads, num_tokens, key_dim], as k; v: [num_heads, num_tokens, value_dim].
+        k: see q.
+        v: see q.
+        decay: logarithms of what states are multiplied by, [num_tokens, num_heads].
+        beta: how much of the difference is written, [num_tokens, num_heads].
+        state: [num_heads, key_dim, value_dim], which is not changed.
+        start: position of the first token; chunks end at multiples of CHUNK_TOKENS.
+
+    Returns:
+        outputs [num_tokens, num_heads, value_dim], and the states after the last token.
+    """
+    if q.shape[1] == 1:
+        output, state = _one_token(q[:, 0], k[:, 0], v[:, 0], decay[0], beta[0], state)
+        return output[None], state
+    outputs, first, num_tokens = [], 0, q.shape[1]
+    decay, beta = decay.t(), beta.t()
+    while first < num_tokens:
+        end = min(first + CHUNK_TOKENS - (start + first) % CHUNK_TOKENS, num_tokens)
+        part = slice(first, end)
+        inputs = (q[:, part], k[:, part], v[:, part], decay[:, part], beta[:, part])
+        output, state = _chunk(*inputs, state)
+        outputs.append(output)
+        first = end
+    return torch.cat(outputs, 1).transpose(0, 1), state
+
+
+def _one_token(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = state * decay.exp()[:, None, None]
+    held = torch.bmm(k[:, None], state)[:, 0]
+    change = (v - held) * beta[:, None]
+    state = state.addcmul_(k[:, :, None], change[:, None])
+    return torch.bmm(q[:, None], state)[:, 0], state
+
+
+def _chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply the rule to a chunk's tokens at once, each correcting what those before it wrote."""
+    total = decay.cumsum(1)
+    between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()
+    k_beta = k * beta[..., None]
+    overlap = torch.bmm(k_beta, k.transpose(1, 2)).mul_(between)
+    # each token's change, less what the chunk's earlier tokens have changed; unit lower triangular
+    wanted = v * beta[..., None] - torch.bmm(k_beta * total.exp()[..., None], state)
+    changes = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(between)
+    output = torch.bmm(q * total.exp()[..., None], state).baddbmm_(scores, changes)
+    left = (total[:, -1:] - total).exp()
+    state = state * total[:, -1].exp()[:, None, None]
+    return output, state.baddbmm_((k * left[..., None]).transpose(1, 2), changes)

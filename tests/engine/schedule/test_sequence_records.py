@@ -1,0 +1,121 @@
+"""Records of recurrent states: two per sequence, snapshots that others go on from, nothing lost."""
+
+import random
+
+import pytest
+
+from engine.cache.blocks import MIN_RECORDS
+from engine.errors import RequestError
+from engine.wire.messages import Admit
+from tests.engine.fake_workers import BLOCK_SIZE
+from tests.engine.schedule.harness import World, next_turn, walk
+
+HOST_ARMS = (
+    *("alias", "colocated", "elastic", "peer", "shm"),
+    *("elastic peer", "elastic shm", "2x2 elastic", "2x1 peer", "1x2 shm", "2x2 peer"),
+)
+RECORD_BLOCKS = 3
+
+
+def world_of(arm, **options):
+    return World(arm, **{"num_blocks": 97, "record_blocks": RECORD_BLOCKS} | options)
+
+
+@pytest.mark.parametrize("arm", HOST_ARMS)
+def test_walks_lose_no_record(arm):
+    """Requests, preemption, deaths, broken copies and hits in any order; each read is checked."""
+    num_blocks = 65 if " " in arm or arm in ("peer", "shm") else 49
+    for seed in range(2):
+        world = world_of(arm, num_blocks=num_blocks)
+        walk(world, random.Random(seed))
+
+
+def test_walks_meet_every_case():
+    """The walks are no use unless snapshots are found, and sequences preempted and recovered."""
+    world = world_of("alias", num_blocks=49)
+    walk(world, random.Random(0))
+    counters = world.router.counters
+    assert counters.prefix_cache_hits
+    assert counters.preemptions
+    assert counters.recovered_sequences
+
+
+@pytest.mark.parametrize("arm", ["alias", "peer", "shm", "2x1 peer"])
+def test_a_second_turn_goes_on_from_the_snapshot_of_the_first(arm):
+    world = world_of(arm)
+    first = world.sequence(30, 9)
+    world.finish(first)
+    second = next_turn(world, first)
+    world.finish(second)
+    border = (first.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert second.num_cached_tokens == border
+    assert world.scheduled[second.seq_id] == second.num_tokens - 1 - border
+
+
+def test_a_third_prompt_goes_on_from_where_the_second_branched_off():
+    world = world_of("alias")
+    common = list(range(100, 130))
+    for number, cached in enumerate((0, 0, 28)):
+        sequence = world.sequence(prompt=[*common, *range(500 + 50 * number, 540 + 50 * number)])
+        world.finish(sequence)
+        assert sequence.num_cached_tokens == cached
+
+
+def test_a_prompt_within_one_block_leaves_no_snapshot():
+    world = world_of("alias")
+    world.finish(world.sequence(BLOCK_SIZE))
+    assert not world.ledger.pools[world.topology.workers[0].pool].index.snapshots
+
+
+def test_a_decoding_sequence_keeps_two_records():
+    world = world_of("alias")
+    sequence = world.sequence(20, 30)
+    world.submit(sequence)
+    for _ in range(12):
+        world.tick()
+    assert sequence.num_output_tokens > 1
+    records = world.ledger.records(sequence.seq_id, world.topology.workers[0].pool)
+    assert sum(bool(record) for record in records) == MIN_RECORDS
+
+
+def test_a_death_between_steps_goes_on_from_the_reported_record():
+    world = world_of("alias")
+    sequence = world.sequence(20, 12)
+    world.submit(sequence)
+    while sequence.num_output_tokens < 4:
+        world.tick()
+    computed = sequence.num_computed_tokens
+    world.kill("decode")
+    world.revive("decode")
+    admits = [c for w in world.workers.values() for c in w.inbox if isinstance(c, Admit)]
+    assert [admit.num_computed_tokens for admit in admits] == [computed]
+    assert admits[0].records.valid == sequence.valid_record
+    world.run()
+    assert world.scheduled[sequence.seq_id] == sequence.num_tokens - 1
+
+
+def test_snapshots_take_at_most_their_share():
+    world = world_of("alias", num_blocks=61)
+    for _ in range(9):
+        world.finish(world.sequence(20))
+    pool = world.ledger.pools[world.topology.workers[0].pool]
+    assert len(pool.index.snapshots) == pool.capacity // 4 // RECORD_BLOCKS
+
+
+def test_a_request_that_fits_only_without_its_records_is_refused():
+    world = world_of("alias", num_blocks=21)
+    room = (20 - MIN_RECORDS * RECORD_BLOCKS) * BLOCK_SIZE
+    world.finish(world.sequence(room - 5, 5))
+    with pytest.raises(RequestError, match="KV blocks"):
+        world.submit(world.sequence(room - 4, 5))
+
+
+def test_a_snapshot_goes_whole():
+    world = world_of("alias", num_blocks=40)
+    world.finish(world.sequence(20))
+    pool = world.ledger.pools[world.topology.workers[0].pool]
+    (record,) = pool.index.snapshots.values()
+    pool.forget(record[-1])
+    assert not pool.index.snapshots
+    assert not any(block in pool.index for block in record)
+    world.router.check_invariants()
