@@ -280,6 +280,7 @@ def test_units_are_those_of_the_names():
         slo_ttft_ms=500,
         alerts=[AlertFrame("kv.occupancy", "error", "full", "T", "kv")],
     )
+    frame.pools[0].record_blocks, frame.pools[0].records, frame.pools[0].snapshots = 51, 4, 9
     samples = scraped(frame)
 
     def value(name, **labels):
@@ -293,6 +294,8 @@ def test_units_are_those_of_the_names():
     assert value("penstock_handoff_probe_bytes_per_second") == 2e9
     assert value("penstock_worker_last_step_age_seconds", worker="decode") == 0.25
     assert value("penstock_kv_bytes", pool="kv", state="active") == 24 * (2 << 20)
+    assert value("penstock_kv_records", pool="kv", kind="running") == 4
+    assert value("penstock_kv_records", pool="kv", kind="snapshot") == 9
     assert value("penstock_slo_target_seconds", target="ttft") == 0.5
     assert value("penstock_slo_attainment_ratio", target="ttft") == 0.97
     assert value("penstock_alert", code="kv.occupancy", severity="error", subject="kv") == 1

@@ -59,6 +59,16 @@ def test_verdicts(tmp_path: Path, name: str, place: fits.ServingPlace, verdict: 
     assert row["verdict"].startswith(verdict)
 
 
+def test_recurrent_states_count_once_whatever_the_length(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    wanted = fits.need_of(ModelConfig.from_folder(tmp_path))
+    tail, state = 3 * (2 * 16 * 128 + 32 * 128), 32 * 128 * 128
+    assert wanted.state_bytes == 2 * 24 * (tail + state) * 4
+    assert wanted.kv_bytes_per_token == 8 * 2 * 4 * 256 * 2
+    rows = fits.kv_rows(wanted)
+    assert rows["4,096 tokens"] == 4096 * wanted.kv_bytes_per_token + wanted.state_bytes
+
+
 def test_a_quantised_file_that_would_fit_is_named(tmp_path: Path) -> None:
     eight = need(tmp_path, "Qwen/Qwen3-8B")
     box = fits.ServingPlace("box", 13 * GIB // 2, is_gpu=False)
