@@ -59,6 +59,8 @@ def test_a_third_prompt_goes_on_from_where_the_second_branched_off():
         sequence = world.sequence(prompt=[*common, *range(500 + 50 * number, 540 + 50 * number)])
         world.finish(sequence)
         assert sequence.num_cached_tokens == cached
+        if number == 1:
+            assert sequence.cache_miss.reason == "token 0: no snapshot"
 
 
 def test_a_prompt_within_one_block_leaves_no_snapshot():
