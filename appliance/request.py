@@ -17,6 +17,7 @@ from types import MappingProxyType
 from appliance.formats.tool_format import PLAIN, OutputFormat
 from appliance.models.facts import ModelFacts
 from engine.errors import RequestError
+from engine.schedule.draft_counts import DraftCounts
 from engine.schedule.sequence import FinishReason, Sequence
 from engine.wire.sampling import TokenLogprob
 
@@ -210,6 +211,11 @@ class Request:
     def miss_usage(self) -> dict[str, str]:
         """Put the same into a reply's usage; empty where nothing was missed."""
         return {} if self.cache_miss is None else {"cache_miss": self.cache_miss}
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """What speculation has guessed for all its sequences."""
+        return sum((one.drafts for one in self.sequences), DraftCounts())
 
     @property
     def computed_tokens(self) -> int:

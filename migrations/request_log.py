@@ -350,3 +350,15 @@ def m013_cache_miss(db: Database) -> None:
         _WITH_LEGS.replace("max_tokens,", "max_tokens, output_offset, changes, cache_miss,"),
     ):
         db.conn.execute(statement)
+
+
+@migration()
+def m014_speculation(db: Database) -> None:
+    """Keep a request's tokens per step, and how many of its guessed tokens were right."""
+    columns = "max_tokens, output_offset, changes, cache_miss, speculation,"
+    for statement in (
+        "DROP VIEW v_requests",
+        "ALTER TABLE requests ADD COLUMN speculation TEXT",
+        _WITH_LEGS.replace("max_tokens,", columns),
+    ):
+        db.conn.execute(statement)

@@ -40,13 +40,14 @@ _KEPT = (
 _KEPT_OF_ENDED = (
     "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
     "restore_reason", "workers", "links", "changes", "cache_miss",
-    "prefill_j", "decode_j", "cancelled_by",
+    "speculation", "prefill_j", "decode_j", "cancelled_by",
 )  # fmt: skip
 
 _ADDED = {
     "preemptions": 0, "paused_us": None, "cached_tokens": None,
     "restored_us": None, "restored_tokens": 0, "restore_reason": None,
     "workers": None, "links": None, "changes": None, "cache_miss": None,
+    "speculation": None,
 }  # fmt: skip
 """Columns missing in recordings of earlier releases, with their defaults."""
 

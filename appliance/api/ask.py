@@ -150,6 +150,8 @@ class Ask:
     """Number of last prompt tokens to keep; -1: as many as leave room for the output."""
     cache_salt: str | None = None
     """Only prompts with the same one share what is cached."""
+    prediction: str | None = None
+    """The output that the client expects."""
     drops_oldest: bool = False
     """Where a chat does not fit, its oldest turns are left out until it does."""
     ignored: tuple[str, ...]

@@ -120,6 +120,7 @@ def ask_of_chat(body: ChatRequest, model: ModelInfo, ignored: tuple[str, ...] = 
         (body.top_logprobs or 0) if body.logprobs else None,
         chat=read_chat(body),
         prompts=[],
+        prediction=None if body.prediction is None else body.prediction.text,
         **_max_tokens(body, model.default_max_tokens),
         is_echo=bool(body.echo),
         ignored=ignored,

@@ -290,6 +290,18 @@ class ChosenTools(Struct, tag_field="type", tag="allowed_tools"):
 ToolMode = Literal["none", "auto", "required"]
 
 
+class Prediction(Struct):
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """Join the parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatRequest(Generated, kw_only=True):
     messages: ChatMessages
     tools: (
@@ -308,3 +320,4 @@ class ChatRequest(Generated, kw_only=True):
     max_completion_tokens: LimitOrRoom | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    prediction: Prediction | None = None

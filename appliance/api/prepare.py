@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from starlette.requests import Request as HttpRequest
 
@@ -68,9 +69,10 @@ def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
     bad_words = _bad_words(ask, tokenizer, model)
     scope = None if hasher is None else hasher.scope(ask.cache_salt, user)
     prefixes = [None if hasher is None else hasher.chain(one, scope) for one in ids]
+    predicted = _predicted(ask, tokenizer, model)
     sampling = partial(ask.sampling, grammar=grammar, bad_words=bad_words)
     specs = [
-        RunSpec(sampling(len(one), model.max_model_len, choice=choice), scope, user)
+        RunSpec(sampling(len(one), model.max_model_len, choice=choice), scope, user, predicted)
         for one in ids
         for choice in range(ask.num_choices)
     ]
@@ -199,6 +201,15 @@ def _infilled(prompt: str | list[int], suffix: str, tokenizer: Tokenizer) -> str
     if not isinstance(prompt, str):
         raise invalid_value("suffix", "needs prompts that are texts")
     return infill.prompt(prompt, suffix)
+
+
+def _predicted(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> list[int]:
+    """Tokenize the output that a client expects, up to a token that the model does not have."""
+    if ask.prediction is None:
+        return []
+    text = ask.prediction[: model.max_model_len * tokenizer.max_token_chars]
+    ids = tokenizer.encode(text, add_special_tokens=False)[: model.max_model_len]
+    return list(takewhile(lambda token_id: token_id < model.vocab_size, ids))
 
 
 def _grammar(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> str | None:

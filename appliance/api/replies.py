@@ -207,8 +207,15 @@ class ReplyShape:
             0 if self.ask.max_tokens == 0 else num_output,
             self.request.cached_tokens,
         )
+        details = {}
         if num_reasoning := sum(self._num_reasoning.values()):
-            used["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+            details["reasoning_tokens"] = num_reasoning
+        if self.ask.prediction is not None:
+            guessed, right = self.request.drafts.of("prediction")
+            details["accepted_prediction_tokens"] = right
+            details["rejected_prediction_tokens"] = guessed - right
+        if details:
+            used["completion_tokens_details"] = details
         if missed := self.request.miss_usage:
             cached = {"cached_tokens": self.request.cached_tokens}
             used["prompt_tokens_details"] = cached | missed | self._parting_texts()

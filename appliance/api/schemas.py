@@ -164,6 +164,13 @@ _USAGE: Json = shape(
     {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
     {
         "prompt_tokens_details": shape({"cached_tokens": COUNT}, _MISS),
+        "completion_tokens_details": shape(
+            {},
+            dict.fromkeys(
+                ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
+                COUNT,
+            ),
+        ),
         "max_tokens_cut_to": COUNT,
     },
 )
@@ -317,7 +324,7 @@ _LOG: Json = {
         | dict.fromkeys(("client_rid", "peer_user", "key_name", "transport"), _TEXT_OR_NULL)
         | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
         | dict.fromkeys(("route", "route_reason", "restore_reason"), _TEXT_OR_NULL)
-        | dict.fromkeys(("workers", "links", "changes", "cache_miss"), _TEXT_OR_NULL)
+        | dict.fromkeys(("workers", "links", "changes", "cache_miss", "speculation"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
         | {"output_offset": _WHOLE}

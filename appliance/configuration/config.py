@@ -58,6 +58,7 @@ class ServeConfig:
     weights: str = "stored"
     kv_dtype: str = "auto"
     exact: str = "auto"
+    speculate: int | str = "auto"
     transport: str = "auto"
     roles: str = "auto"
     place: WantedWorkers = ONE_OF_EACH
@@ -133,6 +134,13 @@ class ServeConfig:
                 if self.listen is None
                 else "leave out --no-auth",
             )
+
+    @property
+    def max_drafted(self) -> int | None:
+        """Guessed tokens per sequence in a decode step; None: as many as pay."""
+        if isinstance(self.speculate, int):
+            return self.speculate
+        return None if self.speculate == "auto" else 0
 
     @property
     def tls(self) -> tuple[Path, Path] | None:

@@ -83,6 +83,20 @@ def one_of(*allowed: str) -> Callable[[object], str]:
     return parse
 
 
+def a_number_or(low: int, high: int, *words: str) -> Callable[[object], int | str]:
+    """Return the parser of one of these words, or of a whole number from `low` to `high`."""
+
+    def parse(value: object) -> int | str:
+        text = str(value)
+        if text in words:
+            return text
+        if isinstance(value, bool) or not text.isdecimal() or not low <= int(text) <= high:
+            raise ValueError(f"{', '.join(words)}, or a number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
 def at_least(low: int, what: str) -> Callable[[object], int]:
     """Return the parser of a whole number; `what` names the things that it counts."""
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from appliance.configuration.setting_kinds import (
     a_duration,
     a_flag,
+    a_number_or,
     a_path,
     a_size_or,
     aliases,
@@ -29,6 +30,8 @@ from appliance.configuration.wanted_workers import parse_place
 from appliance.models.names import a_model
 from engine.checkpoint.model_config import INT8_KV
 
+MAX_DRAFT = 7
+"""The limit in engine.workers.drafts, compared by a test: importing it here would be slow."""
 ROLES = ("elastic", "static", "colocated")
 TOOL_PARSERS = (
     *("hermes", "qwen3_coder", "mistral", "mistral_list", "llama", "pythonic", "granite"),
@@ -72,6 +75,11 @@ SETTINGS: Mapping[str, Setting] = {
         one_of("auto", "bitwise"),
         "auto lets CPUs with AMX compute prompts faster, with other last bits than decode; bitwise "
         "does not",
+    ),
+    "speculate": Setting(
+        a_number_or(1, MAX_DRAFT, "auto", "off"),
+        "guess tokens from earlier text in decode steps (CPUs): auto: where replies get faster; "
+        "off; or a maximum per step, 1 to 7",
     ),
     "transport": Setting(
         one_of("auto", "alias", "peer", "shm"),

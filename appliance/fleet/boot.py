@@ -253,6 +253,7 @@ def make_plan(
         has_graphs=not config.eager,
         kv_dtype=config.kv_dtype,
         attention_way=weights.choice.attention,
+        max_drafted=config.max_drafted,
     )
     roles = "elastic" if config.roles == "auto" else config.roles
     return BootPlan(
@@ -474,6 +475,7 @@ def _setups(
     has_graphs: bool,
     kv_dtype: str,
     attention_way: int,
+    max_drafted: int | None,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """Make one Setup per worker, and the memfds that all workers inherit."""
     topology = placement.topology
@@ -509,6 +511,7 @@ def _setups(
             ],
             kv_dtype=kv_dtype,
             attention_way=attention_way,
+            max_drafted=max_drafted,
             measures_kv=kv_dtype != "auto" and plan is placement.workers[0],
         )
         workers.append((plan, setup))

@@ -345,6 +345,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("route", _route(request)),
         ("restored", request.get("restore_reason") or ""),
         ("cache missed", request.get("cache_miss") or ""),
+        ("speculation", request.get("speculation") or ""),
         ("waits", f"for {waits_for}" if waits_for else ""),
         ("preempted", f"{times(preemptions)}: others needed its KV blocks" if preemptions else ""),
         ("cancelled", f"by {by}" if by else ""),

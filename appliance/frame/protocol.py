@@ -178,6 +178,8 @@ class RequestFrame(msgspec.Struct):
     """Prompt tokens of all requests that are computed before its own."""
     cache_miss: str | None = None
     """The token at which its cached prefix ended, and why; None: nothing was missed."""
+    speculation: str | None = None
+    """Its tokens per step, and how many guessed tokens were right, in words; None: no guesses."""
 
 
 class WorkerFrame(msgspec.Struct):
@@ -339,6 +341,15 @@ class WayFrame(msgspec.Struct):
     """Out of use until steps of its size have been measured again."""
 
 
+class DraftFrame(msgspec.Struct):
+    """Tokens that speculation has guessed from one source, since the daemon started."""
+
+    drafter: str
+    guessed: list[int]
+    """Guessed tokens by place in the guess, then the right ones among them."""
+    right: list[int]
+
+
 class TotalsFrame(msgspec.Struct):
     """Counters since the daemon started; accepted = finished + aborted + failed + live."""
 
@@ -370,6 +381,10 @@ class TotalsFrame(msgspec.Struct):
     """Time spent hashing, finding and publishing blocks."""
     preemptions: int = 0
     """Preemptions: a sequence's KV blocks were given to others."""
+    decode_steps: int = 0
+    """Decode steps, counted for each sequence, then the tokens that these have yielded."""
+    decode_step_tokens: int = 0
+    drafts: list[DraftFrame] = []
 
 
 class SwapsFrame(msgspec.Struct):

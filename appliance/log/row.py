@@ -94,6 +94,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens, at its end, that an earlier request has output."""
     changes: str | None = None
     """What was changed in order to serve it, in words; None: nothing."""
+    speculation: str | None = None
+    """Its tokens per step and right guesses, in words; None: no guesses."""
 
     @classmethod
     def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
@@ -140,6 +142,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             route_reason=slowest.route_reason,
             restore_reason=slowest.restore_reason,
             cache_miss=request.cache_miss,
+            speculation=request.drafts.about,
             workers=",".join(slowest.workers) or None,
             links=",".join(slowest.links) or None,
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),

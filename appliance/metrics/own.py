@@ -16,7 +16,7 @@ from appliance.frame.latency import (
     TTFT_S,
     Histograms,
 )
-from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, WayFrame
+from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, TotalsFrame, WayFrame
 from appliance.frame.tier_frames import TierFrame
 from appliance.metrics.metric_family import MetricFamily, counter, gauge, histogram
 
@@ -122,6 +122,23 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
         "Preemptions: a sequence's KV blocks were given to others.",
         totals.preemptions,
     )
+    yield from _drafts(totals)
+
+
+def _drafts(totals: TotalsFrame) -> Iterator[MetricFamily]:
+    steps, tokens = totals.decode_steps, totals.decode_step_tokens
+    yield counter("penstock_decode_steps_total", "Decode steps, for each sequence.", steps)
+    yield counter("penstock_decode_step_tokens_total", "Tokens of these steps.", tokens)
+    for name, what in (("guessed", "Tokens that speculation guessed"), ("right", "Right guesses")):
+        yield counter(
+            f"penstock_speculation_{name}_tokens_total",
+            f"{what}, by source and place in the guess.",
+            [
+                ({"drafter": each.drafter, "position": str(place)}, number)
+                for each in totals.drafts
+                for place, number in enumerate(getattr(each, name))
+            ],
+        )
 
 
 def _predictions(ways: list[WayFrame]) -> Iterator[MetricFamily]:

@@ -9,6 +9,7 @@ Never: makes up a figure for what does not exist here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from appliance.frame.latency import (
     GAP_S,
@@ -20,7 +21,7 @@ from appliance.frame.latency import (
     Histogram,
     Histograms,
 )
-from appliance.frame.protocol import Frame
+from appliance.frame.protocol import DraftFrame, Frame
 from appliance.metrics.metric_family import MetricFamily, counter, gauge, histogram
 from appliance.telemetry.signals import STAGING, used_ratio
 
@@ -109,6 +110,7 @@ def _counters(
         "Preemptions: a sequence's KV blocks were given to others.",
         [(labels, frame.totals.preemptions)],
     )
+    yield from _drafts(frame.totals.drafts, labels)
     yield counter(
         "vllm:request_success_total",
         "Ended sequences, by finish reason.",
@@ -116,6 +118,24 @@ def _counters(
             ({**labels, "finished_reason": reason}, number)
             for reason, number in histograms.finished.items()
         ],
+    )
+
+
+def _drafts(drafts: list[DraftFrame], labels: dict[str, str]) -> Iterator[MetricFamily]:
+    guessed, right = (
+        [sum(numbers) for numbers in zip_longest(*lists, fillvalue=0)]
+        for lists in ([each.guessed for each in drafts], [each.right for each in drafts])
+    )
+    for name, about, number in (
+        ("num_drafts", "Guesses checked.", sum(guessed[:1])),
+        ("num_draft_tokens", "Tokens guessed.", sum(guessed)),
+        ("num_accepted_tokens", "Guessed tokens that were right.", sum(right)),
+    ):
+        yield counter(f"vllm:spec_decode_{name}_total", about, [(labels, number)])
+    yield counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "Right tokens by place in the guess.",
+        [({**labels, "position": str(place)}, number) for place, number in enumerate(right or [0])],
     )
 
 

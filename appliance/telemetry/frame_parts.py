@@ -15,6 +15,7 @@ from dataclasses import asdict
 from appliance.frame.latency import stages
 from appliance.frame.protocol import (
     MAX_POOL_OWNERS,
+    DraftFrame,
     HolderFrame,
     OwnerFrame,
     PoolFrame,
@@ -24,6 +25,7 @@ from appliance.frame.protocol import (
 )
 from appliance.request import Request
 from appliance.telemetry.explain import QueueWaits
+from engine.schedule.draft_counts import DraftCounts
 from engine.schedule.sequence import Phase
 from engine.schedule.snapshot import PoolSnapshot, RolesSnapshot, Snapshot
 
@@ -105,6 +107,18 @@ def queue_frame(snapshot: Snapshot, now_ns: int) -> QueueFrame:
     )
 
 
+def draft_frames(counts: DraftCounts) -> list[DraftFrame]:
+    """List the guesses of each drafter by place."""
+    frames = []
+    for drafter in counts.drafters:
+        places = range(1 + max(place for name, place in counts.guessed if name == drafter))
+        guessed, right = (
+            [each[drafter, place] for place in places] for each in (counts.guessed, counts.right)
+        )
+        frames.append(DraftFrame(drafter, guessed, right))
+    return frames
+
+
 def waiting(snapshot: Snapshot, num_before_swap: int) -> QueueWaits:
     """Count what the sequences in the queue wait for, and requests for another model."""
     queue = snapshot.queue
@@ -163,6 +177,7 @@ def request_frame(request: Request, snapshot: Snapshot | None, now_ns: int) -> R
         links=",".join(shown.links) or None,
         restore_reason=shown.restore_reason,
         cache_miss=None if shown.cache_miss is None else shown.cache_miss.reason,
+        speculation=request.drafts.about,
         prefill_j=request.prefill_j,
         decode_j=request.decode_j,
     )

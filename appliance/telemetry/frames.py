@@ -40,6 +40,7 @@ from appliance.telemetry.alerts import Alerts, Change
 from appliance.telemetry.energy import Energy
 from appliance.telemetry.explain import limit, slow_because, wait_text
 from appliance.telemetry.frame_parts import (
+    draft_frames,
     pool_frames,
     queue_frame,
     request_frame,
@@ -260,6 +261,9 @@ class Frames:
             stale_messages=counters.stale_messages,
             recovered_sequences=counters.recovered_sequences,
             preemptions=counters.preemptions,
+            decode_steps=counters.drafts.num_steps,
+            decode_step_tokens=counters.drafts.num_tokens,
+            drafts=draft_frames(counters.drafts),
             log_rows_lost=standing.log_rows_lost,
             routes=dict(snapshot.roles.counts),
             ways=way_frames(snapshot.roles),

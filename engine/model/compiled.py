@@ -65,14 +65,15 @@ class CompiledPlan:
 
     @property
     def is_decode(self) -> bool:
-        """True if every sequence has one new token."""
-        return len(self.positions) == len(self.sequences)
+        """True if no sequence has more new tokens than a decode step with drafts."""
+        return len(self.positions) <= MAX_PENDING * len(self.sequences)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Key of a decode graph, besides memory: steps with the same key share one."""
         tables = [cosine.data_ptr() for cosine, _ in self.tables]
-        return len(self.positions), self.block_tables.shape[1], self.num_threads, *tables
+        sizes = len(self.positions), *self.block_tables.shape
+        return *sizes, self.num_threads, *tables
 
     def take_inputs(self, other: CompiledPlan) -> None:
         """What another step of the same shape finds in memory, in place."""
@@ -318,6 +319,8 @@ class CompiledBackend:
 
 MAX_TOKENS = 32
 """From here on the calls themselves take long enough to hide what Python adds."""
+MAX_PENDING = 8
+"""Average new tokens per sequence in a recorded step; steps with drafts are recorded, too."""
 MAX_GRAPHS = 64
 
 

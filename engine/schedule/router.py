@@ -419,6 +419,9 @@ class Router:
         sequence.prompt_logprobs += entry.prompt_logprobs
         if entry.num_scheduled_tokens:
             sequence.is_on_probation = False
+            if entry.is_decoding:
+                sequence.drafts.add(entry)
+                self.counters.drafts.add(entry)
             if stamps.started_ns is None:
                 stamps.started_ns = step.started_ns
             if entry.num_computed_tokens > sequence.num_prompt_tokens:
@@ -600,7 +603,7 @@ class Router:
             pools=pool_snapshots(self.ledger),
             links=[copy.copy(state) for state in self.copies.links.states.values()],
             transport=self.topology.transport,
-            counters=copy.copy(self.counters),
+            counters=copy.deepcopy(self.counters),
             roles=self.roles_now(),
             step_tokens=self.max_num_batched_tokens,
         )

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from engine.cache.hashes import PrefixChain
+from engine.schedule.draft_counts import DraftCounts
 from engine.schedule.prefix_misses import CacheMiss
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob
@@ -202,6 +203,8 @@ class Sequence:
     max_chunk_tokens: int | None = None
     """Of its prompt in one step; None: as many as a step takes."""
     output_token_ids: list[int] = field(default_factory=list)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """What speculation has guessed for it."""
     num_computed_tokens: int = 0
     """Positions whose KV is written and acknowledged."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -356,6 +359,7 @@ class Counters:
     recovered_sequences: int = 0
     preemptions: int = 0
     """Times that a sequence's blocks were taken away for others."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def go_on_from(self, earlier: Counters) -> None:
         """Count on where another router's numbers have ended: a daemon's never fall."""

@@ -41,7 +41,7 @@ class StepLoad(NamedTuple):
     num_attended: float = 0.0
     """Pairs of a prompt token and a position before it."""
     batch: int = 0
-    """Sequences with one token."""
+    """Tokens of decoding sequences: one each, besides their drafts."""
     context: int = 0
     """Positions that those attend to, all together."""
 
@@ -52,7 +52,7 @@ class StepLoad(NamedTuple):
         for entry in entries:
             count = entry.num_scheduled_tokens
             if entry.is_decoding:
-                batch += 1
+                batch += count
                 context += entry.num_computed_tokens
             elif count:
                 num_prefill_tokens += count

@@ -21,8 +21,8 @@ from engine.wire.messages import Admit, Records
 MIN_CHUNK_TOKENS = 64
 """Smallest prompt chunk per step; so few tokens hardly lengthen the ITL of decoding sequences."""
 AHEAD_TOKENS = 8
-"""A sequence is to have blocks for so many positions after its newest token: a worker makes two
-steps before it can have what the first of them led to, and should not wait for a busy daemon."""
+"""Positions after its newest token that a sequence has blocks for: enough for a step with a draft
+of 7 tokens. The next step may begin before the daemon has answered."""
 MAX_PREEMPTIONS = 2
 """A sequence that was preempted so often returns only with blocks for many tokens more, and keeps
 them while others have any to give."""

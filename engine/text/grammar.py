@@ -320,31 +320,61 @@ class Matcher:
             lambda: llguidance.LLMatcher(tokenizer.compiler, grammar, log_level=0, limits=LIMITS)
         )
         self._num_consumed = 0
+        self._draft: list[int] = []
+        """Guessed tokens that it has consumed, too."""
         self._check()
 
     def copy(self) -> Matcher:
         """Make another output's matcher in the present state; cheap beside compiling."""
         other = Matcher.__new__(Matcher)
         other._matcher = self._matcher.deep_copy()
-        other._num_consumed = self._num_consumed
+        other._num_consumed, other._draft = self._num_consumed, list(self._draft)
         return other
 
     def allowed(self, output_ids: Sequence[int]) -> bytes:
-        """Compute one byte per token id, 0 where it may not follow these outputs.
+        """Compute the tokens that may follow these outputs, as allowed_along() does."""
+        return self.allowed_along(output_ids, ())[0]
+
+    def allowed_along(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[bytes]:
+        """Compute the tokens that may follow these outputs, and each token of a draft of more.
 
         Args:
             output_ids: the last call's, and the ids sampled since.
+            draft: a guess of the ids after these; the next call's outputs need not have them.
+
+        Returns:
+            one byte per token id, 0 where it is forbidden: after the outputs, then after each token
+            of the draft, as far as the grammar allows that.
 
         Raises:
             GrammarError: they do not match the grammar, or the step would take too long.
         """
-        new_ids = output_ids[self._num_consumed :]
-        self._num_consumed = len(output_ids)
-        if new_ids:
-            self._matcher.consume_tokens(list(new_ids))
-        mask = self._matcher.compute_logit_bias()
+        self._go_to(output_ids)
+        masks = [self._matcher.compute_logit_bias()]
         self._check()
-        return mask
+        for token_id in draft:
+            if not masks[-1][token_id]:
+                break
+            self._matcher.consume_token(token_id)
+            self._draft.append(token_id)
+            masks.append(self._matcher.compute_logit_bias())
+            if self._matcher.is_error():  # not an error of the output, which may be another
+                self._matcher.reset()
+                self._num_consumed, self._draft = 0, []
+                return masks[:-1]
+        return masks
+
+    def _go_to(self, output_ids: Sequence[int]) -> None:
+        """Follow the outputs, back from the draft where they are others."""
+        new_ids, draft = list(output_ids[self._num_consumed :]), self._draft
+        num_right = len(draft)
+        while draft[:num_right] != new_ids[:num_right]:
+            num_right -= 1
+        if num_right < len(draft):
+            self._matcher.rollback(len(draft) - num_right)
+        self._num_consumed, self._draft = len(output_ids), []
+        if new_ids[num_right:]:
+            self._matcher.consume_tokens(new_ids[num_right:])
 
     def _check(self) -> None:
         if self._matcher.is_error():

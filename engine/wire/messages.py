@@ -119,6 +119,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The dtype of all pools: `int8`, or `auto`, which is `dtype`."""
     attention_way: int = 0
     """The kernel of prompts' attention on cores, by engine.kernels.cpu's number."""
+    max_drafted: int | None = 0
+    """Maximum guessed tokens per sequence in a decode step; None: as many as pay."""
     measures_kv: bool = False
     """Whether Ready must report the KV dtype's effect on the logits."""
 
@@ -331,7 +333,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Why the worker released its blocks: `moved`, it reached the admit's target; `ended`, by
     itself or by a command; `preempted`, others need its blocks; None: not released."""
     num_scheduled_tokens: int
-    """Tokens of this sequence in this step; 0 if it was only released."""
+    """Tokens of this sequence in this step, with drafted ones; 0 if it was only released."""
     admitted_ns: int
     """When the worker took this generation's Admit from its channel."""
     is_decoding: bool = False
@@ -344,6 +346,10 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Whether the model, rather than the request, caused the error."""
     valid_record: int = 0
     """The place of the record that holds, among the admit's records."""
+    num_drafted: int = 0
+    """Guessed tokens in the step; accepted are `token_ids` but the last of them."""
+    drafter: str = ""
+    """Where the guess came from, one of engine.workers.drafts.DRAFTERS."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

@@ -22,3 +22,5 @@ class RunSpec(msgspec.Struct, frozen=True):
     """None: it neither finds cached blocks nor leaves its own."""
     owner: str = ""
     """Shares of the queue are divided fairly between owners."""
+    prediction: list[int] = []
+    """Expected output, which speculation guesses from."""

@@ -36,9 +36,11 @@ from engine.wire.messages import (
 
 if TYPE_CHECKING:
     from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.model_config import ModelConfig
     from engine.kernels.cpu import ProductWays
     from engine.model.weight import Weight
     from engine.workers.affinity import NodeMemory
+    from engine.workers.speculation import Speculation
     from engine.workers.worker_request import Grammars
 
 _PR_SET_PDEATHSIG = 1
@@ -125,6 +127,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
     progress.heartbeat()
+    speculation, why_not = _speculation(config, setup)
     worker = StepLoop(
         channel,
         runner,
@@ -133,15 +136,27 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         max_num_batched_tokens=setup.max_num_batched_tokens,
         own_cores=setup.cpus,
         pages=PagesAhead(pool),
+        speculation=speculation,
     )
     heartbeat = progress.heartbeat
     loss = weights_loss(transformer, checkpoint, setup.dtype, heartbeat) if is_measurer else None
     of_kv = (
         kv_loss(transformer, checkpoint, setup.kv_dtype, heartbeat) if setup.measures_kv else None
     )
-    attention, notes = transformer.attention_backend, near.notes(pool)
+    attention, notes = transformer.attention_backend, [*near.notes(pool), *why_not]
     channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
     worker.run()
+
+
+def _speculation(config: ModelConfig, setup: Setup) -> tuple[Speculation | None, list[str]]:
+    """Set up speculation; return it, or the reason against it."""
+    from engine.workers.speculation import Speculation
+
+    if setup.max_drafted == 0:
+        return None, []
+    if None in config.kv_layers:  # their states cannot go back behind refused tokens
+        return None, ["Speculation: off (recurrent layers)"]
+    return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars:

@@ -46,6 +46,7 @@ from engine.workers.device import Device
 from engine.workers.kv_pool import PagesAhead
 from engine.workers.measuring import StepMeasuring
 from engine.workers.runner import Launched, Runner, Sampled
+from engine.workers.speculation import Speculation
 from engine.workers.worker_request import WorkerRequest
 
 MIN_COPYING_NS = 5_000_000
@@ -79,6 +80,7 @@ class StepLoop:
         own_cores: list[int] | None = None,
         use_cores: Callable[[list[int]], None] = use_cores,
         pages: PagesAhead | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._channel = channel
         self._runner = runner
@@ -89,6 +91,7 @@ class StepLoop:
         self._map_pool = map_pool
         self._pages = pages
         self._use_cores = use_cores
+        self._speculation = speculation
         self._own_cores = frozenset(own_cores or ())
         self._given = self._used = own_cores or []
         """The cores it may use, then the cores it uses."""
@@ -133,23 +136,28 @@ class StepLoop:
         if self._flight is not None:
             self._flight.started_ns = ended_ns  # the device computes one after the other
         self._goes_home = any(e.released == "moved" for e in entries)
+        if self._speculation is not None:
+            self._speculation.timed((ended_ns - flight.started_ns) / 1e6)
         if entries:
-            num_tokens = sum(n for _, n in planned)
-            num_prefill_tokens = flight.num_prefill_tokens
-            self._channel.send(
-                Stepped(
-                    flight.started_ns,
-                    ended_ns,
-                    num_prefill_tokens,
-                    num_tokens - num_prefill_tokens,
-                    entries,
-                    None if flight.num_cores == len(self._given) else flight.num_cores,
-                )
-            )
+            self._report(flight, entries, ended_ns)
         for running, _ in planned:
             self._copier.advance(running)
         # limits the wait of the next step to what sharing the cores would cost
         self._copier.work(ended_ns + max(ended_ns - flight.started_ns, MIN_COPYING_NS))
+
+    def _report(self, flight: _LaunchedStep, entries: list[SequenceStep], ended_ns: int) -> None:
+        num_tokens = sum(n for _, n in flight.planned)
+        num_accepted = sum(len(e.token_ids) - 1 for e in entries if e.num_drafted and e.token_ids)
+        self._channel.send(
+            Stepped(
+                flight.started_ns,
+                ended_ns,
+                flight.num_prefill_tokens,
+                num_tokens - flight.num_prefill_tokens + num_accepted,
+                entries,
+                None if flight.num_cores == len(self._given) else flight.num_cores,
+            )
+        )
 
     def _launch(self) -> _LaunchedStep:
         """Start the due step."""
@@ -170,6 +178,8 @@ class StepLoop:
         )
         if planned:
             self._choose_cores()
+        if self._speculation is not None:
+            self._speculation.draft(planned, len(self._used))
         launched = self._runner.launch(planned)
         return _LaunchedStep(planned, launched, num_prefill_tokens, started_ns, len(self._used))
 
@@ -225,7 +235,10 @@ class StepLoop:
         self, running: WorkerRequest, num_new_tokens: int, result: Sampled
     ) -> SequenceStep:
         is_decoding = running.is_decoding
+        num_drafted, running.draft = len(running.draft), []
         num_taken, reason = running.take(result.token_ids)
+        if num_drafted and self._speculation is not None:
+            self._speculation.checked(running, num_drafted, num_taken)
         if not result.is_fault:  # else its blocks are nothing that others may find
             running.computed(num_new_tokens + max(num_taken - 1, 0))
         if result.error is not None:
@@ -235,8 +248,9 @@ class StepLoop:
             result,
             num_taken,
             finish_reason=None if reason is None else str(reason),
-            num_scheduled_tokens=num_new_tokens,
+            num_scheduled_tokens=num_new_tokens + num_drafted,
             is_decoding=is_decoding,
+            num_drafted=num_drafted,
         )
 
     def _entry(
@@ -249,6 +263,7 @@ class StepLoop:
         num_scheduled_tokens: int = 0,
         is_decoding: bool = False,
         is_dropped: bool = False,
+        num_drafted: int = 0,
     ) -> SequenceStep:
         """Report a sequence; drop it if it has ended, is dropped, or has reached its target."""
         has_ended = bool(finish_reason) or is_dropped
@@ -256,6 +271,8 @@ class StepLoop:
         is_released = is_over and (is_dropped or self._flight is None)
         if is_over:
             self._running.pop(running.seq_id, None)
+            if self._speculation is not None:
+                self._speculation.end(running)
         if has_ended:
             self._copier.drop(running)
         if is_over and not is_released:
@@ -277,6 +294,8 @@ class StepLoop:
             error=result.error,
             is_fault=result.is_fault,
             valid_record=running.valid_record,
+            num_drafted=num_drafted,
+            drafter=running.drafter if num_drafted else "",
         )
 
     def _apply(self, command: Command) -> None:

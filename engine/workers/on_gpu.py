@@ -64,6 +64,7 @@ from engine.workers.worker_request import Grammars
 
 _SEAL_BYTES = 16
 SLOW_ATTENTION = "attention by torch, many times slower than by kernels: run penstock doctor"
+NO_SPECULATION = "Speculation: off on GPUs (not supported yet)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +131,18 @@ def start(
         transformer.attention_backend,
         step_tokens(setup.max_num_batched_tokens, partial(_seconds_of, runner, setup, device)),
         _sharing(gpu, device),
-        notes=[] if transformer.is_paged else [SLOW_ATTENTION],
+        notes=_notes(transformer, setup),
         num_graphs=0 if graphs is None else graphs.num_graphs,
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
         probes=dict.fromkeys(unmapped, 0.0) | _probes(pool, others, setup, device),
     )
     return Started(runner, {setup.pool.name: pool, **others}, map_exported, ready)
+
+
+def _notes(transformer: Transformer, setup: Setup) -> list[str]:
+    lacking = {SLOW_ATTENTION: not transformer.is_paged, NO_SPECULATION: setup.max_drafted != 0}
+    return [note for note, is_so in lacking.items() if is_so]
 
 
 def _views(

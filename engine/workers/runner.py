@@ -1,8 +1,8 @@
 """Run one step: sequences to tensors, through the model, to sampled tokens.
 
 Owns: the model and the pool that it writes.
-Invariant: a sequence is sampled exactly when the step computes its last known token; when a step is
-collected the device has finished it.
+Invariant: a sequence is sampled exactly when the step computes its last known token; a draft does
+not change its tokens; when a step is collected the device has finished it.
 Never: ends a sequence, sends a message, reads a role.
 """
 
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, count
 
 import torch
 
@@ -25,7 +25,7 @@ from engine.text.grammar import GrammarError
 from engine.wire.sampling import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.graphs import DecodeGraphs
-from engine.workers.worker_request import Grammars, Mask, WorkerRequest
+from engine.workers.worker_request import Grammars, Masks, WorkerRequest
 
 _NUMBERS_PATIENCE_S = 2.0
 _NUMBERS_PAUSE_S = 0.01
@@ -41,8 +41,8 @@ class Launched:
     sampling: list[WorkerRequest]
     """The sampled sequences, in the order of their logits."""
     logits: torch.Tensor | None
-    masks: Future[list[Mask]] | None
-    """One mask per sampled sequence; None: no grammar among them."""
+    masks: Future[list[Masks]] | None
+    """One per sampled sequence; None: no grammar among them."""
     token_ids: Callable[[], list[int]] | None = None
     """Waits for the tokens that the device has sampled."""
     wait: Callable[[], None] | None = None
@@ -119,7 +119,7 @@ class Runner:
             self._clear_new_blocks(planned)
             batch = self.batch(planned)
             hidden = self._transformer.hidden(batch, self._pool, stops)
-            if len(hidden) > len(sampling):
+            if len(hidden) > len(sampling) + sum(len(r.draft) for r in sampling):
                 bad_rows = self._bad_rows(hidden)
             logits = self._transformer.logits(hidden, batch)
             if self._device is not None and len(logits) == len(sampling):
@@ -219,14 +219,15 @@ class Runner:
         if launched.wait is not None:
             launched.wait()
         results = []
-        sampled_rows, row = [], 0
+        sampled_rows: list[int] = []
+        row = 0
         for running, num_new_tokens in launched.planned:
             count = running.num_prompt_logprobs(num_new_tokens)
             results.append(_report_prompt(running, logits[row : row + count]))
             row += count
             if running.num_computed_tokens + num_new_tokens == running.num_tokens:
-                sampled_rows.append(row)
-                row += 1
+                sampled_rows += range(row, row + 1 + len(running.draft))
+                row += 1 + len(running.draft)
         if len(sampled_rows) < len(logits):
             logits = logits[sampled_rows]
         chosen = {
@@ -245,18 +246,17 @@ class Runner:
         token_slots: list[int] = []
         logit_rows: list[int] = []
         for running, num_new_tokens in planned:
-            start = running.num_computed_tokens
-            end = start + num_new_tokens
-            input_ids += running.token_ids[start:end]
+            start, first_row = running.num_computed_tokens, len(input_ids)
+            end = start + num_new_tokens + len(running.draft)
+            input_ids += running.token_ids[start : start + num_new_tokens] + running.draft
             positions += range(start, end)
             token_slots += self._token_slots(running.block_table, start, end)
-            first_row = len(input_ids) - num_new_tokens
             count = running.num_prompt_logprobs(num_new_tokens)
             logit_rows += range(first_row, first_row + count)
-            if end == running.num_tokens:
-                logit_rows.append(len(input_ids) - 1)
-        query_lens = [n for _, n in planned]
-        seq_lens = [r.num_computed_tokens + n for r, n in planned]
+            if start + num_new_tokens == running.num_tokens:
+                logit_rows += range(first_row + num_new_tokens - 1, len(input_ids))
+        query_lens = [n + len(r.draft) for r, n in planned]
+        seq_lens = [r.num_computed_tokens + n + len(r.draft) for r, n in planned]
         block_tables = [r.block_table for r, _ in planned]
         if self._device is not None or any(r.records is not None for r, _ in planned):
             # a shorter table is sooner on a device; beside records, later blocks may hold NaN
@@ -414,20 +414,69 @@ def _report_prompt(running: WorkerRequest, logits: torch.Tensor) -> Sampled:
 
 
 def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
-    """Sample a token for each sequence, or explain why it has none; one row of logits each."""
+    """Sample each sequence's tokens, or explain why it has none.
+
+    A sequence has a row of logits for its next token, and one after each token of its draft. A
+    row counts if the tokens drawn so far are the draft's up to there, so the next rows' draws see
+    the output that they would see alone.
+    """
     sequences = launched.sampling
-    params = [r.sampling for r in sequences]
-    no_masks: list[Mask] = [None] * len(sequences)
-    masks = no_masks if launched.masks is None else launched.masks.result()
-    logits = raw_logits
-    errors: list[str | None] = [None] * len(sequences)
-    if any(map(is_adjusted, params)):
-        logits = raw_logits.clone()
-        rows = zip(logits, sequences, masks, strict=True)
-        errors = [_adjust(row, r, mask) for row, r, mask in rows]
     if not sequences:
         return []
-    samples = sample(logits, params, [r.next_index for r in sequences], raw_logits)
+    masks: list[Masks] = [[None] * (1 + len(r.draft)) for r in sequences]
+    if launched.masks is not None:
+        masks = launched.masks.result()
+    first_rows = [0, *accumulate(1 + len(r.draft) for r in sequences)]
+    results = [Sampled() for _ in sequences]
+    going_on = list(range(len(sequences)))
+    for index in count():
+        if len(going_on) < len(raw_logits):
+            logits = raw_logits[[first_rows[i] + index for i in going_on]]
+        else:
+            logits = raw_logits
+        asked = [_Draw(sequences[i], masks[i], index) for i in going_on]
+        for i, result in zip(going_on, _draw(asked, logits), strict=True):
+            results[i] = _joined(results[i], result)
+        going_on = [
+            i
+            for i in going_on
+            if results[i].token_ids[index:] == sequences[i].draft[index : index + 1] != []
+        ]
+        if not going_on:
+            return results
+    raise AssertionError("a draft ends")
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Name a token to draw: a sequence's next one after part of its draft."""
+
+    running: WorkerRequest
+    masks: Masks
+    index: int
+
+    @property
+    def accepted(self) -> list[int]:
+        return self.running.draft[: self.index]
+
+
+def _joined(before: Sampled, new: Sampled) -> Sampled:
+    """Add a step's next token; an error after the first is left to the next step."""
+    if new.error is not None:
+        return before if before.token_ids else new
+    return Sampled(before.token_ids + new.token_ids, before.logprobs + new.logprobs)
+
+
+def _draw(draws: list[_Draw], raw_logits: torch.Tensor) -> list[Sampled]:
+    """Sample one token per row of logits, or explain why no token is left."""
+    params = [each.running.sampling for each in draws]
+    logits = raw_logits
+    errors: list[str | None] = [None] * len(draws)
+    if any(map(is_adjusted, params)):
+        logits = raw_logits.clone()
+        errors = [_adjust(row, each) for row, each in zip(logits, draws, strict=True)]
+    indices = [each.running.next_index + each.index for each in draws]
+    samples = sample(logits, params, indices, raw_logits)
     chosen = raw_logits.gather(-1, _column([each for each, _ in samples], raw_logits))
     are_numbers = chosen.isfinite()[:, 0].tolist()
     return [
@@ -445,14 +494,16 @@ def _column(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
 
 
-def _adjust(row: torch.Tensor, running: WorkerRequest, mask: Mask) -> str | None:
+def _adjust(row: torch.Tensor, draw: _Draw) -> str | None:
     """Change a row of logits as its request asks; return why no token is left, or None."""
-    if isinstance(mask, GrammarError):
-        return str(mask)
+    running, masks = draw.running, draw.masks
+    if isinstance(masks, GrammarError):
+        return str(masks)
     if is_adjusted(running.sampling):
-        ids = running.prompt_ids, running.output_ids, running.stop_token_ids
+        output_ids = running.output_ids + draw.accepted
+        ids = running.prompt_ids, output_ids, running.stop_token_ids
         try:
-            adjust(row, running.sampling, *ids, mask, running.allowed_ids)
+            adjust(row, running.sampling, *ids, masks[draw.index], running.allowed_ids)
         except NothingAllowedError as error:
             return str(error)
     return None

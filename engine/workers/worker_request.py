@@ -19,6 +19,7 @@ import torch
 from engine.model.records import RecordBlocks
 from engine.schedule.sequence import FinishReason
 from engine.text.grammar import GrammarError, GrammarTokenizer, Matcher
+from engine.wire.cache_scope import CacheScope
 from engine.wire.messages import Admit, Records
 from engine.wire.sampling import SamplingParams
 
@@ -51,6 +52,14 @@ class WorkerRequest:
     frozen_records: set[int] = field(default_factory=set)
     allowed_ids: torch.Tensor | None = None
     """[num_allowed] int64: the only tokens that may be sampled; None: all may."""
+    owner: str = ""
+    scope: CacheScope | None = None
+    prediction: list[int] = field(default_factory=list)
+    """What its request expects of its output."""
+    draft: list[int] = field(default_factory=list)
+    """Guessed next tokens, which the current step computes, too."""
+    drafter: str = ""
+    """Where the draft came from."""
 
     @classmethod
     def of(
@@ -82,6 +91,9 @@ class WorkerRequest:
             records=admit.records,
             valid_record=0 if admit.records is None else admit.records.valid,
             frozen_records=set(() if admit.records is None else admit.records.frozen),
+            owner=admit.spec.owner,
+            scope=admit.spec.scope,
+            prediction=admit.spec.prediction,
             allowed_ids=None if only is None else torch.tensor(only, dtype=torch.int64),
         )
 
@@ -213,7 +225,9 @@ class WorkerRequest:
 
 _MAX_COMPILED = 16
 
-Mask = bytes | GrammarError | None
+Mask = bytes | None
+Masks = list[Mask] | GrammarError
+"""The masks of one sequence: for its next token, then after each token of its draft."""
 
 
 class Grammars:
@@ -234,9 +248,9 @@ class Grammars:
         """Compile a grammar to a matcher at its beginning."""
         return self._compiler.submit(self._compile, grammar)
 
-    def masks(self, sequences: Sequence[WorkerRequest]) -> Future[list[Mask]]:
-        """Compute each sequence's allowed ids: one byte per id, or an error; None: any."""
-        return self._follower.submit(lambda: [_mask(sequence) for sequence in sequences])
+    def masks(self, sequences: Sequence[WorkerRequest]) -> Future[list[Masks]]:
+        """Compute each sequence's allowed ids: one byte per id; None: any."""
+        return self._follower.submit(lambda: [_masks(sequence) for sequence in sequences])
 
     def _compile(self, grammar: str) -> Matcher:
         if self._tokenizer is None:
@@ -249,10 +263,10 @@ class Grammars:
         return self._compiled[grammar].copy()
 
 
-def _mask(sequence: WorkerRequest) -> Mask:
+def _masks(sequence: WorkerRequest) -> Masks:
     if sequence.matcher is None:
-        return None
+        return [None] * (1 + len(sequence.draft))
     try:
-        return sequence.matcher.result().allowed(sequence.output_ids)
+        return [*sequence.matcher.result().allowed_along(sequence.output_ids, sequence.draft)]
     except GrammarError as error:
         return error

@@ -38,6 +38,7 @@ class Harness:
         device=None,
         own_cores=None,
         pages=None,
+        speculation=None,
     ):
         self.runner = runner
         self.pool = pool
@@ -57,6 +58,7 @@ class Harness:
             own_cores=own_cores,
             use_cores=self.cores.append,
             pages=pages,
+            speculation=speculation,
         )
 
     def tell(self, *commands):

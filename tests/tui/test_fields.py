@@ -21,6 +21,9 @@ INTERNAL = {
     "seq": "a gap in it is told as frames missed",
     "totals.accepted": "the sum of what is shown",
     "totals.cached_tokens": "of ended requests; shown are those of all that were placed",
+    "totals.decode_steps": "status and /metrics have it, as the next two",
+    "totals.decode_step_tokens": "likewise",
+    "totals.drafts": "likewise; a request shows its own",
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
     "requests.computed_tokens": "as a share while it is prefilled",
     "latency.ttft_over_usual": "an alert of the daemon when it is large",
@@ -54,6 +57,7 @@ def rich() -> Frame:
         frames.finished(14), phase="handing_off", error="gone", num_sequences=2, worker="decode",
         restored_tokens=64, cached_tokens=128, restore_ms=3.0, restore_reason="x",
         workers="prefill0,decode1,decode0", links="peer,none", changes="x", cache_miss="x",
+        speculation="x",
     )  # fmt: skip
     queued = msgspec.structs.replace(
         request, error=None, waits_for="KV; 1 s", behind="cmpl-1", behind_tokens=9

@@ -286,6 +286,21 @@ async def test_small_habits_of_apps_are_no_reason_to_refuse(served, fields):
     assert (await served.chat(**fields)).status_code == 200
 
 
+async def test_a_prediction_reaches_the_worker_as_tokens_and_is_counted_in_the_usage(
+    served, appliance
+):
+    parts = [{"type": "text", "text": "some "}, {"type": "text", "text": "words"}]
+    predicted = {"type": "content", "content": parts}
+    reply = await served.chat(prediction=predicted, max_tokens=2)
+    sequence = appliance.submitted[0].sequences[0]
+    encoded = appliance.tokenizer.encode("some words", add_special_tokens=False)
+    assert sequence.spec.prediction == encoded
+    details = reply.json()["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    wrong = await served.chat(prediction={"type": "content", "content": 5})
+    assert wrong.status_code == 400
+
+
 async def test_a_top_p_of_0_keeps_the_likeliest_token_alone(served, appliance):
     await served.chat(top_p=0, max_tokens=1)
     assert 0 < appliance.submitted[0].sequences[0].sampling.top_p < 1e-3

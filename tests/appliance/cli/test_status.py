@@ -64,6 +64,17 @@ def test_a_check_ends_as_the_daemon_is(
     assert all(code in page for code in codes or ["OK"])
 
 
+def test_a_page_tells_what_speculation_guessed() -> None:
+    drafts = [{"drafter": "own_text", "guessed": [10, 5], "right": [9, 3]}]
+    totals = {**FRAME["totals"], "decode_steps": 10, "decode_step_tokens": 22, "drafts": drafts}
+    (line,) = (
+        line
+        for line in status_page.page({**FRAME, "totals": totals}, colour=False).splitlines()
+        if line.startswith("guesses")
+    )
+    assert {"2.2", "80", "90", "60"} <= {*line.split()}
+
+
 def test_a_page_says_each_thing_once() -> None:
     tier = {"state": "on", "blocks": 3, "num_bytes": 3 << 20, "max_bytes": 1 << 30}
     tier |= {"stored_blocks": 0, "loaded_blocks": 1, "loads": 0, "regret_ms": 0.0}

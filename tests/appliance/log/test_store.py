@@ -38,7 +38,7 @@ def test_stats_count_bytes_and_rows_and_name_the_span(path: Path) -> None:
         "frames": 0,
     }
     assert (found["oldest"], found["newest"]) == (OLD, NEW)
-    assert found["schema"] == "m013_cache_miss"
+    assert found["schema"] == "m014_speculation"
     assert found["file_bytes"] == path.stat().st_size >= found["used_bytes"] > 0
     assert found["wal_bytes"] == 0
 

@@ -14,6 +14,7 @@ from appliance.frame.latency import Histograms, stages
 from appliance.frame.protocol import (
     AlertFrame,
     DeviceFrame,
+    DraftFrame,
     EnergyFrame,
     HandoffFrame,
     LatencyFrame,
@@ -35,7 +36,6 @@ NOT_HERE = {
     "vllm:prompt_tokens_recomputed_": "not counted",
     'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': "prompts come from here",
     "vllm:mm_cache_": "text only",
-    "vllm:spec_decode_": "no speculation",
     "vllm:engine_sleep_state": "it does not sleep",
     "vllm:sleep_mode_": "it does not sleep",
     "vllm:rl_weight_update_": "weights do not change",
@@ -315,6 +315,27 @@ def test_http_labels_are_of_a_fixed_set_and_probes_do_not_count():
         ({"handler": "none", "method": "other", "status": "4xx"}, 1),
     ]
     assert [value for _, value in samples["http_request_duration_seconds_sum"]] == [0.25] * 3
+
+
+def test_guesses_are_counted_by_source_and_place() -> None:
+    frame = busy()
+    frame.totals.decode_steps, frame.totals.decode_step_tokens = 10, 19
+    frame.totals.drafts = [
+        DraftFrame("own_text", [5, 4], [4, 3]),
+        DraftFrame("prediction", [2], [2]),
+    ]
+    found = scraped(frame)
+    own = found["penstock_speculation_guessed_tokens_total"]
+    assert ({"drafter": "own_text", "position": "1"}, 4) in own
+    right = found["penstock_speculation_right_tokens_total"]
+    assert ({"drafter": "prediction", "position": "0"}, 2) in right
+    totals = {
+        name: [value for _, value in found[f"vllm:spec_decode_{name}_total"]]
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    }
+    assert totals == {"num_drafts": [7], "num_draft_tokens": [11], "num_accepted_tokens": [9]}
+    by_place = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert [(labels["position"], value) for labels, value in by_place] == [("0", 6), ("1", 3)]
 
 
 def test_what_came_of_predictions_is_counted_by_way() -> None:

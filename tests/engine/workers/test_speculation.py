@@ -1,0 +1,63 @@
+"""Speculation changes when tokens come, never which."""
+
+import pytest
+
+from engine.workers.draft_gate import MAX_ROWS
+from engine.workers.speculation import Speculation
+from engine.workers.worker_request import WorkerRequest
+from tests.checkpoints import make_checkpoint
+from tests.levels import needs_kernels
+from tests.speculated import Model, compare
+
+BLOCK_SIZE = 4
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_tokens_logprobs_and_kv_are_bitwise_those_without_speculation(tmp_path, family):
+    model = Model(make_checkpoint(tmp_path, family))
+    counts = [compare(model, number) for number in range(20)]
+    _, accepted, refused = map(sum, zip(*counts, strict=True))
+    assert accepted > 20
+    assert refused > 5
+
+
+def sequence(seq_id=1, num_blocks=9, until=99):
+    running = WorkerRequest.dummy(len(TEXT), [*range(num_blocks)], len(TEXT) - 1, 0.0)
+    running.seq_id, running.token_ids, running.until_output = seq_id, list(TEXT), until
+    return running
+
+
+def drafted(*planned, most=7):
+    Speculation(300, BLOCK_SIZE, most).draft([(running, 1) for running in planned], 1)
+    return [running.draft for running in planned]
+
+
+def test_a_guess_is_what_followed_the_last_tokens():
+    assert drafted(sequence()) == [[4, 5, 6, 7, 8, 9, 1]]
+    assert drafted(sequence(), most=4) == [[4, 5, 6]]
+
+
+def test_a_guess_ends_before_the_sequence_does():
+    assert drafted(sequence(until=4)) == [[4, 5, 6]]
+    assert drafted(sequence(until=1)) == [[]]
+    assert drafted(sequence(num_blocks=4)) == [[4, 5, 6]]
+    assert drafted(sequence(num_blocks=3)) == [[]]
+    running = sequence()
+    running.stop_token_ids = frozenset({6})
+    assert drafted(running) == [[4]]
+
+
+def test_a_step_has_no_more_rows_than_keep_their_bits():
+    many = [sequence(seq_id) for seq_id in range(6)]
+    rows = sum(1 + len(draft) for draft in drafted(*many))
+    assert 6 < rows <= MAX_ROWS
+    assert not any(drafted(*(sequence(seq_id) for seq_id in range(MAX_ROWS))))
+
+
+def test_steps_with_prompts_have_no_guesses():
+    prompt = WorkerRequest.dummy(5, [1, 2], 0, 0.0)
+    speculation, running = Speculation(300, BLOCK_SIZE, 7), sequence()
+    speculation.draft([(running, 1), (prompt, 5)], 1)
+    assert running.draft == []
