@@ -31,8 +31,8 @@ _SECOND_CHANCE = 0.01
 """Share by which a refused width's cost returns to its first value, step by step."""
 _FORGETTING = 0.95
 _NUM_FIRST_TRIES = 3.0
-_MATCH_CLASSES = (5, 9, 17)
-_FIRST_CHANCES = (0.4, 0.6, 0.75, 0.85)
+_MATCH_CLASSES = (3, 5, 9, 17)
+_FIRST_CHANCES = (0.3, 0.4, 0.6, 0.75, 0.85)
 """Chance of a guessed token by class of match, before any was checked."""
 
 

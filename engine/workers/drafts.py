@@ -2,7 +2,7 @@
 
 Texts are its own prompt and output, what its request predicts, and the newest texts of the same
 owner and cache scope that this worker has run. Each has an index as LZ77 compressors have it: the
-last place of every three tokens, and from each place the one before it. The longest match wins.
+last place of every two tokens, and from each place the one before it. The longest match wins.
 
 Owns: the indices, and the texts kept after their sequences have ended.
 Invariant: a step's share of the work and the memory are bounded; a text is read only for its own
@@ -21,10 +21,10 @@ from engine.workers.worker_request import WorkerRequest
 OWN_TEXT, PREDICTION, RECENT_TEXT = DRAFTERS = "own_text", "prediction", "recent_text"
 MAX_DRAFT = 7
 """Most tokens of a guess: with the last known token they are as many as a decode graph takes."""
-MIN_MATCH = 3
+MIN_MATCH = 2
 _MAX_MATCH = 32
-_MAX_PLACES = 8
-"""Places with the same three tokens that are compared."""
+_MAX_PLACES = 32
+"""Places with the same two tokens that are compared."""
 _TOKENS_PER_STEP = 512
 """Most tokens of a text that are indexed in one step."""
 MAX_TOKENS = 1 << 18
@@ -52,9 +52,9 @@ class TextIndex:
 
     def __init__(self, token_ids: list[int]) -> None:
         self._text = token_ids
-        self._newest: dict[tuple[int, int, int], int] = {}
+        self._newest: dict[tuple[int, int], int] = {}
         self._before: list[int] = [-1] * MIN_MATCH
-        """The place before, by place: ends of the same three tokens; -1: none."""
+        """The place before, by place: ends of the same two tokens; -1: none."""
 
     def __len__(self) -> int:
         return len(self._before) - MIN_MATCH
@@ -69,7 +69,7 @@ class TextIndex:
         text, before, newest = self._text, self._before, self._newest
         start = len(before)
         for end in range(start, min(len(text) + 1, start + most)):
-            key = text[end - 3], text[end - 2], text[end - 1]
+            key = text[end - 2], text[end - 1]
             before.append(newest.get(key, -1))
             newest[key] = end
         return len(before) - start
@@ -79,7 +79,7 @@ class TextIndex:
         if len(last) < MIN_MATCH:
             return [], 0
         text, best, best_length = self._text, -1, 0
-        place = self._newest.get((last[-3], last[-2], last[-1]), -1)
+        place = self._newest.get((last[-2], last[-1]), -1)
         for _ in range(_MAX_PLACES):
             if place >= len(text):  # the last tokens themselves
                 place = self._before[place]
@@ -98,7 +98,7 @@ class TextIndex:
 
 
 def _num_equal(text: list[int], end: int, last: list[int]) -> int:
-    """Count the tokens before `end` that are the last ones, of which the first three are."""
+    """Count the tokens before `end` that are the last ones, of which the nearest two are."""
     most, length = min(end, len(last), _MAX_MATCH), MIN_MATCH
     while length < most and text[end - length - 1] == last[-length - 1]:
         length += 1
