@@ -134,7 +134,8 @@ class _Worker:
     """One worker of a plan, and what it reports."""
 
     def __init__(self, plan: BootPlan) -> None:
-        placed, self._setup = plan.workers[-1]
+        placed, setup = plan.workers[-1]
+        self._setup = msgspec.structs.replace(setup, max_drafted=0)  # each step is as asked
         self._name = placed.name
         self._vocab_size = plan.checkpoint.config.vocab_size
         self._rng = random.Random(0)

@@ -146,6 +146,11 @@ class Transformer:
         return self._backend.is_paged
 
     @property
+    def keeps_row_bits(self) -> bool:
+        """True if a row's bits do not depend on the other rows of a small step."""
+        return isinstance(self._backend, CompiledBackend)
+
+    @property
     def attention_backend(self) -> str:
         """What computes attention and the small operations, and why if it is not the best."""
         return self._backend.name

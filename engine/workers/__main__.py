@@ -36,8 +36,8 @@ from engine.wire.messages import (
 
 if TYPE_CHECKING:
     from engine.checkpoint.checkpoint import Checkpoint
-    from engine.checkpoint.model_config import ModelConfig
     from engine.kernels.cpu import ProductWays
+    from engine.model.transformer import Transformer
     from engine.model.weight import Weight
     from engine.workers.affinity import NodeMemory
     from engine.workers.speculation import Speculation
@@ -127,7 +127,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     runner = Runner(transformer, pool, setup.block_size, grammars)
     runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
     progress.heartbeat()
-    speculation, why_not = _speculation(config, setup)
+    speculation, why_not = _speculation(transformer, setup)
     worker = StepLoop(
         channel,
         runner,
@@ -148,12 +148,15 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     worker.run()
 
 
-def _speculation(config: ModelConfig, setup: Setup) -> tuple[Speculation | None, list[str]]:
+def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | None, list[str]]:
     """Set up speculation; return it, or the reason against it."""
     from engine.workers.speculation import Speculation
 
     if setup.max_drafted == 0:
         return None, []
+    config = transformer.config
+    if not transformer.keeps_row_bits:  # so a guess could change a letter
+        return None, ["Speculation: off (no compiled kernels)"]
     if None in config.kv_layers:  # their states cannot go back behind refused tokens
         return None, ["Speculation: off (recurrent layers)"]
     return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
