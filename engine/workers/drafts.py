@@ -132,20 +132,21 @@ class Drafts:
             texts = self._live[running.seq_id] = _texts_of(running)
         self._grow(texts)
         last = running.token_ids[-_MAX_MATCH:]
-        best: Guess | None = None
-        for drafter, index in self._sources(running, texts):
-            found, length = index.find(last, most)
-            if found and (best is None or length > best.num_matched):
-                best = Guess(found, length, drafter)
-        if (
-            best is None
-            and running.prediction
-            and running.prediction[: running.num_output_tokens] == running.output_ids
-        ):
-            start = running.num_output_tokens
-            best = Guess(running.prediction[start : start + most], MIN_MATCH + start, PREDICTION)
-        if best is None:
+        found = [
+            Guess(token_ids, length, drafter)
+            for drafter, index in self._sources(running, texts)
+            for token_ids, length in [index.find(last, most)]
+            if token_ids
+        ]
+        start = running.num_output_tokens
+        predicted = running.prediction[start : start + most]
+        if predicted and start < _MAX_MATCH and running.prediction[:start] == running.output_ids:
+            found.insert(0, Guess(predicted, MIN_MATCH + start, PREDICTION))
+        if not found:
             return None
+        best = max(found, key=lambda guess: guess.num_matched)
+        if found[0].drafter == PREDICTION and found[0].token_ids == best.token_ids:
+            best = best._replace(drafter=PREDICTION)
         usable = _before_any_end(best.token_ids, running.stop_token_ids, self._vocab_size)
         return best._replace(token_ids=usable) if usable else None
 

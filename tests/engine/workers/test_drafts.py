@@ -46,6 +46,15 @@ def test_a_prediction_is_followed_from_its_beginning_and_found_again_after_a_dif
     assert guess(of, running) == ([5, 9, 5, 9], PREDICTION)
 
 
+def test_what_other_texts_say_too_is_guessed_from_the_prediction():
+    of, text = Drafts(300), [1, 2, 3, 4, 5, 6]
+    running = sequence(1, [*text, 1, 2], prediction=[1, 2, 3, 4])
+    running.num_prompt_tokens = 6
+    assert guess(of, running, 2) == ([3, 4], PREDICTION)
+    running.prediction[2] = 9
+    assert guess(Drafts(300), running, 2) == ([9, 4], PREDICTION)
+
+
 def test_texts_that_have_ended_are_read_by_the_same_owner_and_scope_alone():
     of = Drafts(300)
     first = sequence(1, [1, 2, 3, 4, 5])
