@@ -138,11 +138,11 @@ class WeightsLayout:
     offset_by_name: dict[str, int]
     shape_by_name: dict[str, tuple[int, ...]]
     source_by_packed: dict[str, str] = field(default_factory=dict)
-    """Of matrices that are packed in pairs, the tensors that they are made of."""
+    """The source tensor of each matrix that is packed in pairs."""
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
-    """Every tensor of the model and its shape, in the order in which a forward pass reads them.
+    """Yield each tensor's name and shape in the order of a forward pass.
 
     Query, key and value are neighbours, and so are gate and up: the arena's layout follows this
     order, and neighbours in it can be used as one matrix.
@@ -184,7 +184,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
 
 
 def _named(tensors: list[TensorInfo], base: str | None) -> list[TensorInfo]:
-    """The same by the names that the family has for them."""
+    """Rename tensors to the family's names."""
     return [
         replace(tensor, name=f"model.{tensor.name.removeprefix(base)}")
         if base is not None and tensor.name.startswith(base)
@@ -303,7 +303,7 @@ def choose_dtype(
     has_gpu: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> str:
-    """The dtype to serve in; `auto` is bfloat16 where the hardware multiplies it natively.
+    """Choose the dtype; `auto` is bfloat16 if the hardware multiplies it natively.
 
     Args:
         requested: `auto`, `float32`, `bfloat16` or `float16`.
@@ -327,7 +327,7 @@ def choose_dtype(
 def weights_layout(
     checkpoint: Checkpoint, dtype: str, *, can_widen: bool = False
 ) -> WeightsLayout | None:
-    """The arena for serving in `dtype`; None where the files can be mapped as they are.
+    """Lay out the arena for serving in `dtype`; None: the files can be mapped unchanged.
 
     can_widen: matrices of any dtype can be multiplied with float32; vectors are small, and each
     worker converts its own.
@@ -341,12 +341,12 @@ def weights_layout(
 
 
 def arena_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout:
-    """All weights of a checkpoint in `dtype`, end to end, as a forward pass reads them."""
+    """Lay out all weights of a checkpoint in `dtype`, in the order of a forward pass."""
     return layout_of(((name, tensor.shape) for name, tensor in checkpoint.tensors.items()), dtype)
 
 
 def layout_of(shapes: Iterable[_NamedShape], dtype: str) -> WeightsLayout:
-    """The arena's layout for tensors of these shapes, by name."""
+    """Lay out tensors of these shapes, by name."""
     offset, offset_by_name, shape_by_name = 0, {}, dict(shapes)
     for name, shape in shape_by_name.items():
         if not _continues_matrix(name):
@@ -357,11 +357,11 @@ def layout_of(shapes: Iterable[_NamedShape], dtype: str) -> WeightsLayout:
 
 
 def packed_layout(checkpoint: Checkpoint, dtype: str) -> WeightsLayout | None:
-    """The arena of the matrices of all products, packed in pairs; the rest stays in the files.
+    """Lay out the arena of all multiplied matrices, packed in pairs; the rest stays in the files.
 
-    A tied output projection is packed under the name that it would have; the embedding, of which a
-    step looks up rows, stays as it is stored. None where no kernel reads pairs for `dtype`, or a
-    file cannot be mapped.
+    A tied output projection is packed under the name that it would have. The embedding stays
+    stored, because a step only looks up rows. None: no kernel reads pairs for `dtype`, or a file
+    cannot be mapped.
     """
     if dtype != "bfloat16" or not checkpoint.is_mappable:
         return None
@@ -394,12 +394,12 @@ def _ends(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def _continues_matrix(name: str) -> bool:
-    """True if no gap may lie before this tensor, so that it and the one before are one matrix."""
+    """Say whether a tensor must follow its predecessor without a gap, as one matrix."""
     return name.rsplit(".", 2)[-2] in _CONTINUING
 
 
 def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
-    """The file that lists the tensors, and the files that hold them."""
+    """Find the file that lists the tensors, and the files that hold them."""
     index_path = folder / _INDEX
     if (folder / _SINGLE).exists() or not index_path.exists():
         return folder / _SINGLE, [folder / _SINGLE]
@@ -436,7 +436,7 @@ def _checked(
 
 
 def _in_order(tensor: TensorInfo, config: ModelConfig) -> TensorInfo:
-    """The same, with what is to be done to rows of queries and keys whose neighbours turn."""
+    """Mark the rows of queries and keys whose order loading must change."""
     is_turned = re.search(r"\.self_attn\.[qk]_proj\.(weight|bias)$", tensor.name) is not None
     rope = next((rope for rope in config.ropes if rope is not None), None)
     if not config.family.turns_neighbours or not is_turned or rope is None:
@@ -445,7 +445,7 @@ def _in_order(tensor: TensorInfo, config: ModelConfig) -> TensorInfo:
 
 
 def _layer_hint(found: dict[str, TensorInfo], name: str) -> str:
-    """What the files hold in the place of a missing tensor, where that is told by its name."""
+    """Name what the files hold in place of a missing tensor, if its name tells."""
     layer = re.match(r".*\blayers\.\d+\.", name)
     if layer is None:
         return ""
@@ -480,8 +480,8 @@ _SMALL_AND_DECISIVE = (
 
 AS_STORED = "stored"
 AT_START = {"q8": ("q8_0", "q8_0"), "q4": ("q4_1", "q8_0"), "int8": ("int8_row", "q8_0")}
-"""What matrices that are not quantised can be quantised to, by the setting's word: the form of the
-layers', then of the output projection, whose errors are in every logit."""
+"""Forms to which matrices can be quantised at start, by the setting's value: the layers' form, then
+the output projection's. The projection's errors are in every logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,19 +503,19 @@ class PanelsLayout:
     panels: dict[str, Panels]
     rest_offset: int
     rest: WeightsLayout
-    """Of tensors that are widened, from there on."""
+    """Layout of widened tensors, after the panels."""
     looked_up: frozenset[str]
     """Tensors that stay in the file, for rows of them are looked up."""
 
 
 def gpu_layout(checkpoint: Checkpoint, dtype: str, packing: str) -> PanelsLayout | WeightsLayout:
-    """The arena of a checkpoint on a GPU, which holds all of its weights.
+    """Lay out all of a checkpoint's weights in a GPU's arena.
 
     Args:
-        checkpoint: whose.
+        checkpoint: to serve.
         dtype: to serve in.
-        packing: `widened`; `panels`: quantised matrices stay so, where they have a form; `fp8`: and
-            those whose products are of FP8 with FP8 are laid out for these.
+        packing: `widened`; `panels`: quantised matrices with a form stay quantised; `fp8`: also lay
+            out matrices for products of FP8 with FP8.
     """
     if packing == "widened":
         return arena_layout(checkpoint, dtype)
@@ -532,17 +532,17 @@ def panels_layout(
     is_on_gpu: bool = False,
     has_fp8_products: bool = False,
 ) -> PanelsLayout | None:
-    """The arena of a checkpoint whose matrices are quantised: panels, then the rest in `dtype`.
+    """Lay out the arena of a quantised checkpoint: panels, then the rest in `dtype`.
 
-    The embedding, of which a step looks up rows, stays in the file; a tied output projection is
-    packed under the name that it would have. None where no matrix has a form that the kernels know,
-    or they do not know `dtype`.
+    The embedding stays in the file, because a step only looks up rows. A tied output projection is
+    packed under the name that it would have. None: the kernels do not know `dtype`, or know no
+    matrix's form.
 
     Args:
-        checkpoint: whose.
+        checkpoint: to serve.
         dtype: to serve in.
-        weights: `stored`: matrices that are quantised in the files; or one of AT_START: all of a
-            checkpoint that has none such.
+        weights: `stored`: matrices that are quantised in the files; or one of AT_START: all
+            matrices of a checkpoint without quantised ones.
         is_on_gpu: nothing is read from files, and all dtypes are known.
         has_fp8_products: FP8 can be multiplied by FP8.
     """
@@ -584,7 +584,7 @@ def panels_layout(
 
 
 def _form(tensor: TensorInfo, weights: str, *, is_head: bool) -> str | None:
-    """That of a matrix in panels; None: it is not put into any."""
+    """Return the form of a matrix in panels; None: it is not packed."""
     if weights == AS_STORED:
         return form_of(tensor)
     if len(tensor.shape) != 2 or tensor.name.endswith(_SMALL_AND_DECISIVE):
@@ -599,7 +599,7 @@ def _is_of_fp8_products(tensor: TensorInfo) -> bool:
 
 
 def _stays_in_file(tensor: TensorInfo) -> bool:
-    """True of rows that are read where they are: whole, in order, values at their own places."""
+    """Say whether rows can be read in the file: whole, in order, aligned."""
     if tensor.is_plain:
         return tensor.start % DTYPE_BYTES[tensor.dtype] == 0
     return tensor.is_in_blocks

@@ -524,9 +524,9 @@ FAMILY_BY_ARCHITECTURE = {family.architecture: family for family in _ROWS}
 
 _GATED_DELTA_GGUF = "its Gated DeltaNet layers are read from safetensors files, not from GGUF yet"
 _STREAMS = "its layers compute four streams of tokens side by side and mix them (AltUp)"
-_CHUNKED = "no kernel here has its attention, which ends at borders of chunks"
+_CHUNKED = "no kernel here supports its attention, which ends at chunk borders"
 _SIGMOID = "no kernel here has its router, a corrected sigmoid, or its shared experts"
-_LATENT = "its keys and values are kept compressed, in a form that the KV pool does not have"
+_LATENT = "its keys and values are compressed, which the KV pool does not support"
 
 UNSERVED = {
     "gemma3n": _STREAMS,
@@ -538,8 +538,9 @@ UNSERVED = {
     "deepseekv2": _LATENT,
     "deepseekv3": _LATENT,
 }
-"""By the beginning of an architecture's name in lower case, without marks: config.json and GGUF
-have the same up to that."""
+"""Reasons by the beginning of an architecture's name in lower case, without marks.
+
+config.json and GGUF agree up to that length."""
 
 
 def reason(name: str) -> str | None:

@@ -36,7 +36,7 @@ head; for head_dim, hidden_size / heads."""
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """A layer's norms, by where they stand; None where there is none."""
+    """A layer's norms by position; None: the layer has no norm there."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -122,7 +122,7 @@ class Family:
     activation: str | None = None
     """Whatever `hidden_act` says."""
     has_sinks: bool = False
-    """Each head has a score of its own beside those of its keys: `self_attn.sinks`."""
+    """Each head has a learnt score beside its keys' scores: `self_attn.sinks`."""
     has_root_scaled_embedding: bool = False
     """Embeddings are multiplied by the square root of their size."""
     has_normed_embedding: bool = False
@@ -131,8 +131,9 @@ class Family:
     """Windowed layers rotate by `rope_local_base_freq`, without scaling."""
     has_partial_rotary: bool = False
     turns_neighbours: bool = False
-    """Dimensions 0 and 1 of a head turn together, not 0 and the middle one: loading puts rows of
-    queries and keys into that order, which changes no product of the two."""
+    """RoPE rotates dimensions 0 and 1 together, not 0 and the middle one.
+
+    Loading reorders rows of queries and keys, which changes no product."""
     delta_projections: tuple[str, ...] = ()
     """The stored projections of a Gated DeltaNet layer; empty: the family has no such layers."""
     has_gates_in_queries: bool = False
@@ -157,7 +158,7 @@ class Family:
     language: str | None = None
     """The `model_type` that is said there."""
     prefix: str = ""
-    """Of every tensor's name."""
+    """Prefix of every tensor's name."""
 
 
 _GEMMA2: dict[str, Any] = {key: value for key, value in COMMON.items() if key != "hidden_act"} | {

@@ -58,7 +58,7 @@ class GgufModel:
     metadata: dict[str, Any]
     """Numbers, strings, booleans, lists of strings, and arrays of numbers."""
     tensors: dict[str, TensorInfo]
-    """By the file's names; shapes as torch has them, [outputs, inputs]."""
+    """Tensors by the file's names; shapes are torch's, [outputs, inputs]."""
 
     @classmethod
     def open(cls, path: Path) -> GgufModel:
@@ -82,34 +82,34 @@ class GgufModel:
         return cls(first, metadata, tensors)
 
     def bad(self, key: str, needed: str) -> CheckpointError:
-        """The error to raise for a value of the metadata: what it is, and what is needed."""
+        """Make the error for a wrong value of the metadata."""
         value = self.metadata.get(key)
         what = f"{key} is missing" if value is None else f"{key} is {str(value)[:60]!r}"
         return CheckpointError(f"{what}: {needed}", where=str(self.path), hint=WHAT_IS_SERVED)
 
     def text(self, key: str) -> str | None:
-        """A string of the metadata; None where there is none."""
+        """Read a string of the metadata; None: it is absent."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise self.bad(key, "a string is needed")
         return value
 
     def integer(self, key: str) -> int | None:
-        """A whole number; None where there is none."""
+        """Read a whole number; None: it is absent."""
         value = self.metadata.get(key)
         if value is not None and type(value) is not int:
             raise self.bad(key, "a whole number is needed")
         return value
 
     def flag(self, key: str) -> bool | None:
-        """A boolean; None where there is none."""
+        """Read a boolean; None: it is absent."""
         value = self.metadata.get(key)
         if value is not None and type(value) is not bool:
             raise self.bad(key, "true or false is needed")
         return value
 
     def floats(self, name: str, count: int) -> list[float] | None:
-        """The values of a small float32 tensor; None where there is none."""
+        """Read a small float32 tensor; None: it is absent."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
@@ -122,7 +122,7 @@ class GgufModel:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file at a path: itself, or the only model in a folder; None: the folder is no such.
+    """Find the GGUF file at a path, or a folder's only model; None: neither.
 
     Raises:
         CheckpointError: the folder has several.
@@ -140,7 +140,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The GGUF models of a folder, each by its only or first part; what only sees is no model."""
+    """List a folder's GGUF models by their first parts, without vision projectors."""
     paths = sorted(folder.glob("*.gguf"))
     return [
         path
@@ -151,7 +151,7 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All parts of a model, in order, of which one is named; a file alone is its only part."""
+    """List all parts of a model in order; a file without parts is its only one."""
     part = _PART.fullmatch(path.name)
     if part is None:
         return [path]
@@ -165,7 +165,7 @@ def parts_of(path: Path) -> list[Path]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Metadata and tensors of one file."""
     try:
-        # read, not mapped: who waits for a page that does not come lets no other thread run
+        # read, not mapped: a thread that waits for a page lets no other thread run
         with path.open("rb", buffering=_BUFFER_BYTES) as file:
             if file.read(4) != _MAGIC:
                 raise CheckpointError("not a GGUF file", where=str(path), hint=_AGAIN)
@@ -197,7 +197,7 @@ class _Reader:
         self._num_tensors, self._num_values = self._number("Q"), self._number("Q")
 
     def metadata(self) -> dict[str, Any]:
-        """All keys of the file's metadata and their values."""
+        """Read all keys and values of the file's metadata."""
         self._check_count(self._num_values, 13, "keys")
         found: dict[str, Any] = {}
         for _ in range(self._num_values):
@@ -210,7 +210,7 @@ class _Reader:
         return found
 
     def tensors(self, metadata: dict[str, Any]) -> dict[str, TensorInfo]:
-        """Where the tensors lie, each wholly in the file and in no other."""
+        """Read where the tensors lie; none may overlap or leave the file."""
         self._about = "the list of tensors"
         self._check_count(self._num_tensors, 32, "tensors")
         alignment = metadata.get("general.alignment", 32)
@@ -289,7 +289,7 @@ class _Reader:
         return self._bytes(size).decode("utf-8", "replace")
 
     def _bytes(self, size: int) -> bytes:
-        """The next of them."""
+        """Read the next bytes."""
         data = self._file.read(size) if self.offset + size <= self._end else b""
         if len(data) < size:
             raise self._broken("is cut off")
@@ -357,7 +357,7 @@ _KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-"""Of config.json, and what GGUF says after the architecture's name."""
+"""GGUF's key after the architecture's name, by config.json's key."""
 _SAMPLING = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -402,7 +402,7 @@ _WHOLE_NAMES = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
-"""Of a layer's tensors that end with no `weight` or `bias`."""
+"""A layer's tensors without the ending `weight` or `bias`."""
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -435,7 +435,7 @@ class _Architecture:
 
 
 def _windows(model: GgufModel, keys: dict[str, Any], period: int) -> dict[str, Any]:
-    """Each layer of that number sees all, where the file does not list them."""
+    """Set the layers' windows; every `period`th layer sees all if the file lists none."""
     layers = keys["num_hidden_layers"]
     if not keys.get("sliding_window") or type(layers) is not int or layers > _MAX_LAYERS:
         return {"sliding_window": None}
@@ -596,7 +596,7 @@ _ARCHITECTURES = {
 
 
 def config_keys(model: GgufModel) -> dict[str, Any]:
-    """What config.json would say of the model.
+    """Translate the metadata to config.json's keys.
 
     Raises:
         CheckpointError: its architecture is not served, or a number is missing.
@@ -614,7 +614,7 @@ def config_keys(model: GgufModel) -> dict[str, Any]:
             value = value[0]
         if isinstance(value, float):
             value = float(f"{value:.7g}")  # written as float32: what was meant is 1e-05
-        if value:  # 0 is none
+        if value:  # 0 means absent
             keys[key] = value
         if key in _REQUIRED and (type(value) is not int or value < 1):
             raise model.bad(f"{arch}.{suffix}", "a whole number above 0 is needed")
@@ -636,7 +636,7 @@ def config_keys(model: GgufModel) -> dict[str, Any]:
 
 
 def sampling_keys(model: GgufModel) -> dict[str, Any]:
-    """What generation_config.json would say of how to sample."""
+    """Translate the metadata to generation_config.json's sampling keys."""
     found = {key: model.metadata.get(f"general.sampling.{name}") for key, name in _SAMPLING.items()}
     return {
         key: float(f"{value:.7g}") if isinstance(value, float) else value
@@ -646,7 +646,7 @@ def sampling_keys(model: GgufModel) -> dict[str, Any]:
 
 
 def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
-    """A tensor by the family's name for it; None where the file has none.
+    """Find a tensor by the family's name for it; None: it is absent.
 
     One expert's is a part of the tensor of all experts.
     """
@@ -758,7 +758,7 @@ def _rows(model: GgufModel, name: str) -> int:
 
 
 def _end_ids(model: GgufModel) -> list[int]:
-    """Of the tokens that end a reply."""
+    """List the tokens that end a reply."""
     marks = (model.integer(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     ids = [token_id for token_id in marks if token_id is not None]
     tokens = model.metadata.get("tokenizer.ggml.tokens")

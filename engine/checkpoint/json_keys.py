@@ -44,13 +44,13 @@ class JsonKeys:
         return cls(values, path)
 
     def bad(self, key: str, needed: str) -> CheckpointError:
-        """The error to raise for a key: its value, and what it would have to be."""
+        """Make the error for a key: its value, and what is needed."""
         shown = repr(self.values.get(key))[:80]
         what = f"{self._prefix}{key} is {shown}, not {needed}"
         return CheckpointError(what, where=str(self.path), hint=WHAT_IS_SERVED)
 
     def get(self, key: str, default: Any) -> Any:
-        """The raw value; an explicit null is None, not the default."""
+        """Return the raw value; an explicit null is None, not the default."""
         value = self.values.get(key, default)
         if value is REQUIRED:
             what = f"{self._prefix}{key} is missing"
@@ -58,25 +58,25 @@ class JsonKeys:
         return value
 
     def integer(self, key: str, default: Any = REQUIRED, maximum: int = _MAX_SIZE) -> int:
-        """A positive integer of at most `maximum`; raises CheckpointError."""
+        """Read a positive integer of at most `maximum`; raise CheckpointError otherwise."""
         value = self.get(key, default)
         if type(value) is not int or not 1 <= value <= maximum:
             raise self.bad(key, f"an integer from 1 to {maximum}")
         return value
 
     def number(self, key: str, default: Any = REQUIRED) -> float:
-        """A finite number above zero."""
+        """Read a finite number above zero."""
         value = self.get(key, default)
         if not _is_above_0(value):
             raise self.bad(key, "a number above 0")
         return float(value)
 
     def number_or_none(self, key: str) -> float | None:
-        """A finite number above zero; absent or null is None."""
+        """Read a finite number above zero; absent or null is None."""
         return None if self.get(key, None) is None else self.number(key)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of so many finite numbers above zero."""
+        """Read a list of `count` finite numbers above zero."""
         values = self.get(key, REQUIRED)
         if (
             not isinstance(values, list)
@@ -87,14 +87,14 @@ class JsonKeys:
         return tuple(map(float, values))
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false, and nothing else; raises CheckpointError."""
+        """Read true or false; raise CheckpointError otherwise."""
         value = self.get(key, default)
         if type(value) is not bool:
             raise self.bad(key, "true or false")
         return value
 
     def token_ids(self, key: str, default: Any) -> tuple[int, ...]:
-        """One token id, a list of them, or null for none."""
+        """Read one token id, a list of them, or null for none."""
         value = self.get(key, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(type(token_id) is not int or token_id < 0 for token_id in ids):
@@ -102,7 +102,7 @@ class JsonKeys:
         return tuple(dict.fromkeys(ids))
 
     def section(self, key: str) -> JsonKeys:
-        """A nested object; absent or null is empty."""
+        """Read a nested object; absent or null is empty."""
         value = self.get(key, None)
         if value is not None and not isinstance(value, dict):
             raise self.bad(key, "an object")

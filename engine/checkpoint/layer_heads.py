@@ -106,11 +106,11 @@ _SAMPLING_LIMITS = {
     "min_p": (0, 1),
     "repetition_penalty": (1e-6, 2),
 }
-"""As the API's for requests; -1 and 0 mean no top_k."""
+"""Limits of the API's requests; -1 and 0 mean no top_k."""
 
 
 def sampling_defaults(generation: JsonKeys) -> Mapping[str, float]:
-    """Defaults as transformers would take them: who says not to sample gets greedy output."""
+    """Read defaults as transformers does: `do_sample: false` is greedy."""
     found: dict[str, float] = {}
     for name, (low, high) in _SAMPLING_LIMITS.items():
         value = generation.get(name, None)

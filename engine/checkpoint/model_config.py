@@ -46,13 +46,13 @@ class ExpertsConfig:
     num_experts: int
     num_per_token: int
     intermediate_size: int
-    """Of one expert."""
+    """Size of one expert."""
     is_normalized: bool
     """The weights of a token's experts are scaled to add up to 1."""
     shared_size: int
     """Inner size of the expert that every token goes through; 0: no such expert."""
     layers: frozenset[int]
-    """Those that have it; the others are dense."""
+    """Layers with experts; the others are dense."""
 
 
 class LayerInputsConfig(NamedTuple):
@@ -75,7 +75,7 @@ class ModelConfig:
     is_double_wide: bool
     """Layers that store no keys and values have a feed-forward of twice that size."""
     layer_inputs: LayerInputsConfig | None
-    """Of what each layer reads beside the stream; None: nothing."""
+    """Inputs of each layer beside the stream; None: it has none."""
     num_layers: int
     delta: GatedDeltaConfig | None
     """The shape of its Gated DeltaNet layers; None: it has no such layers."""
@@ -85,7 +85,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of the widest layer, as num_kv_heads, which is what the KV pool has for each."""
+    """The widest layer's, as num_kv_heads; the KV pool has this size for each layer."""
     heads: tuple[LayerHeads, ...]
     """Per layer."""
     has_keys_as_values: tuple[bool, ...]
@@ -108,13 +108,13 @@ class ModelConfig:
     hidden_act: str
     """One of ACTIVATIONS."""
     attention_scale: float
-    """Of the product of query and key."""
+    """Factor of the product of query and key."""
     attention_softcap: float | None
     """Scores are bent by tanh so as to stay within this; None: as they are."""
     logit_softcap: float | None
     embedding_scale: float
     residual_scale: float
-    """Of what attention and feed-forward add."""
+    """Factor of what attention and feed-forward add."""
     logit_divisor: float
     stored_dtype: str | None
     """What config.json claims; the tensors' own dtype is Checkpoint.stored_dtype."""
@@ -208,12 +208,12 @@ class ModelConfig:
         return self.num_kv_layers * 2 * self.kv_plane_bytes(block_size, dtype)
 
     def kv_plane_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a layer's keys in one block, and of its values: as many as the widest layer has.
+        """Compute the bytes of a layer's keys, or values, in one block; the widest layer counts.
 
         Args:
             block_size: tokens of a block.
-            dtype: of the pool: [block_size, num_kv_heads, head_dim] of it; behind those of INT8_KV
-                their scales, float32 [num_kv_heads, block_size].
+            dtype: of the pool, [block_size, num_kv_heads, head_dim]; INT8_KV adds scales behind them,
+                float32 [num_kv_heads, block_size].
         """
         if dtype == INT8_KV:
             widths = [each.num_kv_heads * (each.head_dim + SCALE_BYTES) for each in self.heads]
@@ -242,7 +242,7 @@ class ModelConfig:
         return self.intermediate_size * (2 if is_wide else 1)
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The mixture in a layer; None if its feed-forward is dense."""
+        """Return the mixture in a layer; None: its feed-forward is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
 
 
@@ -273,7 +273,7 @@ def _refuse(name: object, keys: JsonKeys) -> None:
 
 
 def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
-    """The keys that mean something to the family, each with a value."""
+    """Keep the keys that the family knows, each with a value."""
     sections = [file_keys]
     if family.section is not None:
         sections.append(file_keys.section(family.section))
@@ -331,7 +331,7 @@ def _attention_scale(keys: JsonKeys, head_dim: int) -> float:
 
 
 def _rotated_layers(keys: JsonKeys, num_layers: int) -> list[bool]:
-    """Which layers turn queries and keys; those of most families all do."""
+    """Say for each layer whether it rotates queries and keys; most families rotate all."""
     listed = keys.get("no_rope_layers", None)  # 1 where there is rotation, whatever its name says
     if listed is not None:
         if not isinstance(listed, list) or len(listed) < num_layers:
@@ -375,7 +375,7 @@ def _sliding_windows(keys: JsonKeys, family: Family, rotated: list[bool]) -> tup
 def _usual_windows(
     keys: JsonKeys, family: Family, rotated: list[bool], window: int | None
 ) -> tuple[int | None, ...]:
-    """Where layer_types is absent: the later layers, those not rotated, or all but each nth."""
+    """Set windows without layer_types: later layers, unrotated ones, or all but each nth."""
     num_layers = len(rotated)
     if "max_window_layers" in keys.values:
         first = keys.get("max_window_layers", None)

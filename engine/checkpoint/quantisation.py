@@ -33,7 +33,7 @@ class Quantisation:
     """What config.json says of a checkpoint's quantised matrices."""
 
     method: str
-    """One of METHODS."""
+    """A name of METHODS."""
     block: tuple[int, int] | None = None
     """Rows and columns with one scale; None: of codes of 8 bits whole rows have one, or groups."""
     zero_shift: int = 0
@@ -58,11 +58,11 @@ class Quantisation:
         return None
 
     def find(self, found: _Found, name: str, shape: _Shape) -> TensorInfo | None:
-        """A tensor as it is stored, or of its parts; None: there is none.
+        """Find a stored tensor, or make it of its parts; None: it is absent.
 
         Args:
             found: the files' tensors by name.
-            name: that the model's family has for it.
+            name: the family's name for it.
             shape: that the model asks for.
 
         Raises:
@@ -85,7 +85,7 @@ class Quantisation:
         return plain
 
     def _of_bytes(self, parts: _Parts, shape: _Shape) -> TensorInfo:
-        """A code is a byte of its own, an integer or a small float."""
+        """Make a matrix whose codes are bytes: integers or small floats."""
         (rows, depth), kind = shape, "int8" if parts.codes.dtype == "I8" else "fp8"
         parts.codes_are(parts.codes.dtype, shape)
         inverse = "weight_scale_inv" if kind == "fp8" and parts.has("weight_scale_inv") else None
@@ -112,7 +112,7 @@ class Quantisation:
         return parts.matrix(kind, shape, apart)
 
     def _of_words(self, parts: _Parts, shape: _Shape) -> TensorInfo:
-        """A matrix on its side: GPTQ packs a row's codes into words, AWQ those of eight rows."""
+        """Make a matrix of words: GPTQ packs a row's codes, AWQ the codes of eight rows."""
         rows, depth = shape
         if self.method not in ("gptq", "awq"):
             what = f"tensor {parts.codes.name} is of no matrix that {self.method} stores"
@@ -141,7 +141,7 @@ class _Parts:
         self.parts = {"codes": codes}
 
     def has(self, suffix: str) -> bool:
-        """True if the files have such a part."""
+        """Say whether the files have such a part."""
         return f"{self._stem}{suffix}" in self._found
 
     def codes_are(self, dtype: str, shape: _Shape) -> None:
@@ -150,7 +150,7 @@ class _Parts:
         _check_shape(self.codes, shape)
 
     def add(self, part: str, suffix: str, dtypes: Sequence[str]) -> TensorInfo:
-        """A part by the end of its name, of one of some dtypes."""
+        """Add a part by the end of its name; its dtype must be one of `dtypes`."""
         tensor = self._found.get(f"{self._stem}{suffix}")
         if tensor is None:
             what = f"tensor {self._stem}{suffix} is missing: {self.codes.name} is quantised"
@@ -160,7 +160,7 @@ class _Parts:
         return tensor
 
     def matrix(self, dtype: str, shape: _Shape, apart: SeparateTensors) -> TensorInfo:
-        """The tensors of one matrix (codes, scales, zeros) as one tensor of the model."""
+        """Join the tensors of one matrix (codes, scales, zeros) to one of the model."""
         codes = self.codes
         name = f"{self._stem}weight"
         return TensorInfo(name, codes.file, dtype, shape, codes.start, codes.num_bytes, apart=apart)
@@ -250,7 +250,7 @@ def _of_compressed(keys: JsonKeys) -> Quantisation:
 
 
 def _inputs_of(group: JsonKeys) -> str | None:
-    """What inputs of a group of matrices are rounded to, token by token; None: nothing."""
+    """Return the form to which a group's inputs are rounded; None: they are not."""
     inputs = {"symmetric": True} | group.section("input_activations").values
     asked = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
     if any(inputs.get(key) != value for key, value in asked.items()):
@@ -269,7 +269,7 @@ def _block(keys: JsonKeys, key: str) -> tuple[int, int] | None:
 
 
 def _bits(codes: TensorInfo, depth: int, dimension: int) -> int:
-    """Of a code in words, of which rows of the matrix have so many."""
+    """Compute the bits of a code in words that hold `depth` codes a row."""
     words = codes.shape[dimension] if len(codes.shape) == 2 else 0
     for bits in (4, 8):
         if words * _WORD_BITS == depth * bits:
@@ -290,7 +290,7 @@ def _group(scales: TensorInfo, rows: int, depth: int, *, is_on_side: bool = Fals
 
 
 def _int4(group: int, depth: int) -> str | None:
-    """The form of codes of four bits, which has scales as often as these, or more often."""
+    """Choose the form of four-bit codes whose groups divide these; None: no form does."""
     if group == depth or group % 128 == 0:
         return "int4_128"
     return "int4_32" if group % 32 == 0 else None
@@ -317,7 +317,7 @@ def _check_shape(tensor: TensorInfo, shape: _Shape) -> None:
 PANEL_ROWS = 16
 """Rows of a matrix that lie together, one in each lane of a vector."""
 BLOCK_VALUES = 256
-"""Of a row, that share a head, where there is one."""
+"""Values of a row that share a head, if the form has heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +328,11 @@ class Form:
     group: int
     """Values of a row with one scale."""
     scale_bytes: int
-    """Of a row and a group: a scale, and perhaps a minimum or a zero."""
+    """Bytes per row and group: a scale, and perhaps a minimum or a zero."""
     head_bytes: int = 0
-    """Of a row and a block: what the groups' scales are multiplied by, and those that have six
-    bits."""
+    """Bytes per row and block: factors of the groups' scales, and six-bit scales."""
     row_scale_bytes: int = 0
-    """Of a row with factors for all its values."""
+    """Bytes of a row's own factors."""
     rounds_inputs: bool = False
     """Products round their inputs to integers of one byte."""
 
@@ -343,7 +342,7 @@ class Form:
         return self.head_bytes > 4
 
     def row_bytes(self, depth: int) -> int:
-        """Bytes of one row of so many values within its panel; the last group counts as whole."""
+        """Compute the bytes of a row in its panel; the last group counts as whole."""
         groups = -(-depth // self.group)
         group_bytes = self.group * self.code_bits // 8 + self.scale_bytes
         heads = depth // BLOCK_VALUES * self.head_bytes + self.row_scale_bytes
@@ -371,29 +370,31 @@ FORMS = {
     "int8_row": Form(8, 32, 0, row_scale_bytes=4, rounds_inputs=True),
     "fp8_128": Form(8, 128, 4),
 }
-"""By block format, or by kind of codes and values of a group. The last five have scales of float32,
-which every format's scale is without being rounded. Products with int8_row are those of inputs that
-are rounded to integers of one byte, with one scale each."""
+"""Forms by block format, or by kind of codes and values of a group.
+
+The last five have scales of float32, which hold every format's scale without rounding. int8_row
+multiplies inputs that are rounded to bytes, with one scale each."""
 FORM_BY_KIND = {kind: kind for kind in BLOCKS} | {"mxfp4_pairs": "mxfp4"}
-"""Of block formats, the form's name."""
+"""The form's name by block format."""
 CPU_FORMS = frozenset({"q2_k", "q3_k", "iq4_nl", "iq4_xs", "nvfp4"})
 """Forms that no kernel for GPUs reads."""
 
 
 def form_of(tensor: TensorInfo) -> str | None:
-    """The form of a matrix that is quantised in its file; None: the kernels know none for it."""
+    """Return the form of a matrix that its file quantises; None: the kernels know none."""
     if tensor.apart is not None:
         return tensor.apart.form
     return FORM_BY_KIND.get(tensor.dtype)
 
 
 FP8_ROWS, FP8_ROW_END_BYTES = "fp8_rows", 16
-"""Where a GPU multiplies FP8 by FP8: rows of codes, one behind the other, each with its scale of
-float32 behind it, and as many bytes more as keep rows where such products want them."""
+"""A GPU's form for products of FP8 with FP8.
+
+Each row of codes is followed by its float32 scale and by padding for the products' alignment."""
 
 
 def panels_shape(form: str, num_rows: int, depth: int) -> tuple[int, int]:
-    """[panels, bytes of a panel] of a matrix [num_rows, depth]."""
+    """Compute [panels, bytes of a panel] of a matrix [num_rows, depth]."""
     if form == FP8_ROWS:
         return -(-num_rows // PANEL_ROWS), PANEL_ROWS * (depth + FP8_ROW_END_BYTES)
     return -(-num_rows // PANEL_ROWS), PANEL_ROWS * FORMS[form].row_bytes(depth)
@@ -409,6 +410,6 @@ TILE_DEPTH = 32
 
 
 def packed_shape(num_rows: int, depth: int) -> tuple[int, int, int, int]:
-    """[panels, pairs of a row, rows of a panel, 2] of a matrix [num_rows, depth]."""
+    """Compute [panels, pairs of a row, rows of a panel, 2] of a matrix [num_rows, depth]."""
     pairs = -(-depth // TILE_DEPTH) * TILE_DEPTH // 2
     return -(-num_rows // PANEL_ROWS), pairs, PANEL_ROWS, 2

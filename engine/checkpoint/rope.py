@@ -27,7 +27,7 @@ class RopeConfig:
     """Multiplies cosine and sine; 1 except for yarn and longrope."""
     factor: float = 1.0
     original_max_position_embeddings: float = 0.0
-    """Of the training before stretching; llama3, yarn and longrope."""
+    """Length trained before stretching; llama3, yarn and longrope."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -36,14 +36,15 @@ class RopeConfig:
     num_turned_pairs: int = 0
     """The first, which alone turn, at the pace that they would have if all did; proportional."""
     query_growth: float = 0.0
-    """Beta of 1 + beta * log(1 + floor(position / original_max_position_embeddings)), which queries
-    are multiplied by after they are rotated; yarn."""
+    """Beta of the factor 1 + beta * log(1 + floor(position / original_max_position_embeddings)).
+
+    Queries are multiplied by it after the rotation; yarn."""
     short_factors: tuple[float, ...] = ()
     """One per pair of dimensions, as long_factors; longrope."""
     long_factors: tuple[float, ...] = ()
 
     def factors(self, max_model_len: int) -> tuple[float, ...]:
-        """Longrope's factors in force where the longest request has so many tokens; else none."""
+        """Return longrope's factors for the longest request; empty: no longrope."""
         is_long = max_model_len > self.original_max_position_embeddings
         return self.long_factors if is_long else self.short_factors
 
@@ -59,7 +60,7 @@ class RopeConfig:
 
     @classmethod
     def local_from_keys(cls, keys: JsonKeys, family: Family, head_dim: int) -> RopeConfig:
-        """The rotation of a family's windowed layers, where it differs."""
+        """Read the rotation of a family's windowed layers, if it differs."""
         rope = keys.section("rope_parameters").section("sliding_attention")
         return cls._from_section(rope, keys, family, head_dim, "rope_local_base_freq")
 

@@ -33,9 +33,10 @@ BLOCKS = {
     "mxfp4": (32, 17),
     "mxfp4_pairs": (32, 17),
 }
-"""Formats of blocks, by their names in GGUF: values of a row in a block, and its bytes. Scales are
-in the block, beside the values that they scale. Of mxfp4_pairs, which is no GGUF format, neighbours
-share a byte, and a file has the scales in a tensor of their own."""
+"""Block formats by their names in GGUF: values of a row in a block, and its bytes.
+
+Scales are in the block, beside the values that they scale. mxfp4_pairs is no GGUF format:
+neighbours share a byte, and scales are in a tensor of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,12 @@ class SeparateTensors:
     scale_rows: int
     """Rows that share a scale."""
     parts: Mapping[str, TensorInfo]
-    """`codes` and `scales`, perhaps `zeros`, `order` (the group that each column is of), and the
-    whole matrix' `factor` or `divisor`."""
+    """`codes` and `scales`, perhaps `zeros`, `order` (each column's group), and the matrix's
+    `factor` or `divisor`."""
     form: str | None
-    """That the kernels read without a value being changed; None: there is none."""
+    """The form that keeps every value exact; None: the kernels have no such form."""
     zero: int = 0
-    """Of codes where none are stored; and what is added to those that are."""
+    """The codes' zero if none is stored; else an offset of stored zeros."""
     rounds_inputs: bool = False
     """Inputs are to be rounded to what codes are, with a scale for each token."""
 
@@ -66,30 +67,31 @@ class TensorInfo:
     """Where one tensor's bytes are, and how they become the values that the model wants."""
 
     name: str
-    """As the model's family has it, whatever the file calls it."""
+    """The family's name, not the file's."""
     file: Path
     dtype: str
-    """`float32`, `bfloat16`, `float16`, one of BLOCKS, a name for what is `apart`, or the file's
-    own for what is never served."""
+    """`float32`, `bfloat16`, `float16`, one of BLOCKS, or a kind of separate tensors.
+
+    Tensors that are never served keep the file's name for it."""
     shape: tuple[int, ...]
     start: int
     """Offset of the first byte in the file."""
     num_bytes: int
-    """Of its values, or of its blocks."""
+    """Bytes of its values, or of its blocks."""
     head_rows: int = 0
-    """Rows of a head whose halves lie interleaved (first, middle, second, ...), as GGUF has some
-    families' queries and keys; 0: rows lie as the model wants them."""
+    """Rows of a head whose halves are interleaved (first, middle, second, ...), as in some GGUF
+    files. 0: rows are in the model's order."""
     turned_rows: int = 0
-    """Of those rows the first, which alone lie so; 0: all of them."""
+    """The first of `head_rows` that are interleaved; 0: all of them."""
     shift: float = 0.0
     """What is added to each stored value."""
     strides: tuple[int, int] | None = None
-    """Items (values, or blocks without their scales) from one row to the next, and from one item of
-    a row to the next; None: rows lie end to end."""
+    """Distances in items (values, or blocks without their scales): between rows, and between a
+    row's items. None: rows lie end to end."""
     scales: TensorInfo | None = None
-    """Of blocks that have them elsewhere: a byte for each block, laid out as these are."""
+    """Separate scales of blocks, a byte for each block, in the blocks' layout."""
     apart: SeparateTensors | None = None
-    """Of a matrix of several tensors; file, start and num_bytes are then those of its codes."""
+    """The tensors of a matrix of several; file, start and num_bytes are the codes'."""
 
     @property
     def is_plain(self) -> bool:

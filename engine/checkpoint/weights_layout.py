@@ -23,15 +23,15 @@ _QUANTISED = "mxfp4_pairs"
 def expert_tensor(
     found: Mapping[str, TensorInfo], names: ExpertNames, name: str
 ) -> TensorInfo | None:
-    """A tensor of one expert by the name that it would have alone.
+    """Find one expert's tensor by the name that it would have alone.
 
     Args:
         found: the tensors of the files.
         names: of the family.
-        name: as checkpoint.expected_shapes has it.
+        name: as in checkpoint.expected_shapes.
 
     Returns:
-        None where the files have no such stack, or not of that shape.
+        None: the files have no such stack, or its shape differs.
     """
     match = _NAME.fullmatch(name)
     if match is None:
