@@ -212,8 +212,8 @@ class ModelConfig:
 
         Args:
             block_size: tokens of a block.
-            dtype: of the pool, [block_size, num_kv_heads, head_dim]; INT8_KV adds scales behind them,
-                float32 [num_kv_heads, block_size].
+            dtype: of the pool, [block_size, num_kv_heads, head_dim]; INT8_KV adds scales behind
+                them, float32 [num_kv_heads, block_size].
         """
         if dtype == INT8_KV:
             widths = [each.num_kv_heads * (each.head_dim + SCALE_BYTES) for each in self.heads]

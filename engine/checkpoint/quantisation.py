@@ -390,7 +390,7 @@ def form_of(tensor: TensorInfo) -> str | None:
 FP8_ROWS, FP8_ROW_END_BYTES = "fp8_rows", 16
 """A GPU's form for products of FP8 with FP8.
 
-Each row of codes is followed by its float32 scale and by padding for the products' alignment."""
+Behind each row of codes are its float32 scale and padding for alignment."""
 
 
 def panels_shape(form: str, num_rows: int, depth: int) -> tuple[int, int]:

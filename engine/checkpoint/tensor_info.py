@@ -79,8 +79,9 @@ class TensorInfo:
     num_bytes: int
     """Bytes of its values, or of its blocks."""
     head_rows: int = 0
-    """Rows of a head whose halves are interleaved (first, middle, second, ...), as in some GGUF
-    files. 0: rows are in the model's order."""
+    """Rows of a head with interleaved halves (first, middle, second, ...), as in some GGUF files.
+
+    0: rows are in the model's order."""
     turned_rows: int = 0
     """The first of `head_rows` that are interleaved; 0: all of them."""
     shift: float = 0.0

@@ -24,7 +24,7 @@ class AttentionBackend:
 
     name: str
     package: str | None = None
-    """That must be there beside torch."""
+    """A package that it needs beside torch."""
     min_torch: tuple[int, int] = (2, 11)
     min_capability: tuple[int, int] = (7, 5)
     """Of the device."""
@@ -65,9 +65,10 @@ ATTENTION_BACKENDS = (
     AttentionBackend("triton", min_capability=(8, 0), has_sinks=True),
     AttentionBackend("torch", has_sinks=True, has_uneven_heads=True),
 )
-"""Best first. All but the last need Triton, which comes with torch for CUDA and computes the small
-operations around them. Before compute capability 8.0 its prefill needs more shared memory than
-there is, and tensor cores know no bfloat16."""
+"""Backends, the best first.
+
+All but the last need Triton, which comes with torch for CUDA. Before compute capability 8.0 a GPU's
+shared memory is too small for flash's prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class AttentionNeeds:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: str, block_size: int | None = None) -> AttentionNeeds:
-        """Those of a model that is computed in a dtype."""
+        """Return the needs of a model that is computed in a dtype."""
         has_softcap = config.attention_softcap is not None
         is_uneven = len(set(config.heads)) > 1 or config.num_kv_layers < config.num_layers
         has_sinks = config.family.has_sinks
@@ -93,13 +94,13 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to choose from."""
+    """The hardware and packages to choose for."""
 
     torch: tuple[int, int]
     faults: Mapping[str, str]
-    """Of the packages that backends need, why those are of no use that are not."""
+    """Reasons why a package is unusable, by its name."""
     capability: tuple[int, int] | None = None
-    """Of the device; None: nobody has asked it, and it is taken to be new enough."""
+    """The device's compute capability; None: not read, and taken to be new enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class AttentionChoice:
 
 
 def this_machine(capability: tuple[int, int] | None = None) -> Machine:
-    """What is installed here and works; found without importing it into this process."""
+    """Find the installed packages that work, without importing them into this process."""
     try:
         torch = version("torch").split(".")
     except PackageNotFoundError:
@@ -129,7 +130,7 @@ def this_machine(capability: tuple[int, int] | None = None) -> Machine:
 
 
 def choose_attention(needs: AttentionNeeds, machine: Machine) -> AttentionChoice:
-    """The first backend that can do what is needed."""
+    """Choose the first backend that meets the needs."""
     passed_over: list[str] = []
     for backend in ATTENTION_BACKENDS[:-1]:
         reason = _objection(backend, needs, machine)

@@ -59,7 +59,7 @@ def flash_attn_fault() -> str | None:
 
 @cache
 def import_fault(statement: str) -> str | None:
-    """The last line of what a Python says to an import; None: nothing."""
+    """Return the last line of a Python's error on an import; None: it worked."""
     try:
         with subprocess.Popen(
             [sys.executable, "-c", statement],
@@ -78,12 +78,12 @@ def import_fault(statement: str) -> str | None:
 
 
 def _said(tried: subprocess.Popen[str], statement: str) -> str:
-    """What a process writes until its end, on stderr; raises TimeoutExpired."""
+    """Read a process's stderr until its end; raise TimeoutExpired."""
     waited_s = 0.0
     while True:
         try:
             return tried.communicate(timeout=_IMPORT_LOOK_S)[1]
-        except subprocess.TimeoutExpired:  # a look shows whoever waits for us that we go on
+        except subprocess.TimeoutExpired:  # a look shows the supervisor that this process runs
             waited_s += _IMPORT_LOOK_S
             if waited_s >= _IMPORT_LIMIT_S:
                 tried.kill()

@@ -23,7 +23,7 @@ class Cost:
     num_flops: int = 0
 
     def is_bound_by_bytes(self, bytes_per_s: float, flops_per_s: float) -> bool:
-        """True if moving takes longer than multiplying."""
+        """Say whether moving takes longer than multiplying."""
         return self.num_bytes / bytes_per_s >= self.num_flops / flops_per_s
 
 
@@ -87,13 +87,13 @@ class StepValues:
     """A model's weights by how a step uses them; vectors count for nothing."""
 
     dense: int
-    """In matrices that every token is multiplied by."""
+    """Values of matrices that multiply every token."""
     experts: int
-    """In those of all experts."""
+    """Values of all experts' matrices."""
     expert_share: float
-    """Of an expert's layer's, how much one token is multiplied by."""
+    """Share of an experts' layer that multiplies one token."""
     head: int
-    """In the projection to logits: once for each sequence. An embedding table is looked up in."""
+    """Values of the projection to logits, once per sequence; embeddings are looked up."""
 
     def read(self, batch: int) -> int:
         """Values that a decode step reads at least: of the experts as many as it can need."""
@@ -106,7 +106,7 @@ class StepValues:
 
 
 def step_values(config: ModelConfig) -> StepValues:
-    """What one step needs at least, by the model's shape."""
+    """Compute the values that one step needs at least, by the model's shape."""
     sizes = {name: math.prod(shape) for name, shape in expected_shapes(config) if len(shape) > 1}
     ends = {n: size for n, size in sizes.items() if is_embedding(n) or n.endswith("lm_head.weight")}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

@@ -26,7 +26,7 @@ FORMS = {
     "mxfp4": 12, "iq4_nl": 13, "iq4_xs": 14, "q2_k": 15, "q3_k": 16, "nvfp4": 17,
     "int4_32": 18, "int4_128": 19, "int8_128": 20, "int8_row": 21, "fp8_128": 22,
 }  # fmt: skip
-"""Of quantised matrices in panels, by their names in engine.checkpoint.quantisation."""
+"""The kernels' numbers of quantised forms, by their names in engine.checkpoint.quantisation."""
 WIDENED, DOTS, TILES = range(3)
 """Ways in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
 WAY_NAMES = ("widened", "dots", "tiles")
@@ -69,14 +69,14 @@ class Kernels(Protocol):
         """Write down every call from now on."""
 
     def recorded(self) -> bytes:
-        """The calls since record(); no more are written down."""
+        """Return the calls since record(), and stop recording."""
 
     def replay(self, calls: bytes) -> None:
         """Make a tape's recorded kernel calls again, in order."""
 
 
 def has_kernels() -> bool:
-    """True if the workers of this machine will find kernels."""
+    """Say whether workers of this machine will find kernels."""
     try:
         load_kernels()
     except ImportError:
@@ -85,7 +85,7 @@ def has_kernels() -> bool:
 
 
 def load_kernels(level: str | None = None) -> tuple[Kernels, str]:
-    """The kernels of a level, or of the best there is, and the level's name.
+    """Load the kernels of a level, or of the best one, and name the level.
 
     Raises:
         ImportError: nothing was built, or not this level; the text says what to do.

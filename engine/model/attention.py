@@ -24,13 +24,14 @@ from engine.model.records import RecordBlocks
 # Sequences decode in one call if padding them to one length costs less than another call would.
 _PADDING_TOKENS = 256
 GATHERED_TOKENS = 1 << 16
-"""Whose keys and values one call gathers at most, unless one sequence has more: so that what a step
-needs does not grow with the number of its sequences."""
+"""Maximum tokens of keys and values that one call gathers, except for a single sequence.
+
+It keeps a step's memory independent of its number of sequences."""
 _SCORES = 1 << 26
 """Computed at once where torch's fused kernels do not serve; queries take turns."""
 
 MAX_CODE = 127
-"""Of the largest value of a head, where a pool is int8; the kernels do the same."""
+"""The code of a head's largest value in an int8 pool; the kernels use the same code."""
 _OVERFLOWN = 6e4
 """The largest key or value: far from any sound one, and finite when multiplied and summed."""
 
@@ -74,7 +75,7 @@ class Group:
     """[num_layers, 2 * blocks of all]: the key halves, then the value halves, of their blocks as
     rows of the pool; None: no earlier token is visible, the step's own keys and values do."""
     keys: slice
-    """Which of the gathered positions to read."""
+    """The gathered positions to read."""
     mask: torch.Tensor | None
     """Added to the scores; None: a single query sees all keys, several see up to their own."""
 
@@ -100,11 +101,11 @@ class AttentionPlan:
         self._groups: dict[tuple[int | None, bool], list[Group]] = {}
 
     def groups(self, window: int | None, *, has_own: bool = True) -> list[Group]:
-        """The step's sequences, in groups that one call serves.
+        """Group the step's sequences for one call each.
 
         Args:
             window: of the layer.
-            has_own: the step's own keys and values are there besides the pool's.
+            has_own: the step's own keys and values are not read from the pool.
         """
         batch, key = self._batch, (window, has_own)
         if key not in self._groups:
@@ -116,7 +117,7 @@ class AttentionPlan:
         return self._groups[key]
 
     def _device_group(self, window: int | None) -> Group:
-        """All sequences with one query each, over all that their tables could hold."""
+        """Group all sequences with one query each, over their whole tables."""
         tables, lens = self._batch.device_tables, self._batch.device_lens
         assert tables is not None
         assert lens is not None
@@ -178,7 +179,7 @@ class AttentionPlan:
         num_keys: int,
         window: int | None,
     ) -> torch.Tensor:
-        """The same of positions in a row from where each sequence's begin."""
+        """Make the mask of positions in a row from each sequence's start."""
         queries, keys = (
             torch.tensor(starts, device=self._device)[:, None]
             + torch.arange(length, device=self._device)
@@ -187,7 +188,7 @@ class AttentionPlan:
         return self._mask(queries, keys, window)
 
     def _mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-        """[num_sequences, 1, queries, keys], 0 where a query sees a key, else -inf."""
+        """Make [num_sequences, 1, queries, keys]: 0 where a query sees a key, else -inf."""
         ends, keys = queries[:, None, :, None], keys[:, None, None, :]
         is_hidden = keys > ends
         if window is not None:
@@ -226,11 +227,11 @@ def _rows(
 
 
 def planes(kv: torch.Tensor, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of an int8 pool as a layer of so many heads has it.
+    """View an int8 pool as a layer with these heads does.
 
     Returns:
-        codes, int8 [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], and what each
-        head's are multiplied by, float32 [num_blocks, num_layers, 2, num_kv_heads, block_size].
+        codes, int8 [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], and their
+        factors by head, float32 [num_blocks, num_layers, 2, num_kv_heads, block_size].
     """
     block_size = kv.shape[3]
     size, num_scales = block_size * num_kv_heads * head_dim, num_kv_heads * block_size
@@ -291,7 +292,7 @@ def torch_attention(
 
     q is [num_tokens, num_heads, head_dim]. `own` are the step's keys and values, which are in the
     pool already; None: only there. heads are (num_kv_heads, head_dim); sinks are float32
-    [num_heads], a score of each head beside those of its keys.
+    [num_heads], a learnt score of each head.
     """
     how = (tuple(heads), scale, softcap, sinks)
     groups = plan.groups(window, has_own=own is not None)
@@ -427,9 +428,9 @@ def _plain_attention(
 _MIN_KEYS_PER_PART = 128
 _PROGRAMS_PER_PROCESSOR = 2
 _HOPPER_SHARED_BYTES = 200_000
-"""Of one program: devices from compute capability 9.0 on have more, those before have less."""
+"""Shared memory of one program; only compute capability 9.0 and later has more."""
 MAX_PARTS = 64
-"""Of one sequence's keys."""
+"""Maximum parts of one sequence's keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,12 +446,12 @@ class Tiling:
 def several_queries_tiling(
     group_size: int, head_dim: int, itemsize: int, shared_bytes: int
 ) -> Tiling:
-    """Tiles for sequences with several queries.
+    """Choose the tiles for sequences with several queries.
 
     Args:
         group_size: query heads per key head.
         head_dim: of a head.
-        itemsize: bytes of one value; tensor cores multiply those of 2.
+        itemsize: bytes of one value; tensor cores multiply values of 2.
         shared_bytes: shared memory that one program may have.
     """
     rows, row_bytes = 128 if itemsize == 2 else 32, padded_dim(head_dim) * itemsize
@@ -460,7 +461,7 @@ def several_queries_tiling(
 
 
 def single_query_tiling(group_size: int, head_dim: int, itemsize: int, shared_bytes: int) -> Tiling:
-    """Tiles for single queries: as few rows as tensor cores take, two programs to a processor."""
+    """Choose tiles for single queries: fewest rows, two programs to a processor."""
     shared_bytes //= _PROGRAMS_PER_PROCESSOR
     return _fitting(16, 4, group_size, padded_dim(head_dim) * itemsize, shared_bytes)
 
@@ -468,7 +469,7 @@ def single_query_tiling(group_size: int, head_dim: int, itemsize: int, shared_by
 def _fitting(
     num_rows: int, num_warps: int, group_size: int, row_bytes: int, shared_bytes: int
 ) -> Tiling:
-    """As many keys as registers hold, and fewer until what is staged fits; then fewer rows."""
+    """Take as many keys as registers hold; reduce keys, then rows, until the tiles fit."""
     least_rows = max(16, next_power_of_2(group_size))
     rows, keys = max(num_rows, least_rows), 64 if row_bytes <= 256 else 32
     while _staged_rows(rows, keys, row_bytes) * row_bytes > shared_bytes and (
@@ -479,10 +480,10 @@ def _fitting(
 
 
 def _staged_rows(num_rows: int, num_keys: int, row_bytes: int) -> int:
-    """Of queries, keys and values in shared memory at once; what the compiler makes of it, at most.
+    """Bound the rows of queries, keys and values in shared memory, as the compiler stages them.
 
-    Three tiles of keys and of values are on their way or in use. Narrow queries are in registers by
-    the time that so many are; wide ones stay.
+    Three tiles of keys and of values are loading or in use. Narrow queries are in registers by
+    then; wide ones stay.
     """
     tiles = 6 * num_keys
     return num_rows + tiles if row_bytes > 256 else max(num_rows + 4 * num_keys, tiles)
@@ -491,17 +492,17 @@ def _staged_rows(num_rows: int, num_keys: int, row_bytes: int) -> int:
 def num_parts(
     num_sequences: int, num_kv_heads: int, max_visible_keys: int, num_processors: int
 ) -> int:
-    """In how many parts to cut each sequence's keys: enough programs, none with too few keys."""
+    """Choose how many parts to cut each sequence's keys into, to fill the processors."""
     programs = num_sequences * num_kv_heads
     wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // programs)
     return max(1, min(wanted, max_visible_keys // _MIN_KEYS_PER_PART, MAX_PARTS))
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest that is no less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def padded_dim(head_dim: int) -> int:
-    """How wide a head is in a tile."""
+    """Return the width of a head in a tile."""
     return max(16, next_power_of_2(head_dim))

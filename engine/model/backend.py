@@ -36,10 +36,10 @@ class Backend(Protocol):
         kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> Any:
-        """What the layers of one step share; goes back into place and attend."""
+        """Compute what the layers of one step share; place and attend take it."""
 
     def plan_of(self, plan: Any, kv: torch.Tensor) -> Any:
-        """The plan of the same step over another view of the pool, for layers of other widths."""
+        """Make the step's plan over another view of the pool, for layers of other widths."""
 
     def norm(
         self,
@@ -92,9 +92,9 @@ class Backend(Protocol):
         sinks: torch.Tensor | None = None,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences.
+        """Attend from the step's queries to their sequences, [num_tokens, num_heads, head_dim].
 
-        num_kv_heads is that of the pool's layer, and needed where qkv has queries alone.
+        num_kv_heads is of the pool's layer, and needed if qkv has queries alone.
         """
 
     def sample_rows(self, logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,12 +124,12 @@ class TorchBackend:
         kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> _TorchPlan:
-        """What the layers of one step share."""
+        """Compute what the layers of one step share."""
         angles = [(cos[batch.positions], sin[batch.positions]) for cos, sin in tables]
         return _TorchPlan(batch, AttentionPlan(batch, kv), angles)
 
     def plan_of(self, plan: _TorchPlan, kv: torch.Tensor) -> _TorchPlan:
-        """The plan of the same step over another view of the pool, for layers of other widths."""
+        """Make the step's plan over another view of the pool, for layers of other widths."""
         return _TorchPlan(plan.batch, AttentionPlan(plan.batch, kv), plan.angles)
 
     def norm(
@@ -193,7 +193,7 @@ class TorchBackend:
         sinks: torch.Tensor | None = None,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """The step's queries over their sequences."""
+        """Attend from the step's queries to their sequences."""
         how = (scale, window, softcap, sinks)
         q, own = qkv[:, :num_heads], qkv[:, num_heads:].chunk(2, 1)
         if num_kv_heads is not None and num_heads == qkv.shape[1]:

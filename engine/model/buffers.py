@@ -29,7 +29,7 @@ class Buffers:
         self.generation = 0
 
     def take(self, kind: str, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first rows of the buffer, which grows if it has to."""
+        """Return the first rows of the buffer; grow it if needed."""
         key = kind, width, dtype
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < num_tokens:

@@ -31,11 +31,11 @@ _KV_TYPES = {**ELEMENT_TYPES, torch.int8: INT8}
 def find_kernels(
     device: str, dtype: torch.dtype, level: str | None = None
 ) -> tuple[Kernels | None, str]:
-    """The kernels that know this dtype, and their level; or None, and `torch` with the reason.
+    """Find the kernels for this dtype, and their level; or None, and `torch` with the reason.
 
     Args:
         device: type of the device.
-        dtype: of what is computed on.
+        dtype: of the computed values.
         level: of the kernels; None: the best that the machine can run.
     """
     if device != "cpu":
@@ -76,7 +76,7 @@ class CompiledPlan:
         return *sizes, self.num_threads, *tables
 
     def take_inputs(self, other: CompiledPlan) -> None:
-        """What another step of the same shape finds in memory, in place."""
+        """Copy the inputs of another step of this shape in place."""
         for mine, new in (
             (self.positions, other.positions),
             (self.token_slots, other.token_slots),
@@ -107,7 +107,7 @@ class CompiledBackend:
         _kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> CompiledPlan:
-        """What the layers of one step share."""
+        """Compute what the layers of one step share."""
         sequences: list[int] = []
         ids: list[int] = []
         row = 0
@@ -130,7 +130,7 @@ class CompiledBackend:
         )
 
     def plan_of(self, plan: CompiledPlan, _kv: torch.Tensor) -> CompiledPlan:
-        """The plan of the same step over another view of the pool, for layers of other widths."""
+        """Make the step's plan over another view of the pool, for layers of other widths."""
         return plan
 
     def norm(
@@ -281,9 +281,9 @@ class CompiledBackend:
         sinks: torch.Tensor | None = None,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences.
+        """Attend from the step's queries to their sequences, [num_tokens, num_heads, head_dim].
 
-        Sinks, float32 [num_heads], are a score of each head beside those of its keys.
+        Sinks, float32 [num_heads], are a learnt score of each head.
         """
         num_layers, _, block_size = kv.shape[1:4]
         num_kv_heads = num_kv_heads or (qkv.shape[1] - num_heads) // 2
@@ -318,7 +318,7 @@ class CompiledBackend:
 
 
 MAX_TOKENS = 32
-"""From here on the calls themselves take long enough to hide what Python adds."""
+"""Maximum tokens of a graph; longer calls hide Python's overhead."""
 MAX_PENDING = 8
 """Average new tokens per sequence in a recorded step; steps with drafts are recorded, too."""
 MAX_GRAPHS = 64
@@ -370,7 +370,7 @@ class CpuDecodeGraphs:
         plan: CompiledPlan,
         extras: StepExtras = NO_EXTRAS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layers over x; returns x as they left it, and what is still to be added."""
+        """Run the layers over x; return x, and what is still to be added."""
         key = self._key(kv, plan)
         graph = self._graphs.get(key)
         if graph is None:

@@ -45,7 +45,7 @@ class DeviceLimits:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceLimits:
-        """Those of a CUDA device."""
+        """Read the limits of a CUDA device."""
         index = torch.cuda.current_device() if device.index is None else device.index
         properties = triton.runtime.driver.active.utils.get_device_properties(index)
         return cls(properties["multiprocessor_count"], properties["max_shared_mem"])
@@ -78,7 +78,7 @@ class TritonAttention:
         softcap: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+        """Attend from the step's queries, [num_tokens, num_heads, head_dim]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         how = (layer, step, scale, window, softcap, sinks)
         attend_several(out, q, kv, *how, self._several)
@@ -112,12 +112,12 @@ class CudaBackend:
         kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> CudaPlan:
-        """What the layers of one step share."""
+        """Compute what the layers of one step share."""
         step = paged_step(batch, kv.device, self._queries_per_tile)
         return CudaPlan(batch.positions, batch.token_slots, tables, step)
 
     def plan_of(self, plan: CudaPlan, _kv: torch.Tensor) -> CudaPlan:
-        """The plan of the same step over another view of the pool, for layers of other widths."""
+        """Make the step's plan over another view of the pool, for layers of other widths."""
         return plan
 
     def norm(
@@ -179,6 +179,6 @@ class CudaBackend:
         sinks: torch.Tensor | None = None,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim]: the step's queries over their sequences."""
+        """Attend from the step's queries, [num_tokens, num_heads, head_dim]."""
         q = qkv[:, :num_heads]
         return self._attention(q, kv, layer, plan.step, scale, window, softcap, sinks)

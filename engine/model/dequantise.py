@@ -28,8 +28,9 @@ class Parts(NamedTuple):
     codes: torch.Tensor
     """int8 [num_rows, depth], or float8; of float4 the four bits of each, as FLOAT4 has them."""
     scales: torch.Tensor
-    """uint8 [num_rows, groups, bytes]: float32 or float16, or with heads an integer, or of float4
-    a power of two by its exponent and 127."""
+    """uint8 [num_rows, groups, bytes]: float32 or float16.
+
+    With heads: an integer; for float4: 127 plus the exponent of a power of two."""
     minimums: torch.Tensor | None = None
     """As scales; None: all 0."""
     heads: torch.Tensor | None = None
@@ -46,7 +47,7 @@ class Parts(NamedTuple):
     """A code is the number of an entry of CURVE."""
 
     def values(self) -> torch.Tensor:
-        """The values that codes and scales stand for, float32 [num_rows, depth]."""
+        """Compute the values of codes and scales, float32 [num_rows, depth]."""
         if self.is_float4:
             table = torch.tensor(FLOAT4, device=self.codes.device)
             values = table[self.codes.long()].view(*self.scales.shape[:2], -1)
@@ -82,7 +83,7 @@ def parts_of(blocks: torch.Tensor, kind: str) -> Parts:
 
 
 def dequantised(blocks: torch.Tensor, kind: str) -> torch.Tensor:
-    """Values, float32 [num_rows, depth], of rows of blocks, uint8 [num_rows, bytes of a row]."""
+    """Compute a format's values, float32 [num_rows, depth], from rows of its blocks."""
     return parts_of(blocks, kind).values()
 
 
@@ -97,12 +98,12 @@ def _scaled(stored: torch.Tensor, heads: torch.Tensor | None, *, is_signed: bool
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The low halves of bytes [..., n], then the high ones: [..., 2 * n]."""
+    """Split bytes [..., n] into their low halves, then the high ones: [..., 2 * n]."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _cut(values: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """The last dimension as several."""
+    """Cut the last dimension into several."""
     return values.reshape(*values.shape[:-1], *sizes)
 
 
@@ -139,7 +140,7 @@ def _q8_0(b: torch.Tensor) -> Parts:
 
 
 def _of_256(b: torch.Tensor, codes: torch.Tensor) -> Parts:
-    """A head, twelve bytes of eight scales and minimums of six bits each, then the codes."""
+    """Read a head, eight six-bit scales and minimums in twelve bytes, and the codes."""
     low, middle, high = _cut(b[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
     minimums = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
@@ -168,7 +169,7 @@ def _q6_k(b: torch.Tensor) -> Parts:
 
 
 def _shifted(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Cut bytes [..., n] into codes of so many bits, the lowest of all bytes first."""
+    """Cut bytes [..., n] into codes of `bits` bits, the lowest of all bytes first."""
     shifts = bits * torch.arange(count, dtype=torch.uint8, device=packed.device)
     return (packed[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
 
@@ -267,12 +268,12 @@ class SeparateMatrix:
             self._columns = self._groups_of_columns(self._parts["order"].long())
 
     def parts(self, rows: torch.Tensor, form: str | None = None) -> Parts:
-        """Codes and scales of rows by number, [n].
+        """Read the codes and scales of rows by number, [n].
 
         Args:
-            rows: which.
-            form: whose groups they are to be in; None: each value has its own scale where the
-                checkpoint's groups are not in order, else those of the checkpoint.
+            rows: their numbers.
+            form: its groups are used; None: the checkpoint's groups, or a scale per value if
+                these are not in order.
 
         Raises:
             CheckpointError: a code is no number.
@@ -318,7 +319,7 @@ class SeparateMatrix:
         return Parts(codes, scales[..., None], is_float4=True, row_factors=factors)
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, depth], int16 where they are packed, or float8."""
+        """Read codes, [rows, depth]: int16 from packed ones, or float8."""
         stored, kind, bits = self._parts["codes"], self._apart.kind, self._apart.bits
         if kind == "int8":
             return stored[rows]
@@ -335,7 +336,7 @@ class SeparateMatrix:
         return self._awq(stored, rows).T
 
     def _scales(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, groups]."""
+        """Read scales, [rows, groups]."""
         stored = self._parts["scales"]
         if self._apart.kind in ("gptq", "awq"):
             return stored[:, rows].T
@@ -345,7 +346,7 @@ class SeparateMatrix:
         return stored.reshape(num_rows, -1)[rows // self._apart.scale_rows]
 
     def _zeros(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """[rows, groups] of small integers; None: all have one."""
+        """Read zeros, [rows, groups] of small integers; None: all have one."""
         stored = self._parts.get("zeros")
         if stored is None:
             return None
@@ -362,13 +363,13 @@ class SeparateMatrix:
         return (zeros + (shift if kind == "gptq" else 0)).short()
 
     def _awq(self, stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of words [n, rows / 8], those of some rows: [n, rows]."""
+        """Unpack some rows, [n, rows], from AWQ's words, [n, rows / 8]."""
         order = torch.tensor(_AWQ_ORDER)
         shifts = 4 * order[rows % 8].int()
         return ((stored[:, rows // 8] >> shifts) & 15).short()
 
     def _groups_of_columns(self, order: torch.Tensor) -> torch.Tensor | None:
-        """The group of each column; None where they are in order.
+        """Return the group of each column; None: columns are in order.
 
         Raises:
             CheckpointError: a number is of no group, or columns are not in order that should be.

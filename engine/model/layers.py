@@ -83,7 +83,7 @@ def rope_table(
 
 
 def query_growth(config: RopeConfig, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What queries at positions [num_tokens] are multiplied by: [num_tokens, 1, 1] in `dtype`."""
+    """Compute the factors of queries at positions [num_tokens]: [num_tokens, 1, 1]."""
     spans = torch.floor(positions / config.original_max_position_embeddings)
     return (1 + config.query_growth * torch.log(1 + spans))[:, None, None].to(dtype)
 

@@ -32,17 +32,17 @@ class PagedAttention(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What each query finds, [num_tokens, num_heads, head_dim].
+        """Attend from each query to its keys, [num_tokens, num_heads, head_dim].
 
         Args:
-            q: of that shape, whose tokens may lie apart.
+            q: of that shape; its tokens may lie apart.
             kv: the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
-            layer: whose keys and values are read.
+            layer: to read in the pool.
             step: which queries belong to which sequence, and where its blocks are.
             scale: of the products of queries and keys.
-            window: how many positions back a query sees, its own among them; None: all.
-            softcap: what products are bounded by, as Gemma's are; None: nothing.
-            sinks: float32 [num_heads], a score of each head beside those of its keys, or None.
+            window: positions that a query sees, including its own; None: all.
+            softcap: bound of the products, as in Gemma; None: no bound.
+            sinks: float32 [num_heads], a learnt score of each head, or None.
         """
 
 
@@ -122,11 +122,10 @@ def _torch_varlen() -> _Function:
 
 
 def _window(window: int | None, step: PagedStep, is_causal: bool) -> tuple[int, int]:
-    """How far a query sees to the left, besides itself, and to the right; -1: without end.
+    """Count the positions that a query sees to its left and right; -1: without end.
 
-    Flash-attn packs the heads of single queries, and cuts their keys in parts, only where both are
-    without end. Where it is told causal, or where there is one query, at the end of its keys, that
-    comes to the same.
+    Flash-attn packs the heads of single queries, and cuts their keys in parts, only if both are
+    without end. For causal attention, or one query at the end of its keys, the result is equal.
     """
     if window is None:
         return (-1, -1) if is_causal or step.max_query_len == 1 else (-1, 0)

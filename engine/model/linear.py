@@ -51,7 +51,7 @@ class Linears:
     """One way to multiply, for all matrices of a model."""
 
     name: str
-    """For people; why, if it is not the best."""
+    """The backend's name for people; with a reason if it is not the best."""
     kernels: Kernels | None
 
     take: Take = fresh
@@ -93,7 +93,7 @@ class Linears:
         activation: str,
         share_scale: torch.Tensor | None,
     ) -> CompiledExperts | None:
-        """All experts of a layer as one call; None: there is no such kernel, take each linear."""
+        """Join a layer's experts into one call; None: use each linear, no kernel fits."""
         if self.kernels is None:
             return None
         ups = [one for one in gate_ups if isinstance(one, CompiledLinear)]
@@ -231,7 +231,7 @@ class CompiledExperts:
         )
 
     def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """What tokens [num_tokens, hidden_size] become; scores are [num_tokens, num_experts]."""
+        """Compute tokens [num_tokens, hidden_size]; scores are [num_tokens, num_experts]."""
         x, scores = x.contiguous(), scores.contiguous()
         out = self._take("experts", len(x), self._size, x.dtype)
         addresses = out.data_ptr(), x.data_ptr(), scores.data_ptr(), self._experts.data_ptr()
@@ -274,9 +274,10 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def as_one_matrix(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over parts that lie end to end in one storage (along dimension 0), else None.
+    """Return one tensor over parts that lie end to end in one storage, else None.
 
-    Storages may be neighbours by chance: no tensor reaches from one into the next.
+    The parts join along dimension 0. Storages may be neighbours by chance: no tensor reaches from
+    one into the next.
     """
     first, end = parts[0], parts[0].storage_offset()
     if len({part.untyped_storage()._cdata for part in parts}) > 1:

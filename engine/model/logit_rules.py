@@ -15,7 +15,7 @@ from engine.wire.sampling import SamplingParams
 
 
 def is_adjusted(params: SamplingParams) -> bool:
-    """True if the logits are not drawn from as the model gives them."""
+    """Say whether logits change before a token is drawn."""
     return bool(
         params.logit_bias
         or params.min_tokens
@@ -88,7 +88,7 @@ def adjust(
 
 
 def _is_complete(allowed: bytes, ending_ids: Collection[int]) -> bool:
-    """True if a grammar allows only what ends the output."""
+    """Say whether a grammar allows only the end of the output."""
     num_endings = sum(bool(allowed[one]) for one in {*ending_ids})
     return len(allowed) - allowed.count(0) == num_endings
 

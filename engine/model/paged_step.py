@@ -29,11 +29,12 @@ class PagedStep:
     seq_lens: torch.Tensor
     """[num_sequences]: tokens with the new ones."""
     query_tiles: torch.Tensor
-    """[num_tiles, 2]: sequence and first query of each run of queries that one program serves, the
-    longest work first; sequences with a single query have none."""
+    """[num_tiles, 2]: sequence and first query of each program's queries, the longest first.
+
+    Sequences with a single query have none."""
     max_query_len: int
     max_seq_len: int
-    """At least the longest: it chooses grids, and may be the bound of a captured graph."""
+    """An upper bound of the lengths: it chooses grids, and may be a captured graph's."""
     has_single_queries: bool
 
 
@@ -75,10 +76,10 @@ def paged_step(batch: StepBatch, device: torch.device, queries_per_tile: int) ->
 
 
 def _captured_step(batch: StepBatch, device: torch.device) -> PagedStep:
-    """A decode step whose tables and lengths are on the device already, and change there."""
+    """Make a decode step whose tables and lengths are on the device and change there."""
     tables, lens = batch.device_tables, batch.device_lens
     assert tables is not None
-    assert lens is not None, "a step without host tables has those of the device"
+    assert lens is not None, "a step without host tables needs the device's"
     starts = torch.arange(len(batch.query_lens) + 1, dtype=torch.int32, device=device)
     key_starts = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     no_tiles = starts.new_empty(0, 2)

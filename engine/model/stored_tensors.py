@@ -23,7 +23,7 @@ _DRAWN_IN = (1.0, 0.95, 0.9, 0.85)
 
 
 def quantised(values: torch.Tensor, form: str) -> Parts:
-    """The nearest codes and scales of a form, `q8_0`, `q4_1` or `int8_row`.
+    """Compute the nearest codes and scales of a form: `q8_0`, `q4_1` or `int8_row`.
 
     Args:
         values: float32 [num_rows, depth], in whole groups.
@@ -76,7 +76,7 @@ def _inverse(scales: torch.Tensor) -> torch.Tensor:
 
 
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By their bytes, what they are moved as."""
+"""The dtype in which items are moved, by their bytes."""
 
 
 class Stored:
@@ -114,9 +114,9 @@ class Stored:
         return values.float() + self.info.shift if self.info.shift else values
 
     def parts(self, first: int, end: int, form: str | None) -> Parts:
-        """The same rows as codes and scales of a form: those that are stored, or the nearest.
+        """Read rows as codes and scales of a form: the stored ones, or the nearest.
 
-        form: None: as they are stored, which they have to be.
+        form: None: the stored form, which must exist.
         """
         if self.info.is_quantised or form is None:
             return self._parts(first, end, form)
@@ -149,7 +149,7 @@ class Stored:
         return head * size + place
 
     def _strided_rows(self, first: int, end: int) -> torch.Tensor:
-        """The same of rows that do not lie end to end; blocks with their scales before them."""
+        """Read rows that do not lie end to end, with blocks' scales before them."""
         row, item = self.info.strides or (0, 0)
         shape, strides = (end - first, self.info.row_items), (row, item)
 

@@ -47,7 +47,7 @@ class _Pool(NamedTuple):
     plan: Any
     """The backend's."""
     ratio: int
-    """A layer's number in it is so many times the layer's."""
+    """Factor from the layer's number to its number in this view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Transformer:
         self._growing = _growing_rope(self._ropes, self._max_model_len)
         if is_compiled and linears.kernels is not None:
             self._graphs = CpuDecodeGraphs(linears.kernels, buffers, self._run_layers)
-        if self.device.type != "cpu":  # a captured step goes on reading the tables that it saw
+        if self.device.type != "cpu":  # a captured step keeps reading the tables that it saw
             self._grow_tables(self._max_model_len)
 
     @property
@@ -162,23 +162,22 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:
-        """One step; returns float32 logits [len(batch.logit_rows), vocab_size].
+        """Compute one step; return float32 logits [len(batch.logit_rows), vocab_size].
 
-        kv is the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], or of int8,
-        as engine.model.attention has it.
+        kv is the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], or int8 as
+        in engine.model.attention.
         """
         return self.logits(self.hidden(batch, kv), batch)
 
     def hidden(
         self, batch: StepBatch, kv: torch.Tensor, stops: Callable[[int, int], bool] | None = None
     ) -> torch.Tensor:
-        """The stream of a step's tokens behind the last layer, [num_tokens, hidden_size].
+        """Compute the step's stream behind the last layer, [num_tokens, hidden_size].
 
-        With `stops` it is asked after each half of a layer, by how many are done and of how many,
-        whether to leave out the rest; a step that is only timed may.
-
-        It is valid until the next step. What became NaN or infinite in any layer still is so in
-        its token's row, though the pool has finite keys and values of it.
+        With `stops`, it is called after each half of a layer with (done, total), and says whether
+        to leave out the rest; a step that is only timed may. The result is valid until the next
+        step. A value that became NaN or infinite in any layer is still so in its token's row,
+        though the pool holds finite keys and values of it.
         """
         config = self.config
         self._grow_tables(min(max(batch.seq_lens), self._max_model_len))
@@ -210,7 +209,7 @@ class Transformer:
         return x
 
     def logits(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Of that stream: float32 [len(batch.logit_rows), vocab_size]."""
+        """Compute float32 logits [len(batch.logit_rows), vocab_size] of the stream."""
         config = self.config
         if len(batch.logit_rows) < len(x):
             rows = batch.device_logit_rows
@@ -239,7 +238,7 @@ class Transformer:
         return added
 
     def _pools(self, kv: torch.Tensor, plan: Any) -> dict[LayerHeads, _Pool]:
-        """The pool as each kind of layer sees it; plan is the step's, for the pool as it is."""
+        """View the pool as each kind of layer does; plan is the step's for the whole pool."""
         if kv.dtype == torch.int8:  # planes of bytes, which every kind finds its way in
             return {heads: _Pool(kv, plan, 1) for heads in self._kinds_of_heads}
         num_blocks, num_layers, _, block_size, *widest = kv.shape
@@ -264,7 +263,7 @@ class Transformer:
 
 
 def _growing_rope(ropes: list[RopeConfig], max_model_len: int) -> RopeConfig | None:
-    """The one whose queries are multiplied, if any request is so long that they are."""
+    """Find the RoPE whose queries grow within the longest request."""
     for rope in ropes:
         if rope.query_growth and max_model_len > rope.original_max_position_embeddings:
             return rope
@@ -298,7 +297,7 @@ class _Branch:
     def __call__(
         self, x: torch.Tensor, added: torch.Tensor | None, step: _StepInputs
     ) -> torch.Tensor | None:
-        """What is to be added to x next, once x has what the branch before it wants added."""
+        """Add the previous branch's result to x; return what to add next."""
         read = x
         if self._before is not None:
             read = self._backend.norm(x, self._before, self._eps, added, self._scale)
@@ -409,7 +408,7 @@ class _Attention:
         self._has_gate = config.family.has_gates_in_queries
         self._sinks = weights[f"{prefix}sinks"].values.float() if config.family.has_sinks else None
         self._qk_norms: list[torch.Tensor] = []
-        """Of heads, [heads that are normed, head_dim], or of whole projections, [1, all]."""
+        """Norms of heads, [normed heads, head_dim], or of whole projections, [1, all]."""
         self._gate: Linear | None = None
         if config.family.has_gated_attention:
             self._gate = linears.make(weights, [f"{prefix}gate_proj"], kind="gate")

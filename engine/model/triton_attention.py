@@ -24,8 +24,10 @@ from engine.model.paged_step import PagedStep
 _LOG2_E = math.log2(math.e)
 _BASE_2 = tl.constexpr(_LOG2_E)
 _NUM_STAGES = 5
-"""Of a tile's loads: its keys wait for its place in the block table, and those two steps ahead of
-them are under way only if the place is known two tiles earlier."""
+"""Pipeline stages of a tile's loads.
+
+Keys wait for their place in the block table; loads two steps ahead run only if the place is known
+two tiles earlier."""
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
 _HIDDEN = tl.constexpr(-1e30)
 """Score of a key that is not seen: finite, so that a row may begin with a tile of them."""
@@ -48,18 +50,18 @@ def attend_several(
     sinks: torch.Tensor | None,
     tiling: Tiling,
 ) -> None:
-    """The queries of all sequences that have several, tile by tile.
+    """Attend from all sequences with several queries, tile by tile.
 
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous in a token; other rows stay as they are.
         q: as out.
         kv: the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
-        layer: whose keys and values.
+        layer: to read in the pool.
         step: the sequences; query_tiles are for this tiling.
         scale: of the scores.
         window: how many keys a query sees, with its own; None: all.
         softcap: where scores are bent to; None: nowhere.
-        sinks: float32 [num_heads], a score of each head beside those of its keys; None: no such.
+        sinks: float32 [num_heads], a learnt score of each head; None: the model has none.
         tiling: a program has num_rows // (num_heads // num_kv_heads) queries.
     """
     if len(step.query_tiles):
@@ -95,7 +97,7 @@ def attend_single(
     tiling: Tiling,
     parts: int,
 ) -> None:
-    """The queries of all sequences that have one; arguments as in attend_several.
+    """Attend from all sequences with one query; arguments are attend_several's.
 
     `parts` programs share a sequence's keys, MAX_PARTS at most.
     """
@@ -144,7 +146,7 @@ def _strides(
 
 
 def _scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What scores are multiplied by before and after they are bent, for a softmax of base 2."""
+    """Compute the factors of scores before and after softcap, for a softmax of base 2."""
     if softcap is None:
         return scale * _LOG2_E, 1.0
     return scale / softcap, softcap * _LOG2_E
@@ -232,7 +234,7 @@ def _several_queries_kernel(
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, NUM_ROWS: tl.constexpr,
     NUM_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile of queries and each key head."""
+    """Run a program for each tile of queries and each key head."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence, first_query = tl.load(query_tiles + 2 * tile), tl.load(query_tiles + 2 * tile + 1)
     first_row = tl.load(query_starts + sequence)
@@ -296,7 +298,7 @@ def _single_query_kernel(
     NUM_KEYS: tl.constexpr,
     IS_PART: tl.constexpr,
 ):  # fmt: skip
-    """A program for each sequence, key head and part of the keys."""
+    """Run a program for each sequence, key head and part of the keys."""
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_parts = tl.num_programs(2)
     row = tl.load(query_starts + sequence)
@@ -344,7 +346,7 @@ def _join_kernel(
     out, part_mixed, part_sums, query_starts, out_stride, num_parts,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """A program for each sequence and head."""
+    """Run a program for each sequence and head."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(query_starts + sequence)
     if tl.load(query_starts + sequence + 1) - row != 1:

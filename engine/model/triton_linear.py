@@ -25,8 +25,9 @@ _FEW_TOKENS, _MANY_TOKENS = 16, 64
 _FEW_ROWS, _MANY_ROWS = 32, 64
 _FP8_MAX, _FP8_LEAST_SCALE = 448.0, 2.0**-100
 _PLAIN, _HEADED, _SIXES, _POWER = range(4)
-"""How a group's scale is stored: by itself, as an integer times its block's head, as six bits
-there, as a power of two."""
+"""How a group's scale is stored.
+
+Alone; as an integer factor of its block's head; as six such bits; as an exponent."""
 
 
 class TritonLinear:
@@ -46,7 +47,7 @@ class TritonLinear:
         self._num_outputs = sum(matrix.shape[0] for matrix in matrices)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, depth] to [num_tokens, rows of all matrices]."""
+        """Multiply [num_tokens, depth] to [num_tokens, rows of all matrices]."""
         x = x.contiguous()
         out, column = x.new_empty(len(x), self._num_outputs), 0
         for i, (matrix, bias) in enumerate(self._parts):
@@ -62,7 +63,7 @@ class TritonLinear:
 
 
 class Fp8Rows:
-    """A matrix of FP8 whose inputs are rounded to FP8, by torch's scaled products."""
+    """An FP8 matrix that rounds its inputs to FP8, by torch's scaled products."""
 
     def __init__(self, matrix: Weight) -> None:
         num_rows, depth = matrix.shape
@@ -187,7 +188,7 @@ def _unpacked(
 
 @triton.jit
 def _small_floats(codes, IS_FLOAT4: tl.constexpr):
-    """What codes of MXFP4 and FP8 (E4M3) stand for, in float32."""
+    """Widen codes of MXFP4 and FP8 (E4M3) to float32."""
     if IS_FLOAT4:
         magnitude = codes & 7
         more = tl.maximum((magnitude >> 1) - 1, 0)
@@ -257,7 +258,7 @@ def _panels_kernel(
     IS_FLOAT4: tl.constexpr, IS_FLOAT8: tl.constexpr, HAS_BIAS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, PANEL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program for ROWS rows of the matrix and TOKENS tokens."""
+    """Run a program for ROWS rows of the matrix and TOKENS tokens."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_row, is_token = rows < num_rows, tokens < num_tokens
@@ -320,7 +321,7 @@ def _bytes_kernel(
     STEP: tl.constexpr, HAS_BIAS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, PANEL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The same, of inputs and a matrix that are bytes, with a scale for each token and each row."""
+    """Multiply byte inputs with a byte matrix; each token and each row has a scale."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_row, is_token = rows < num_rows, tokens < num_tokens

@@ -113,9 +113,9 @@ def place(
         num_heads: how many of them are queries.
         angles: cosine and signed sine, each [num_positions, 1, rotary_dim]; None: nothing turns.
         kv: the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
-        layer: whose keys and values.
+        layer: to write in the pool.
         positions: [num_tokens] of any integer type.
-        token_slots: [num_tokens] likewise: block_id * block_size + offset.
+        token_slots: [num_tokens] of any integer type: block_id * block_size + offset.
     """
     num_tokens, num_rows, head_dim = qkv.shape
     if not num_tokens:
@@ -152,7 +152,7 @@ def _norm_kernel(
     out, x, added, weight, out_stride, x_stride, added_stride, num_rows, eps, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, HAS_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and HEIGHT of its rows."""
+    """Run a program for each token and HEIGHT of its rows."""
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
     dims = tl.arange(0, WIDTH)
@@ -173,7 +173,7 @@ def _norm_kernel(
 
 @triton.jit
 def _gated_kernel(out, gate_up, stride, width, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
-    """A program for each token and TILE of its columns."""
+    """Run a program for each token and TILE of its columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_there = columns < width
@@ -203,7 +203,7 @@ def _finite(x):
 
 @triton.jit
 def _turned(a, b, cosine, sine, dtype: tl.constexpr):
-    """One half of a rotation, with each product rounded, as separate operations round it."""
+    """Rotate one half; each product is rounded, as separate operations round it."""
     return (a * cosine).to(dtype).to(tl.float32) + (b * sine).to(dtype).to(tl.float32)
 
 
@@ -224,7 +224,7 @@ def _place_kernel(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr,
     PASSING_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and HEIGHT of its heads: queries, then keys, then values."""
+    """Run a program for each token and HEIGHT of its heads: queries, keys, values."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
     end_of_keys = num_heads + num_kv_heads
@@ -261,9 +261,9 @@ def _place_kernel(
 
 
 # The next token on the device: the distribution and the draws of engine.model.sampler, by Triton.
-# Sorting a vocabulary costs more than looking for the one border that each filter has: above it
-# tokens are so many, or weigh so much; bisection finds it. A greedy row takes one pass over its
-# logits, a draw without filters two, a filter some tens.
+# Sorting a vocabulary costs more than finding each filter's border by bisection: the value above
+# which the tokens have the wanted number, or the wanted weight. A greedy row takes one pass over
+# its logits, a draw without filters two, a filter some tens.
 # Invariant: a row's token depends on its own logits and parameters alone; no value is read back.
 # Never: looks at grammars, penalties or log-probabilities, keeps random state.
 
@@ -414,7 +414,7 @@ def _sample_kernel(
     token_ids, logits, draws, stride, vocab_size,
     IS_GREEDY: tl.constexpr, NUM_FIELDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row."""
+    """Run a program for each row."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     largest, places = tl.full([TILE], -float("inf"), tl.float32), tl.arange(0, TILE)

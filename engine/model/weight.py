@@ -47,11 +47,12 @@ SCHEMES = {
     **{f"{kind}_rows": torch.uint8 for kind in BLOCKS},
     FP8_ROWS: torch.uint8,
 }
-"""Names to the dtype of data. The first three are plain: data are the values. Pairs are packed for
-the kernels, [panels, pairs of a row, rows of a panel, 2]. Quantised matrices have their scales
-among their data: panels for the kernels, [panels, bytes of a panel], or blocks as the file has
-them, [rows, bytes of a row]; FP8 for products with FP8 has both in each row. Nothing else scales
-any of them."""
+"""Dtypes of data by scheme.
+
+The first three are plain: data are the values. Pairs are packed for the kernels: [panels, pairs of
+a row, rows of a panel, 2]. Quantised matrices have their scales among their data. As panels for the
+kernels they are [panels, bytes of a panel]; as the file's blocks, [rows, bytes of a row]. FP8 for
+products with FP8 has its scale in each row."""
 PLAIN = ("float32", "bfloat16", "float16")
 
 
@@ -68,7 +69,7 @@ class Weight:
     """What data are multiplied by, as the scheme says; None where nothing scales them."""
     scheme: str
     shape: tuple[int, ...]
-    """Of the values, however they are stored."""
+    """Shape of the values, in any storage."""
 
     def __post_init__(self) -> None:
         dtype = SCHEMES.get(self.scheme)
@@ -108,10 +109,10 @@ def pack_weights(
     share: tuple[int, int] | None,
     progress: Callable[[int, int], None],
 ) -> dict[str, Weight]:
-    """The packed matrices by name.
+    """Pack matrices in pairs; return them by name.
 
     Args:
-        stored: the matrices as they are, by the names of their tensors.
+        stored: the plain matrices, by the names of their tensors.
         layout: where the packed ones lie, of packed_layout().
         arena: shared memory of the layout's size.
         share: (index, count) of the part to fill; None if it is filled.
@@ -140,7 +141,7 @@ def pack_weights(
 
 
 def memory_of(arena: mmap.mmap, num_bytes: int) -> torch.Tensor:
-    """An arena as uint8 [its bytes].
+    """View an arena as uint8 [its bytes].
 
     Raises:
         ValueError: it is smaller than the layout's `num_bytes`.
@@ -209,7 +210,7 @@ def packed_weights(
     share: tuple[int, int] | None,
     progress: Callable[[int, int], None],
 ) -> dict[str, Weight]:
-    """The packed matrices by name.
+    """Pack matrices in panels; return them by name.
 
     Args:
         stored: the tensors in their files.
@@ -255,7 +256,7 @@ def pack_panels(stored: Stored, form: str, panels: torch.Tensor, first: int, end
 def panels_of(parts: Parts, form: Form) -> torch.Tensor:
     """Rows in parts as the kernels read them, uint8 [panels, bytes of a panel]."""
     num_rows, depth = parts.codes.shape
-    missing = -num_rows % PANEL_ROWS  # rows of the last panel: zeros, whose products nobody reads
+    missing = -num_rows % PANEL_ROWS  # rows of the last panel: zeros; their products are unused
     codes = F.pad(parts.codes.view(torch.uint8), (0, -depth % form.group, 0, missing))
     bits = form.code_bits
     if bits < 4:
@@ -319,10 +320,10 @@ def _words(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def _sixes(scales: torch.Tensor, minimums: torch.Tensor) -> list[torch.Tensor]:
-    """Scales and minimums of six bits, [rows, groups, 1], as a block's three words.
+    """Pack six-bit scales and minimums, [rows, groups, 1], as a block's three words.
 
-    Those of the first four groups have a byte each, with two bits of the other four above them;
-    what is left of these lies in the halves of the third word's bytes.
+    The first four groups have a byte each, with two bits of the other four above them. The other
+    groups' lower bits are in the halves of the third word's bytes.
     """
     s, m = (each.view(len(each), -1, 2, 4).unbind(2) for each in (scales, minimums))
     low, middle = (each[0] | (each[1] >> 4 << 6) for each in (s, m))
@@ -330,9 +331,9 @@ def _sixes(scales: torch.Tensor, minimums: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _lanes(codes: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    """Codes of panels, [rows, depth], as the kernels read them: uint8 [panels, groups, bytes].
+    """Lay out codes of panels, [rows, depth], for the kernels: uint8 [panels, groups, bytes].
 
-    Of those with more than four bits, the lowest four.
+    Of codes with more than four bits, these are the lowest four.
     """
     num_panels, depth = len(codes) // PANEL_ROWS, codes.shape[1]
     if bits == 8:
@@ -344,7 +345,7 @@ def _lanes(codes: torch.Tensor, group: int, bits: int) -> torch.Tensor:
 
 
 def _by_panel(num_missing: int, *tensors: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Each [rows, groups, bytes] as [panels, groups, rows of a panel * bytes]; None is left out."""
+    """Turn each [rows, groups, bytes] into [panels, groups, rows of a panel * bytes]."""
     for each in tensors:
         if each is not None:
             padded = F.pad(each, (0, 0, 0, 0, 0, num_missing))

@@ -48,7 +48,7 @@ def load_weights(
     is_packed: bool = False,
     weights: str = AS_STORED,
 ) -> dict[str, Weight]:
-    """The model's weights by name: in `dtype`, but for matrices that are mapped in another.
+    """Load the model's weights by name, in `dtype` or as they are mapped.
 
     Args:
         checkpoint: where the stored tensors lie.
@@ -192,7 +192,7 @@ def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
 
 
 def _map_file(path: Path, end: int) -> torch.Tensor:
-    """All bytes of a file, its pages being read ahead."""
+    """Map a whole file and read its pages ahead."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -202,7 +202,7 @@ def _map_file(path: Path, end: int) -> torch.Tensor:
         if file_bytes < end:  # reading past its end would be a fatal signal, not an exception
             what = f"the file has shrunk to {file_bytes} bytes, its weights end at {end}"
             raise CheckpointError(what, where=str(path), hint="download the file again")
-        # A private mapping: torch wants writable memory, the file must stay as it is.
+        # A private mapping: torch wants writable memory, the file must not change.
         mapped = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
@@ -235,4 +235,4 @@ def _pieces(
 
 
 def _ignore(_done: int, _total: int) -> None:
-    """Progress that nobody asked for."""
+    """Drop the progress."""
