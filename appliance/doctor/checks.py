@@ -43,7 +43,7 @@ from engine.checkpoint.gguf import find_gguf
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import load_kernels
-from engine.profile.product_ways import choose_ways
+from engine.profile.product_variants import choose_variants
 from engine.units import part_text, size_text, without_figures
 
 MIN_FREE_BYTES = 1 << 30
@@ -180,7 +180,7 @@ def _kernels(
     about = f"compiled, for {level}"
     if state_dir is not None:
         profile = Known.of(state_dir, machine_scope()).profile
-        chosen = choose_ways(profile, level, is_bitwise=is_bitwise).why
+        chosen = choose_variants(profile, level, is_bitwise=is_bitwise).why
         about += f"; {without_figures(chosen)}" if chosen else ""
     if model is not None and (share := _quantised_ratio(model)) > 0.5:
         about += f" (says little about this model: {share:.0%} of its bytes are quantised)"

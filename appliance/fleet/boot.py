@@ -99,7 +99,7 @@ class BootPlan:
     """The KV dtype of the pools, from the settings."""
     choices: tuple[str, ...] = ()
     """What the machine's profile chose, with the figures."""
-    product_ways: str = ""
+    product_variants: str = ""
     """How products are computed, if that changes the bytes of a block; empty: exactly."""
     known: Known | None = None
     """Measured step times of the model; None: nothing is stored."""
@@ -252,7 +252,7 @@ def make_plan(
         arena,
         has_graphs=not config.eager,
         kv_dtype=config.kv_dtype,
-        attention_way=weights.choice.attention,
+        attention_variant=weights.choice.attention,
         max_drafted=config.max_drafted,
     )
     roles = "elastic" if config.roles == "auto" else config.roles
@@ -276,7 +276,7 @@ def make_plan(
         weights_words=weights.words,
         kv_dtype=config.kv_dtype,
         choices=tuple(filter(None, (weights.choice.why, prompts_why))),
-        product_ways=weights.ways_text,
+        product_variants=weights.variants_text,
         known=known,
         step_sizes=sizes,
     )
@@ -474,7 +474,7 @@ def _setups(
     *,
     has_graphs: bool,
     kv_dtype: str,
-    attention_way: int,
+    attention_variant: int,
     max_drafted: int | None,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
     """Make one Setup per worker, and the memfds that all workers inherit."""
@@ -510,7 +510,7 @@ def _setups(
                 *(() if arena is None else (arena,)),
             ],
             kv_dtype=kv_dtype,
-            attention_way=attention_way,
+            attention_variant=attention_variant,
             max_drafted=max_drafted,
             measures_kv=kv_dtype != "auto" and plan is placement.workers[0],
         )

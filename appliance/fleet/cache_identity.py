@@ -77,8 +77,8 @@ def identity(plan: BootPlan, state_dir: Path) -> bytes:
         "rope": sorted(rope.factors(placement.max_model_len) for rope in ropes),
         "block_size": placement.block_size,
     }
-    if plan.product_ways:
-        parts["products"] = plan.product_ways
+    if plan.product_variants:
+        parts["products"] = plan.product_variants
     if plan.kv_dtype != "auto":
         parts["kv_dtype"] = plan.kv_dtype
     return json.dumps(parts, sort_keys=True).encode()

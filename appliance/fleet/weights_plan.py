@@ -26,10 +26,10 @@ from engine.checkpoint.checkpoint import (
 )
 from engine.checkpoint.quantisation import FP8_ROWS
 from engine.errors import ConfigError
-from engine.kernels.cpu import WIDENED, ProductWays, has_kernels, load_kernels
+from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels, load_kernels
 from engine.profile.facts import Profile
-from engine.profile.product_ways import AS_STORED as PRODUCTS_AS_STORED
-from engine.profile.product_ways import WaysChoice, choose_ways, try_ways
+from engine.profile.product_variants import AS_STORED as PRODUCTS_AS_STORED
+from engine.profile.product_variants import VariantsChoice, choose_variants, try_variants
 from engine.units import size_text
 from engine.wire.messages import LogitsLoss, WeightsSpec
 
@@ -42,7 +42,7 @@ class WeightsPlan:
 
     layout: WeightsLayout | PanelsLayout | None
     """None: the files are mapped, or each worker makes its own memory on its GPU."""
-    ways: ProductWays | None
+    variants: ProductVariants | None
     """How matrices packed in pairs are multiplied; None: none is packed."""
     weights: str
     """The setting `weights`."""
@@ -50,16 +50,16 @@ class WeightsPlan:
     """The layout of quantised matrices on GPUs."""
     words: str
     """A description of the weights in memory; empty: unchanged from the files."""
-    choice: WaysChoice
+    choice: VariantsChoice
     """How bfloat16 is multiplied on cores, with the figures."""
 
     @property
-    def ways_text(self) -> str:
+    def variants_text(self) -> str:
         """How products are computed, if that changes their bits; empty: exactly."""
         attention = (
             "" if self.choice.attention == WIDENED else f"; attention {self.choice.attention}"
         )
-        return f"{self.ways or ''}{attention}"
+        return f"{self.variants or ''}{attention}"
 
     def spec(self, fd: int, index: int, count: int) -> WeightsSpec:
         """Return the arena's spec for worker `index` of `count`."""
@@ -70,9 +70,9 @@ class WeightsPlan:
             index,
             count,
             is_filled=False,
-            is_packed=self.ways is not None or isinstance(self.layout, PanelsLayout),
-            way_starts=[] if self.ways is None else list(self.ways.starts),
-            ways=[] if self.ways is None else list(self.ways.ways),
+            is_packed=self.variants is not None or isinstance(self.layout, PanelsLayout),
+            variant_starts=[] if self.variants is None else list(self.variants.starts),
+            variants=[] if self.variants is None else list(self.variants.variants),
             weights=self.weights,
         )
 
@@ -98,10 +98,10 @@ def plan_weights(
     choice = PRODUCTS_AS_STORED
     if not all(on_gpu) and dtype == "bfloat16" and machine is not None:
         choice = product_choice(machine, is_bitwise=config.exact == "bitwise")
-    ways = None
-    if weights == AS_STORED and choice.ways is not None:
+    variants = None
+    if weights == AS_STORED and choice.variants is not None:
         layout = packed_layout(checkpoint, dtype)
-        ways = choice.ways if layout is not None else None
+        variants = choice.variants if layout is not None else None
     if not all(on_gpu) and layout is None:
         layout = panels_layout(checkpoint, dtype, weights) if has_kernels() else None
         layout = layout or weights_layout(checkpoint, dtype, can_widen=has_kernels())
@@ -114,17 +114,17 @@ def plan_weights(
         there = layout or gpu_layout(checkpoint, dtype, packing)
         words = _words(checkpoint, there, dtype, weights)
         words += f": {fault}" if fault else ""
-    return WeightsPlan(layout, ways, weights, packing, words, choice)
+    return WeightsPlan(layout, variants, weights, packing, words, choice)
 
 
-def product_choice(machine: Profile, *, is_bitwise: bool) -> WaysChoice:
+def product_choice(machine: Profile, *, is_bitwise: bool) -> VariantsChoice:
     """Choose how bfloat16 is multiplied on this machine; time it if unknown."""
     try:
         kernels, level = load_kernels()
     except ImportError:
         return PRODUCTS_AS_STORED
-    try_ways(machine, kernels, level)
-    return choose_ways(machine, level, is_bitwise=is_bitwise)
+    try_variants(machine, kernels, level)
+    return choose_variants(machine, level, is_bitwise=is_bitwise)
 
 
 def weights_text(words: str, loss: LogitsLoss | None) -> str | None:

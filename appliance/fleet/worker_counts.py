@@ -96,7 +96,7 @@ def num_prefilling(
     return count, about
 
 
-MAX_WAYS = 13_000
+MAX_DIVISIONS = 13_000
 """Maximum divisions of the devices that are all compared."""
 Counts = tuple[int, ...]
 """Devices by board."""
@@ -154,12 +154,12 @@ def _links_quality(links: Sequence[Sequence[Quality]], ones: Counts, others: Cou
 def _best_counts(rooms: Sequence[int], count: int, quality: Callable[[Counts], Quality]) -> Counts:
     """Choose how many devices of each board are taken.
 
-    All divisions are compared. With more than MAX_WAYS, the search starts at equal shares and moves
-    one device at a time while that improves the result.
+    All divisions are compared. With more than MAX_DIVISIONS, the search starts at equal shares
+    and moves one device at a time while that improves the result.
     """
-    ways = list(itertools.islice(_ways(rooms, count), MAX_WAYS + 1))
-    if len(ways) <= MAX_WAYS:
-        return max(ways, key=quality)
+    divisions = list(itertools.islice(_divisions(rooms, count), MAX_DIVISIONS + 1))
+    if len(divisions) <= MAX_DIVISIONS:
+        return max(divisions, key=quality)
     best = _equal_shares(rooms, count)
     while True:
         moved = [best]
@@ -175,7 +175,7 @@ def _best_counts(rooms: Sequence[int], count: int, quality: Callable[[Counts], Q
         best = better
 
 
-def _ways(rooms: Sequence[int], count: int) -> Iterator[Counts]:
+def _divisions(rooms: Sequence[int], count: int) -> Iterator[Counts]:
     """Yield all ways to take a number of devices, most from the first boards first."""
     if not rooms:
         if not count:
@@ -183,7 +183,7 @@ def _ways(rooms: Sequence[int], count: int) -> Iterator[Counts]:
         return
     least = max(0, count - sum(rooms[1:]))
     for number in range(min(rooms[0], count), least - 1, -1):
-        for others in _ways(rooms[1:], count - number):
+        for others in _divisions(rooms[1:], count - number):
             yield number, *others
 
 

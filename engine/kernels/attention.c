@@ -85,7 +85,7 @@ static tile tile_of(const attention *a, int64_t item)
                   (a->sinks != NULL || t.first_key / PART_KEYS < (t.end_key - 1) / PART_KEYS);
     t.num_rows = t.num_queries * (a->num_heads / a->num_kv_heads);
     t.is_direct = t.num_rows <= DIRECT_ROWS && a->head_dim % LANES == 0;
-    t.is_tiled = a->way == TILES && t.num_rows > DIRECT_ROWS && sequence[1] > FEW_QUERIES;
+    t.is_tiled = a->variant == TILES && t.num_rows > DIRECT_ROWS && sequence[1] > FEW_QUERIES;
     t.is_direct = t.is_direct && !t.is_tiled;
     const int64_t rows = t.is_tiled ? SQUARE : t.is_direct ? 1 : MICRO_ROWS;
     const int64_t values = t.is_tiled ? SQUARE : 2 * LANES;
@@ -486,15 +486,15 @@ ATTEND(attend_bfloat16_codes, BFLOAT16, INT8)
 
 /* attend(out, q, kv, sequences, block_tables, sinks, type, num_sequences, table_stride, q_stride,
  *        num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window, kv_type,
- *        plane_bytes, way, num_threads, scale, softcap)
+ *        plane_bytes, variant, num_threads, scale, softcap)
  *
  * out is [num_tokens, num_heads, head_dim], q the same with tokens q_stride apart. kv is the pool,
  * [num_blocks, num_layers, 2] planes; in a plane lie [block_size, num_kv_heads, head_dim] of
  * kv_type, which is type, or INT8 with float32 scales [num_kv_heads, block_size] behind the codes.
  * sequences and block_tables are int64: [num_sequences, 3] of first query's row, query_len and
  * seq_len, and [num_sequences, table_stride] of block ids; sinks are float32 [num_heads]. window,
- * softcap or sinks 0: there is none. way is WIDENED, or TILES for what many queries of bfloat16 meet:
- * queries, keys, values and weights are bfloat16 then, sums float32. */
+ * softcap or sinks 0: off. variant is WIDENED, or TILES for many queries of bfloat16: then queries,
+ * keys, values and weights are bfloat16, sums float32. */
 KERNEL(attend, "ppppppiiiiiiiiiiiiiiiff")
 {
     attention a;
@@ -502,10 +502,10 @@ KERNEL(attend, "ppppppiiiiiiiiiiiiiiiff")
     read_words(words, attend_format, &a.out, &a.q, &a.kv, &a.sequences,
                        &a.block_tables, &a.sinks, &type, &a.num_sequences, &a.table_stride, &a.q_stride,
                        &a.num_heads, &a.num_kv_heads, &a.head_dim, &a.block_size, &a.num_layers,
-                       &a.layer, &a.window, &kv_type, &a.plane_bytes, &a.way, &a.num_threads,
+                       &a.layer, &a.window, &kv_type, &a.plane_bytes, &a.variant, &a.num_threads,
                        &a.scale, &a.softcap);
     if (type != BFLOAT16)
-        a.way = WIDENED;
+        a.variant = WIDENED;
     int64_t num_items = 0, num_parts = 0;
     a.num_shares = 1;
     for (int64_t s = 0; s < a.num_sequences; s++) {

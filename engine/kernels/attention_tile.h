@@ -23,7 +23,7 @@ typedef struct {
     int64_t num_sequences, table_stride, num_threads, q_stride;
     int64_t num_heads, num_kv_heads, head_dim, block_size, num_layers, layer, window;
     int64_t plane_bytes; /* of a layer's keys in a block, and of its values */
-    int64_t way;         /* prompts in bfloat16 by WIDENED products or by TILES, as in kernels.h */
+    int64_t variant;         /* prompts in bfloat16 by WIDENED products or by TILES, as in kernels.h */
     float scale, softcap;
     const float *sinks; /* of each head, a score beside those of its keys; NULL: none has one */
     /* Of sequences with one query each part of the keys is an item, or for each share of the heads

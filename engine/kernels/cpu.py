@@ -3,7 +3,7 @@
 setup.py compiles the same C files once per instruction set, each into a module of its own. The
 functions take addresses, sizes and strides, and trust them: a wrong one is memory overwritten.
 
-Owns: the choice of the instruction set; the numbers by which kernels know types, forms and ways.
+Owns: the choice of the instruction set; the kernels' numbers of types, forms and variants.
 Invariant: one level is chosen once, at start.
 Never: compiles, imports torch, times anything.
 """
@@ -28,8 +28,8 @@ FORMS = {
 }  # fmt: skip
 """The kernels' numbers of quantised forms, by their names in engine.checkpoint.quantisation."""
 WIDENED, DOTS, TILES = range(3)
-"""Ways in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
-WAY_NAMES = ("widened", "dots", "tiles")
+"""Variants in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
+VARIANT_NAMES = ("widened", "dots", "tiles")
 
 
 class Kernels(Protocol):
@@ -54,7 +54,7 @@ class Kernels(Protocol):
         """Multiply rows by matrices in the dtype in which these are stored."""
 
     def linear_pairs(self, *arguments: float) -> None:
-        """Multiply bfloat16 rows by packed matrices, in one of the ways."""
+        """Multiply bfloat16 rows by packed matrices, in one of the variants."""
 
     def pack_pairs(self, *arguments: float) -> None:
         """Pack panels of a bfloat16 matrix."""
@@ -72,7 +72,7 @@ class Kernels(Protocol):
         """Return the calls since record(), and stop recording."""
 
     def replay(self, calls: bytes) -> None:
-        """Make a tape's recorded kernel calls again, in order."""
+        """Repeat a graph's recorded kernel calls, in order."""
 
 
 def has_kernels() -> bool:
@@ -108,20 +108,20 @@ def _module(level: str) -> Kernels:
 
 
 @dataclass(frozen=True, slots=True)
-class ProductWays:
-    """The way for each number of inputs: ways[i] from starts[i] inputs on."""
+class ProductVariants:
+    """The variant for each number of inputs: variants[i] from starts[i] inputs on."""
 
     starts: tuple[int, ...]
-    ways: tuple[int, ...]
+    variants: tuple[int, ...]
 
-    def way_of(self, num_inputs: int) -> int:
-        """Find the way for so many inputs."""
-        return self.ways[bisect_right(self.starts, num_inputs) - 1]
+    def variant_of(self, num_inputs: int) -> int:
+        """Find the variant for a number of inputs."""
+        return self.variants[bisect_right(self.starts, num_inputs) - 1]
 
     def __str__(self) -> str:
-        steps = zip(self.starts, self.ways, strict=True)
-        return ", ".join(f"{WAY_NAMES[way]} from {start}" for start, way in steps)
+        steps = zip(self.starts, self.variants, strict=True)
+        return ", ".join(f"{VARIANT_NAMES[variant]} from {start}" for start, variant in steps)
 
 
-EXACT = ProductWays((1,), (WIDENED,))
+EXACT = ProductVariants((1,), (WIDENED,))
 """Exact products, however many inputs."""

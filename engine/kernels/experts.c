@@ -18,7 +18,8 @@ struct experts {
     int64_t hidden, width; /* of a token; of what is between an expert's matrices */
     int64_t gate_up, num_gate_up, gate_up_bias; /* parts [num_experts, num_gate_up, 3]; see linear */
     int64_t down, down_bias;                    /* parts [num_experts, 1, 3] */
-    int64_t gate_up_ways, down_ways, num_ways;  /* [num_ways, 2] of packed matrices; or 0 */
+    int64_t gate_up_variants, down_variants; /* [num_variants, 2] of packed matrices; or 0 */
+    int64_t num_variants;
     int64_t share_scale; /* float32 [num_experts], which shares are multiplied by; or 0 */
 };
 
@@ -139,26 +140,26 @@ static void add(void *context, int64_t item)
 
 /* One product of an expert's, by the kernel for its matrices. */
 static int multiply(const struct mixture *m, char *out, const char *x, int64_t depth, int64_t parts,
-                    int64_t num_parts, int64_t bias, int64_t ways)
+                    int64_t num_parts, int64_t bias, int64_t variants)
 {
     word words[9] = {{.address = out}, {.address = (void *)(uintptr_t)x}};
     word *next = words + 2;
-    if (!ways)
+    if (!variants)
         (next++)->integer = m->type;
     (next++)->integer = m->num_rows;
     (next++)->integer = depth;
     (next++)->address = (void *)(uintptr_t)parts;
     (next++)->integer = num_parts;
     (next++)->address = (void *)(uintptr_t)bias;
-    if (ways) { /* the last that begins at no more inputs */
-        const int64_t(*way)[2] = (const void *)(uintptr_t)ways;
-        int64_t i = m->e->num_ways - 1;
-        while (i > 0 && way[i][0] > m->num_rows)
+    if (variants) { /* the last that begins at no more inputs */
+        const int64_t(*variant)[2] = (const void *)(uintptr_t)variants;
+        int64_t i = m->e->num_variants - 1;
+        while (i > 0 && variant[i][0] > m->num_rows)
             i--;
-        (next++)->integer = way[i][1];
+        (next++)->integer = variant[i][1];
     }
     next->integer = m->num_threads;
-    return ways ? linear_pairs(words) : linear(words);
+    return variants ? linear_pairs(words) : linear(words);
 }
 
 /* The tokens of `run` through expert number `expert`. */
@@ -176,7 +177,7 @@ static int pass(struct mixture *m, int64_t expert)
         x = m->rows;
     }
     if (multiply(m, m->gate_up, x, e->hidden, e->gate_up + expert * e->num_gate_up * part,
-                 e->num_gate_up, gate_up_bias, e->gate_up_ways) < 0)
+                 e->num_gate_up, gate_up_bias, e->gate_up_variants) < 0)
         return -1;
     const word words[] = {{.address = m->inner},
                           {.address = m->gate_up},
@@ -190,7 +191,7 @@ static int pass(struct mixture *m, int64_t expert)
                           {.integer = m->num_threads}};
     gated(words);
     if (multiply(m, m->made, m->inner, e->width, e->down + expert * part, 1, down_bias,
-                 e->down_ways) < 0)
+                 e->down_variants) < 0)
         return -1;
     parallel_for(m->num_threads, items / ROWS_PER_ITEM, add, m);
     return 0;

@@ -1,5 +1,5 @@
 /* The extension module: its table of kernels, their arguments, what the processor can run, and the
- * tape. A step of few tokens is hundreds of calls of microseconds each, the same ones in every step
+ * graph. A step of few tokens is hundreds of calls of microseconds each, equal in every step
  * but for what they find in memory: written down once, they are made again without Python. */
 #include "kernels.h"
 
@@ -38,7 +38,7 @@ static struct {
     int is_on;
     word *words;
     size_t count, capacity;
-} tape;
+} graph;
 
 void read_words(const word *words, const char *format, ...)
 {
@@ -77,17 +77,17 @@ static int to_words(PyObject *const *arguments, Py_ssize_t count, const char *fo
 
 static int append(int64_t number, const word *words, int count)
 {
-    if (tape.count + 1 + (size_t)count > tape.capacity) {
-        const size_t capacity = 2 * tape.capacity + MAX_WORDS + 1;
-        word *grown = realloc(tape.words, capacity * sizeof(word));
+    if (graph.count + 1 + (size_t)count > graph.capacity) {
+        const size_t capacity = 2 * graph.capacity + MAX_WORDS + 1;
+        word *grown = realloc(graph.words, capacity * sizeof(word));
         if (grown == NULL)
             return -1;
-        tape.words = grown;
-        tape.capacity = capacity;
+        graph.words = grown;
+        graph.capacity = capacity;
     }
-    tape.words[tape.count++].integer = number;
-    memcpy(tape.words + tape.count, words, (size_t)count * sizeof(word));
-    tape.count += (size_t)count;
+    graph.words[graph.count++].integer = number;
+    memcpy(graph.words + graph.count, words, (size_t)count * sizeof(word));
+    graph.count += (size_t)count;
     return 0;
 }
 
@@ -98,7 +98,7 @@ static PyObject *call(int64_t number, PyObject *const *arguments, Py_ssize_t cou
     const int num_words = to_words(arguments, count, kernel->format, words);
     if (num_words < 0)
         return NULL;
-    if (tape.is_on && append(number, words, num_words) < 0)
+    if (graph.is_on && append(number, words, num_words) < 0)
         return PyErr_NoMemory();
     const int is_long = kernel->num_tokens_at == RELEASES_ALWAYS ||
                         words[kernel->num_tokens_at].integer >= MANY_TOKENS;
@@ -132,8 +132,8 @@ CALLED(grow, 8)
 static PyObject *record(PyObject *module, PyObject *ignored)
 {
     (void)module, (void)ignored;
-    tape.is_on = 1;
-    tape.count = 0;
+    graph.is_on = 1;
+    graph.count = 0;
     Py_RETURN_NONE;
 }
 
@@ -141,12 +141,12 @@ static PyObject *record(PyObject *module, PyObject *ignored)
 static PyObject *recorded(PyObject *module, PyObject *ignored)
 {
     (void)module, (void)ignored;
-    tape.is_on = 0;
-    return PyBytes_FromStringAndSize((const char *)tape.words,
-                                     (Py_ssize_t)(tape.count * sizeof(word)));
+    graph.is_on = 0;
+    return PyBytes_FromStringAndSize((const char *)graph.words,
+                                     (Py_ssize_t)(graph.count * sizeof(word)));
 }
 
-/* A call of a tape: its kernel, and its words to `words`. Returns where the next one begins. */
+/* A call of a graph: its kernel, and its words to `words`. Returns where the next one begins. */
 static const char *read_call(const char *from, const struct kernel **kernel, word *words)
 {
     int64_t number;

@@ -230,9 +230,9 @@ static void multiply_groups(const void *product, const struct panels *panels)
     }
 }
 
-static int has_many(int64_t num_inputs, int64_t way)
+static int has_many(int64_t num_inputs, int64_t variant)
 {
-    return num_inputs > STREAMED_INPUTS || way == TILES;
+    return num_inputs > STREAMED_INPUTS || variant == TILES;
 }
 
 static void multiply_pairs(void *context, int64_t item)
@@ -252,7 +252,7 @@ static void widen_inputs(void *context, int64_t item)
                   load(p->x + (i * p->x_stride + k) * 2, BFLOAT16), FLOAT32);
 }
 
-/* Inputs in the shape that the way of multiplying wants; -1 if there is no memory. */
+/* Prepares inputs for the variant; -1: out of memory. */
 static int prepare_inputs(struct pairs_product *p, int64_t depth, int64_t num_threads, int is_wide)
 {
     const int64_t num_values = p->num_inputs * p->depth;
@@ -276,19 +276,19 @@ static int prepare_inputs(struct pairs_product *p, int64_t depth, int64_t num_th
     return 0;
 }
 
-/* linear_pairs(out, x, num_inputs, depth, parts, num_parts, bias, way, num_threads)
+/* linear_pairs(out, x, num_inputs, depth, parts, num_parts, bias, variant, num_threads)
  *
  * out [num_inputs, rows of all parts] and x [num_inputs, depth] are bfloat16 and contiguous; parts are
  * int64 [num_parts, 3]: address of a packed matrix, its rows, and its scheme; bias is float32 for
- * all rows, or address 0. way is WIDENED, whose products are exact, DOTS or TILES, which add products
- * two by two and may take denormals for 0. */
+ * all rows, or address 0. variant is WIDENED, whose products are exact, DOTS or TILES, which add
+ * products two by two and may take denormals for 0. */
 KERNEL(linear_pairs, "ppiipipii")
 {
     void *out, *x, *parts, *bias;
-    int64_t num_inputs, depth, num_parts, way, num_threads;
+    int64_t num_inputs, depth, num_parts, variant, num_threads;
     read_words(words, linear_pairs_format, &out, &x, &num_inputs, &depth, &parts, &num_parts,
-               &bias, &way, &num_threads);
-    const int is_many = has_many(num_inputs, way);
+               &bias, &variant, &num_threads);
+    const int is_many = has_many(num_inputs, variant);
     struct pairs_product p = {
         .parts = parts,
         .x = x,
@@ -302,19 +302,19 @@ KERNEL(linear_pairs, "ppiipipii")
     };
     for (int64_t i = 0; i < num_parts; i++)
         p.out_stride += p.parts[i].num_rows;
-    if (prepare_inputs(&p, depth, num_threads, way == WIDENED) < 0)
+    if (prepare_inputs(&p, depth, num_threads, variant == WIDENED) < 0)
         return -1;
-    for_items(num_threads, p.num_items, is_many, way == TILES ? multiply_tiles : multiply_pairs, &p);
+    for_items(num_threads, p.num_items, is_many, variant == TILES ? multiply_tiles : multiply_pairs, &p);
     return 0;
 }
 
 void announce_linear_pairs(const word *words)
 {
     void *out, *x, *parts, *bias;
-    int64_t num_inputs, depth, num_parts, way, num_threads;
+    int64_t num_inputs, depth, num_parts, variant, num_threads;
     read_words(words, linear_pairs_format, &out, &x, &num_inputs, &depth, &parts, &num_parts,
-               &bias, &way, &num_threads);
-    if (has_many(num_inputs, way))
+               &bias, &variant, &num_threads);
+    if (has_many(num_inputs, variant))
         announce_nothing();
     else
         announce_shares(parts, num_parts, PANEL_ROWS, bytes_of_panel(padded(depth, TILE_DEPTH)),

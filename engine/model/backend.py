@@ -23,7 +23,7 @@ from engine.model.sampler import sample_rows
 
 
 class Backend(Protocol):
-    """One way to compute; engine.model.compiled says what the operations are."""
+    """A backend's operations; engine.model.compiled describes them."""
 
     name: str
     is_paged: bool
@@ -208,7 +208,7 @@ def choose_backend(
     config: ModelConfig,
     block_size: int | None = None,
     take: Take = fresh,
-    attention_way: int = WIDENED,
+    attention_variant: int = WIDENED,
 ) -> Backend:
     """Kernels where there are some for the device and the dtype, else torch, which says why.
 
@@ -218,14 +218,14 @@ def choose_backend(
         config: its shape.
         block_size: the pool's; None: it will be what the chosen one likes.
         take: where results lie.
-        attention_way: how compiled kernels multiply what many queries meet.
+        attention_variant: how compiled kernels multiply what many queries meet.
     """
     if device.type == "cuda":
         return _choose_cuda_backend(device, dtype, config, block_size)
     kernels, name = find_kernels(device.type, dtype)
     if kernels is None:
         return TorchBackend(name)
-    return CompiledBackend(kernels, name, take, attention_way)
+    return CompiledBackend(kernels, name, take, attention_variant)
 
 
 def _choose_cuda_backend(

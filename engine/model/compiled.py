@@ -93,11 +93,11 @@ class CompiledBackend:
     is_paged = True
 
     def __init__(
-        self, kernels: Kernels, level: str, take: Take = fresh, attention_way: int = WIDENED
+        self, kernels: Kernels, level: str, take: Take = fresh, attention_variant: int = WIDENED
     ) -> None:
-        tiled = ", prompts by tiles" if attention_way == TILES else ""
+        tiled = ", prompts by tiles" if attention_variant == TILES else ""
         self.name = f"compiled {level}{tiled}"
-        self._attention_way = attention_way
+        self._attention_variant = attention_variant
         self.kernels = kernels
         self._take = take
 
@@ -309,7 +309,7 @@ class CompiledBackend:
             window or 0,
             _KV_TYPES[kv.dtype],
             kv.stride(2) * kv.element_size(),
-            self._attention_way,
+            self._attention_variant,
             plan.num_threads,
             scale,
             softcap or 0.0,

@@ -3,9 +3,9 @@
 A step of few tokens takes as long as reading the weights. The kernels read them in the dtype of the
 checkpoint and widen each value in a register, which is exact, so that float32 needs no second,
 larger copy; torch multiplies operands of one dtype only.
-Owns: which of the ways a model's matrices are multiplied, and what each prepares once.
+Owns: the variant by which a model's matrices are multiplied, and what each prepares once.
 Invariant: sums are float32 or better, whatever the weights and inputs are.
-Never: copies a matrix, where its dtype is one that the way can read.
+Never: copies a matrix if the variant can read its dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.kernels.cpu import (
     FLOAT32,
     FORMS,
     Kernels,
-    ProductWays,
+    ProductVariants,
 )
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
@@ -42,20 +42,20 @@ _KERNEL_SCHEMES = {
     **{f"{form}_panels": number for form, number in FORMS.items()},
 }
 
-# MKL multiplies a large matrix by so few rows in half the time the other way round.
+# MKL multiplies a large matrix by few rows in half the time with its operands exchanged.
 _FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """One way to multiply, for all matrices of a model."""
+    """Multiply all matrices of a model by one backend."""
 
     name: str
     """The backend's name for people; with a reason if it is not the best."""
     kernels: Kernels | None
 
     take: Take = fresh
-    ways: ProductWays | None = None
+    variants: ProductVariants | None = None
     """How matrices that are packed in pairs are multiplied; None: none is."""
 
     def make(
@@ -82,8 +82,8 @@ class Linears:
             return TorchLinear(matrices, biases)
         take = fresh if is_kept else self.take
         is_packed = all(matrix.scheme == "bfloat16_pairs" for matrix in matrices)
-        ways = (self.ways or EXACT) if is_packed else None
-        return CompiledLinear(self.kernels, matrices, biases, take, ways, kind)
+        variants = (self.variants or EXACT) if is_packed else None
+        return CompiledLinear(self.kernels, matrices, biases, take, variants, kind)
 
     def make_experts(
         self,
@@ -117,7 +117,7 @@ def choose_linears(
     dtype: torch.dtype,
     level: str | None = None,
     take: Take = fresh,
-    ways: ProductWays | None = None,
+    variants: ProductVariants | None = None,
 ) -> Linears:
     """Compiled kernels where they were built and know the dtype, else torch.
 
@@ -126,10 +126,10 @@ def choose_linears(
         dtype: of the inputs.
         level: of the kernels; None: the best that the machine can run.
         take: where results lie.
-        ways: how matrices that are packed in pairs are multiplied.
+        variants: how matrices that are packed in pairs are multiplied.
     """
     kernels, name = find_kernels(device, dtype, level)
-    return Linears(name if kernels is None else f"compiled {name}", kernels, take, ways)
+    return Linears(name if kernels is None else f"compiled {name}", kernels, take, variants)
 
 
 class CompiledLinear:
@@ -140,7 +140,7 @@ class CompiledLinear:
         matrices: side by side; all packed in pairs, or none.
         biases: one for each, or none.
         take: where results lie.
-        ways: how packed ones are multiplied, whose inputs are bfloat16; None: they are plain.
+        variants: how packed ones are multiplied, whose inputs are bfloat16; None: they are plain.
         kind: of the results, for `take`.
     """
 
@@ -150,10 +150,10 @@ class CompiledLinear:
         matrices: list[Weight],
         biases: list[torch.Tensor],
         take: Take = fresh,
-        ways: ProductWays | None = None,
+        variants: ProductVariants | None = None,
         kind: str = "linear",
     ) -> None:
-        self._take, self.ways, self._kind = take, ways, kind
+        self._take, self.variants, self._kind = take, variants, kind
         self._data = [matrix.data.contiguous() for matrix in matrices]  # alive with the addresses
         self.bias = torch.cat(biases).float() if biases else None
         self.num_outputs = sum(matrix.shape[0] for matrix in matrices)
@@ -162,7 +162,7 @@ class CompiledLinear:
             for data, matrix in zip(self._data, matrices, strict=True)
         ]
         self.parts = torch.tensor(parts, dtype=torch.int64)
-        self._linear = kernels.linear if ways is None else kernels.linear_pairs
+        self._linear = kernels.linear if variants is None else kernels.linear_pairs
         self._prepared = (
             matrices[0].shape[1],
             self.parts.data_ptr(),
@@ -176,12 +176,12 @@ class CompiledLinear:
         num_tokens, num_threads = len(x), torch.get_num_threads()
         out = self._take(self._kind, num_tokens, self.num_outputs, x.dtype)
         places = out.data_ptr(), x.data_ptr()
-        if self.ways is None:
+        if self.variants is None:
             kind = ELEMENT_TYPES[x.dtype]
             self._linear(*places, kind, num_tokens, *self._prepared, num_threads)
         else:
-            way = self.ways.way_of(num_tokens)  # the best one for so many inputs
-            self._linear(*places, num_tokens, *self._prepared, way, num_threads)
+            variant = self.variants.variant_of(num_tokens)  # the best one for these inputs
+            self._linear(*places, num_tokens, *self._prepared, variant, num_threads)
         return out
 
 
@@ -215,16 +215,16 @@ class CompiledExperts:
         self._linears = gate_ups, downs, share_scale  # alive with the addresses
         self._size = downs[0].num_outputs
         self._tables = [table for each in (gate_ups, downs) for table in _stacked(each)]
-        up, up_bias, up_ways, down, down_bias, down_ways = (
+        up, up_bias, up_variants, down, down_bias, down_variants = (
             0 if table is None else table.data_ptr() for table in self._tables
         )
-        num_ways = max((len(t) for t in self._tables[2::3] if t is not None), default=0)
+        num_variants = max((len(t) for t in self._tables[2::3] if t is not None), default=0)
         self._experts = torch.tensor(  # struct experts of engine/kernels/experts.c
             [
                 *(len(downs), num_per_token, is_normalized, activation),
                 *(self._size, gate_ups[0].num_outputs // 2),
                 *(up, len(gate_ups[0].parts), up_bias, down, down_bias),
-                *(up_ways, down_ways, num_ways),
+                *(up_variants, down_variants, num_variants),
                 0 if share_scale is None else share_scale.data_ptr(),
             ],
             dtype=torch.int64,
@@ -240,10 +240,14 @@ class CompiledExperts:
 
 
 def _stacked(linears: list[CompiledLinear]) -> tuple[torch.Tensor | None, ...]:
-    """Of matrices of one shape: parts, biases and ways, as the kernel of a mixture reads them."""
+    """Stack parts, biases and variants of equal matrices for a mixture's kernel."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    ways = linears[0].ways
-    steps = None if ways is None else torch.tensor([*zip(ways.starts, ways.ways, strict=True)])
+    variants = linears[0].variants
+    steps = (
+        None
+        if variants is None
+        else torch.tensor([*zip(variants.starts, variants.variants, strict=True)])
+    )
     parts = torch.stack([linear.parts for linear in linears])
     return parts, torch.cat(biases) if biases else None, steps
 

@@ -22,7 +22,7 @@ import torch
 from engine.checkpoint.layer_heads import LayerHeads
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.rope import RopeConfig
-from engine.kernels.cpu import WIDENED, ProductWays
+from engine.kernels.cpu import WIDENED, ProductVariants
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
@@ -77,8 +77,8 @@ class Transformer:
         dtype: of weights, activations and the pool.
         max_model_len: the longest request's tokens; None: all that the model has positions for.
         block_size: the pool's; None: what the attention backend likes best.
-        ways: how matrices that are packed in pairs are multiplied, where some are.
-        attention_way: how compiled kernels multiply what many queries meet.
+        variants: how matrices that are packed in pairs are multiplied, where some are.
+        attention_variant: how compiled kernels multiply what many queries meet.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Transformer:
         dtype: str,
         max_model_len: int | None = None,
         block_size: int | None = None,
-        ways: ProductWays | None = None,
-        attention_way: int = WIDENED,
+        variants: ProductVariants | None = None,
+        attention_variant: int = WIDENED,
     ) -> None:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -105,9 +105,9 @@ class Transformer:
         self._num_table_positions = 0
         buffers = Buffers()
         self._backend = choose_backend(
-            self.device, self.dtype, config, block_size, buffers.take, attention_way
+            self.device, self.dtype, config, block_size, buffers.take, attention_variant
         )
-        linears = choose_linears(self.device.type, self.dtype, take=buffers.take, ways=ways)
+        linears = choose_linears(self.device.type, self.dtype, take=buffers.take, variants=variants)
         self.linear_backend = linears.name
         """What multiplies by the weights, and why if it is not the best."""
         self._kinds_of_heads = set(config.heads)

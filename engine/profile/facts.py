@@ -87,7 +87,7 @@ def _quantile(samples: Iterable[float], share: float) -> float:
 
 
 class Profile:
-    """The facts of one scope: a machine, and perhaps a model as it is served there."""
+    """The facts of one scope: a machine, and perhaps a model on it."""
 
     def __init__(self, facts: Mapping[FactKey, Fact] | None = None) -> None:
         self.facts = dict(facts or {})
@@ -96,12 +96,12 @@ class Profile:
         self._changed: set[FactKey] = set()
 
     def value(self, what: str, size: int = 0, depth: int = 0, place: str = "") -> float | None:
-        """The median of a fact; None: it is not known."""
+        """Return the median of a fact; None: it is not known."""
         fact = self.facts.get(FactKey(what, size, depth, place))
         return None if fact is None else fact.value
 
     def about(self, what: str, place: str | None = None) -> Iterator[tuple[FactKey, Fact]]:
-        """Every fact of a kind, at one place or at all."""
+        """Yield every fact of a kind, at one place or at all."""
         for key, fact in self.facts.items():
             if key.what == what and place in {None, key.place}:
                 yield key, fact
@@ -124,6 +124,6 @@ class Profile:
         self._changed.add(key)
 
     def take_changed(self) -> dict[FactKey, list[float]]:
-        """The samples of each fact that has changed since the last call."""
+        """Return the samples of each fact that changed since the last call."""
         changed, self._changed = self._changed, set()
         return {key: list(self.facts[key].samples) for key in changed}

@@ -41,11 +41,11 @@ class Scope(NamedTuple):
 def machine_name(
     cpus: list[int], quota: float | None, cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> str:
-    """Name the processor, its features, and what of it may be used.
+    """Name the processor, its features, and the usable part of it.
 
     Args:
         cpus: that this process may run on.
-        quota: of the control group, in cores; None: there is none.
+        quota: of the control group, in cores; None: no limit.
         cpuinfo: as the kernel tells.
     """
     try:
@@ -63,7 +63,7 @@ def machine_name(
 
 @cache
 def kernels_build(level: str) -> str:
-    """Name the build of a level's kernels; empty: there is none."""
+    """Name the build of a level's kernels; empty: it is not built."""
     files = sorted(Path(__file__).parent.parent.glob(f"kernels/_{level}.*.so"))
     return f"{level} {_digest(files[0].read_bytes())}" if files else ""
 

@@ -18,11 +18,11 @@ wait for its end."""
 MIXTURE_STEP_TOKENS = (512, 256, 1024, 2048)
 """An expert gets but a few of them."""
 MIN_GAIN = 1.05
-"""In tokens a second, over the default."""
+"""Minimum gain in tokens a second over the default."""
 MIN_SAMPLES = 9
-"""Of a size, before it can replace the default: that all of them lie on one side is no chance."""
+"""Samples of a size before it can replace the default. All on one side of it are then no chance."""
 CORE_GAIN = 1.15
-"""Of a second core; less is not worth waiting for when its owner wants it back."""
+"""Minimum gain of a second core; less does not pay when its owner wants it back."""
 
 
 @dataclass(frozen=True, slots=True)

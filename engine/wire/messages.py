@@ -45,9 +45,9 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     is_filled: bool
     is_packed: bool = False
     """Whether matrices are packed in pairs; the two lists tell how to multiply them."""
-    way_starts: list[int] = []
+    variant_starts: list[int] = []
     """Smallest numbers of inputs..."""
-    ways: list[int] = []
+    variants: list[int] = []
     """...and the kernels for products from there on."""
     weights: str = "stored"
     """The quantisation of matrices at start, `q8`, `q4` or `int8`; `stored`: none."""
@@ -117,7 +117,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """Pools that it copies blocks to or from: other workers', or the staging buffer."""
     kv_dtype: str = "auto"
     """The dtype of all pools: `int8`, or `auto`, which is `dtype`."""
-    attention_way: int = 0
+    attention_variant: int = 0
     """The kernel of prompts' attention on cores, by engine.kernels.cpu's number."""
     max_drafted: int | None = 0
     """Maximum guessed tokens per sequence in a decode step; None: as many as pay."""

@@ -36,7 +36,7 @@ from engine.wire.messages import (
 
 if TYPE_CHECKING:
     from engine.checkpoint.checkpoint import Checkpoint
-    from engine.kernels.cpu import ProductWays
+    from engine.kernels.cpu import ProductVariants
     from engine.model.transformer import Transformer
     from engine.model.weight import Weight
     from engine.workers.affinity import NodeMemory
@@ -106,7 +106,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
-    weights, ways, is_measurer = _loaded(checkpoint, setup, near, progress)
+    weights, variants, is_measurer = _loaded(checkpoint, setup, near, progress)
     channel.send(WeightsLoaded())
     channel.expect(WeightsComplete)
     pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
@@ -120,8 +120,8 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         setup.dtype,
         setup.max_model_len,
         setup.block_size,
-        ways,
-        setup.attention_way,
+        variants,
+        setup.attention_variant,
     )
     progress.heartbeat()
     runner = Runner(transformer, pool, setup.block_size, grammars)
@@ -175,10 +175,10 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
 
 def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
-) -> tuple[dict[str, Weight], ProductWays | None, bool]:
+) -> tuple[dict[str, Weight], ProductVariants | None, bool]:
     """Load the weights; return how packed ones are multiplied, and whether to measure loss."""
     from engine.checkpoint.checkpoint import AS_STORED
-    from engine.kernels.cpu import ProductWays
+    from engine.kernels.cpu import ProductVariants
     from engine.model.weights import load_weights
 
     spec = setup.weights
@@ -196,9 +196,11 @@ def _loaded(
         is_packed=spec.is_packed,
         weights=spec.weights,
     )
-    ways = ProductWays(tuple(spec.way_starts), tuple(spec.ways)) if spec.ways else None
+    variants = (
+        ProductVariants(tuple(spec.variant_starts), tuple(spec.variants)) if spec.variants else None
+    )
     is_measurer = spec.weights != AS_STORED and share is not None and spec.share_index == 0
-    return weights, ways, is_measurer
+    return weights, variants, is_measurer
 
 
 def _serve_on_gpu(

@@ -194,7 +194,7 @@ class Rows:
 
 ROUNDED = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
-    # a last bit that falls the other way, times a weight: up to three units in the last place
+    # a last bit that falls the other variant, times a weight: up to three units in the last place
     torch.bfloat16: {"rtol": 2**-6, "atol": 1e-2},
     torch.float16: {"rtol": 2**-9, "atol": 1e-3},
 }

@@ -21,9 +21,15 @@ from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
 from appliance.fleet.known import Known, machine_scope
 from engine.errors import PenstockError
-from engine.kernels.cpu import WAY_NAMES, has_kernels, load_kernels
+from engine.kernels.cpu import VARIANT_NAMES, has_kernels, load_kernels
 from engine.profile.facts import FactKey
-from engine.profile.product_ways import LEVELS, NUM_INPUTS, PRODUCT_US, STORED, WaysChoice
+from engine.profile.product_variants import (
+    LEVELS,
+    NUM_INPUTS,
+    PRODUCT_US,
+    STORED,
+    VariantsChoice,
+)
 from engine.units import without_figures
 from tests.appliance.cli_process import penstock
 from tests.appliance.logs import write
@@ -143,7 +149,10 @@ def test_of_products_the_profile_is_told_and_nothing_is_timed(tmp_path: Path) ->
         return
     known = Known.of(tmp_path, machine_scope())
     for count in NUM_INPUTS:
-        for place, us in ((STORED, 9.0), *((WAY_NAMES[way], 3.0) for way in LEVELS[level])):
+        for place, us in (
+            (STORED, 9.0),
+            *((VARIANT_NAMES[variant], 3.0) for variant in LEVELS[level]),
+        ):
             known.profile.put(FactKey(PRODUCT_US, count, 0, place), [us])
     known.save()
     found = checks._kernels(tmp_path).found
@@ -157,11 +166,11 @@ def test_products_are_told_as_exact_chooses_them(
 ) -> None:
     asked: list[bool] = []
 
-    def chosen(_profile: object, _level: str, *, is_bitwise: bool) -> WaysChoice:
+    def chosen(_profile: object, _level: str, *, is_bitwise: bool) -> VariantsChoice:
         asked.append(is_bitwise)
-        return WaysChoice(None, 0, "")
+        return VariantsChoice(None, 0, "")
 
-    monkeypatch.setattr(checks, "choose_ways", chosen)
+    monkeypatch.setattr(checks, "choose_variants", chosen)
     for exact in ("bitwise", "auto"):
         settings: dict[str, str | None] = {"exact": exact, "state_dir": str(tmp_path)}
         found = checks.examine(settings, lambda: Client(UnixAddress(tmp_path / "none")))

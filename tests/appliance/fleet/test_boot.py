@@ -20,9 +20,9 @@ from appliance.fleet.boot import (
 from engine.checkpoint.checkpoint import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.kernels.attention_needs import triton_fault
-from engine.kernels.cpu import TILES, WIDENED, ProductWays, has_kernels
+from engine.kernels.cpu import TILES, WIDENED, ProductVariants, has_kernels
 from engine.profile.facts import PROMPT_MS, FactKey
-from engine.profile.product_ways import WaysChoice
+from engine.profile.product_variants import VariantsChoice
 from engine.profile.prompt_steps import MIN_SAMPLES, STEP_TOKENS
 from engine.schedule.step_times import place_of
 from engine.text.tokenizer import Tokenizer
@@ -118,11 +118,11 @@ def test_a_start_reads_what_was_measured_before_and_times_nothing(
     def fail(*_):
         raise AssertionError("a start with a profile timed something")
 
-    monkeypatch.setattr("engine.profile.product_ways._take_turns", fail)
+    monkeypatch.setattr("engine.profile.product_variants._take_turns", fail)
     again = plan_of(model=tiny_llama, dtype="bfloat16")
     assert again.placement.max_num_batched_tokens == 512
-    assert [setup.attention_way for _, setup in again.workers] == [
-        setup.attention_way for _, setup in first.workers
+    assert [setup.attention_variant for _, setup in again.workers] == [
+        setup.attention_variant for _, setup in first.workers
     ]
     other = plan_of(model=tiny_llama, dtype="float32")
     assert other.placement.max_num_batched_tokens == STEP_TOKENS[0], "of that nothing is known"
@@ -190,7 +190,7 @@ def test_two_workers_on_a_gpu_are_told_who_exports(plan_of, gpu, tiny_llama):
     assert plan.roles == "static"
 
 
-def test_two_workers_on_a_gpu_that_copy_inherit_the_ring_and_the_weights_on_their_way(
+def test_two_workers_on_a_gpu_that_copy_inherit_the_ring_and_the_weights_on_their_variant(
     plan_of, gpu, tiny_llama
 ):
     plan = plan_of(model=tiny_llama, transport="shm")
@@ -306,7 +306,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
 def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike(
     plan_of, tiny_llama, monkeypatch, dtype
 ):
-    choice = WaysChoice(ProductWays((1, 16), (WIDENED, TILES)), WIDENED, "repacked")
+    choice = VariantsChoice(ProductVariants((1, 16), (WIDENED, TILES)), WIDENED, "repacked")
     monkeypatch.setattr("appliance.fleet.weights_plan.product_choice", lambda *_, **__: choice)
     plan = plan_of(model=tiny_llama, dtype=dtype)
     specs = [setup.weights for _, setup in plan.workers]
@@ -315,6 +315,10 @@ def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike
         return
     assert plan.choices[0] == "repacked"
     for spec in specs:
-        assert (spec.is_packed, spec.way_starts, spec.ways) == (True, [1, 16], [WIDENED, TILES])
+        assert (spec.is_packed, spec.variant_starts, spec.variants) == (
+            True,
+            [1, 16],
+            [WIDENED, TILES],
+        )
         layout = packed_layout(plan.checkpoint, dtype)
         assert os.fstat(spec.fd).st_size == spec.num_bytes == layout.num_bytes

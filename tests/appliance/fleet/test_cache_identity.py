@@ -155,7 +155,7 @@ def plan_of(folder, **changes):
     return dataclasses.replace(plan, **changes)
 
 
-def test_hashes_are_of_one_model_served_in_one_way(tmp_path, monkeypatch):
+def test_hashes_are_of_one_model_served_in_one_variant(tmp_path, monkeypatch):
     weights = make_model(tmp_path / "model")
     folder = weights.parent
     plan = plan_of(folder)
@@ -165,7 +165,7 @@ def test_hashes_are_of_one_model_served_in_one_way(tmp_path, monkeypatch):
     others = [
         identity(dataclasses.replace(plan, dtype="other"), tmp_path),
         identity(dataclasses.replace(plan, kv_dtype="int8"), tmp_path),
-        identity(dataclasses.replace(plan, product_ways="dots from 1"), tmp_path),
+        identity(dataclasses.replace(plan, product_variants="dots from 1"), tmp_path),
         identity(dataclasses.replace(plan, placement=other_size), tmp_path),
     ]
     with monkeypatch.context() as patched:

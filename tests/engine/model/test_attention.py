@@ -22,12 +22,12 @@ from tests.engine.references import reference_attention
 NUM_LAYERS = 2
 
 
-def backend_of(level, way=WIDENED):
+def backend_of(level, variant=WIDENED):
     """The backend of one level; skips what this machine cannot run or has not built."""
     if level == "torch":
         return TorchBackend()
     try:
-        return CompiledBackend(*load_kernels(level), attention_way=way)
+        return CompiledBackend(*load_kernels(level), attention_variant=variant)
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -112,9 +112,9 @@ def test_what_many_queries_meet_by_tiles_is_attention_too(level, step):
     assert_right(level, step | {"dtype": torch.bfloat16}, TILES)
 
 
-def assert_right(level, step, way=WIDENED):
+def assert_right(level, step, variant=WIDENED):
     """A step through a pool is, sequence by sequence, what the reference computes."""
-    backend = backend_of(level, way)
+    backend = backend_of(level, variant)
     generator = torch.Generator().manual_seed(step["seed"])
     (num_heads, num_kv_heads), head_dim = step["heads"], step["head_dim"]
     sequences, block_size, dtype = step["sequences"], step["block_size"], step["dtype"]
@@ -171,9 +171,9 @@ def quantised(new):
 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(deadline=None, max_examples=25)
-@given(step=steps(), way=st.sampled_from([WIDENED, TILES]))
-def test_codes_of_a_byte_are_attended_to_as_the_values_that_they_stand_for(level, step, way):
-    backend = backend_of(level, way)
+@given(step=steps(), variant=st.sampled_from([WIDENED, TILES]))
+def test_codes_of_a_byte_are_attended_to_as_the_values_that_they_stand_for(level, step, variant):
+    backend = backend_of(level, variant)
     generator = torch.Generator().manual_seed(step["seed"])
     (num_heads, num_kv_heads), head_dim = step["heads"], step["head_dim"]
     block_size, dtype = max(step["block_size"], 4), step["dtype"]

@@ -13,7 +13,7 @@ from tests.engine.model.test_attention import LEVELS, backend_of, batch_of
 TORCH = TorchBackend()
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
-    # a last bit that falls the other way, times a weight: up to three units in the last place
+    # a last bit that falls the other variant, times a weight: up to three units in the last place
     torch.bfloat16: {"rtol": 2**-6, "atol": 1e-2},
 }
 shapes = st.fixed_dictionaries(

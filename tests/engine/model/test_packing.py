@@ -1,4 +1,4 @@
-"""Matrices packed in pairs: every way to multiply by them, on any machine, and who gets which."""
+"""Test all variants of products with matrices packed in pairs, and which machine gets which."""
 
 import mmap
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.checkpoint import Checkpoint, packed_layout
 from engine.errors import CheckpointError
-from engine.kernels.cpu import DOTS, TILES, WAY_NAMES, WIDENED, ProductWays, load_kernels
+from engine.kernels.cpu import DOTS, TILES, VARIANT_NAMES, WIDENED, ProductVariants, load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
@@ -21,14 +21,14 @@ from tests.engine.references import packed_weight
 from tests.levels import each_level, needs_kernels
 
 pytestmark = needs_kernels
-WAYS = (WIDENED, DOTS, TILES)
+VARIANTS = (WIDENED, DOTS, TILES)
 """Of every level: what a processor has no instruction for is computed in C."""
 
 
-def packed_linear(level, matrices, biases, way):
+def packed_linear(level, matrices, biases, variant):
     weights = [packed_weight(Weight.plain(matrix)) for matrix in matrices]
-    ways = ProductWays((1,), (way,))
-    return CompiledLinear(load_kernels(level)[0], weights, list(biases), ways=ways)
+    variants = ProductVariants((1,), (variant,))
+    return CompiledLinear(load_kernels(level)[0], weights, list(biases), variants=variants)
 
 
 def test_a_packed_matrix_has_two_values_of_each_of_its_rows_in_turn():
@@ -48,26 +48,26 @@ def test_a_packed_matrix_has_two_values_of_each_of_its_rows_in_turn():
     depth=st.one_of(st.integers(1, 130), st.sampled_from([576, 1031])),
     rows=st.lists(st.integers(1, 100), min_size=1, max_size=3),
     has_bias=st.booleans(),
-    way=st.sampled_from(WAYS),
+    variant=st.sampled_from(VARIANTS),
     num_threads=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 2**31),
 )
-def test_every_way_agrees_with_float64_for_any_shape(
-    level, num_tokens, depth, rows, has_bias, way, num_threads, seed
+def test_every_variant_agrees_with_float64_for_any_shape(
+    level, num_tokens, depth, rows, has_bias, variant, num_threads, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, depth, generator=generator).bfloat16()
     matrices = [torch.randn(n, depth, generator=generator).bfloat16() for n in rows]
     biases = [torch.randn(n, generator=generator) for n in rows] if has_bias else []
     torch.set_num_threads(num_threads)
-    assert_close(packed_linear(level, matrices, biases, way), x, matrices, biases)
+    assert_close(packed_linear(level, matrices, biases, variant), x, matrices, biases)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=VARIANT_NAMES)
 @each_level
-def test_threads_change_nothing_in_the_result(level, way):
+def test_threads_change_nothing_in_the_result(level, variant):
     matrices = [torch.randn(301, 200).bfloat16(), torch.randn(130, 200).bfloat16()]
-    linear = packed_linear(level, matrices, [], way)
+    linear = packed_linear(level, matrices, [], variant)
     for num_tokens in (1, 5, 40):
         x = torch.randn(num_tokens, 200).bfloat16()
         alone = linear(x)
@@ -76,12 +76,12 @@ def test_threads_change_nothing_in_the_result(level, way):
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=VARIANT_NAMES)
 @each_level
-def test_an_input_that_is_not_a_number_stays_in_its_row(level, way):
+def test_an_input_that_is_not_a_number_stays_in_its_row(level, variant):
     matrix, x = torch.randn(48, 48).bfloat16(), torch.randn(40, 48).bfloat16()
     x[2, 5] = torch.nan
-    output = packed_linear(level, [matrix], [], way)(x)
+    output = packed_linear(level, [matrix], [], variant)(x)
     assert output[2].isnan().all()
     assert output[[0, 1, *range(3, 40)]].isfinite().all()
 
@@ -115,8 +115,8 @@ def test_shares_fill_the_arena_together(folder):
         assert filled_arena(checkpoint, count)[:] == whole[:]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
-def test_a_model_of_packed_matrices_is_the_model(folder, way):
+@pytest.mark.parametrize("variant", VARIANTS, ids=VARIANT_NAMES)
+def test_a_model_of_packed_matrices_is_the_model(folder, variant):
     checkpoint = Checkpoint.open(folder)
     ignore = lambda *_: None  # noqa: E731
     arena = filled_arena(checkpoint)
@@ -124,7 +124,9 @@ def test_a_model_of_packed_matrices_is_the_model(folder, way):
     stored = load_weights(checkpoint, "bfloat16", None, None, ignore)
     assert sum(weight.scheme == "bfloat16_pairs" for weight in packed.values()) > 8
     found, expected = (
-        Transformer(checkpoint.config, weights, "bfloat16", 64, ways=ProductWays((1,), (way,)))
+        Transformer(
+            checkpoint.config, weights, "bfloat16", 64, variants=ProductVariants((1,), (variant,))
+        )
         for weights in (packed, stored)
     )
     logits = []

@@ -14,7 +14,7 @@ from engine.kernels.cpu import (
     FLOAT32,
     INT8,
     WIDENED,
-    ProductWays,
+    ProductVariants,
     load_kernels,
 )
 from engine.model.linear import CompiledLinear
@@ -86,12 +86,12 @@ def test_products_of_every_scheme(level, dtype, scheme):
 
 
 @each_level
-@pytest.mark.parametrize("way", [WIDENED, DOTS])
-def test_products_of_packed_pairs(level, way):
+@pytest.mark.parametrize("variant", [WIDENED, DOTS])
+def test_products_of_packed_pairs(level, variant):
     for depth in DEPTHS:
         weight = packed_weight(Weight.plain(noise((37, depth), 1).bfloat16()))
-        ways = ProductWays((1,), (way,))
-        linear = CompiledLinear(load_kernels(level)[0], [weight], [], ways=ways)
+        variants = ProductVariants((1,), (variant,))
+        linear = CompiledLinear(load_kernels(level)[0], [weight], [], variants=variants)
         assert_rows_are_alone(linear, noise((NUM_INPUTS, depth), 3).bfloat16())
 
 
@@ -189,8 +189,8 @@ def load(folder, dtype, is_packed):
     arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
     share = None if arena is None else (0, 1)
     weights = load_weights(checkpoint, dtype, arena, share, lambda *_: None, is_packed=is_packed)
-    ways = ProductWays((1,), (DOTS,)) if is_packed else None
-    return Transformer(checkpoint.config, weights, dtype, 256, ways=ways)
+    variants = ProductVariants((1,), (DOTS,)) if is_packed else None
+    return Transformer(checkpoint.config, weights, dtype, 256, variants=variants)
 
 
 CASES = [

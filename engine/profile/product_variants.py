@@ -1,14 +1,14 @@
-"""Time the CPU kernels' ways to multiply and attend in bfloat16, and choose the fastest.
+"""Time the CPU kernels' variants of products and attention in bfloat16, and choose the fastest.
 
 The kernels read matrices as the checkpoint stores them, or packed in pairs, which a processor's
 dots of pairs and its matrix tiles want. What an instruction is called says little about its speed:
 dots are twice as fast as widening on some processors, and less than half as fast on others. So each
-way is timed once per machine, on few inputs and on many, and checked against the first. One way is
+variant is timed once per machine, on few inputs and on many, and checked against the first. One is
 chosen for all numbers of inputs, so that a row's bits do not depend on how many there are.
 
 Owns: the trial, whose times are facts of the machine, and what follows from these facts.
-Invariant: a way that computes anything else than the first one is not chosen; the same facts give
-the same choice.
+Invariant: a variant with other results than the first one is not chosen; equal facts give equal
+choices.
 Never: imports torch; is timed while a model is loaded.
 """
 
@@ -29,70 +29,72 @@ from engine.kernels.cpu import (
     BFLOAT16_PAIRS,
     DOTS,
     TILES,
-    WAY_NAMES,
+    VARIANT_NAMES,
     WIDENED,
     Kernels,
-    ProductWays,
+    ProductVariants,
 )
 from engine.profile.facts import FactKey, Profile
 from engine.units import with_figures
 
 PRODUCT_US, ATTENTION_US, IS_WRONG = "product_us", "attention_us", "is_wrong"
 LEVELS = {"avx512bf16": (WIDENED, DOTS), "amx": (WIDENED, DOTS, TILES)}
-"""Levels with instructions for bfloat16, and the ways in which they read packed matrices."""
+"""Levels with instructions for bfloat16, and their variants for packed matrices."""
 STORED = "stored"
 """The place of facts about matrices as the checkpoint has them."""
 NUM_INPUTS = (1, 4, 16, 64, 256)
-"""Tried, each in every way."""
+"""Numbers of inputs that are timed for each variant."""
 MAX_FEW = 16
-"""Inputs of a step without prompts, for which tiles may give way to another way."""
+"""Maximum inputs for which another variant may replace tiles: a step without prompts."""
 ATTENTION_TOKENS = 512
 GAIN = 1.5
-"""Packing costs memory and a part of the start, so that it has to bring this at 256 inputs..."""
+"""Minimum gain of packing at 256 inputs, for its memory and its time at start."""
 LOSS = 0.8
-"""...and may not cost more than this at any other number."""
+"""Minimum speed with packing, relative to no packing, at any other number of inputs."""
 GAIN_TO_CHANGE = 1.1
-"""Of another way over tiles for few inputs, and of tiles for attention, to be used."""
+"""Minimum gain of another variant over tiles for few inputs, and of tiles for attention."""
 ROUNDS = 9
-"""Each times all ways one after the other."""
+"""Rounds; each times all variants one after the other."""
 _DEPTH = 1024
 _ROWS = {1: 16384, 4: 16384, 16: 2048, 64: 2048, 256: 1024}
 """Few inputs are bound by reading: more than the caches hold."""
 _TOLERANCE = 2**-6
 _ATTENTION_TOLERANCE = 2**-5
-"""Of outputs that are means of values of about 1, with weights of eight bits."""
+"""Maximum error of outputs that are means of values of about 1, with eight-bit weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class WaysChoice:
+class VariantsChoice:
     """How bfloat16 is multiplied, and why."""
 
-    ways: ProductWays | None
+    variants: ProductVariants | None
     """None: matrices stay as they are stored, which is as fast or faster."""
     attention: int
-    """The way in which prompts' queries meet keys and values."""
+    """The variant of prompts' attention."""
     why: str
-    """For people; empty: there was nothing to choose."""
+    """The reason for people; empty: there was nothing to choose."""
 
 
-AS_STORED = WaysChoice(None, WIDENED, "")
+AS_STORED = VariantsChoice(None, WIDENED, "")
 
 
-def try_ways(profile: Profile, kernels: Kernels, level: str) -> None:
-    """Time every way of the level, unless the profile knows them; takes half a second once."""
-    ways = LEVELS.get(level, ())
-    if not ways or profile.value(PRODUCT_US, NUM_INPUTS[0], 0, STORED) is not None:
+def try_variants(profile: Profile, kernels: Kernels, level: str) -> None:
+    """Time every variant of the level, unless the profile knows them; takes half a second once."""
+    variants = LEVELS.get(level, ())
+    if not variants or profile.value(PRODUCT_US, NUM_INPUTS[0], 0, STORED) is not None:
         return
     trial = _Trial(kernels)
-    for way in ways:
-        profile.put(FactKey(IS_WRONG, place=WAY_NAMES[way]), [float(not trial.is_right(way))])
+    for variant in variants:
+        profile.put(
+            FactKey(IS_WRONG, place=VARIANT_NAMES[variant]), [float(not trial.is_right(variant))]
+        )
     for count in NUM_INPUTS:
         calls = {STORED: trial.call(count, None)}
-        calls |= {WAY_NAMES[way]: trial.call(count, way) for way in ways}
+        calls |= {VARIANT_NAMES[variant]: trial.call(count, variant) for variant in variants}
         _take_turns(profile, PRODUCT_US, count, calls)
-    if TILES in ways:
+    if TILES in variants:
         attention = _AttentionTrial(kernels)
-        attends = {WAY_NAMES[way]: attention.call(way) for way in (WIDENED, TILES)}
+        attends = {VARIANT_NAMES[variant]: attention.call(variant) for variant in (WIDENED, TILES)}
         _take_turns(profile, ATTENTION_US, ATTENTION_TOKENS, attends)
         is_wrong = float(not attention.is_right())
         profile.put(FactKey(IS_WRONG, place="attention"), [is_wrong])
@@ -113,59 +115,65 @@ def _take_turns(
         profile.put(FactKey(what, size, 0, name), times_us)
 
 
-def choose_ways(profile: Profile, level: str, *, is_bitwise: bool = False) -> WaysChoice:
-    """Choose by the facts that there are: one way for all numbers of inputs.
+def choose_variants(profile: Profile, level: str, *, is_bitwise: bool = False) -> VariantsChoice:
+    """Choose one variant for all numbers of inputs, by the known facts.
 
-    Where tiles are fastest for prompts, another way may be used for up to MAX_FEW inputs, unless
+    Where tiles are fastest for prompts, another variant may serve up to MAX_FEW inputs, unless
     the setting `exact` says bitwise. The shortest times are compared: what else runs can only make
     a call longer.
     """
-    ways = LEVELS.get(level, ())
-    right = [way for way in ways if not profile.value(IS_WRONG, place=WAY_NAMES[way])]
-    wrong = [WAY_NAMES[way] for way in ways if way not in right]
+    variants = LEVELS.get(level, ())
+    right = [
+        variant for variant in variants if not profile.value(IS_WRONG, place=VARIANT_NAMES[variant])
+    ]
+    wrong = [VARIANT_NAMES[variant] for variant in variants if variant not in right]
     warning = f" ({', '.join(wrong)} compute wrongly)" if wrong else ""
     found = {count: _times_us(profile, count, right) for count in NUM_INPUTS}
     stored = {count: _low_us(profile, count, STORED) for count in NUM_INPUTS}
     if not right or not all(found.values()) or not all(stored.values()):
         why = f"bfloat16 products: stored layout{warning}" if wrong else ""
-        return WaysChoice(None, WIDENED, why)
-    attention = WIDENED if is_bitwise else _attention_way(profile, right)
+        return VariantsChoice(None, WIDENED, why)
+    attention = WIDENED if is_bitwise else _attention_variant(profile, right)
     by_tiles = "; attention by tiles" if attention == TILES else ""
     reason, gains = "", {}
-    for product_ways in _candidates(found, is_bitwise=is_bitwise):
+    for product_variants in _candidates(found, is_bitwise=is_bitwise):
         gains = {
-            count: (stored[count] or 0) / found[count][product_ways.way_of(count)]
+            count: (stored[count] or 0) / found[count][product_variants.variant_of(count)]
             for count in NUM_INPUTS
         }
         few, many = gains[NUM_INPUTS[0]], gains[NUM_INPUTS[-1]]
         reason = f"repacked is {few:.1f}x at 1 token, {many:.1f}x at {NUM_INPUTS[-1]}"
         if many >= GAIN and min(gains.values()) >= LOSS:
-            few_way, *other = (WAY_NAMES[way] for way in product_ways.ways)
-            how = f"{few_way} up to {MAX_FEW} tokens, then {other[0]}" if other else few_way
+            few_variant, *other = (VARIANT_NAMES[variant] for variant in product_variants.variants)
+            how = f"{few_variant} up to {MAX_FEW} tokens, then {other[0]}" if other else few_variant
             said = f"bfloat16 products: repacked, {how}{by_tiles}{warning}"
-            return WaysChoice(product_ways, attention, with_figures(said, reason))
+            return VariantsChoice(product_variants, attention, with_figures(said, reason))
     said = f"bfloat16 products: stored layout{by_tiles}{warning}"
-    return WaysChoice(None, attention, with_figures(said, reason))
+    return VariantsChoice(None, attention, with_figures(said, reason))
 
 
-def _candidates(found: dict[int, dict[int, float]], *, is_bitwise: bool) -> Iterator[ProductWays]:
-    """List ways by their speed for many inputs, the first with a faster one for few if allowed."""
+def _candidates(
+    found: dict[int, dict[int, float]], *, is_bitwise: bool
+) -> Iterator[ProductVariants]:
+    """List variants by their speed for many inputs; the first may have another for few."""
     most = found[NUM_INPUTS[-1]]
     by_speed = sorted(most, key=most.__getitem__)
     if by_speed[0] == TILES and not is_bitwise:
         few = [found[count] for count in NUM_INPUTS if count <= MAX_FEW]
-        costs = {way: sum(us[way] / us[TILES] for us in few) / len(few) for way in by_speed}
+        costs = {
+            variant: sum(us[variant] / us[TILES] for us in few) / len(few) for variant in by_speed
+        }
         best = min(costs, key=costs.__getitem__)
         if costs[best] * GAIN_TO_CHANGE < 1:
-            yield ProductWays((1, MAX_FEW + 1), (best, TILES))
+            yield ProductVariants((1, MAX_FEW + 1), (best, TILES))
             return
-    for way in by_speed if is_bitwise else by_speed[:1]:
-        yield ProductWays((1,), (way,))
+    for variant in by_speed if is_bitwise else by_speed[:1]:
+        yield ProductVariants((1,), (variant,))
 
 
-def _times_us(profile: Profile, count: int, ways: list[int]) -> dict[int, float]:
-    times_us = {way: _low_us(profile, count, WAY_NAMES[way]) for way in ways}
-    return {way: low_us for way, low_us in times_us.items() if low_us}
+def _times_us(profile: Profile, count: int, variants: list[int]) -> dict[int, float]:
+    times_us = {variant: _low_us(profile, count, VARIANT_NAMES[variant]) for variant in variants}
+    return {variant: low_us for variant, low_us in times_us.items() if low_us}
 
 
 def _low_us(profile: Profile, count: int, place: str) -> float | None:
@@ -173,9 +181,9 @@ def _low_us(profile: Profile, count: int, place: str) -> float | None:
     return None if fact is None else fact.low
 
 
-def _attention_way(profile: Profile, right: list[int]) -> int:
-    """Tiles, where they compute the right thing and are faster beyond doubt."""
-    keys = [FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, WAY_NAMES[w]) for w in (WIDENED, TILES)]
+def _attention_variant(profile: Profile, right: list[int]) -> int:
+    """Choose tiles if they compute correctly and are clearly faster."""
+    keys = [FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, VARIANT_NAMES[w]) for w in (WIDENED, TILES)]
     known = [profile.facts.get(key) for key in keys]
     if TILES not in right or profile.value(IS_WRONG, place="attention") or not all(known):
         return WIDENED
@@ -198,33 +206,33 @@ class _AttentionTrial:
             self._num_blocks * self._block_size * 4 * self._width,
         ]
         self._q, self._kv = _noise(sizes[0]), _noise(sizes[1])
-        self._outs = {way: mmap.mmap(-1, sizes[0]) for way in (WIDENED, TILES)}
+        self._outs = {variant: mmap.mmap(-1, sizes[0]) for variant in (WIDENED, TILES)}
         self._sequence = array("q", [0, num_tokens, num_tokens])
         self._table = array("q", range(self._num_blocks))
 
-    def call(self, way: int) -> Callable[[], None]:
-        """What computes it once."""
-        out, q, kv = (_address(each) for each in (self._outs[way], self._q, self._kv))
+    def call(self, variant: int) -> Callable[[], None]:
+        """Make a call that computes the trial once."""
+        out, q, kv = (_address(each) for each in (self._outs[variant], self._q, self._kv))
 
         def call() -> None:
             self._kernels.attend(
                 out, q, kv, self._sequence.buffer_info()[0], self._table.buffer_info()[0], 0,
                 BFLOAT16, 1, self._num_blocks, self._width, self._num_heads, self._num_heads,
                 self._head_dim, self._block_size, 1, 0, 0, BFLOAT16,
-                self._block_size * self._width * 2, way, 1, self._head_dim**-0.5, 0.0,
+                self._block_size * self._width * 2, variant, 1, self._head_dim**-0.5, 0.0,
             )  # fmt: skip
 
         return call
 
     def is_right(self) -> bool:
-        """True if both ways, computed before, agree."""
+        """Say whether both variants, computed before, agree."""
         expected, found = (_floats(out[-16 * self._width * 2 :]) for out in self._outs.values())
         pairs = zip(expected, found, strict=True)
         return all(abs(a - b) <= _ATTENTION_TOLERANCE for a, b in pairs)
 
 
 class _Trial:
-    """A matrix as it is stored and packed, inputs, and where outputs go."""
+    """A matrix, stored and packed, with inputs and memory for outputs."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -237,32 +245,34 @@ class _Trial:
         kernels.pack_pairs(*addresses, num_rows, _DEPTH, 0, panels)
 
     def call(
-        self, num_inputs: int, way: int | None, num_rows: int | None = None
+        self, num_inputs: int, variant: int | None, num_rows: int | None = None
     ) -> Callable[[], None]:
-        """What makes one product; way None: of the matrix as it is stored."""
-        memory, scheme = (self._stored, BFLOAT16) if way is None else (self._packed, BFLOAT16_PAIRS)
+        """Make a call that computes one product; variant None: of the stored matrix."""
+        memory, scheme = (
+            (self._stored, BFLOAT16) if variant is None else (self._packed, BFLOAT16_PAIRS)
+        )
         parts = array("q", [_address(memory), num_rows or _ROWS[num_inputs], scheme])
         out, x, address = _address(self._out), _address(self._x), parts.buffer_info()[0]
 
         def call() -> None:
             shape = num_inputs, _DEPTH, address, len(parts) // 3, 0
-            if way is None:
+            if variant is None:
                 self._kernels.linear(out, x, BFLOAT16, *shape, 1)
             else:
-                self._kernels.linear_pairs(out, x, *shape, way, 1)
+                self._kernels.linear_pairs(out, x, *shape, variant, 1)
 
         return call
 
-    def is_right(self, way: int) -> bool:
-        """True if the way yields what matrices as stored do, but for rounding."""
-        expected, found = (self._outputs(each) for each in (None, way))
-        limit = _TOLERANCE * _DEPTH**0.5  # of sums of so many products of about 1
+    def is_right(self, variant: int) -> bool:
+        """Say whether a variant agrees with the stored matrix, up to rounding."""
+        expected, found = (self._outputs(each) for each in (None, variant))
+        limit = _TOLERANCE * _DEPTH**0.5  # for sums of _DEPTH products of about 1
         return all(abs(a - b) <= limit for a, b in zip(expected, found, strict=True))
 
-    def _outputs(self, way: int | None) -> tuple[float, ...]:
+    def _outputs(self, variant: int | None) -> tuple[float, ...]:
         num_inputs, num_rows = 3, 128
         self._out[:] = b"\xff" * len(self._out)  # NaNs, which are right nowhere
-        self.call(num_inputs, way, num_rows)()
+        self.call(num_inputs, variant, num_rows)()
         return _floats(self._out[: num_inputs * num_rows * 2])
 
 

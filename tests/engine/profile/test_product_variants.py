@@ -1,4 +1,4 @@
-"""Ways to multiply bfloat16: timed once, chosen by facts."""
+"""Variants to multiply bfloat16: timed once, chosen by facts."""
 
 import pytest
 from hypothesis import given
@@ -8,14 +8,14 @@ from engine.kernels.cpu import (
     DOTS,
     EXACT,
     TILES,
-    WAY_NAMES,
+    VARIANT_NAMES,
     WIDENED,
-    ProductWays,
+    ProductVariants,
     has_kernels,
     load_kernels,
 )
 from engine.profile.facts import FactKey, Profile
-from engine.profile.product_ways import (
+from engine.profile.product_variants import (
     ATTENTION_TOKENS,
     ATTENTION_US,
     IS_WRONG,
@@ -23,19 +23,19 @@ from engine.profile.product_ways import (
     NUM_INPUTS,
     PRODUCT_US,
     STORED,
-    choose_ways,
-    try_ways,
+    choose_variants,
+    try_variants,
 )
 
 KERNELS = pytest.mark.skipif(not has_kernels(), reason="no compiled kernels")
 
 
 def known(level="amx", wrong=(), **times):
-    """A profile with microseconds by way, for each number of inputs."""
+    """A profile with microseconds by variant, for each number of inputs."""
     profile = Profile()
-    for way in LEVELS[level]:
-        is_wrong = float(WAY_NAMES[way] in wrong)
-        profile.put(FactKey(IS_WRONG, place=WAY_NAMES[way]), [is_wrong])
+    for variant in LEVELS[level]:
+        is_wrong = float(VARIANT_NAMES[variant] in wrong)
+        profile.put(FactKey(IS_WRONG, place=VARIANT_NAMES[variant]), [is_wrong])
     for name, taken in times.items():
         for count, us in zip(NUM_INPUTS, taken, strict=True):
             profile.put(FactKey(PRODUCT_US, count, 0, name), [us] if us else [])
@@ -43,7 +43,7 @@ def known(level="amx", wrong=(), **times):
 
 
 def chosen(level="amx", **options):
-    return choose_ways(known(level, **options), level)
+    return choose_variants(known(level, **options), level)
 
 
 @KERNELS
@@ -54,46 +54,48 @@ def test_a_level_is_tried_once_and_what_it_computes_is_right(level):
     except ImportError:
         pytest.skip("this processor does not have it")
     profile = Profile()
-    try_ways(profile, kernels, level)
-    assert all(not profile.value(IS_WRONG, place=WAY_NAMES[way]) for way in LEVELS[level])
+    try_variants(profile, kernels, level)
+    assert all(
+        not profile.value(IS_WRONG, place=VARIANT_NAMES[variant]) for variant in LEVELS[level]
+    )
     assert len(list(profile.about(PRODUCT_US))) == len(NUM_INPUTS) * (1 + len(LEVELS[level]))
-    assert choose_ways(profile, level).why
+    assert choose_variants(profile, level).why
     profile.take_changed()
-    try_ways(profile, kernels, level)
+    try_variants(profile, kernels, level)
     assert not profile.take_changed(), "it is known"
 
 
 def test_a_level_without_instructions_for_it_has_nothing_to_choose():
     profile = Profile()
-    try_ways(profile, None, "avx2")
+    try_variants(profile, None, "avx2")
     assert not profile.facts
-    assert choose_ways(profile, "avx2").ways is None
+    assert choose_variants(profile, "avx2").variants is None
 
 
 TILED = {"widened": [1, 1, 2, 4, 16], "dots": [9] * 5, "tiles": [2, 2, 1, 1, 4]}
 
 
-def test_one_way_serves_all_numbers_of_inputs_but_tiles_may_leave_the_few_to_another():
+def test_one_variant_serves_all_numbers_of_inputs_but_tiles_may_leave_the_few_to_another():
     stored = [1, 1, 1, 4, 16]
     choice = chosen(stored=[2, 2, 2, 4, 16], **TILED | {"widened": [1, 1, 0.5, 4, 16]})
-    assert choice.ways == ProductWays((1, 17), (WIDENED, TILES))
+    assert choice.variants == ProductVariants((1, 17), (WIDENED, TILES))
     near = chosen(stored=stored, **TILED | {"tiles": [1.05, 1, 1, 1, 4]})
-    assert near.ways == ProductWays((1,), (TILES,))
+    assert near.variants == ProductVariants((1,), (TILES,))
     few = {"widened": [1, 1, 1, 4, 4], "dots": [2, 2, 2, 2, 2]}
     dots = chosen("avx512bf16", stored=[2, 2, 2, 8, 16], **few)
-    assert dots.ways == ProductWays((1,), (DOTS,))
-    assert EXACT.way_of(9000) == WIDENED
+    assert dots.variants == ProductVariants((1,), (DOTS,))
+    assert EXACT.variant_of(9000) == WIDENED
 
 
-def test_bitwise_takes_the_fastest_way_that_slows_no_number_of_inputs_and_no_tiles_for_attention():
+def test_bitwise_takes_a_variant_that_slows_no_number_of_inputs_and_no_tiles_for_attention():
     times = {"stored": [1, 1, 1, 4, 16], "widened": [1, 1, 1, 4, 9], "dots": [1, 1, 1, 4, 8]}
     profile = known(**times, tiles=[2, 2, 1, 1, 4])
     profile.put(FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, "widened"), [30])
     profile.put(FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, "tiles"), [10])
     profile.put(FactKey(IS_WRONG, place="attention"), [0.0])
-    assert choose_ways(profile, "amx").attention == TILES
-    choice = choose_ways(profile, "amx", is_bitwise=True)
-    assert (choice.ways, choice.attention) == (ProductWays((1,), (DOTS,)), WIDENED)
+    assert choose_variants(profile, "amx").attention == TILES
+    choice = choose_variants(profile, "amx", is_bitwise=True)
+    assert (choice.variants, choice.attention) == (ProductVariants((1,), (DOTS,)), WIDENED)
 
 
 @given(
@@ -109,41 +111,41 @@ def test_noise_of_three_percent_changes_no_choice(first, second):
         factors = iter(noise * 2)
         return {name: [us * next(factors) for us in taken] for name, taken in plain.items()}
 
-    choices = [chosen("avx512bf16", **noisy(noise)).ways for noise in (first, second)]
-    assert choices == [ProductWays((1,), (DOTS,))] * 2
+    choices = [chosen("avx512bf16", **noisy(noise)).variants for noise in (first, second)]
+    assert choices == [ProductVariants((1,), (DOTS,))] * 2
 
 
 def test_matrices_stay_as_they_are_where_packing_gains_nothing_or_costs_decode():
     for packed in ([1, 1, 1, 4, 15], [1.5, 1, 1, 1, 4]):
         choice = chosen(stored=[1, 1, 1, 4, 16], widened=packed, dots=packed, tiles=packed)
-        assert choice.ways is None
+        assert choice.variants is None
         assert "stored layout" in choice.why
 
 
-def test_a_way_that_computes_wrongly_is_not_used_and_named():
+def test_a_variant_that_computes_wrongly_is_not_used_and_named():
     choice = chosen(
         stored=[1, 1, 1, 4, 16], widened=[1] * 5, dots=[1] * 5, tiles=[0.1] * 5, wrong=("tiles",)
     )
-    assert TILES not in choice.ways.ways
+    assert TILES not in choice.variants.variants
     assert "tiles compute wrongly" in choice.why
     none = known("avx512bf16", wrong=("widened", "dots"))
-    assert choose_ways(none, "avx512bf16").ways is None
+    assert choose_variants(none, "avx512bf16").variants is None
 
 
 @pytest.mark.parametrize(
-    ("widened_us", "tiled_us", "is_wrong", "way"),
+    ("widened_us", "tiled_us", "is_wrong", "variant"),
     [(30, 10, 0, TILES), (10, 9.5, 0, WIDENED), (10, 20, 0, WIDENED), (30, 10, 1, WIDENED)],
 )
 def test_tiles_meet_keys_where_they_are_right_and_clearly_faster(
-    widened_us, tiled_us, is_wrong, way
+    widened_us, tiled_us, is_wrong, variant
 ):
     profile = known(stored=[4] * 5, widened=[3] * 5, dots=[2] * 5, tiles=[1] * 5)
     profile.put(FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, "widened"), [widened_us])
     profile.put(FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, "tiles"), [tiled_us])
     profile.put(FactKey(IS_WRONG, place="attention"), [float(is_wrong)])
-    assert choose_ways(profile, "amx").attention == way
+    assert choose_variants(profile, "amx").attention == variant
 
 
 def test_without_facts_matrices_are_read_as_they_are_stored():
-    assert choose_ways(Profile(), "amx").ways is None
-    assert STORED not in WAY_NAMES
+    assert choose_variants(Profile(), "amx").variants is None
+    assert STORED not in VARIANT_NAMES
