@@ -354,7 +354,7 @@ def test_muse_glimmers_config_is_read_as_transformers_writes_it(tmp_path):
 
 AS_PUBLISHED = {
     "Gemma3nForConditionalGeneration": "four streams",
-    "Llama4ForConditionalGeneration": "chunks",
+    "Llama4ForConditionalGeneration": "chunk",
     "DeepseekV3ForCausalLM": "compressed",
     "Glm4MoeForCausalLM": "sigmoid",
     "Glm4MoeLiteForCausalLM": "compressed",
