@@ -79,7 +79,7 @@ class TensorInfo:
     num_bytes: int
     """Bytes of its values, or of its blocks."""
     head_rows: int = 0
-    """Rows of a head with interleaved halves (first, middle, second, ...), as in some GGUF files.
+    """Rows of a head with interleaved halves, as in some GGUF files.
 
     0: rows are in the model's order."""
     turned_rows: int = 0
