@@ -156,3 +156,40 @@ def test_packages_are_listed_explicitly():
 def test_files_that_the_page_names_are_there():
     for name in set(re.findall(r"`((?:engine|appliance|tui|tests|docs)/[\w/.]+\.\w+)`", TEXT)):
         assert (ROOT / name).exists(), name
+
+
+CHANGES = TEXT[TEXT.index("## Where to change what") : TEXT.index("## Decisions and their price")]
+NAMES_OF_FILE = re.compile(r"((?:`\w+`\)?(?:,| and| or)? )+)(?:in|of)\s`([\w/]+\.py)`")
+
+
+def defined_names(file: str) -> set[str]:
+    """Every class, function, field, constant and key of a table in a file."""
+    names = set()
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {
+                part.id for t in targets for part in ast.walk(t) if isinstance(part, ast.Name)
+            }
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [(n, m[2]) for m in NAMES_OF_FILE.finditer(CHANGES) for n in re.findall(r"\w+", m[1])
+     if n not in ("and", "or")],
+)  # fmt: skip
+def test_a_name_to_change_is_defined_in_the_file_named_for_it(name, file):
+    assert name in defined_names(file)
+
+
+def test_the_files_to_change_exist():
+    folder, missing = Path(), []
+    for name in re.findall(r"`([\w/]+\.py)`", CHANGES):
+        if "/" in name:
+            folder = Path(name).parent
+        path = Path(name) if "/" in name else folder / name
+        missing += [] if (ROOT / path).exists() else [str(path)]
+    assert not missing

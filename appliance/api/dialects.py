@@ -1,8 +1,7 @@
-"""Write errors in the words of the API that was asked.
+"""Find which API a path belongs to, and write errors in its form.
 
-Owns: which API a path belongs to.
-Invariant: requests by an API's path are refused in the way that its official client
-understands.
+Owns: which API a path belongs to, and each API's form of errors.
+Invariant: a request is refused in the form that its API's official client understands.
 Never: decides what is refused.
 """
 

@@ -1,9 +1,7 @@
 """Connect HTTP and handlers: identify the caller, write JSON and errors.
 
-Owns: the shape of errors of each API; the headers that replies carry, and the client's headers
-that are kept; the two refusals, `role_required` and `not_owner`.
-Invariant: requests by an API's path are refused in the way that its official client understands; a
-refusal that may pass says when to come back, in both headers that clients read.
+Owns: the headers that replies carry, and the client's headers that are kept; the two refusals, `role_required` and `not_owner`.
+Invariant: a refusal that may pass says when to come back, in both headers that clients read.
 Never: knows a route.
 """
 

@@ -1,9 +1,9 @@
 """Ask a measured server for its model and token ids, and build the requests to send it.
 
-Owns: the connection.
-Invariant: no prompt is made twice, so that no server's prefix cache meets one again, but where a
-workload says so; and then never beyond one turn of one arm.
-Never: raises for what a server does, retries, or keeps a connection.
+Owns: a target's model, vocabulary and the seeds of its prompts.
+Invariant: no prompt is made twice, so that no prefix cache meets one again, unless a workload asks
+for it; and then never beyond one turn of one arm.
+Never: sends a measured request.
 """
 
 from __future__ import annotations

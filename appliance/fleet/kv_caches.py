@@ -1,7 +1,6 @@
 """Open, maintain and close the KV caches in DRAM and on disk.
 
-Owns: the default sizes and the reserved disk space; the slabs and disk threads, from start to end;
-the tiers, as long as the router above them.
+Owns: the tiers below one router's pools, and the order in which they open and close.
 Invariant: they open when the workers are ready, and close before the workers end.
 Never: decides which block is stored or loaded; engine.offload does.
 """

@@ -1,7 +1,6 @@
 """Write metrics for Prometheus, under our names and vLLM's.
 
-Owns: the names, what they mean, and from which field of a frame each comes; which of vLLM's have a
-meaning here; the text's form and media type, and the process's own metrics.
+Owns: the text's form and media type, and the process's own metrics.
 Invariant: a scrape is a function of its arguments and of /proc; there is no registry.
 Never: keeps a value.
 """

@@ -1,4 +1,4 @@
-"""Track blocks that are being copied between pools, and the state of each link.
+"""Track blocks that are being copied between pools.
 
 A sequence whose stages lie in two pools has a transfer: its prompt's blocks go over the hops of the
 link between them, each hop made by one worker. A hop's copies are sent as early as can be: with the
@@ -8,10 +8,9 @@ that are computed, and only half of them wait for blocks that are not. A fetch i
 computed blocks for the next prompt that asks: it has tables of its own, and is over when a worker
 of its link dies.
 
-Owns: rates, strikes, and which links are down; transfers, unanswered copies, and which slot of a
-staging buffer holds which block.
+Owns: transfers, unanswered copies, and which slot of a staging buffer holds which block.
 Invariant: blocks are sent and arrive in order, on every hop; a slot is its sequence's until the
-block has left it; what a pool's life has ended with does not count as arrived.
+block has left it; blocks of a pool whose life has ended do not count as arrived.
 Never: moves bytes, writes a sequence; waits.
 """
 

@@ -1,7 +1,7 @@
 """Track each link between pools: its rate, its failures, and when it is down.
 
-Owns: strikes, and the fallback of each link.
-Invariant: only a link with a fallback goes down; what is under way on it stays on it.
+Owns: each link's rate, strikes and fallback.
+Invariant: only a link with a fallback goes down; copies under way on it stay on it.
 Never: copies, or chooses workers.
 """
 

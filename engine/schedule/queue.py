@@ -1,18 +1,15 @@
-"""Order waiting prompts fairly between owners, and limit how much may wait.
+"""Order waiting prompts fairly between owners.
 
-Turns are start-time fair queueing. Placing a sequence charges its owner for those tokens of its
-prompt that are not cached, and every output token is charged when it comes, for nobody knows before
-how many there will be; both are divided by the owner's weight. What of a prompt was not computed is
-given back at its end. The owner charged least is next: one of weight two gets twice as much while
-all wait. Whoever begins to wait starts level with the least charged of those who wait, so that
-nobody saves up a share; when nobody waits all is forgotten: what no one else wanted was free.
+Turns are start-time fair queueing. Placing a sequence charges its owner for the uncached tokens of
+its prompt; an output token is charged when it is generated, because the number is not known before.
+Both are divided by the owner's weight. Prompt tokens that were not computed are refunded at the
+end. The least charged owner is next: weight two gets twice as much while all wait. An owner that
+begins to wait starts level with the least charged waiting owner, so no owner saves up a share. When
+the queue is empty all charges are forgotten: tokens that no other owner wanted were free.
 
-Owns: the limit on one thing that waits (sequences, or their prompt tokens), the counts by owner,
-and the pace at which it has been leaving; the order of the queue, and what each owner has been
-charged.
+Owns: the order of the queue, and the charge of each owner.
 Invariants: of two owners that keep waiting, neither gets ahead of its share by more than one prompt
-and the outputs that are under way; one owner alone sees the order of prefill_key; no owner fills
-the queue.
+and the outputs under way; one owner alone sees the order of prefill_key; no owner fills the queue.
 Never: knows blocks or workers, or reads a clock (now_ns is given).
 """
 

@@ -1,8 +1,8 @@
 """Limit how much may wait, and tell the refused when to come back.
 
-Owns: the limits of each owner, and the pace of the queue.
-Invariant: an owner has at most OWNER_SHARE times as much waiting as there is room left, but for
-a single sequence of one that had none.
+Owns: the amount that waits, by owner; the limits, and the pace of the queue.
+Invariant: an owner waits with at most OWNER_SHARE times the room left, except for a first single
+sequence.
 Never: knows sequences, or reads a clock.
 """
 
