@@ -1,1 +1,1 @@
-"""Which sequence runs where, and when: the router and what it decides by."""
+"""Decide which sequence runs where, and when."""

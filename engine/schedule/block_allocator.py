@@ -1,8 +1,8 @@
 """Give running sequences more blocks, and preempt the cheapest if none are free.
 
 Owns: which sequences are short of blocks.
-Invariant: of those that are short in a pool nobody gets a block before an older one; a block is
-taken from nobody while as many are about to come back.
+Invariant: of two sequences short of a pool's blocks the older gets its blocks first; none is
+preempted while enough blocks are about to come back.
 Never: admits or ends a sequence.
 """
 
@@ -23,7 +23,7 @@ from engine.wire.messages import Command, Extend, Extension, Release
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCandidate:
-    """What choosing whom to preempt takes into account of one sequence."""
+    """The facts about one sequence by which a victim is chosen."""
 
     sequence: Sequence
     num_freed: int
@@ -35,16 +35,16 @@ class PreemptionCandidate:
 
 
 def victim(holders: Collection[PreemptionCandidate]) -> PreemptionCandidate | None:
-    """Choose whom to preempt: least to compute again for each block freed, the youngest of equals.
+    """Choose the sequence to preempt: least to recompute per freed block; of equals the youngest.
 
-    Those who have lost theirs often enough come last, and only while they are short themselves:
-    were all of them to keep what they have, none could go on.
+    Sequences that were preempted MAX_PREEMPTIONS times come last, and only while they are short
+    themselves: if all of them kept their blocks, none could continue.
 
     Args:
         holders: of blocks in one pool, with the oldest.
 
     Returns:
-        None if there is nobody but the oldest, and those who have lost theirs often enough.
+        None if only the oldest and such sequences are left.
     """
     oldest = min((age(holder.sequence) for holder in holders), default=None)
     others = [one for one in holders if one.num_freed and age(one.sequence) != oldest]
@@ -72,23 +72,23 @@ class BlockAllocator:
         self._send = send
         self._short: dict[int, Sequence] = {}
         self._leaving: dict[int, int] = {}
-        """By seq_id, the generation that was told to let go of its blocks."""
+        """The generation that was told to release its blocks, by seq_id."""
 
     def note(self, sequence: Sequence) -> None:
-        """It has been admitted, or has got further: is it short of blocks?"""
+        """Note whether a sequence is short of blocks, after an admission or a step."""
         if self._num_lacking(sequence) > 0:
             self._short[sequence.seq_id] = sequence
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, or its worker has let go of it."""
+        """Forget a sequence that has ended, or that its worker has released."""
         self._short.pop(sequence.seq_id, None)
         self._leaving.pop(sequence.seq_id, None)
 
     def grow(self) -> list[Sequence]:
-        """Give those that are short the blocks that are free, and preempt others for the rest.
+        """Give short sequences the free blocks, and preempt others for the rest.
 
         Returns:
-            those preempted that are on no worker; of the others the workers are told.
+            preempted sequences that are on no worker; workers are told of the others.
         """
         if not self._short:
             return []
@@ -121,10 +121,10 @@ class BlockAllocator:
         return [sequence for sequence in victims if not isinstance(sequence.where, On)]
 
     def num_free(self) -> dict[str, int]:
-        """Free blocks by pool that admission may take.
+        """Count the free blocks by pool that admission may take.
 
-        What is left to the others is one block for each sequence that may need more where it
-        decodes, and all that is missing: else somebody new would be preempted at once, or others.
+        It leaves one block for each sequence that may need more where it decodes, and all that are
+        missing; otherwise an admission would cause a preemption at once.
         """
         num_free = {name: pool.num_free for name, pool in self._ledger.pools.items()}
         for sequence in self._sequences.holders():
@@ -154,7 +154,7 @@ class BlockAllocator:
         return is_told and isinstance(sequence.where, On)
 
     def _victims(self, missing: Counter[str]) -> list[Sequence]:
-        """As few as free what is missing, with what is about to be free without them."""
+        """Choose the fewest victims that, with blocks about to be free, free enough."""
         chosen: dict[int, Sequence] = {}
         for pool in sorted(missing):
             kv_pool = self._ledger.pools[pool]
@@ -195,6 +195,6 @@ class BlockAllocator:
         return max(sequence.num_computed_tokens - num_left * kv_pool.block_size, 0)
 
     def _num_freed(self, pool: str, table: Iterable[int]) -> int:
-        """Of its blocks, those that nobody else refers to."""
+        """Count its blocks that no other sequence refers to."""
         references = self._ledger.pools[pool].num_references
         return sum(references[block_id] == 1 for block_id in table)

@@ -17,20 +17,20 @@ from engine.cache.hashes import Hash
 from engine.schedule.sequence import Sequence
 
 MAX_CHANGES = 1 << 14
-"""That are kept for who listens; who is further behind begins anew."""
+"""Maximum changes kept for listeners; a slower listener starts again."""
 
 
 class Block(NamedTuple):
     """A full block that can be found."""
 
     block_id: int
-    """Of its content, 64 bits with a sign: the same for the same tokens after the same tokens."""
+    """A signed 64-bit number of its content: equal for equal tokens after equal tokens."""
     parent_id: int | None
-    """Of the block before it; None: it begins a prompt."""
+    """The block before it; None: it begins a prompt."""
     place: int
     """How many blocks are before it."""
     root: Hash
-    """What its chain begins with: who may share it."""
+    """The first hash of its chain, which depends on the users that may share it."""
     token_ids: array[int]
 
 
@@ -81,17 +81,17 @@ class CacheContents:
             self._tell(ContentsChange(True, block))
 
     def forgotten(self, block_hash: Hash) -> None:
-        """A pool has it no more."""
+        """Note that a pool dropped a block."""
         if block_hash in self._blocks and not self._is_found(block_hash):
             self._tell(ContentsChange(False, self._blocks.pop(block_hash)))
 
     def blocks(self, root: Hash) -> list[Block]:
-        """All that whoever has this root can find now, each after those before it."""
+        """List all blocks that can be found below this root, each after its parent."""
         mine = (block for block in self._blocks.values() if block.root == root)
         return sorted(mine, key=lambda block: block.place)
 
     def changes(self, since: int, root: Hash) -> list[ContentsChange] | None:
-        """What has changed of that after so many changes; None: that is too long ago."""
+        """List this root's changes after change number `since`; None: too long ago."""
         num_new = self.num_changes - since
         if num_new > len(self._changes):
             return None

@@ -33,20 +33,20 @@ Send = Callable[[str, Command], None]
 @dataclass(slots=True)
 class _Transfer:
     owner: Owner
-    """Of the tables that it copies between."""
+    """Owner of the tables that it copies between."""
     sequence: Sequence | None
-    """That moves; None: it is a fetch."""
+    """The moving sequence; None: it is a fetch."""
     link: Link
     num_blocks: int
     """The number of blocks, including its record, which comes last."""
     num_record_blocks: int
     target_life: int
     sent: list[int]
-    """By hop: blocks that copies have been sent for, from the first on."""
+    """Blocks sent on each hop, counted from the first."""
     done: list[int]
-    """By hop: blocks that are there, from the first on."""
+    """Blocks that arrived over each hop, counted from the first."""
     slots: dict[int, int] = field(default_factory=dict)
-    """By block's place, the slot between two hops that it has."""
+    """Slots between two hops, by the block's index."""
     error: str | None = None
 
 
@@ -63,14 +63,14 @@ class _OpenCopy:
     transfer: _Transfer | None
     """None: what arrives is of no use any more."""
     target_life: int
-    """Of the pool that it goes to, when it was sent."""
+    """Life of the target pool when the copy was sent."""
 
 
 class TierCopies(Protocol):
-    """Those that workers make for the tiers below the pools; their numbers are negative."""
+    """Copies that workers make for the tiers below the pools; their numbers are negative."""
 
     def copied(self, report: Copied) -> None:
-        """A worker has copied some more, or will not."""
+        """Handle a worker's report of copied blocks, or of a failure."""
 
     def worker_died(self, worker: str) -> None:
         """Take in that a worker is dead, whose commands have been reaped."""
@@ -98,9 +98,9 @@ class Copies:
         """What a block took between two pools, on average; lately for the most part."""
 
     def expected_ms(self, link: Link, num_tokens: int) -> float | None:
-        """The work of copying the blocks of so many tokens; None: no copy has been timed yet.
+        """Predict the time of copying `num_tokens` tokens' blocks; None: no copy is timed yet.
 
-        Links are alike, so that one which has not been used yet is taken to be as fast as others.
+        Links are alike, so an unused one is taken to be as fast as the others.
         """
         if link.hops and not self._block_ms:
             return None
@@ -111,9 +111,9 @@ class Copies:
         return num_blocks * sum(self._block_ms.get(hop, usual_ms) for hop in hops)
 
     def begin(self, sequence: Sequence, link: Link) -> None:
-        """A sequence has been placed that will move over this link; its blocks are reserved.
+        """Prepare the transfer of a placed sequence over this link; its blocks are reserved.
 
-        Those of its table where it goes that have a hash are there already.
+        Blocks of its target table that have a hash are computed already.
         """
         if link.hops:
             kv_pool = self._ledger.pools[link.to_pool]
@@ -132,7 +132,7 @@ class Copies:
             )
 
     def fetch(self, owner: Owner, link: Link, first: int) -> None:
-        """Copy the blocks of an owner's table over a link, those from a place on."""
+        """Copy the blocks of an owner's table over a link, from block `first` on."""
         kv_pool, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
         num_blocks = len(self._ledger.table(owner, link.from_pool))
         self._transfers[owner] = _Transfer(
@@ -146,19 +146,19 @@ class Copies:
         return num_there, num_there < transfer.num_blocks and transfer.error is None
 
     def is_under_way(self, sequence: Sequence) -> bool:
-        """True unless all its blocks have arrived, or none was to move."""
+        """Say whether some of its blocks have yet to arrive."""
         transfer = self._transfers.get(sequence.seq_id)
         return transfer is not None and transfer.done[-1] < transfer.num_blocks
 
     def is_written(self, sequence: Sequence, pool: str) -> bool:
-        """True if a copy may still write the sequence's blocks in a pool, of use or not."""
+        """Say whether a copy may still write the sequence's blocks in a pool."""
         return any(
             copy.owner == sequence.seq_id and copy.hop.to_pool == pool
             for copy in self._open.values()
         )
 
     def has_left(self, sequence: Sequence) -> bool:
-        """True if nothing will be read from the pool that it comes from any more."""
+        """Say whether the source pool will not be read any more."""
         transfer = self._transfers.get(sequence.seq_id)
         return transfer is not None and transfer.done[0] >= transfer.num_blocks
 
@@ -185,7 +185,7 @@ class Copies:
         )
 
     def forget(self, owner: Owner) -> None:
-        """It has ended, or arrived, or goes no further; the ledger drains its blocks."""
+        """Drop a transfer that ended, arrived or was given up; the ledger drains its blocks."""
         transfer = self._transfers.pop(owner, None)
         if transfer is not None:
             self._detach(transfer, range(len(transfer.link.hops)))
@@ -235,7 +235,7 @@ class Copies:
         return transfer.sequence, report.num_bytes if is_there else 0
 
     def worker_died(self, worker: str) -> None:
-        """Its commands have been reaped; what it has not answered is to be sent again."""
+        """Resend a dead worker's unanswered copies, after its commands are reaped."""
         if self.of_tiers is not None:
             self.of_tiers.worker_died(worker)
         for copy_id, copy in list(self._open.items()):
@@ -314,7 +314,7 @@ class Copies:
         return min(transfer.sequence.num_computed_tokens // block_size, num_of_kv)
 
     def _blocks(self, transfer: _Transfer, pool: str) -> dict[int, int]:
-        """By place, the transfer's blocks in a pool."""
+        """Return the transfer's blocks in a pool, by index."""
         if pool in self._passing_pools:
             return transfer.slots
         num_of_kv = transfer.num_blocks - transfer.num_record_blocks
@@ -328,7 +328,7 @@ class Copies:
     def _take_slots(
         self, transfer: _Transfer, pool: str, first: int, count: int, *, is_ahead: bool
     ) -> dict[int, int]:
-        """Slots for so many blocks from the first on, or for as many as there are."""
+        """Take slots for `count` blocks from the first on, or fewer if too few are free."""
         kv_pool, owner = self._ledger.pools[pool], transfer.owner
         wanted = [place for place in range(first, first + count) if place not in transfer.slots]
         num_available = kv_pool.num_free
@@ -352,7 +352,7 @@ class Copies:
     # Books
 
     def _resend(self, transfer: _Transfer, number: int) -> None:
-        """What has been sent on a hop and is not there is to be sent again."""
+        """Mark a hop's sent but missing blocks to be sent again."""
         self._detach(transfer, [number])
         transfer.sent[number] = transfer.done[number]
 

@@ -1,8 +1,8 @@
 """Track lent cores, and lend each only after the worker that used it has released it.
 
 Owns: what each worker uses, as it last answered, and what it has been told since.
-Invariant: a core is lent only after its owner has let go of it, or died; no core is in what two
-workers may use, but one that its owner takes back from a borrower who was told to let go.
+Invariant: a core is lent only after its owner has released it, or died; no core is usable by two
+workers, except while its owner takes it back and the borrower has been told to release it.
 Never: decides which worker needs them; waits; moves a thread.
 """
 
@@ -43,29 +43,30 @@ class Cores:
         """Two workers can compute without being in each other's way."""
         self._send = send
         self._used = dict.fromkeys(own, _NONE)
-        """As last answered; empty where the worker is down."""
+        """Cores in each worker's last answer; empty: the worker is down."""
         self._told: dict[str, deque[Cpus]] = {name: deque() for name in own}
         self._wanted = dict(self.own)
         self._busy: Collection[str] = self.own
         self._up: set[str] = set()
 
     def used(self, worker: str) -> Cpus:
-        """What its steps run on, as it has last answered; empty: parked, or down."""
+        """Return the cores of its steps, as last answered; empty: parked, or down."""
         return self._used[worker]
 
     def awaits(self, worker: str) -> bool:
-        """True if it was told something that it has not answered."""
+        """Say whether it has not answered a command yet."""
         return bool(self._told[worker])
 
     def is_parked(self, worker: str) -> bool:
-        """True if another still computes on its cores: then it waits, and that one is to blame."""
+        """Say whether it waits because another worker still computes on its cores."""
         others = (self._used[name] for name in self.own if name != worker)
         return self.can_lend and any(self.own[worker] & used for used in others)
 
     def worker_ready(self, worker: str) -> None:
-        """It takes commands, starts on its own cores, and computes nothing before the first.
+        """Register a started worker; it computes nothing before its first command.
 
-        So where others still use them it is parked first, ahead of whatever is admitted to it.
+        It starts on its own cores. If others still use them, it is parked first, ahead of its
+        admissions.
         """
         self._up.add(worker)
         self._used[worker] = self.own[worker]
@@ -75,14 +76,14 @@ class Cores:
         self._settle()
 
     def worker_died(self, worker: str) -> None:
-        """It computes nothing any more, and will answer nothing."""
+        """Note that a worker computes and answers nothing any more."""
         self._up.discard(worker)
         self._used[worker] = _NONE
         self._told[worker].clear()
         self._settle()
 
     def answered(self, worker: str, report: CoresUsed) -> None:
-        """The worker has come to a step's border and done as it was told."""
+        """Note that the worker uses the cores it was told, since a step's border."""
         told = self._told[worker]
         if not told or told[0] != frozenset(report.cpus):
             raise InvariantViolated(f"cores {report.cpus} were not given", where=worker)
@@ -101,20 +102,20 @@ class Cores:
             self._settle()
 
     def may_use(self, worker: str) -> Cpus:
-        """All that it could be computing on at this moment."""
+        """Return all cores that it may be computing on now."""
         return self._used[worker].union(*self._told[worker])
 
     def _keeps(self, worker: str) -> Cpus:
-        """What it will use once it has done all that it was told."""
+        """Return the cores that it will use after all its commands."""
         told = self._told[worker]
         return told[-1] if told else self._used[worker]
 
     def _settle(self) -> None:
-        """Tell each worker that can be told now; a borrower may wait for the owner's answer.
+        """Send each worker the cores that it may use now; a borrower may wait for an owner.
 
-        An owner does not wait for a busy one: sharing its core until the step ends costs it
-        less than standing still, for as long as a chunk of a prompt takes. An idle one lets go at
-        once, and whoever began without waiting would have a whole step with fewer cores.
+        An owner does not wait for a busy borrower: sharing its core until the step ends costs it
+        less than standing still for a prompt's chunk. An idle borrower releases cores at once; a
+        step begun without waiting would run with fewer cores to its end.
         """
         if not self.can_lend:
             return
@@ -126,7 +127,7 @@ class Cores:
                 self._tell(worker, now)
 
     def _is_soon_free(self, cpus: Cpus) -> bool:
-        """True if idle workers have some of these, and no busy one has."""
+        """Say whether idle workers have some of these cores, and no busy one has."""
         holders = [name for name in self.own if cpus & self.may_use(name)]
         return bool(holders) and not any(name in self._busy for name in holders)
 
@@ -149,7 +150,7 @@ class Cores:
 
 
 def shares(own: Mapping[str, Cpus], idle: Collection[str]) -> dict[str, Cpus]:
-    """Cores by worker, with those of idle ones dealt out to the others."""
+    """Divide the cores of idle workers among the others."""
     active = [name for name in own if name not in idle]
     spare = sorted(cpu for name in idle for cpu in own[name])
     dealt = {name: own[name] | set(spare[i :: len(active)]) for i, name in enumerate(active)}

@@ -3,8 +3,8 @@
 Owns: what each pair of workers would mean for a sequence, and the words for why one was chosen; the
 prompts that are being computed as a forecast said, each route's record since the start, and which
 routes are closed.
-Invariant: the choice is one of the candidates; of those that meet the targets the cheapest, of
-those that miss them the one that misses least; within a tenth, the kind of route taken before.
+Invariant: the choice is one of the candidates: the cheapest that meets the targets, otherwise the
+one that misses them least; within a tenth, the kind of route taken before.
 Never: chooses on a guess: a route whose steps have not been measured, or that turned out far from
 what was predicted of it, is left out; with none left it is the first candidate, as with static
 roles, but for a short prompt that would wait there behind a longer one.
@@ -26,15 +26,15 @@ from engine.wire.messages import SequenceStep, Stepped
 EXPECTED_OUTPUT_TOKENS = 64
 """What a request is taken to generate, where it may generate more."""
 MOVE_COST_MS = 1.0
-"""Of a handoff, and of cores that change hands for it; copies of blocks come on top."""
+"""Cost of a handoff and of the cores that change hands; copies of blocks are added."""
 WAIT_SHARE = 0.1
 """Share of a prompt's wait in its cost: a tie-break toward the less loaded worker."""
 KEEP_RATIO = 1.1
-"""A route that is better by less than this does not replace the one taken before."""
+"""Minimum gain of a route over the one taken before."""
 LENT_CHUNK_MS = 100.0
-"""Of a chunk on borrowed cores: a request that comes meanwhile waits for its end."""
+"""Maximum chunk on borrowed cores: a request that comes meanwhile waits for its end."""
 MAX_CHUNK_COST = 1.03
-"""Of a token in such a chunk, over that in the best; a chunk that costs more is not worth it."""
+"""Maximum cost of a token in such a chunk, relative to the best chunk."""
 DEFAULT_TTFT_RATIO = 3.0
 """Default TTFT target, as a multiple of the unloaded prefill time."""
 DEFAULT_ITL_RATIO = 1.25
@@ -53,13 +53,13 @@ class WorkerLoad(NamedTuple):
     """What a worker has to do."""
 
     num_prefill_tokens: int = 0
-    """Of prompts that are there already."""
+    """Tokens of prompts that the worker has already."""
     batch: int = 0
     """Sequences that decode there, or are about to."""
     context: int = 0
     """Their positions, all together."""
     num_expected: int = 0
-    """Of those sequences, some who are expected back: who is placed now may be one of them."""
+    """Sequences of the batch that are only expected; the placed one may be one of them."""
 
     @property
     def is_idle(self) -> bool:
@@ -67,7 +67,7 @@ class WorkerLoad(NamedTuple):
 
 
 Predict = Callable[[str, int, StepLoad], float | None]
-"""A step's ms by worker, its number of cores (0 where none are lent), and its load."""
+"""A step's time in ms by worker, number of cores (0: not lent) and load."""
 
 
 class PredictionKind(NamedTuple):
@@ -75,7 +75,7 @@ class PredictionKind(NamedTuple):
 
     pair: Pair
     is_beside: bool
-    """Somebody decodes where it is prefilled, or, if it moves, where it goes."""
+    """Whether sequences decode at its worker or, if it moves, at its target."""
     num_cores: int
     """On which its prompt is computed; 0 where none are lent."""
     size: int
@@ -94,7 +94,7 @@ class Situation:
     num_prompt_tokens: int
     max_tokens: int
     candidates: tuple[Pair, ...]
-    """That are there, with room for its blocks; the first is that of static roles."""
+    """Pairs with enough blocks for it; the first is static roles' choice."""
     loads: Mapping[str, WorkerLoad]
     """Of every worker."""
     num_cores: Mapping[str, int]
@@ -105,13 +105,13 @@ class Situation:
     lends_cores: bool
     """Workers with nothing to do lend theirs to the others, equal shares to each."""
     lends_for_prompts: bool = True
-    """A second core makes a prompt faster; else who computes nothing but prompts borrows none."""
+    """Whether a second core makes a prompt faster; if not, pure prefill borrows none."""
     copy_ms: Mapping[Pair, float] = field(default_factory=dict)
-    """To copy its blocks from the one to the other; of pairs that are left out it is unknown."""
+    """Time to copy its blocks by pair; missing pairs are unknown."""
     last: str | None = None
     """The kind of route that was taken last, as Pair.route has it."""
     num_cached: Mapping[str, int] = field(default_factory=dict)
-    """By worker, of the prompt, what it would find computed."""
+    """Prompt tokens found computed, by worker."""
     closed: frozenset[PredictionKind] = frozenset()
     """Routes that turned out far worse than predicted, and have not been measured since."""
 
@@ -135,9 +135,9 @@ class Forecast(NamedTuple):
     """Longest ITL of the decoding sequences while this prompt is computed; without any, the ITL
     after it."""
     itl_ms: float
-    """The same, or after it, when it decodes beside them, whichever is longer."""
+    """The maximum ITL during the prompt, or after it, when it decodes in the batch."""
     cost_ms: float
-    """Core-ms that it adds where a memory bus is shared, else the time until it is done."""
+    """Core-ms that it adds on a shared memory bus, else the time until its end."""
     miss: float
     """How often the worst target is exceeded; 1 or less: both are met."""
     promise_ms: float
@@ -277,10 +277,10 @@ class _Forecaster:
         self._itl_target_ms = situation.slo.itl_ms or min(steps_ms) * DEFAULT_ITL_RATIO
 
     def all(self) -> list[Forecast]:
-        """Every candidate that can be predicted, with each size of chunk that makes a difference.
+        """Forecast each candidate with each useful chunk size.
 
-        The first is that of static roles. Without a target there is nothing to compare by, and it
-        is all there is.
+        The first is static roles' choice. Without a target it is the only one, because there is
+        nothing to compare by.
 
         Raises:
             _Unknown: it cannot be predicted.
@@ -298,7 +298,7 @@ class _Forecaster:
         return forecasts
 
     def _chunks(self, pair: Pair) -> list[int]:
-        """From the largest down; one is enough where nobody waits for a step's end."""
+        """List chunk sizes, the largest first; one is enough if nothing waits for a step's end."""
         is_beside = self._s.loads[pair.prefill].batch and not pair.moves
         chunks = [self._s.max_num_batched_tokens if is_beside else self._lent_chunk(pair)]
         while is_beside and chunks[-1] // 2 >= MIN_CHUNK_TOKENS:
@@ -306,7 +306,7 @@ class _Forecaster:
         return chunks
 
     def _lent_chunk(self, pair: Pair) -> int:
-        """The largest chunk that is over soon on borrowed cores, which others may want back.
+        """Choose the largest chunk that ends soon on borrowed cores, which others may want back.
 
         A smaller one is taken only where it costs little: a large model's chunk is long anyway.
         """
@@ -328,12 +328,12 @@ class _Forecaster:
         return max((s for s, ms in cheap.items() if ms <= LENT_CHUNK_MS), default=min(cheap))
 
     def _of(self, pair: Pair, chunk: int) -> Forecast:
-        """One worker computes the prompt in steps of a chunk; it or another goes on."""
+        """Forecast a prompt on one worker in chunks, and its decode there or elsewhere."""
         (first, end), load = pair, self._s.loads[pair.prefill]
         tokens, busy = self._num_left(first), self._busy | {first}
         cores, steps = self._prompt_cores(first, busy, load), math.ceil(tokens / chunk)
         own_ms = self._prompt_ms(first, cores, chunk, load)
-        # what is there already goes at the chunk it was given, which is taken to be the same
+        # earlier prompts are taken to have chunks of this size
         ahead_ms = own_ms * load.num_prefill_tokens / tokens
         after_ms = self._decode_ms(end, self._cores(end, busy | {end}), 1)
         max_itl_ms, itl_target_ms = self._max_itl_ms(pair, own_ms / steps, after_ms)
@@ -342,7 +342,7 @@ class _Forecaster:
             copy_ms = self._s.copy_ms.get(pair)
             if copy_ms is None:
                 raise _Unknown
-            # blocks go behind the steps that fill them; those of the last are waited for
+            # blocks are copied behind the steps that fill them; the last step's are waited for
             core_ms = MOVE_COST_MS + copy_ms
             more_ms = MOVE_COST_MS + copy_ms * min(chunk / tokens, 1.0)
         elif load.batch:
@@ -390,7 +390,7 @@ class _Forecaster:
         return max(self._s.num_prompt_tokens - self._s.num_cached.get(worker, 0), 1)
 
     def _cores(self, worker: str, busy: set[str]) -> int:
-        """On how many a worker computes while these do; who has nothing to do lends his."""
+        """Count a worker's cores while these are busy; idle workers lend theirs."""
         own = self._s.num_cores
         if not self._s.lends_cores:
             return own[worker]
@@ -399,7 +399,7 @@ class _Forecaster:
         return own[worker] + len(range(active.index(worker), spare, len(active)))
 
     def _prompt_cores(self, worker: str, busy: set[str], load: WorkerLoad) -> int:
-        """The same of one that computes a prompt, beside what it has to do."""
+        """Count a worker's cores while it computes a prompt beside its load."""
         if self._s.lends_for_prompts or load.batch:
             return self._cores(worker, busy)
         return self._s.num_cores[worker]
@@ -407,7 +407,7 @@ class _Forecaster:
     def _prompt_ms(
         self, worker: str, cores: int, chunk: int, beside: WorkerLoad | None = None
     ) -> float:
-        """What is left of the prompt in steps of a chunk, with those who decode beside it."""
+        """Predict the rest of the prompt in chunks, with sequences decoding beside it."""
         tokens = self._num_left(worker)
         count = min(tokens, chunk)
         batch, context = (beside.batch, beside.context) if beside else (0, 0)
@@ -416,7 +416,7 @@ class _Forecaster:
         return self._step_ms(worker, cores, step) * tokens / count
 
     def _decode_ms(self, worker: str, cores: int, num_more: int) -> float:
-        """A step of those who decode there, with so many more like this one."""
+        """Predict a decode step there, with `num_more` sequences like this one."""
         load = self._s.loads[worker]
         num_back = min(num_more, load.num_expected)
         context = load.context + num_more * self._context
@@ -449,15 +449,15 @@ class _Forecaster:
 
 
 MISS_RATIO = 2.0
-"""A prompt, or the ITL beside it, that took so many times the prediction is a miss."""
+"""Ratio to the prediction from which a prompt, or its ITL, is a miss."""
 YIELD_RATIO = 1.5
-"""A prompt leaves a worker when the mean ITL there exceeds the promise by this factor."""
+"""Ratio of a worker's mean ITL to the target at which a prompt leaves it."""
 CLEAR_STEPS = 3
-"""A miss of so many steps is no jitter; one of fewer has to be the second in a row."""
+"""Steps from which one miss is no jitter; with fewer, it takes two in a row."""
 ANEW_STEPS = 3
 """Steps of a route's size, after it was closed, that open it again."""
 _ERROR_SHARE = 0.3
-"""That the newest outcome has in a route's average error."""
+"""Weight of the newest outcome in a route's average error."""
 
 Measured = Callable[[PredictionKind], int]
 """Steps that have been made of a route's size, on the cores that it uses."""
@@ -483,7 +483,7 @@ class Outcome(NamedTuple):
 
     seq_id: int
     about: str
-    """For people, to follow what was predicted."""
+    """Text for people about the prediction."""
     yields: bool = False
     """It should leave the worker, which is in the middle of it."""
 
@@ -498,7 +498,7 @@ class _OpenPrompt:
     num_computed: int = 0
     num_steps: int = 0
     judged_ms: float = 0.0
-    """Of its steps on the cores presumed, and the tokens that those computed."""
+    """Time of its steps on the presumed cores, and their tokens."""
     judged_tokens: int = 0
     itls_ms: list[float] = field(default_factory=list)
 
@@ -516,7 +516,7 @@ class Outcomes:
         self._open: dict[int, _OpenPrompt] = {}
 
     def closed(self) -> frozenset[PredictionKind]:
-        """Routes not to be taken; those that have been measured anew are open again."""
+        """Return the routes not to take; newly measured ones are open again."""
         kinds = [kind for kind, record in self.records.items() if record.closed_at is not None]
         for kind in kinds:
             record = self.records[kind]
@@ -532,10 +532,10 @@ class Outcomes:
         num_tokens: int,
         at_ns: int,
     ) -> None:
-        """A prompt has been placed.
+        """Begin to judge a placed prompt.
 
         Args:
-            seq_id: whose.
+            seq_id: of its sequence.
             forecast: by which it was placed.
             num_tokens: of the prompt.
             at_ns: now, by the clock of the workers' steps.
@@ -543,7 +543,7 @@ class Outcomes:
         self._open[seq_id] = _OpenPrompt(forecast, num_tokens, at_ns)
 
     def forget(self, seq_id: int) -> None:
-        """It has ended, or its worker has: nothing can be said of its forecast any more."""
+        """Stop judging a prompt that ended, or whose worker died."""
         self._open.pop(seq_id, None)
 
     def stepped(self, worker: str, step: Stepped, num_cores: int) -> list[Outcome]:

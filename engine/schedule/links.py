@@ -16,13 +16,14 @@ from engine.units import size_text
 from engine.wire.messages import Copied
 
 MAX_STRIKES = 8
-"""In a row: copies that failed, or JUDGED_BYTES that were slower than SLOW_RATIO of the try at
-start."""
+"""Maximum consecutive strikes.
+
+A strike is a failed copy, or JUDGED_BYTES below SLOW_RATIO of the rate at start."""
 SLOW_RATIO = 0.5
 JUDGED_BYTES = 64 << 20
-"""So many bytes are timed together: NVLink carries one block in less time than a copy's start."""
+"""Bytes timed together: NVLink carries one block in less time than a copy's start."""
 _NEWEST_SHARE = 0.1
-"""That the newest copy has in a link's rate."""
+"""Weight of the newest copy in a link's rate."""
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class LinkState:
     source: str
     """The worker that pushes, or has the blocks."""
     probe_bytes_per_s: float | None = None
-    """Of blocks there and back at start; None: it is not tried at start, or not yet."""
+    """Rate of blocks there and back at start; None: not tried at start, or not yet."""
     copy_bytes_per_s: float | None = None
     """While it copies, lately, times when the host was too busy left out; None: not known yet."""
     num_bytes: int = 0
@@ -54,7 +55,7 @@ class LinkState:
 
     @property
     def in_force(self) -> Link:
-        """The transports that links use now, detours of those that are down included."""
+        """The link now in use: the fallback while this one is down."""
         fallback = self.link.fallback
         return fallback if self.down is not None and fallback is not None else self.link
 
@@ -75,13 +76,13 @@ class Links:
         }
 
     def between(self, source: str, target: str) -> Link:
-        """How blocks get from one worker's pool to another's, as things are."""
+        """Return the link now in use from one worker's pool to another's."""
         link = self._topology.link(source, target)
         state = self.states.get((link.from_pool, link.to_pool))
         return link if state is None else state.in_force
 
     def named(self, stages: tuple[RouteStage, ...]) -> str:
-        """The workers of a sequence and the links that it took: `prefill0,decode1`, `peer`."""
+        """Name a sequence's workers and links: `prefill0,decode1`, `peer`."""
         if len(self._topology.workers) <= 2:
             return ""
         if len(stages) == 1:
@@ -90,7 +91,7 @@ class Links:
         return f"; {source} to {target} by {self.between(source, target).transport}"
 
     def probed(self, worker: str, rates: Mapping[str, float]) -> None:
-        """A worker has started and tried what it copies over; a rate of 0 is a try that failed."""
+        """Record a starting worker's trial rates; 0 is a failed trial."""
         for state in self.states.values():
             hops = [hop for hop in state.link.hops if hop.worker == worker]
             pools = {pool for hop in hops for pool in (hop.from_pool, hop.to_pool)}
@@ -103,7 +104,7 @@ class Links:
                 self._take_down(state, "the data came back changed at start")
 
     def copied(self, hop: Hop, report: Copied) -> None:
-        """A hop has been made, or has failed."""
+        """Record a hop's copy or failure."""
         for state in self.states.values():
             if hop not in state.link.hops or (report.error is None and not report.num_bytes):
                 continue

@@ -1,8 +1,8 @@
 """Measure steps that no request has run yet, while no request is live.
 
 Owns: what is worth knowing, in order; the slice that is being measured, its blocks and its cores.
-Invariant: a slice ends when a request comes; a model costs at most MAX_WORK_MS; blocks are taken of
-those that hold nothing, and are free again when the workers have answered.
+Invariant: a slice ends when a request comes; a model costs at most MAX_WORK_MS; it takes empty
+blocks, and they are free again when the workers have answered.
 Never: reads a clock; takes a cached block; keeps a request waiting for more than half a layer.
 """
 
@@ -28,23 +28,24 @@ from engine.schedule.step_times import (
 from engine.wire.messages import Command, MeasureSteps, StepShape, StepsMeasured, StopMeasuring
 
 ALONE = "alone"
-"""The place of steps of a process that shares its GPU, while the other computes nothing."""
+"""The place of a process that shares its GPU, while the other one is idle."""
 SLICE_MS = 250.0
 MAX_WORK_MS = 15_000.0
-"""That one model's steps are measured for, in all its starts together."""
+"""Maximum time to measure one model's steps, in all its starts together."""
 MEASURED_MS = FactKey("measured_ms")
 """How much of that is spent."""
 ENOUGH_SAMPLES = 5
 MAX_BLOCKS = 32
-"""That a worker's steps read and write; deeper positions lie in the same blocks again."""
+"""Maximum blocks of a worker's steps; deeper positions reuse them."""
 MAX_SEQUENCES = 16
-"""In a decode step: tokens are drawn one by one, and a request waits for all of them."""
+"""Maximum sequences of a decode step: tokens are drawn one by one while requests wait."""
 MAX_ASKED = 16
-"""Sizes that choosers asked for, beside those that are always measured."""
+"""Maximum sizes that choosers asked for, beside the usual ones."""
 _MAX_STEPS = 200
-"""In one slice; its time is over before."""
+"""Maximum steps in one slice; its time ends before."""
 _PROMPTS = ((64, 0), (16, 0), (0, 0), (0, 2048), (32, 0), (64, 2048), (0, 4096), (0, 1024))
-"""Tokens of a chunk, 0 for those of a step, and positions before it: what says most first."""
+"""Tokens of a chunk (0: as many as a step takes) and positions before it, the most telling first.
+"""
 _DECODES = (
     (1, 64), (2, 64), (4, 64), (1, 1024), (4, 2048), (8, 64), (16, 64), (8, 1024), (1, 4096),
 )  # fmt: skip
@@ -76,7 +77,7 @@ def _prompt(num_tokens: int, before: int, max_model_len: int) -> StepShape:
 
 
 def key_of(shape: StepShape, place: str) -> FactKey:
-    """The fact that a step of this shape is a sample of."""
+    """Return the fact of which a step of this shape is a sample."""
     load = StepLoad.alike(shape)
     if load.batch:
         return FactKey(
@@ -96,7 +97,7 @@ class Turn(NamedTuple):
     """The other process of a GPU computes nothing meanwhile."""
 
     def place(self, name: str) -> str:
-        """The name of the place that a worker's facts are about."""
+        """Name the place of a worker's facts."""
         return ALONE if self.is_alone else place_of(name, len(self.cores[name]) or 1)
 
 
@@ -133,7 +134,7 @@ class Measurer:
         self._decodes = decode_shapes(max_model_len)
         names = roles.topology.names
         self._owners = {name: -1 - index for index, name in enumerate(names)}
-        """Of the blocks, by worker; no sequence has such an id."""
+        """Owners of the blocks by worker; no sequence has such an id."""
         self._turn: Turn | None = None
         self._pending: set[str] = set()
         """Workers that have not answered in this slice."""
@@ -200,7 +201,7 @@ class Measurer:
                 self._tell(name, self._turn)
 
     def stop(self, now_ns: int) -> None:
-        """A request has come: end the slice at the next layer."""
+        """End the slice at the next layer because a request arrived."""
         if self._turn is None or self._is_stopped:
             return
         self._is_stopped = True
@@ -211,7 +212,7 @@ class Measurer:
         self._end_if_answered(now_ns)
 
     def measured(self, worker: str, report: StepsMeasured, now_ns: int) -> None:
-        """A worker has ended its part of the slice."""
+        """Record a worker's part of the slice."""
         self._ledger.close_command(("measure", report.measurement_id, 0))
         if self._turn is None or worker not in self._pending:
             return
@@ -223,7 +224,7 @@ class Measurer:
         self._end_if_answered(now_ns)
 
     def worker_died(self, worker: str, now_ns: int) -> None:
-        """It answers no more; the ledger has its blocks back already."""
+        """Note that a dead worker answers no more; the ledger has its blocks back."""
         self.stop(now_ns)
         self._pending.discard(worker)
         self._end_if_answered(now_ns)
@@ -262,7 +263,7 @@ class Measurer:
         return True
 
     def _next(self) -> Turn | None:
-        """The turn with what is known least; None: all is known."""
+        """Choose the turn with the fewest samples; None: all is known."""
         turns = self._turns()
         found = [
             (count, index)
@@ -315,7 +316,7 @@ class Measurer:
         return prompts, decodes
 
     def _unknown(self, name: str, turn: Turn) -> list[StepShape]:
-        """What a worker is to be timed at in a turn and has too few samples of, the least first."""
+        """List a worker's shapes with too few samples in a turn, the fewest first."""
         counts = {
             shape: count
             for shape in turn.shapes[name]

@@ -1,14 +1,13 @@
 """Find, reserve, publish and release cached prefixes, and decide which sequences wait for one.
 
-Full blocks that are computed get a hash, and stay when their sequence is gone, until their room is
-needed. A sequence that begins with the same tokens refers to them and computes the rest; it ends
-its hit before the block of its last token, which it computes into a block of its own: so nobody
-writes a block that another can find.
+Full blocks that are computed get a hash, and stay after their sequence, until they are needed. A
+sequence that begins with the same tokens refers to them and computes the rest. Its hit ends before
+the block of its last token, which it computes into a block of its own. So no sequence writes a
+block that another can find.
 
-Owns: copies from other pools under way, each with block tables of its own; what the caches of all
-pools hold by tokens, and the last changes of that, for who chooses among several appliances.
-Invariants: what is found was computed from the same tokens, by the same model, for somebody who may
-share it; a sequence waits only for one that is on a worker, and has further to go than itself.
+Owns: the hashes of computed blocks, and which sequence waits for a prefix.
+Invariants: a hit was computed from the same tokens, by the same model, for a user that shares it; a
+sequence waits only for one that is on a worker, and that computes more of the prompt.
 Never: chooses a route through the workers; ends or admits a sequence.
 """
 
@@ -96,16 +95,16 @@ class PrefixCache:
         hits: Mapping[str, int],
         open_workers: Collection[str],
     ) -> bool:
-        """Have what only other pools hold copied to where it would be computed, if that is cheaper.
+        """Fetch blocks that only other pools hold, if copying is cheaper than computing.
 
         Args:
             sequence: is about to be placed.
-            worker: that would compute its prompt.
+            worker: would compute its prompt.
             hits: positions by pool that are probably computed there.
-            open_workers: those that take work.
+            open_workers: take work.
 
         Returns:
-            True: it waits for that.
+            True: it waits for the fetch.
         """
         lookup = self._elsewhere(sequence, worker, hits, open_workers)
         if lookup is None or sequence.prefix is None:
@@ -119,7 +118,7 @@ class PrefixCache:
         hits: Mapping[str, int],
         open_workers: Collection[str],
     ) -> PrefixLookup | None:
-        """What another pool holds of it beyond what is where it would be computed."""
+        """Find a pool with more of its prefix than the worker's own pool."""
         pool = self._topology.pool_of(worker)
         if self._ledger.pools[pool].record_blocks:
             return None  # blocks come without the record at their border
@@ -135,7 +134,7 @@ class PrefixCache:
     def num_available(
         self, sequence: Sequence, hits: Mapping[str, int], num_free: Mapping[str, int]
     ) -> dict[str, int]:
-        """Blocks by pool that it may have: those to spare, and those that others use now."""
+        """Count the blocks by pool that it may have: free ones and shared ones."""
         num_available = dict(num_free)
         for name, blocks in self.find(sequence, hits).items():
             kv_pool = self._ledger.pools[name]
@@ -147,7 +146,7 @@ class PrefixCache:
     def tokens_until(
         self, sequence: Sequence, hits: Mapping[str, int], ahead: PromptsAhead
     ) -> Callable[[str], int]:
-        """What a worker would have to compute until the sequence is: before it, and of it."""
+        """Make a function of the prompt tokens that a worker computes until the sequence's end."""
 
         def num_tokens(worker: str) -> int:
             left = sequence.num_tokens - hits.get(self._topology.pool_of(worker), 0)
@@ -158,19 +157,19 @@ class PrefixCache:
     def is_coming(
         self, sequence: Sequence, ahead: PromptsAhead, open_workers: Collection[str]
     ) -> bool:
-        """True if more of its prompt is about to be there, and it is cheaper to wait for that."""
+        """Say whether waiting for more of its prefix is cheaper than computing it."""
         is_restored = self.is_restored(sequence, open_workers)
         return is_restored or self.leader(sequence, ahead) is not None
 
     def leader(self, sequence: Sequence, ahead: PromptsAhead) -> Sequence | None:
-        """Another sequence under way with more of this prompt, if waiting for it is cheaper.
+        """Find a running sequence with more of this prompt, if waiting for it is cheaper.
 
-        Waiting delays this one until the other's step is made. Computing it twice makes everybody
-        else wait for as many tokens as the two have in common, and so that counts as its cost.
+        Waiting delays this one until the other's step ends. Computing the prefix twice delays all
+        other sequences by the common tokens, which counts as its cost.
 
         Args:
             sequence: is in the queue.
-            ahead: prompts on workers, also those that are ahead of the other.
+            ahead: prompts on workers, including prompts ahead of the other.
         """
         chain = sequence.prefix
         if chain is None or not chain.hashes:
@@ -187,14 +186,13 @@ class PrefixCache:
         return next(worth_it, None)
 
     def is_restored(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
-        """True while blocks of it come from a tier to where it would be computed.
+        """Say whether blocks of it are on their way from a tier to its worker's pool.
 
-        That is at one of those who prefill, or where none of them is there at any: who decodes
-        computes prompts then.
+        That worker prefills; if no prefill worker is up, any worker computes prompts.
 
         Args:
             sequence: has no blocks.
-            open_workers: those that take work.
+            open_workers: take work.
         """
         if not self.tiers or sequence.prefix is None or sequence.prefix.scope.is_secret:
             return False
@@ -213,11 +211,11 @@ class PrefixCache:
         return self.tiers.loading(sequence.seq_id) is not None
 
     def waits_for_restore(self, sequence: Sequence, open_workers: Collection[str]) -> bool:
-        """True while blocks that it had before a pause come from a tier."""
+        """Say whether its blocks from before a pause are on their way from a tier."""
         return isinstance(sequence.where, Paused) and self.is_restored(sequence, open_workers)
 
     def release_preempted(self, sequence: Sequence) -> None:
-        """Others need its blocks; those that are full are stored first where that is cheaper."""
+        """Release a preempted sequence's blocks; store full ones first if that is cheaper."""
         chain, computed_in = sequence.prefix, sequence.computed_in
         if self.tiers and chain and not chain.scope.is_secret and computed_in:
             pool, life = computed_in
@@ -230,7 +228,7 @@ class PrefixCache:
         self._ledger.release_all(sequence.seq_id)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, or was placed, and waits for nothing."""
+        """Forget a sequence that ended or was placed, so waits for nothing."""
         self._fetches.forget(sequence)
         if (restored := self.tiers.forget(sequence.seq_id)) is None:
             return
@@ -249,14 +247,14 @@ class PrefixCache:
         ahead: PromptsAhead,
         alone: int,
     ) -> bool:
-        """True if a sequence should wait for what another computes.
+        """Say whether a sequence should wait for another's prefix.
 
         Args:
             sequence: would wait.
             other: begins alike.
             hits: what the sequence has without it.
             ahead: prompts on workers.
-            alone: prompt tokens that are computed until the sequence is if it does not wait.
+            alone: prompt tokens that are computed until its end if it does not wait.
         """
         where, computed = other.where, other.num_computed_tokens
         if not isinstance(where, On) or sequence.prefix is None or other.prefix is None:
@@ -280,7 +278,7 @@ class PrefixCache:
     def reserve(
         self, sequence: Sequence, stages: tuple[RouteStage, ...], needed: Mapping[str, int]
     ) -> bool:
-        """Take the blocks of a route, those that are there and new ones; False if too few are free.
+        """Take a route's blocks, cached and new ones; False: too few are free.
 
         Args:
             sequence: has no blocks.
@@ -340,13 +338,13 @@ class PrefixCache:
     # While it runs
 
     def settle(self, sequence: Sequence, pool: str) -> bool:
-        """See from where it goes on in a pool, and that it writes what nobody else knows.
+        """Find where it continues in a pool, and make the blocks that it writes its own.
 
-        Blocks that its table begins with and that have a hash are computed. Of those after them
-        that it had computed before and computes again, others may know some: these are exchanged.
+        Leading blocks with a hash are computed. Later blocks that it computed before, and computes
+        again, may be shared: they are exchanged for new ones.
 
         Returns:
-            False: there is no room for that exchange now; it cannot be admitted yet.
+            False: too few blocks are free for the exchange; it cannot be admitted yet.
         """
         kv_pool, size = self._ledger.pools[pool], self._ledger.pools[pool].block_size
         here = (pool, kv_pool.life)

@@ -19,10 +19,10 @@ from engine.schedule.copies import Copies
 from engine.schedule.sequence import Counters, Sequence
 
 OVERHEAD_MS = 1.0
-"""Of a fetch, however small: messages, and the wait for the threads that copy."""
+"""Overhead of a fetch: messages, and the wait for the copying threads."""
 
 PredictMs = Callable[[str, int, int], float | None]
-"""For a worker's computing so many tokens of a prompt after so many; None: unknown."""
+"""A worker's time for a number of prompt tokens after another number; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PrefixLookup:
     """How much of a prompt is cached, in which pools."""
 
     worker: str
-    """That would compute what is not there."""
+    """The worker that would compute the missing rest."""
     here: list[int]
     """Blocks in its pool, from the first on."""
     there: list[int]
@@ -44,7 +44,7 @@ class _Fetch:
     chain: PrefixChain
     user: str
     lives: tuple[int, int]
-    """Of the pools, when it began."""
+    """Lives of both pools when the fetch began."""
     num_published: int
     """Blocks that can be found where it goes, from the first on."""
 
@@ -68,17 +68,17 @@ class PrefixCopies:
         self.predict_ms = predict_ms
         self._fetches: dict[Owner, _Fetch] = {}
         self._awaited: dict[int, Owner] = {}
-        """By seq_id, what it waits for."""
+        """The fetch that each sequence waits for, by seq_id."""
         self._asked: set[int] = set()
         """Sequences that have had their fetch, or need none, and are not placed yet."""
         self._last_owner = 0
 
     def is_awaited(self, sequence: Sequence) -> bool:
-        """True while blocks are on their way that a sequence waits for."""
+        """Say whether a sequence waits for blocks on their way."""
         return self._awaited.get(sequence.seq_id) in self._fetches
 
     def forget(self, sequence: Sequence) -> None:
-        """It has been placed, or has ended."""
+        """Forget a sequence that was placed or has ended."""
         self._awaited.pop(sequence.seq_id, None)
         self._asked.discard(sequence.seq_id)
 
@@ -118,9 +118,9 @@ class PrefixCopies:
         return fetch_ms is not None and (compute_ms is None or fetch_ms < compute_ms)
 
     def expected_ms(self, lookup: PrefixLookup, first: int, end: int) -> float | None:
-        """What blocks at these places of a prompt take, fetched as far as they are there.
+        """Predict the time for these positions of a prompt, fetched as far as they exist.
 
-        Those behind them are computed. None: it is not known, or none of them is there.
+        Later positions are computed. None: unknown, or no block of them exists.
         """
         size = self._ledger.pools[lookup.link.to_pool].block_size
         middle = min(len(lookup.there), end)
@@ -152,20 +152,20 @@ class PrefixCopies:
 
     @property
     def owners(self) -> set[Owner]:
-        """Who holds the tables that fetches have taken blocks into."""
+        """Return the owners of the tables into which fetches copy."""
         return set(self._fetches)
 
 
 def longest(
     found: Mapping[str, list[int]], links: Collection[Link], worker: str, pool: str
 ) -> PrefixLookup | None:
-    """The link whose beginning has most of a prompt, if that is more than its end has.
+    """Choose the link whose source has most of a prompt, if that is more than its target has.
 
     Args:
         found: the prompt's blocks by pool.
         links: to the pool, from others.
-        worker: that would compute what is missing.
-        pool: where it would.
+        worker: would compute the missing rest.
+        pool: the worker's.
     """
     here = found.get(pool, [])
     best = max(links, key=lambda link: len(found.get(link.from_pool, ())), default=None)

@@ -33,25 +33,25 @@ class FairQueue:
         self._tokens = WaitingLimit("prompt tokens", max_tokens)
         self._waiting: dict[str, dict[int, Sequence]] = {}
         self._charged: dict[str, float] = {}
-        """Tokens over the owner's weight, by owner, since somebody began to wait; also of owners
-        that do not wait now."""
+        """Tokens over the weight, by owner, since the queue was last empty; also of owners that do
+        not wait now."""
         self._placed: dict[int, tuple[int, float]] = {}
-        """Prompt tokens charged for these, which may be more than are computed, and the weight
-        then."""
+        """Prompt tokens charged at placement, perhaps more than are computed, and the weight then.
+        """
         self.weights: Mapping[str, float] = {}
-        """By owner; others have 1. A change holds for what is placed from then on."""
+        """Weights by owner; the default is 1. A change holds for later placements."""
         self._pending: dict[int, int] = {}
-        """Prompt tokens of those that were placed and have no token yet."""
+        """Prompt tokens of placed sequences without a first token."""
         self._promised: dict[str, float] = {}
         """Until when owners' refused clients have been told times to come back."""
         self._pushed_ns = -1
         self._is_served = True
         self.max_wait_ms = 0.0
-        """Who would wait longer for a turn, as predicted, is refused; 0: nobody is."""
+        """Maximum predicted wait for a turn, above which requests are refused; 0: no limit."""
         self.max_first_ms = 0.0
-        """Whose first token would come later, as predicted, is refused; 0: nobody is."""
+        """Maximum predicted TTFT, above which requests are refused; 0: no limit."""
         self.step_tokens = 0
-        """Of prompts, in a worker's step."""
+        """Prompt tokens in a worker's step."""
 
     def __len__(self) -> int:
         return self._sequences.total
@@ -90,7 +90,7 @@ class FairQueue:
         return self._sequences.num_owners
 
     def assume(self, ms_per_token: float) -> None:
-        """What a prompt token takes, until it has been seen; 0: nothing is known of it."""
+        """Set the time of a prompt token until it is measured; 0: unknown."""
         self._tokens.assumed_ms = ms_per_token
 
     def set_limits(self, max_sequences: int, max_tokens: int) -> None:
@@ -102,8 +102,8 @@ class FairQueue:
         """Queue all of a request's sequences, which have one owner, or none.
 
         Raises:
-            QueueFull: there is no room now, for anybody or for this owner.
-            RequestError: there never will be.
+            QueueFull: the queue is full, for all or for this owner.
+            RequestError: the request is larger than the queue.
         """
         num_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
         self.check(sequences[0].owner, len(sequences), num_tokens, now_ns)
@@ -111,7 +111,7 @@ class FairQueue:
         self._pushed_ns = now_ns
 
     def check(self, owner: str, num_sequences: int, num_tokens: int, now_ns: int) -> None:
-        """Refuse as push() would refuse a request of so many sequences and prompt tokens."""
+        """Refuse a request of this size as push() would."""
         self._advance(now_ns)
         share = self._share(owner)
         try:
@@ -126,7 +126,7 @@ class FairQueue:
                 self._tokens.check_first(owner, num_tokens, self.max_first_ms, share, ahead)
         except QueueFull as full:
             turn_ms = self._sequences.pace.wait_ms(num_sequences / share)
-            if turn_ms is None:  # nobody had to wait for a turn
+            if turn_ms is None:  # no sequence had to wait for a turn
                 turn_ms = self._tokens.first_ms(num_tokens / share)
             full.retry_after_ms = self._promise(owner, full.retry_after_ms, turn_ms, now_ns)
             raise
@@ -143,9 +143,9 @@ class FairQueue:
         self._tokens.enter(owner, num_tokens)
 
     def _promise(self, owner: str, retry_ms: int | None, turn_ms: float, now_ns: int) -> int:
-        """When a refused client should come back: as soon as there is room, but one at a time.
+        """Choose when a refused client should retry: once there is room, one at a time.
 
-        Were all of a flood told the same time, all but the first would come in vain.
+        If all clients of a flood retried together, all but the first would be refused again.
         """
         soonest_ns = now_ns + (retry_ms or 0) * 1e6
         slot_ns = max(soonest_ns, self._promised.get(owner, 0) + turn_ms * 1e6)
@@ -153,11 +153,11 @@ class FairQueue:
         return math.ceil((self._promised[owner] - now_ns) / 1e6)
 
     def in_order(self, now_ns: int) -> Iterator[Sequence]:
-        """What waits, the next one first; taking one moves its owner's next turn back."""
+        """Yield waiting sequences, the next one first; taking one moves its owner back."""
         return self._by_turns(self._charged, now_ns)
 
     def forecast(self, now_ns: int) -> Iterator[Sequence]:
-        """What waits, in the order in which it will be taken if nothing else comes."""
+        """Yield waiting sequences in the order of the queue if no others come."""
         charged = dict(self._charged)
         for sequence in self._by_turns(charged, now_ns):
             charged[sequence.owner] += sequence.num_uncached_tokens / self._weight(sequence.owner)
@@ -186,15 +186,15 @@ class FairQueue:
                 heapq.heappush(turns, (charged[owner], num_waiting, owner, rest))
 
     def served(self, is_served: bool, now_ns: int) -> None:
-        """From now on there is a worker that takes from it, or there is none.
+        """Note whether any worker takes sequences from the queue.
 
-        The time until a dead worker is back says nothing of the pace at which it serves.
+        The time until a dead worker is back does not count for the pace.
         """
         self._advance(now_ns)
         self._is_served = is_served
 
     def take(self, sequence: Sequence, now_ns: int) -> None:
-        """It is being placed: its owner is charged for its prompt."""
+        """Take out a sequence that is being placed; charge its owner for the prompt."""
         self._advance(now_ns)
         if now_ns > self._pushed_ns:  # what goes in the instant of its arrival did not wait
             self._sequences.pace.count(1)
@@ -206,7 +206,7 @@ class FairQueue:
         self._remove(sequence)
 
     def generated(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many output tokens have come: its owner is charged for them."""
+        """Charge the owner for new output tokens."""
         if sequence.seq_id in self._placed:
             _, weight = self._placed[sequence.seq_id]
             self._charged[sequence.owner] += num_tokens / weight
@@ -279,7 +279,7 @@ class PromptsAhead:
         self._now_ns = now_ns
         self._prompts: list[tuple[str | None, str, int, float]] = []
         self.sequences: list[Sequence] = []
-        """Those whose prompts are counted."""
+        """The sequences whose prompts are counted."""
         for sequence in running:
             if sequence.phase is Phase.PREFILLING:
                 self.add(sequence)
@@ -294,8 +294,8 @@ class PromptsAhead:
     def num_tokens(self, sequence: Sequence, worker: str) -> int:
         """Count the prompt tokens that the worker has to compute first.
 
-        A prompt of one step passes those of several, as it will in the worker's plan. Otherwise its
-        owner's older prompts keep their place; other owners' longer prompts are passed.
+        A prompt of one step passes prompts of several, as it will in the worker's plan. Otherwise
+        its owner's older prompts stay ahead; other owners' longer prompts are passed.
         """
         owner, own_tokens = sequence.owner, sequence.num_uncached_tokens
         own_key = self._key(sequence, own_tokens)
@@ -311,7 +311,7 @@ class PromptsAhead:
     def with_fewer_than(
         self, most_tokens: int, sequence: Sequence, workers: Iterable[str]
     ) -> set[str]:
-        """Those of the workers that have less to compute first."""
+        """Return the workers that have less to compute first."""
         return {name for name in workers if self.num_tokens(sequence, name) < most_tokens}
 
     def _key(self, sequence: Sequence, num_tokens: int) -> float:

@@ -1,10 +1,8 @@
 """Continue sequences after preemption, handoff or a worker's death.
 
-Owns: who is short of blocks, and who has been told to let go of its own; which sequence is to
-blame when workers die of it.
-Invariant: what is computed in a pool that is left of the route is not computed again; a route is
-taken with all its blocks, or not at all. A sequence that is suspected of deaths
-continues elsewhere only on an empty worker.
+Owns: which sequence is to blame when workers die of it.
+Invariant: KV in a pool that is left of the route is not computed again; a route is taken with all
+its blocks, or not at all. A sequence suspected of deaths continues only on an empty worker.
 Never: admits or ends a sequence.
 """
 
@@ -24,14 +22,14 @@ MAX_SUSPICIONS = 3
 
 
 def blame(victims: list[Sequence]) -> None:
-    """Suspect those of a dead worker's sequences that are on probation; if none is, all."""
+    """Suspect a dead worker's sequences on probation; without any, suspect all."""
     for sequence in [s for s in victims if s.is_on_probation] or victims:
         sequence.num_suspicions += 1
         sequence.is_on_probation = sequence.num_suspicions >= PROBATION_SUSPICIONS
 
 
 def is_proven(sequence: Sequence) -> bool:
-    """True if too many workers have died under it."""
+    """Say whether too many workers have died under it."""
     return sequence.num_suspicions > MAX_SUSPICIONS
 
 
@@ -68,7 +66,7 @@ class Recovery:
         self._counters = counters
 
     def hand_over(self, sequence: Sequence) -> Moving:
-        """A worker has done its stage and has dropped the sequence: on to the next."""
+        """Move a sequence on to its next stage, after a worker finished and dropped it."""
         assert isinstance(sequence.where, On)
         source = sequence.where.stage
         target = sequence.stages[sequence.stages.index(source) + 1]
@@ -124,12 +122,12 @@ class Recovery:
         return True
 
     def has_come(self, sequence: Sequence, ready_workers: Collection[str]) -> bool:
-        """See how far the blocks of a sequence have come that is between two workers.
+        """Check how many blocks of a moving sequence have arrived.
 
-        Of blocks that will not arrive it goes on with those that have; the others are computed.
+        If some will not arrive, it continues with the arrived ones and computes the others.
 
         Returns:
-            True if nothing is to be waited for: no copy writes its blocks any more.
+            True if no copy writes its blocks any more.
         """
         assert isinstance(sequence.where, Moving)
         from_pool, to_pool = (self._topology.pool_of(stage.worker) for stage in sequence.where)
@@ -147,7 +145,7 @@ class Recovery:
         return not (copies.is_under_way(sequence) or copies.is_written(sequence, to_pool))
 
     def arrive(self, sequence: Sequence) -> None:
-        """Its blocks have come: it is computed where it goes on."""
+        """Note that its blocks have arrived and are computed in the target's pool."""
         assert isinstance(sequence.where, Moving)
         from_pool, to_pool = (self._topology.pool_of(stage.worker) for stage in sequence.where)
         if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
@@ -158,7 +156,7 @@ class Recovery:
     def _keep(
         self, sequence: Sequence, pools: Collection[str], here: str, num_computed: int
     ) -> None:
-        """It goes on with what is computed in one pool, keeps its blocks in some, moves nothing."""
+        """Keep what is computed in one pool, and its blocks in some; stop moving."""
         if num_computed < sequence.num_computed_tokens:
             sequence.forget_computed(num_computed)
         if sequence.computed_in != (here, self._ledger.pools[here].life):

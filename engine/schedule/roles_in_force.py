@@ -44,9 +44,9 @@ from engine.wire.messages import Command, CoresUsed, MeasuredStep, Stepped
 ROLES = ("elastic", "static", "colocated")
 
 RECENT_HALF_LIFE_S = 1.0
-"""Of the number of sequences that decoded a moment ago."""
+"""Half-life of the number of sequences that decoded recently."""
 MAX_WAITING_STEPS = 256
-"""That are learnt from together, once a second; of more the newest."""
+"""Maximum steps learnt from together, once a second; the newest are kept."""
 
 
 class _TimedStep(NamedTuple):
@@ -63,11 +63,11 @@ class Roles:
         topology: which worker is which.
         cores: each worker's own.
         roles: one of ROLES; one worker is always colocated.
-        copies: knows what copying takes.
+        copies: predicts the time of copies.
         max_num_batched_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
         lends_for_prompts: a second core makes a prompt faster.
-        profile: what steps take here, as far as it is known.
+        profile: the known step times of this machine.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Roles:
 
     @property
     def open_workers(self) -> set[str]:
-        """Those that may be given something new."""
+        """Return the workers that may get new work."""
         return self.ready_workers - self.stalled
 
     @property
@@ -131,12 +131,12 @@ class Roles:
     # What happens to workers
 
     def worker_ready(self, worker: str) -> None:
-        """It takes commands from now on."""
+        """Note that a worker takes commands."""
         self.ready_workers.add(worker)
         self.cores.worker_ready(worker)
 
     def worker_died(self, worker: str) -> None:
-        """It is gone; when it comes back it will need its cores to load."""
+        """Note that a worker is gone; it will need its cores to load again."""
         self.ready_workers -= {worker, *self.topology.mappers_of(worker)}  # those end with it
         self.cores.worker_died(worker)
 
@@ -179,12 +179,12 @@ class Roles:
         now_ns: int,
         hits: Mapping[str, int],
     ) -> PairChoice:
-        """How a sequence should be run that is about to be placed.
+        """Choose the pair of workers for a sequence that is about to be placed.
 
         Args:
             sequence: it has no stages yet.
-            candidates: as Ways gives them, the one of static roles first.
-            running: all that is on workers, or between two.
+            candidates: of Routes.candidates, static roles' choice first.
+            running: all sequences on workers, or between two.
             now_ns: CLOCK_MONOTONIC.
             hits: positions of it by pool that are computed there.
         """
@@ -219,7 +219,7 @@ class Roles:
         return choose(situation, self._predict_ms)
 
     def placed(self, sequence: Sequence, choice: PairChoice, now_ns: int) -> None:
-        """The choice has been acted on."""
+        """Record that a choice was acted on."""
         self._last = choice.pair.route
         self.counts[f"{choice.pair.route} {choice.reason}"] += 1
         if choice.forecast is not None:
@@ -238,7 +238,7 @@ class Roles:
         gains = self._lends_for_prompts or any(s.phase is not Phase.PREFILLING for s in there)
         idle = [name for name in cores.own if name not in busy]
         is_quiet = len(idle) == len(cores.own)
-        busy |= self.stalled  # no other waits for cores that these will not let go of
+        busy |= self.stalled  # no other waits for cores that these will not release
         is_whole = self.ready_workers == set(cores.own)
         if is_whole and (is_quiet or self._roles == "colocated"):  # the next prompt goes there
             idle = [name for name in self.topology.parked_when_colocated if name in idle] or idle
@@ -256,7 +256,7 @@ class Roles:
             self.settle(())
 
     def _loads(self, running: Iterable[Sequence]) -> dict[str, WorkerLoad]:
-        """What each worker has to do; a sequence on its way to decode counts where it goes."""
+        """Compute each worker's load; a moving sequence counts at its decode worker."""
         tokens = dict.fromkeys(self.topology.names, 0)
         batches, contexts = dict(tokens), dict(tokens)
         for sequence in running:
@@ -274,7 +274,7 @@ class Roles:
         }
 
     def _predict_ms(self, worker: str, num_cores: int, load: StepLoad) -> float | None:
-        """By this worker's own steps; on one bus all workers are alike, so also by another's."""
+        """Predict by this worker's own steps; on one bus also by another's, as all are alike."""
         for times in self._times_like(worker, num_cores):
             if (known_ms := times.predict_ms(load)) is not None:
                 return known_ms
@@ -316,13 +316,13 @@ class Roles:
         return sum(times.num_prompt_steps(kind.size) for times in likes)
 
     def slowest_ms(self, worker: str, load: StepLoad) -> float | None:
-        """A step on the worker, by the cores with which it takes longest; None: unknown."""
+        """Predict a step on the worker's slowest cores; None: unknown."""
         return max(self._known_ms(worker, lambda times: times.predict_ms(load)), default=None)
 
     def prompt_ms(self, worker: str, num_tokens: int, num_before: int) -> float | None:
-        """The least that so many tokens of a prompt might take after so many; None: unknown.
+        """Estimate the least time of `num_tokens` prompt tokens after `num_before`; None: unknown.
 
-        A guess, where steps of such a size have not been measured.
+        It is a guess if steps of this size have not been measured.
         """
         size = min(num_tokens, self._max_step_tokens)
         load = StepLoad(size, size * (num_before + num_tokens / 2))
@@ -330,7 +330,7 @@ class Roles:
         return min((step_ms * num_tokens / size for step_ms in known), default=None)
 
     def _known_ms(self, worker: str, of: Callable[[StepTimes], float | None]) -> list[float]:
-        """By numbers of cores: of its own steps, or of another's who is like it."""
+        """List the times for each number of cores, by its own steps or a like worker's."""
         for like in self._like(worker):
             every = [of(t) for place, t in self._times.items() if worker_of(place) == like]
             if known := [step_ms for step_ms in every if step_ms is not None]:
@@ -338,14 +338,14 @@ class Roles:
         return []
 
     def _num_cores(self, worker: str) -> int:
-        """On which it computes now."""
+        """Count the cores on which it computes now."""
         cores = self.cores
         return len(cores.used(worker) if cores.can_lend else cores.own[worker]) or 1
 
     def _copy_ms(
         self, num_tokens: int, hits: Mapping[str, int], pairs: list[Pair]
     ) -> dict[Pair, float]:
-        """What copying a prompt's blocks takes, where that is known; nothing within one pool."""
+        """Predict the time of copying a prompt's blocks by pair; unknown pairs are left out."""
         links = {pair: self._copies.links.between(*pair) for pair in pairs if pair.moves}
         known = {
             pair: self._copies.expected_ms(link, num_tokens - hits.get(link.to_pool, 0))
@@ -355,7 +355,7 @@ class Roles:
 
 
 class _RecentBatch:
-    """How many decoded lately: who has just had an answer is likely to ask again."""
+    """The recent number of decoding sequences: a user with a new answer often asks again."""
 
     def __init__(self) -> None:
         self._load = StepLoad()
@@ -367,7 +367,7 @@ class _RecentBatch:
             self._load, self._at_ns = load, at_ns
 
     def added_to(self, now: WorkerLoad, at_ns: int) -> WorkerLoad:
-        """The load there is, with those who are expected back."""
+        """Add the expected sequences to the present load."""
         num_more = self._batch(at_ns) - now.batch
         if num_more <= 0:
             return now

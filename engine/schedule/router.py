@@ -59,7 +59,7 @@ from engine.wire.sampling import TokenLogprob
 
 MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
 STARVATION_NS = 10_000_000_000
-"""A sequence that has waited this long is not passed any more by what comes after it in order."""
+"""Maximum time for which later sequences may pass a waiting one."""
 
 Send = Callable[[str, Command], None]
 Emit = Callable[[Sequence, list[int], list[TokenLogprob], bool], None]
@@ -167,7 +167,7 @@ class Router:
         self.ledger.release_all(sequence.seq_id)
 
     def stop(self, sequence: Sequence, num_kept_tokens: int, now_ns: int) -> None:
-        """End a sequence at a stop string, after so many output tokens; its reply knows."""
+        """End a sequence at a stop string, after `num_kept_tokens` output tokens."""
         del sequence.output_token_ids[num_kept_tokens:]
         self.finish(sequence, FinishReason.STOP, now_ns)
         sequence.finish_reason = FinishReason.STOP  # also where it had reached its length meanwhile
@@ -213,9 +213,9 @@ class Router:
         self.roles.answered(worker, report)
 
     def worker_died(self, worker: str, now_ns: int) -> None:
-        """The worker is dead and everything that it sent has been handled.
+        """Recover a dead worker's sequences, after all its messages.
 
-        Its sequences keep blocks, outputs, and what is acknowledged of KV in pools that outlive it.
+        Its sequences keep blocks, outputs and acknowledged KV in pools that outlive it.
         """
         self.roles.worker_died(worker)
         self.ledger.reap(worker)
@@ -268,7 +268,7 @@ class Router:
             self._grow(now_ns)
 
     def copied(self, worker: str, report: Copied, now_ns: int) -> None:
-        """Some blocks have arrived where they go, or will not."""
+        """Handle a worker's report of copied blocks, or of a failure."""
         arrival = self.copies.copied(worker, report)
         if arrival is None:
             self.counters.stale_messages += bool(report.num_pairs)
@@ -280,7 +280,7 @@ class Router:
     # Placement
 
     def dispatch(self, now_ns: int) -> None:
-        """Place whatever can be placed: those that hold blocks, those that did, then the queue."""
+        """Place all that can be placed: sequences with blocks, preempted ones, the queue."""
         self.prefix_copies.settle(self.roles.open_workers)
         for sequence in list(self.at.moving.values()):
             self._arrive(sequence, now_ns)
@@ -294,7 +294,7 @@ class Router:
         self.roles.settle(self.at.held())
 
     def _grow(self, now_ns: int) -> None:
-        """Give blocks to those that need more; take them from others where there are none."""
+        """Give short sequences blocks; preempt others if too few are free."""
         while victims := self.allocator.grow():
             for sequence in victims:
                 self._pause(sequence, now_ns)
@@ -376,7 +376,7 @@ class Router:
         return self.recovery.fallback(sequence, self.roles.open_workers, self.at.held()) or stage
 
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
-        """True if the worker is there, and it is not a second suspect beside another."""
+        """Say whether the worker is ready, and runs no second suspect."""
         at_worker = [s for s in self.at.running.values() if s.worker == worker]
         return worker in self.roles.ready_workers and not recovery.must_wait(sequence, at_worker)
 
@@ -450,7 +450,7 @@ class Router:
             self._yield(sequence)
 
     def _yield(self, sequence: Sequence) -> None:
-        """Dropped for those who decode there, it goes on elsewhere, or a little at a time."""
+        """Continue a sequence that yielded its worker, elsewhere or in small chunks."""
         assert isinstance(sequence.where, On)
         stage = sequence.where.stage
         stages = self.routes.elsewhere(sequence, stage.worker, self.roles.ready_workers)

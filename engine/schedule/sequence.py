@@ -37,14 +37,14 @@ class Phase(StrEnum):
 
 
 class RouteStage(NamedTuple):
-    """A part of a sequence's route: it runs at a worker until it has so many output tokens."""
+    """A part of a sequence's route: a worker, and the output tokens at which it ends."""
 
     worker: str
     until_output: int
 
 
 def route_of(workers: Iterable[str]) -> str:
-    """A route in a word: the name of the worker that does all of it, or `move` if there are two."""
+    """Name a route: its only worker, or `move` if there are two."""
     first, *others = dict.fromkeys(workers)
     return "move" if others else first
 
@@ -66,7 +66,7 @@ class On(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """Between two workers: the first has let go of it, the second does not have it yet."""
+    """Between two workers: the first has released it, the second does not have it yet."""
 
     source: RouteStage
     target: RouteStage
@@ -105,7 +105,8 @@ class Stamps:
     started_ns: int | None = None
     """Start of the first step that contained the sequence."""
     first_token_ns: int | None = None
-    """When the daemon read token 1; second_token_ns and last_token_ns likewise."""
+    """Time when the daemon read token 1; second_token_ns and last_token_ns are times of later
+    tokens."""
     attached_ns: int | None = None
     """When the decode worker took it over; None where there was no handoff."""
     decode_started_ns: int | None = None
@@ -114,7 +115,7 @@ class Stamps:
     last_token_ns: int | None = None
     finished_ns: int | None = None
     paused_ns: int | None = None
-    """Not a point in time: how long all pauses together were, those that are over."""
+    """Sum of all finished pauses, not a point in time."""
     restored_ns: int | None = None
     """No point in time either: how long it waited in the queue for blocks from the disk; None: it
     never did."""
@@ -122,7 +123,7 @@ class Stamps:
     """When the pause began that is not over; None: it is not paused."""
 
     def token(self, now_ns: int) -> None:
-        """The daemon has read one more."""
+        """Note that the daemon has read a token."""
         self._go_on(now_ns)
         self.last_token_ns = now_ns
         if self.first_token_ns is None:
@@ -131,7 +132,7 @@ class Stamps:
             self.second_token_ns = now_ns
 
     def decoding(self, started_ns: int, admitted_ns: int | None) -> None:
-        """A step has computed a position after the prompt.
+        """Note that a step computed a position after the prompt.
 
         Args:
             started_ns: of that step.
@@ -143,7 +144,7 @@ class Stamps:
             self.decode_started_ns = max(started_ns, self.attached_ns or 0)
 
     def pause(self, now_ns: int) -> None:
-        """Its blocks have been taken away."""
+        """Note that its blocks were taken."""
         if self.first_token_ns is None:
             self.started_ns = None
             return
@@ -153,12 +154,12 @@ class Stamps:
             self.paused_at_ns = now_ns
 
     def restored(self, elapsed_ns: int) -> None:
-        """It has waited so long for the disk; after token 1 that is a part of its pause."""
+        """Add a wait for the disk; after token 1 it is a part of the pause."""
         if self.first_token_ns is None:
             self.restored_ns = (self.restored_ns or 0) + elapsed_ns
 
     def finish(self, now_ns: int) -> None:
-        """It has ended, perhaps in a pause."""
+        """Note its end, perhaps in a pause."""
         self._go_on(now_ns)
         self.finished_ns = now_ns
 
@@ -183,12 +184,11 @@ class Sequence:
     prefix: PrefixChain | None = None
     """The hashes of its full blocks; None: it neither finds others' blocks nor leaves its own."""
     num_cached_tokens: int = 0
-    """Of its prompt, those found computed when it was first placed; before that, when the cache was
-    last looked at."""
+    """Prompt tokens found computed when it was first placed; before that, at the last lookup."""
     num_restored_tokens: int = 0
-    """Of those, the ones that were loaded from the disk for it."""
+    """Cached tokens that were loaded from the disk for it."""
     num_published_blocks: int = 0
-    """Of its table where it is computed, those that others have been able to find."""
+    """Blocks of its current table that other sequences have been able to find."""
     where: Where = QUEUED
     stages: tuple[RouteStage, ...] = ()
     """Chosen when its blocks are reserved."""
@@ -201,18 +201,18 @@ class Sequence:
     cache_miss: CacheMiss | None = None
     """Why its cached prefix ended where it did; None: nothing was missed."""
     max_chunk_tokens: int | None = None
-    """Of its prompt in one step; None: as many as a step takes."""
+    """Maximum prompt tokens in one step; None: the step's limit."""
     output_token_ids: list[int] = field(default_factory=list)
     drafts: DraftCounts = field(default_factory=DraftCounts)
     """What speculation has guessed for it."""
     num_computed_tokens: int = 0
     """Positions whose KV is written and acknowledged."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of prompt tokens 1, 2, ... as far as they are computed; empty unless asked for."""
+    """Log-probabilities of computed prompt tokens 1, 2, ...; empty unless asked for."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
-    """The error is in what was asked: its client can mend it, and nobody here."""
+    """Whether the request is at fault, so that only its client can mend it."""
     num_recoveries: int = 0
     num_preemptions: int = 0
     """Times that its blocks were taken away for others."""
@@ -240,7 +240,7 @@ class Sequence:
     already, or was computed again."""
 
     def runs_at(self, worker: str, transport: str | None) -> None:
-        """It is admitted there, by that transport; None: new, or after a pause or a death."""
+        """Record its worker and transport; None: new, or after a pause or a death."""
         if transport is None and self.workers[-1:] == [worker]:
             return
         if self.workers:
@@ -248,9 +248,9 @@ class Sequence:
         self.workers.append(worker)
 
     def forget_computed(self, num_kept_tokens: int = 0) -> None:
-        """Compute again what comes after so many positions, into the same blocks.
+        """Forget computed positions after the kept ones; they go into the same blocks again.
 
-        Where prompt tokens are reported on, that is everything: each is reported on once.
+        If prompt tokens are reported on, forget all: each is reported on once.
         """
         if self.sampling.prompt_logprobs is not None:
             num_kept_tokens, self.prompt_logprobs = 0, []
@@ -302,7 +302,7 @@ class Sequence:
 
     @property
     def owner(self) -> str:
-        """Whose share of the queue it takes."""
+        """The owner that it is charged to in the queue."""
         return self.spec.owner
 
     @property
@@ -346,11 +346,11 @@ class Counters:
     handoffs: int = 0
     handoff_bytes: int = 0
     failed_handoffs: int = 0
-    """Whose blocks could not be copied, or were lost on the way, and were computed again."""
+    """Handoffs with blocks that failed or were lost, and were computed again."""
     prefix_cache_queries: int = 0
-    """Prompt tokens of sequences that could use what others have computed; of these..."""
+    """Prompt tokens of sequences that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """...those that were not computed."""
+    """Looked up prompt tokens that were not computed."""
     prefix_cache_fetches: int = 0
     """Tokens whose blocks were copied to where a prompt was about to compute them again."""
     prefix_cache_ns: int = 0

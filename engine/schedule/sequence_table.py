@@ -32,7 +32,7 @@ class SequenceTable:
         """Between two workers."""
 
     def put(self, sequence: Sequence, where: Where) -> None:
-        """It is there from now on. The queue is left, and the end is reached, by the caller."""
+        """Move a sequence to another container; the caller handles the queue and the end."""
         if (before := self._container(sequence.where)) is not None:
             before.pop(sequence.seq_id, None)
         if isinstance(where, On):
@@ -55,11 +55,11 @@ class SequenceTable:
         return None
 
     def held(self) -> list[Sequence]:
-        """On workers, or between two."""
+        """List sequences on workers, or between two."""
         return [*self.running.values(), *self.moving.values()]
 
     def holders(self) -> list[Sequence]:
-        """Every sequence that holds KV blocks."""
+        """List every sequence that holds KV blocks."""
         return [*self.held(), *self.resuming.values()]
 
     def check_invariants(

@@ -19,22 +19,22 @@ from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.wire.messages import MeasuredStep, SequenceStep, StepShape
 
 MIN_STEPS = 3
-"""Of a kind, before it is predicted."""
+"""Minimum steps of a kind before it is predicted."""
 MARGIN = 1.25
-"""Beyond the measured sizes a step is taken to last this much longer than the form says."""
+"""Factor on predictions beyond the measured sizes."""
 SHALLOW = 128
 """Positions before a step's tokens that hardly count."""
 _SQRT2 = math.sqrt(2)
 _MIN_MS = 1e-3
 _LEAST_SHARE = 0.25
-"""Of a measured step, at least, is not attention over earlier positions."""
+"""Minimum share of a measured step that is not attention over earlier positions."""
 
 
 class StepLoad(NamedTuple):
-    """What there is to compute in one step.
+    """What one step computes.
 
     Kinds follow from what a token costs: alone it is read-bound, among others of its sequence
-    compute-bound, whatever the phase is called.
+    compute-bound, in either phase.
     """
 
     num_prefill_tokens: int = 0
@@ -47,7 +47,7 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def of(cls, entries: Iterable[SequenceStep]) -> StepLoad:
-        """The load of a step that has been made."""
+        """Compute the load of a finished step."""
         num_prefill_tokens, num_attended, batch, context = 0, 0.0, 0, 0
         for entry in entries:
             count = entry.num_scheduled_tokens
@@ -61,7 +61,7 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def alike(cls, step: MeasuredStep | StepShape) -> StepLoad:
-        """The load of a step of equal sequences."""
+        """Compute the load of a step of equal sequences."""
         computed = step.num_before + step.num_tokens
         if step.num_tokens == 1:
             return cls(batch=step.num_sequences, context=step.num_sequences * computed)
@@ -70,17 +70,17 @@ class StepLoad(NamedTuple):
 
 
 def size_class(size: float) -> int:
-    """The power of two that is nearest."""
+    """Return the nearest power of two."""
     return 1 << max(round(math.log2(size)), 0) if size > 1 else 1
 
 
 def depth_class(depth: float) -> int:
-    """The power of two that is nearest; 0 where positions before hardly count."""
+    """Return the nearest power of two; 0 if earlier positions hardly count."""
     return 0 if depth < SHALLOW else size_class(depth)
 
 
 class _Row(NamedTuple):
-    """A fact, as it is read."""
+    """A fact in the form in which it is read."""
 
     reach: float
     ms: float
@@ -100,7 +100,7 @@ class _Line(NamedTuple):
     num_steps: int
 
     def base_ms(self, size: float) -> float:
-        """The part of a step's time that does not depend on what it attends to."""
+        """Compute the part of a step's time that does not depend on attention."""
         at = bisect_left(self.sizes, size)
         if at == 0:
             return self.bases[0]
@@ -128,9 +128,9 @@ class _Kind:
         self._line: _Line | None = None
 
     def observe(self, size: int, reach: float, elapsed_ms: float) -> None:
-        """Enter a step under the nearest sizes, as it would have been with those.
+        """Enter a step under the nearest sizes, scaled to them.
 
-        Predictions take it in with refresh(), so that many steps are read out once.
+        Predictions include it after refresh(), so that many steps are read together.
         """
         depth = depth_class(self._depth(size, reach))
         key = FactKey(self._what, size_class(size), depth, self._place)
@@ -146,7 +146,7 @@ class _Kind:
         self._line = None
 
     def predict_ms(self, size: int, reach: float) -> float | None:
-        """The time of such a step; None where too little has been measured to say."""
+        """Predict such a step; None: too little is measured."""
         line = self._read()
         if line is None or line.num_steps < MIN_STEPS:
             return None
@@ -159,7 +159,7 @@ class _Kind:
         return guess_ms * MARGIN
 
     def guess_ms(self, size: int, reach: float) -> float | None:
-        """The time by the form, however little it rests on; None: there is no fact."""
+        """Estimate such a step by the form from any facts; None: no fact."""
         line = self._read()
         return None if line is None else self._at(line, size, reach)
 
@@ -182,7 +182,7 @@ class _Kind:
         return max(reach / size - self._own_share * size, 0.0)
 
     def _read(self) -> _Line | None:
-        """The facts as they are now; kept until one of them changes."""
+        """Read the facts; cache them until one changes."""
         if self._line is None:
             found: dict[int, list[_Row]] = {}
             extents, max_depth, num_steps = [], 0.0, 0
@@ -257,7 +257,7 @@ class StepTimes:
             self._decode.observe(load.batch, load.context, elapsed_ms)
 
     def predict_ms(self, load: StepLoad) -> float | None:
-        """The time of such a step; None where that would be a guess."""
+        """Predict such a step; None: it would be a guess."""
         decode_ms = self._decode.predict_ms(load.batch, load.context) if load.batch else None
         if not load.num_prefill_tokens:
             return decode_ms
@@ -265,7 +265,7 @@ class StepTimes:
         return self._together(own_ms, decode_ms, load)
 
     def guess_ms(self, load: StepLoad) -> float | None:
-        """The time by the form, however little it rests on; None: there is no fact."""
+        """Estimate such a step by the form from any facts; None: no fact."""
         decode_ms = self._decode.guess_ms(load.batch, load.context) if load.batch else None
         if not load.num_prefill_tokens:
             return decode_ms

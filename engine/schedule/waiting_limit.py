@@ -14,11 +14,11 @@ from engine.errors import InvariantViolated, QueueFull, RequestError
 
 OWNER_SHARE = 3
 PACE_WINDOW_S = 30.0
-"""How far back the pace looks, in time that somebody waited."""
+"""Time with a waiting sequence over which the pace is computed."""
 FIRST_WINDOWS_S = (2.0, 10.0)
 """The same of first tokens: how fast they come changes as soon as more is decoded beside them."""
 KEPT_SHARE = 0.3
-"""Of the target for the first token: what was admitted slows down what comes after it."""
+"""Share of the TTFT target kept back, because admitted prompts slow down later ones."""
 UNKNOWN_RETRY_MS = 5_000
 """When to come back while nothing has left yet."""
 MIN_RETRY_MS = 1_000
@@ -38,7 +38,7 @@ class WaitingLimit:
         self.first_tokens = tuple(map(QueueRate, FIRST_WINDOWS_S))
         """How fast prompts get theirs, in time that one was waited for."""
         self.assumed_ms = 0.0
-        """For one of it, where no pace is known yet; 0: nothing is."""
+        """Time for one unit while no pace is known; 0: unknown."""
         self._held: dict[str, int] = {}
 
     @property
@@ -66,17 +66,17 @@ class WaitingLimit:
             del self._held[owner]
 
     def check(self, owner: str, wanted: int, *, is_single: bool) -> None:
-        """Refuse what there is no room for.
+        """Refuse a request for which there is no room.
 
         Args:
-            owner: whose it is.
+            owner: of the request.
             wanted: how much a request brings.
-            is_single: it is one sequence. An owner's first may take all that is left, and where
-                nothing waits it may be of any size: whatever can be served can also wait.
+            is_single: it is one sequence. An owner's first may take all that is left, and in an
+                empty queue it may have any size: what can be served can also wait.
 
         Raises:
-            QueueFull: there is no room now, for anybody or for this owner.
-            RequestError: there never will be.
+            QueueFull: the queue is full, for all or for this owner.
+            RequestError: the request is larger than the queue.
         """
         free, held = self.limit - self.total, self.held(owner)
         if is_single and not held and (wanted <= free or not self.total):
@@ -107,7 +107,7 @@ class WaitingLimit:
             )
 
     def ahead_of(self, owner: str, wanted: int, share: float) -> float:
-        """What leaves before the last of so much more of an owner's, if nothing else comes.
+        """Compute what leaves before an owner's last addition, if nothing else comes.
 
         Owners take turns, so others' queues count only as far as its own is long, by its share.
         """
@@ -115,10 +115,10 @@ class WaitingLimit:
         return min(own / share, self.total + wanted) - wanted
 
     def check_wait(self, owner: str, wanted: int, max_wait_ms: float, share: float) -> None:
-        """Refuse what would wait too long at the pace at which the queue has been going down.
+        """Refuse a request that would wait too long at the queue's pace.
 
         Args:
-            owner: whose it is.
+            owner: of the request.
             wanted: how much a request brings.
             max_wait_ms: for a turn.
             share: the owner's, of the turns.
@@ -142,14 +142,14 @@ class WaitingLimit:
     def check_first(
         self, owner: str, wanted: int, target_ms: float, share: float, ahead: int
     ) -> None:
-        """Refuse whose first token would come too late at the pace of first tokens.
+        """Refuse a request whose first token would come too late at the pace of first tokens.
 
-        That pace falls while those who have theirs are served, which is why it is looked at over a
-        short time and a longer one, the slower of which counts, and why a part of the target is
-        kept back. Who needs most of the target alone is let in while little is ahead.
+        That pace falls while admitted sequences decode. So it is computed over a short time and a
+        longer one, the slower counts, and a part of the target is kept back. A request that needs
+        most of the target alone is admitted while little is ahead.
 
         Args:
-            owner: whose it is.
+            owner: of the request.
             wanted: how much a request brings.
             target_ms: for the first token.
             share: the owner's, of the turns.
@@ -171,7 +171,7 @@ class WaitingLimit:
         )
 
     def first_ms(self, amount: float) -> float:
-        """Until so much has had its first token."""
+        """Predict the time until `amount` has had its first token."""
         known = [pace.wait_ms(amount) for pace in self.first_tokens]
         return max((n for n in known if n is not None), default=amount * self.assumed_ms)
 
@@ -184,11 +184,11 @@ class WaitingLimit:
 
 
 class QueueRate:
-    """How fast a queue goes down: what left it, over the time that somebody waited, lately.
+    """The recent pace of a queue: what left it, over the time in which any sequence waited.
 
     Args:
         window_s: how far back it looks.
-        least: assume that this much leaves next, while nothing has; 0: then no pace is known.
+        least: assume that this much leaves next, while nothing has left; 0: then no pace is known.
     """
 
     def __init__(self, window_s: float = PACE_WINDOW_S, least: int = 0) -> None:
@@ -207,18 +207,18 @@ class QueueRate:
         self._at_ns = now_ns
 
     def count(self, amount: int) -> None:
-        """So much has left after it has waited."""
+        """Count what has left after waiting."""
         self._amount += amount
 
     def wait_ms(self, amount: float) -> float | None:
-        """How long it takes until so much has left; None while nothing has left yet."""
+        """Predict the time until `amount` has left; None: nothing has left yet."""
         left = self._amount or self._least
         if not left or not self._waited_s:
             return None
         return 1e3 * amount * self._waited_s / left
 
     def retry_ms(self, amount: int) -> int:
-        """When to come back, within what clients keep to."""
+        """Choose when to retry, within limits that clients keep to."""
         estimate_ms = self.wait_ms(amount)
         if estimate_ms is None:
             return UNKNOWN_RETRY_MS
@@ -226,5 +226,5 @@ class QueueRate:
 
 
 def retry_after_ms(wait_ms: float) -> int:
-    """A time to come back that clients keep to."""
+    """Limit a retry time to values that clients keep to."""
     return math.ceil(min(max(wait_ms, MIN_RETRY_MS), MAX_RETRY_MS))

@@ -24,15 +24,16 @@ AHEAD_TOKENS = 8
 """Positions after its newest token that a sequence has blocks for: enough for a step with a draft
 of 7 tokens. The next step may begin before the daemon has answered."""
 MAX_PREEMPTIONS = 2
-"""A sequence that was preempted so often returns only with blocks for many tokens more, and keeps
-them while others have any to give."""
+"""Preemptions after which a sequence returns only with blocks for many tokens more.
+
+It keeps them while others have any to give."""
 PORTION_TOKENS = 2048
-"""Such a sequence gets its blocks in portions of so many positions: its limit may be the whole
-context, of which it will hardly use much."""
+"""Positions of such a sequence's portions of blocks: its limit may be the whole context, which it
+hardly uses."""
 
 
 class Pair(NamedTuple):
-    """The worker that computes a prompt, and the one that goes on; both may be the same."""
+    """The worker that computes a prompt, and the one that decodes; one may do both."""
 
     prefill: str
     decode: str
@@ -47,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def route_stages(sequence: Sequence, pair: Pair) -> tuple[RouteStage, ...]:
-    """A route from worker to worker; one that ends with its next token does not move."""
+    """Make a route through a pair; a sequence that ends with its next token does not move."""
     max_tokens, until_output = sequence.sampling.max_tokens, sequence.num_output_tokens + 1
     if not pair.moves:
         return (RouteStage(pair.decode, max_tokens),)
@@ -74,9 +75,9 @@ def blocks_needed(
     topology: Topology,
     pools: Mapping[str, BlockPool],
 ) -> dict[str, int]:
-    """Blocks by pool: for so many positions on the last stage, before it for what is known.
+    """Count blocks by pool: for `num_tokens` on the last stage, for known tokens before it.
 
-    Legs in one pool share the blocks.
+    Stages in one pool share the blocks.
     """
     needed: dict[str, int] = {}
     for stage in stages:
@@ -89,10 +90,10 @@ def blocks_needed(
 def admit(
     sequence: Sequence, stage: RouteStage, table: list[int], records: Records | None = None
 ) -> Admit:
-    """The command by which a sequence runs on a stage, as it stands now.
+    """Make the command that runs a sequence on a stage from its present state.
 
     Args:
-        sequence: which.
+        sequence: to run.
         stage: of its route.
         table: its blocks in the pool of the stage's worker.
         records: its records there; None: the model keeps none.
@@ -133,13 +134,13 @@ class Routes:
         )
 
     def has_capacity(self, sequence: Sequence, stages: tuple[RouteStage, ...]) -> bool:
-        """True if the pools of a route could hold it to its end."""
+        """Say whether the pools of a route could hold it to its end."""
         pools, length = self._ledger.pools, whole_length(sequence)
         needed = blocks_needed(sequence, stages, length, self._topology, pools)
         return all(count <= pools[name].kv_capacity for name, count in needed.items())
 
     def fits(self, sequence: Sequence, num_available: Mapping[str, int]) -> bool:
-        """True if some route needs no more blocks than are free, by pool."""
+        """Say whether some route needs no more blocks than are available, by pool."""
         return any(
             self._fits_in(sequence, p, num_available) for p in (*self._moving, *self._staying)
         )
@@ -151,12 +152,12 @@ class Routes:
     def elsewhere(
         self, sequence: Sequence, worker: str, ready_workers: Collection[str]
     ) -> tuple[RouteStage, ...]:
-        """A route by which a prompt goes on at another worker with the blocks that it has; or none.
+        """Find a route on which a prompt continues at another worker with its blocks; empty: none.
 
         Args:
             sequence: is on the worker, where it will decode.
-            worker: that is to be spared its prompt.
-            ready_workers: those that could take it.
+            worker: to be relieved of its prompt.
+            ready_workers: can take it.
         """
         pool_of = self._topology.pool_of
         near = [
@@ -170,7 +171,7 @@ class Routes:
         return route_stages(sequence, near[0]) if near and is_open else ()
 
     def _can_stay(self, sequence: Sequence, worker: str) -> bool:
-        """True if a worker's pool could hold its whole length."""
+        """Say whether a worker's pool could hold its whole length."""
         return self.has_capacity(sequence, route_stages(sequence, Pair(worker, worker)))
 
     def check_fits(self, sequence: Sequence) -> None:
@@ -201,19 +202,20 @@ class Routes:
         hits: Mapping[str, int],
         num_available: Mapping[str, int],
     ) -> list[Pair]:
-        """Pairs of workers that could run a sequence now.
+        """List pairs of workers that could run a sequence now.
 
-        The first is that of static roles, with least to do: one until this prompt is computed, one
-        by its batch, and before that by whether their pools have enough; of equals those that hold
-        most of it. The others have enough, too. Where all workers of a role are down, those of the
-        other do both, each in a pool that could hold the whole. On one memory bus those that
-        prefill do not decode otherwise: the weights would be read twice.
+        The first is static roles' choice: the prefill worker with least to compute until this
+        prompt ends, and the decode worker with the smallest batch. Workers whose pools have enough
+        blocks go first; of equals, the one that holds most of the prompt. All other pairs have
+        enough blocks. If all workers of a role are down, workers of the other do both, each in a
+        pool that could hold the whole. On one memory bus prefill workers do not decode otherwise:
+        the weights would be read twice.
 
         Args:
             sequence: is about to be placed.
-            open_workers: those that it could go to.
-            held: all that is on workers or between two.
-            tokens_until: prompt tokens that a worker would have to compute until it is done.
+            open_workers: may get it.
+            held: all sequences on workers or between two.
+            tokens_until: prompt tokens that a worker would compute until it is done.
             hits: positions by pool that are computed there.
             num_available: blocks by pool, free or shared with others.
         """
@@ -235,7 +237,7 @@ class Routes:
         if not (ends and topology.shares_memory_bus):
             can = [name for name in firsts if self._can_stay(sequence, name)]
             stays += [name for name in can if name not in ends]
-        if not (ends or stays):  # then it decodes where nobody is yet
+        if not (ends or stays):  # then it decodes at a worker that is down
             ends = topology.playing(DECODE)
         pairs = [Pair(first, end) for first in firsts for end in ends if first != end]
         pairs += [Pair(name, name) for name in stays]
@@ -250,17 +252,17 @@ class Routes:
         held: Iterable[Sequence],
         num_there: Callable[[str], int],
     ) -> list[tuple[RouteStage, ...]]:
-        """Routes by which a sequence goes on whose worker is down, the best first.
+        """List routes for a sequence that lost its worker, the best first.
 
-        It decodes where it was to decode, if that worker is there; else where most of it is
-        computed, or at the worker with fewest sequences. What is left of its prompt is computed by
-        a worker that prefills, if it is more than those who decode would hardly notice.
+        It decodes at its planned worker if that is up; else where most of it is computed, or at the
+        worker with fewest sequences. A prefill worker computes the rest of its prompt, unless the
+        rest is so short that it hardly delays decoding sequences.
 
         Args:
             sequence: has lost its worker.
-            open_workers: those that can be given something.
-            held: all that is on workers or between two.
-            num_there: of its positions, those that are computed in a worker's pool.
+            open_workers: may get it.
+            held: all sequences on workers or between two.
+            num_there: its positions that are computed in a worker's pool.
         """
         playing = self._topology.playing
         batches = Counter(other.stages[-1].worker for other in held)
