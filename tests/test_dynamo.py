@@ -186,7 +186,7 @@ def test_an_adapter_that_is_told_to_end_leaves_first_and_lets_its_streams_end(ru
         ended.adapter.terminate()
         assert [text_of(one.result()) for one in replies] == wanted
     assert ended.adapter.wait(60) == 0
-    assert "left the router: told to end" in ended.told
+    assert "told to end" in ended.told
 
 
 def test_who_hangs_up_frees_the_appliance(running):

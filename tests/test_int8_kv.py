@@ -69,8 +69,8 @@ def assert_greedy(prompt, output, alone):
 def test_tokens_are_those_of_a_lone_int8_run_also_across_a_death(start_daemon, folder, alone, arm):
     daemon = start_daemon(*OPTIONS, *{**ARMS, **MANY}[arm], model=folder).wait_ready()
     state = daemon.state()
-    assert "KV is int8, with a scale for each token and head; against KV in float32" in state["kv"]
-    assert "KL divergence of the logits 0.0" in state["kv"]
+    assert "KV is int8" in state["kv"]
+    assert "logits 0.0" in state["kv"]
     assert state["kv"] in daemon.stderr
 
     def ask(prompt):

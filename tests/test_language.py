@@ -35,6 +35,7 @@ def test_faults_are_found():
 def test_a_sentence_in_an_assert_is_found():
     source = "assert error.what == 'the queue is full of prompts'\nassert x == 'a short text'\n"
     source += "with raises(E, match='the disk of the cache is full'):\n    pass\n"
+    source += "assert path == '/run/a/socket/of/the/daemon.sock'\n"
     assert [fault.rule for fault in language._of_test("tests/test_x.py", source)] == ["wording"] * 2
 
 

@@ -255,7 +255,7 @@ def test_a_grammar_that_explodes_on_the_way_ends_its_own_request_alone(client, s
             pool.submit(complete, client, max_tokens=60, extra_body={"ignore_eos": True})
             for _ in range(2)
         ]
-        with pytest.raises(openai.APIError, match="grammar` cannot be followed") as got:
+        with pytest.raises(openai.APIError, match="grammar`") as got:
             complete(client, extra_body=forms, stream=stream)
         assert [len(one.result()[0].token_ids) for one in others] == [60, 60]
     assert stream or got.value.status_code == 400

@@ -30,7 +30,7 @@ def test_a_start_gives_up_a_disk_that_hangs_and_names_the_model(tmp_path, monkey
     if not is_first:
         config.models["other"] = config_of(folder, tmp_path)
     try:
-        with pytest.raises(PenstockError, match=r"the disk of /.*not answer for 0\.2 s") as raised:
+        with pytest.raises(PenstockError, match=r"disk of /.*for 0\.2 s") as raised:
             daemon.check(config)
     finally:
         os.close(os.open(folder / "config.json", os.O_WRONLY | os.O_NONBLOCK))

@@ -71,7 +71,7 @@ def test_a_form_that_does_not_compile_is_refused_with_the_reason(fields):
 @pytest.mark.parametrize("is_strict", [True, False])
 def test_a_schema_that_only_refers_to_itself_is_refused(is_strict):
     fields = {"response_format": json_schema({"$ref": "#"}, strict=is_strict)}
-    with pytest.raises(RequestError, match="the reference # leads only to itself") as error:
+    with pytest.raises(RequestError, match="reference #") as error:
         read_constraint(body_of(fields))
     assert (error.value.param, error.value.status) == ("response_format.json_schema.schema", 400)
 

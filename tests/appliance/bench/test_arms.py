@@ -65,7 +65,7 @@ def test_addresses_are_arms_and_names_may_precede(server: FakeOpenAI, tmp_path: 
 
 
 def test_two_arms_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two servers have the same name"):
+    with pytest.raises(ConfigError, match="same name"):
         Arms(["static", "static"], model=None)
 
 
@@ -73,7 +73,7 @@ def test_an_arm_that_fails_its_first_request_ends_it(server: FakeOpenAI) -> None
     server.script.refuse = lambda index: True
     with (
         Arms([str(server.unix)], model=None) as arms,
-        pytest.raises(PenstockError, match="first request failed: the queue is full"),
+        pytest.raises(PenstockError, match="the queue is full"),
         arms.ready(arms.labels[0]),
     ):
         pass

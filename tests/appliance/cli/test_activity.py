@@ -168,7 +168,7 @@ def test_another_daemons_file_is_not_taken_for_that_of_the_one_asked(
     (file.parent / "lock").write_text("71 /elsewhere/p.sock\n")
     ended = penstock(environ, "log")
     assert (ended.returncode, ended.stdout) == (3, "")
-    assert f"{file} is of the daemon at /elsewhere/p.sock" in ended.stderr
+    assert "/elsewhere/p.sock" in ended.stderr
     assert "--state-dir" in ended.stderr
     assert penstock(environ, "log", "--state-dir", str(file.parent)).returncode == 0
     (file.parent / "lock").write_text(f"71 {environ['PENSTOCK_SOCKET']}\n")

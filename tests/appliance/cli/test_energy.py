@@ -53,7 +53,7 @@ def energy_line(frame: dict[str, object]) -> str:
 def test_status_shows_the_account_with_its_rest_and_its_method() -> None:
     line = energy_line({**FRAME, "energy": ENERGY})
     assert "12 kJ = prefill 2.1 kJ + decode 3.9 kJ + unattributed 6 kJ" in line
-    assert "a token: prefill 0.0213 J, decode -," in line
+    assert "prefill 0.0213 J, decode -," in line
     assert ENERGY["method"] in line
 
 

@@ -103,7 +103,7 @@ def test_a_tokenizer_that_is_much_too_small_is_asked_about(
     make_model(tmp_path / "m", vocab_size=4096)
     ended = penstock(environ, "models", "show", str(tmp_path / "m"))
     assert ended.returncode == 0
-    assert "of the model's 4096 tokens" in ended.stderr
+    assert "4096 tokens" in ended.stderr
 
 
 def test_tools_are_said_to_work_only_where_the_daemon_would_take_them(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -193,7 +194,7 @@ def test_nothing_is_overwritten(environ: dict[str, str], target: Path) -> None:
     assert "File exists" in ended.stderr
     ended = penstock(environ, "record", "-o", str(target.parent / "no" / "where"))
     assert ended.returncode == 5
-    assert "No such file or directory" in ended.stderr
+    assert os.strerror(errno.ENOENT) in ended.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"no recording", b"SQLite format 3\0" + b"\0" * 500])
@@ -213,7 +214,7 @@ def test_what_is_no_recording_is_not_replayed(
     ended = penstock(environ, "top", "--once", "--replay", str(ROOT / name))
     assert (ended.returncode, ended.stdout) == (code, "")
     assert ended.stderr.startswith(f"penstock: {ROOT / name}: ")
-    assert "hint: `penstock record -o FILE` makes one" in ended.stderr
+    assert "`penstock record -o FILE`" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

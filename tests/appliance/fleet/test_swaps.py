@@ -170,7 +170,7 @@ async def test_who_waits_is_shown_with_what_for_and_can_be_cancelled() -> None:
     assert house.swaps.owner_of("r2") == "ann"
     assert house.swaps.cancel("r2", "root")
     assert not house.swaps.cancel("r2", "root")
-    with pytest.raises(RequestError, match="cancelled by root while it waited"):
+    with pytest.raises(RequestError, match="cancelled by root"):
         await second
     end.set()
     await first
@@ -199,7 +199,7 @@ async def test_nobody_waits_longer_than_a_queue_lets_them() -> None:
     house, end = House(max_wait_s=0.05), asyncio.Event()
     first = asyncio.create_task(house.request("a", end))
     await until(lambda: house.num_live == 1)
-    with pytest.raises(Unavailable, match=r"0\.05 s for model b, .* than max_queue_wait") as late:
+    with pytest.raises(Unavailable, match=r"0\.05 s .*max_queue_wait") as late:
         await house.request("b", owner="ben")
     assert (late.value.code, late.value.retry_after_ms) == ("queue_timeout", 50)
     assert house.swaps.frame().num_waiting == 0

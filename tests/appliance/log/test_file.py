@@ -92,7 +92,7 @@ def test_a_log_from_before_the_joules_is_brought_up_and_reports_none(
     assert (found["prefill_j"], found["decode_j"]) == (None, None)
     assert (found["route"], found["user"]) == ("move", "unknown")
     assert path.with_name("requests.db.before-m004_energy").exists()
-    assert "it is copied to requests.db.before-m004_energy, then changed" in caplog.text
+    assert "requests.db.before-m004_energy" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["before-m002_users", "damaged-1", "damaged-1-wal"])

@@ -153,7 +153,7 @@ def test_show_says_it_before_anything_is_downloaded(tmp_path: Path, hub: Hub) ->
 def test_doctor_says_it_of_a_model_that_is_not_here(tmp_path: Path, hub: Hub) -> None:
     environ = user_environ(tmp_path) | {"HF_ENDPOINT": hub.url}
     ended = penstock(environ, "doctor", "--model", "meta-llama/Llama-3.1-8B-Instruct")
-    assert "15.0 GiB to download; fits on this machine" in ended.stdout
+    assert "15.0 GiB to download" in ended.stdout
 
 
 @pytest.mark.parametrize("size", ["many", "0x80GiB", "x", "2x"])

@@ -176,7 +176,7 @@ def test_a_reply_that_is_no_listing_is_said(
     there.listing = lambda: listed  # type: ignore[method-assign]
     ended = penstock(environ, "models", "pull", "owner/name")
     assert ended.returncode == 1
-    assert "no list of a model's files" in ended.stderr
+    assert "no list of" in ended.stderr
 
 
 def test_a_file_without_end_is_cut_at_its_size(
@@ -212,7 +212,7 @@ def test_a_hub_that_gives_nothing_more_is_given_up_and_what_came_is_kept(
         ("owner/gated", ["gated", "/owner/gated"]),
         ("owner/name:Q4_K_M", ["no quantisation 'Q4_K_M'"]),
         ("owner/strange", ["architectures"]),
-        ("owner/old", ["no weights in safetensors", "pytorch_model.bin"]),
+        ("owner/old", ["no weights", "pytorch_model.bin"]),
     ],
 )
 def test_what_the_hub_does_not_give_is_said(

@@ -148,7 +148,7 @@ def test_the_parts_that_the_index_names() -> None:
 @pytest.mark.parametrize(
     ("there", "words"),
     [
-        (repository(*SMALL, "pytorch_model.bin"), ["no weights in safetensors", "pytorch_model"]),
+        (repository(*SMALL, "pytorch_model.bin"), ["no weights", "pytorch_model"]),
         (repository("tokenizer.json", "model.safetensors"), ["no config.json"]),
         (repository("config.json", "model.safetensors"), ["no tokenizer.json"]),
         (repository("m-Q4_K_M.gguf", "m-Q8_0.gguf"), ["m-Q8_0.gguf", "o/n:Q4_K_M"]),

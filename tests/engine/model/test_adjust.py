@@ -116,7 +116,7 @@ def test_what_leaves_no_token_is_named():
     adjust(torch.zeros(4), limits, [], [3], [], None, torch.tensor([1, 2]))
     with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `bad_words`"):
         adjust(torch.zeros(4), limits, [], [0], [], None, torch.tensor([1, 2]))
-    with pytest.raises(NothingAllowedError, match="by the grammar and `bad_words`"):
+    with pytest.raises(NothingAllowedError, match="grammar and `bad_words`"):
         adjust(torch.zeros(2), params(grammar="g", bad_words=((1,),)), [], [], [], bytes([0, 9]))
 
 

@@ -191,5 +191,5 @@ def test_a_scheme_that_nobody_knows_is_refused_by_name():
 def test_data_and_scales_are_what_the_scheme_has():
     with pytest.raises(CheckpointError, match="not bfloat16"):
         Weight(torch.zeros(2, 2), None, "bfloat16", (2, 2))
-    with pytest.raises(CheckpointError, match="with scales are not float32"):
+    with pytest.raises(CheckpointError, match="not float32"):
         Weight(torch.zeros(2, 2), torch.ones(2), "float32", (2, 2))

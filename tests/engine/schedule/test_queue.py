@@ -539,7 +539,7 @@ def test_a_full_room_says_so_with_its_numbers():
 
 def test_what_could_never_wait_is_a_bad_request():
     room = WaitingLimit("sequences", 4)
-    with pytest.raises(RequestError, match="limited to 3 sequences; these are 4") as refused:
+    with pytest.raises(RequestError, match="3 sequences; these are 4") as refused:
         room.check("a", 4, is_single=False)
     assert (refused.value.code, refused.value.status) == ("invalid_value", 400)
 

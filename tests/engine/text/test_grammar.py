@@ -123,7 +123,7 @@ def test_a_grammar_says_what_may_be_said(model, grammar, yes, no):
     ],
 )
 def test_what_only_refers_to_itself_is_refused_before_anything_is_said(make):
-    with pytest.raises(GrammarError, match=r"leads only to itself|no text matches it"):
+    with pytest.raises(GrammarError, match=r"to itself|no text"):
         validate(make())
 
 
@@ -142,7 +142,7 @@ def test_long_repetitions_that_leave_a_choice_are_served():
 def test_a_repetition_that_is_too_large_further_on_says_so():
     matcher = Matcher(SMALL.tokens, regex_grammar("x?y{1000000}"))
     y = SMALL.tokens.compiler.tokenize_str("y")
-    with pytest.raises(GrammarError, match="with its repetitions written out it is too large"):
+    with pytest.raises(GrammarError, match="it is too large"):
         follow(matcher, y * 10)
 
 
