@@ -27,7 +27,7 @@ UNREAD = {"docs/measurements-history.md", "docs/peer-suites.md"}
 MAX_MESSAGE_WORDS = 15
 MIN_WORDING = 25
 """Characters of a sentence; a test that asserts one has to change with it."""
-WORD = re.compile(r"[(`']?[A-Za-z][a-z']*[)`']?[.,;:?]?")
+WORD = re.compile(r"[(`']?(?:a|[A-Za-z][a-z']+)[)`']?[.,;:?]?")
 """A word of a sentence; parts of paths, commands, headers and keys are none."""
 BANNED = (
     "too near to call", "what of it", "of those that", "those who", "whoever", "whence", "goes on",

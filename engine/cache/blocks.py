@@ -278,7 +278,7 @@ class Ledger:
             self.pools[pool].count(block_id, references=-1)
 
     def publish(
-        self, owner: Owner, pool: str, chain: PrefixChain, places: range, user: str
+        self, owner: Owner, pool: str, chain: PrefixChain, indices: range, user: str
     ) -> None:
         """Publish full, computed blocks of the owner's table, so that they can be found.
 
@@ -288,12 +288,12 @@ class Ledger:
             owner: of the table.
             pool: of the blocks.
             chain: the hashes of its blocks.
-            places: in the table.
+            indices: of the blocks in the table.
             user: that the blocks count for.
         """
         table, index = self.table(owner, pool), self.pools[pool].index
-        for place in places:
-            index.publish(table[place], chain.hashes[place], chain.parent(place), user)
+        for i in indices:
+            index.publish(table[i], chain.hashes[i], chain.parent(i), user)
 
     def drop_record(self, owner: Owner, pool: str, number: int, key: CommandKey) -> None:
         """Release one record that a worker has finished with; its place stays, empty.
@@ -340,7 +340,7 @@ class Ledger:
         return count
 
     def renew(self, owner: Owner, pool: str, first: int) -> bool:
-        """Replace shared blocks of the owner's table by own ones, from a place on, for writing.
+        """Replace shared blocks of the table from block `first` on by own ones, for writing.
 
         Blocks that have a hash, or are in other tables, are exchanged for free ones.
 
@@ -348,18 +348,18 @@ class Ledger:
             False: too few are free; nothing has changed.
         """
         kv_pool, table = self.pools[pool], self.table(owner, pool)
-        places = [
-            place
-            for place in range(first, len(table))
-            if table[place] in kv_pool.index or kv_pool.num_references[table[place]] > 1
+        shared = [
+            i
+            for i in range(first, len(table))
+            if table[i] in kv_pool.index or kv_pool.num_references[table[i]] > 1
         ]
-        if not places:
+        if not shared:
             return True
-        left = [table[place] for place in places]
-        if kv_pool.num_free < len(places):
+        left = [table[i] for i in shared]
+        if kv_pool.num_free < len(shared):
             return False
-        for place, block_id in zip(places, kv_pool.take(len(places)), strict=True):
-            table[place] = block_id
+        for i, block_id in zip(shared, kv_pool.take(len(shared)), strict=True):
+            table[i] = block_id
             kv_pool.count(block_id, references=1)
         for block_id in reversed(left):
             kv_pool.count(block_id, references=-1)

@@ -119,9 +119,9 @@ class PrefixChain:
     def num_tokens(self) -> int:
         return len(self.hashes) * self._hasher.block_size
 
-    def parent(self, place: int) -> Hash:
-        """Return the hash before the block at a place."""
-        return self.hashes[place - 1] if place else self.scope.root
+    def parent(self, index: int) -> Hash:
+        """Return the hash before a block."""
+        return self.hashes[index - 1] if index else self.scope.root
 
     def grow(self, token_ids: Sequence[int]) -> None:
         """Hash the full blocks of the tokens after the hashed blocks."""

@@ -27,8 +27,8 @@ class Block(NamedTuple):
     """A signed 64-bit number of its content: equal for equal tokens after equal tokens."""
     parent_id: int | None
     """The block before it; None: it begins a prompt."""
-    place: int
-    """How many blocks are before it."""
+    number: int
+    """Number of blocks before it."""
     root: Hash
     """The first hash of its chain, which depends on the users that may share it."""
     token_ids: array[int]
@@ -61,20 +61,20 @@ class CacheContents:
     def block_size(self) -> int:
         return next(iter(self._pools.values())).block_size
 
-    def stored(self, sequence: Sequence, topology: range) -> None:
-        """Blocks of a sequence can be found from now on, or could be before."""
+    def stored(self, sequence: Sequence, numbers: range) -> None:
+        """Note that these blocks of a sequence can be found, perhaps as before."""
         chain = sequence.prefix
         if chain is None or chain.scope.is_secret:
             return
-        for place in topology:
-            block_hash = chain.hashes[place]
+        for number in numbers:
+            block_hash = chain.hashes[number]
             if block_hash in self._blocks or not self._is_found(block_hash):
                 continue
-            start = place * self.block_size
+            start = number * self.block_size
             block = self._blocks[block_hash] = Block(
                 block_id=_id_of(block_hash),
-                parent_id=_id_of(chain.hashes[place - 1]) if place else None,
-                place=place,
+                parent_id=_id_of(chain.hashes[number - 1]) if number else None,
+                number=number,
                 root=chain.scope.root,
                 token_ids=array("I", sequence.tokens_between(start, start + self.block_size)),
             )
@@ -88,7 +88,7 @@ class CacheContents:
     def blocks(self, root: Hash) -> list[Block]:
         """List all blocks that can be found below this root, each after its parent."""
         mine = (block for block in self._blocks.values() if block.root == root)
-        return sorted(mine, key=lambda block: block.place)
+        return sorted(mine, key=lambda block: block.number)
 
     def changes(self, since: int, root: Hash) -> list[ContentsChange] | None:
         """List this root's changes after change number `since`; None: too long ago."""

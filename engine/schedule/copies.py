@@ -225,8 +225,8 @@ class Copies:
         first = transfer.done[copy.number]
         transfer.done[copy.number] += len(done)
         if copy.hop.from_pool in self._passing_pools:
-            for place in range(first, first + len(done)):
-                slot = transfer.slots.pop(place)
+            for index in range(first, first + len(done)):
+                slot = transfer.slots.pop(index)
                 self._ledger.release(transfer.owner, copy.hop.from_pool, [slot])
         if report.is_last and copy.pairs:
             transfer.error = report.error
@@ -330,7 +330,7 @@ class Copies:
     ) -> dict[int, int]:
         """Take slots for `count` blocks from the first on, or fewer if too few are free."""
         kv_pool, owner = self._ledger.pools[pool], transfer.owner
-        wanted = [place for place in range(first, first + count) if place not in transfer.slots]
+        wanted = [i for i in range(first, first + count) if i not in transfer.slots]
         num_available = kv_pool.num_free
         if is_ahead:
             num_available = min(num_available, max(kv_pool.capacity // 2 - self._num_ahead(), 0))
@@ -344,7 +344,7 @@ class Copies:
     def _num_ahead(self) -> int:
         """Slots that wait for blocks to be computed."""
         return sum(
-            sum(place >= self._num_computed(transfer) for place in transfer.slots)
+            sum(index >= self._num_computed(transfer) for index in transfer.slots)
             for transfer in self._transfers.values()
             if transfer.sequence is not None and not isinstance(transfer.sequence.where, Moving)
         )

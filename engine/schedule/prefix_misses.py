@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 20
 """The tokens of all kept prompts together take 4 MiB."""
 MAX_EVICTED = 1 << 15
 NUM_SHOWN = 8
-"""Tokens that are shown on each side of the place where two prompts part."""
+"""Tokens that are shown on each side of the index where two prompts part."""
 
 
 class _Prompt(NamedTuple):
@@ -35,7 +35,7 @@ class CacheMiss(NamedTuple):
     reason: str
     """The token at which it ended, and why."""
     prompt_ids: tuple[int, ...] = ()
-    """Tokens around that place; empty: no earlier prompt parts there."""
+    """Tokens around that index; empty: no earlier prompt parts there."""
     earlier_ids: tuple[int, ...] = ()
     """The same of the earlier prompt, which has the same owner and salt."""
 
@@ -80,16 +80,16 @@ class PrefixMisses:
             None: all was found that could be, for the last token is always computed.
         """
         size, words = self._block_size, array("I", token_ids).tobytes()
-        place = num_cached // size
+        index = num_cached // size
         reason = None
-        if place < (len(token_ids) - 1) // size:
-            reason = self._reason(owner, chain, words, place)
+        if index < (len(token_ids) - 1) // size:
+            reason = self._reason(owner, chain, words, index)
         self._remember(_Prompt(owner, chain.scope.root, words))
         return reason
 
-    def _reason(self, owner: str, chain: PrefixChain, words: bytes, place: int) -> CacheMiss:
-        at, end = place * self._block_size, (place + 1) * self._block_size
-        if chain.hashes[place] in self._evicted:
+    def _reason(self, owner: str, chain: PrefixChain, words: bytes, index: int) -> CacheMiss:
+        at, end = index * self._block_size, (index + 1) * self._block_size
+        if chain.hashes[index] in self._evicted:
             return CacheMiss(f"token {at}: evicted")
         mine = [prompt for prompt in self._prompts if prompt.owner == owner]
         alike = [prompt.words for prompt in mine if prompt.root == chain.scope.root]
@@ -110,10 +110,10 @@ class PrefixMisses:
             self._num_tokens -= len(self._prompts.popleft().words) // 4
 
 
-def _around(words: bytes, place: int) -> tuple[int, ...]:
-    """Return the tokens on both sides of a place."""
-    first = 4 * max(place - NUM_SHOWN, 0)
-    return tuple(array("I", words[first : 4 * (place + NUM_SHOWN)]))
+def _around(words: bytes, index: int) -> tuple[int, ...]:
+    """Return the tokens on both sides of a index."""
+    first = 4 * max(index - NUM_SHOWN, 0)
+    return tuple(array("I", words[first : 4 * (index + NUM_SHOWN)]))
 
 
 def _num_common(one: bytes, other: bytes) -> int:

@@ -490,7 +490,7 @@ def _draw(draws: list[_Draw], raw_logits: torch.Tensor) -> list[Sampled]:
 
 
 def _column(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Turn places in rows of logits into [num_rows, 1]."""
+    """Turn indices of rows of logits into [num_rows, 1]."""
     return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
 
 

@@ -228,7 +228,7 @@ class World:
             else:
                 assert self.told.pop(block.block_id) == block
         self.num_told = contents.num_changes
-        assert contents.blocks(root) == sorted(self.told.values(), key=lambda block: block.place)
+        assert contents.blocks(root) == sorted(self.told.values(), key=lambda block: block.number)
         hashes = [one.hash for p in self.ledger.pools.values() for one in p.index._hashed.values()]
         assert set(self.told) <= {int.from_bytes(h[:8], "little", signed=True) for h in hashes}
         for block in self.told.values():

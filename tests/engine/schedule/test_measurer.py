@@ -226,8 +226,8 @@ def test_what_a_chooser_asked_for_is_measured_too():
 def test_processes_that_share_a_gpu_are_timed_beside_each_other_and_alone():
     machine = Machine(cores={"prefill": (), "decode": ()}, is_one_bus=False, shares_gpu=True)
     machine.run()
-    topology = {key.place for key in machine.profile.facts if key.place}
-    assert topology == {"prefill on 1", "decode on 1", ALONE}
+    places = {key.place for key in machine.profile.facts if key.place}
+    assert places == {"prefill on 1", "decode on 1", ALONE}
 
 
 def test_devices_of_their_own_are_timed_at_the_same_time():
