@@ -226,10 +226,11 @@ def _base(
     body: Generated, model: ModelInfo, num_logprobs: int | None, num_prompt_logprobs: int | None
 ) -> SamplingParams:
     """Make the sampling parameters that are known before the prompt's length is."""
+    defaults = model.sampling_in_force
 
     def value(name: str) -> float:
         asked = getattr(body, name)
-        return model.sampling_in_force[name] if asked is None else asked
+        return defaults[name] if asked is None else asked
 
     penalty = body.repetition_penalty
     if penalty is None:
