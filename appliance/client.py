@@ -112,7 +112,7 @@ class Client:
         return self.get(f"/v1/requests/{quote(request_id, safe='', errors=_BYTES)}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST a JSON object, read one.
+        """POST a JSON object and read one.
 
         Raises:
             ClientError: as get().

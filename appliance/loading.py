@@ -314,7 +314,7 @@ class Swapping:
     async def _read(
         self, name: str, read: Callable[[], T], late: Callable[[T], None] = lambda _: None
     ) -> T:
-        """Read of a model's folder; as long as that hangs the model is in _being_read."""
+        """Read a model's folder; it stays in _being_read while the disk hangs."""
 
         def read_noted() -> T:
             self._being_read.append(name)

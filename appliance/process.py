@@ -175,7 +175,7 @@ async def read_in_thread(
 
 
 def _used_s(clocks: list[int]) -> float | None:
-    """CPU time of a thread by its clock; None: it has none yet, or has ended."""
+    """Read a thread's CPU time by its clock; None: not started, or ended."""
     try:
         return time.clock_gettime(clocks[0]) if clocks else None
     except OSError:

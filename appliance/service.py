@@ -274,7 +274,7 @@ class Service:
             self.idle.set()
 
     def request_frames(self) -> list[dict[str, object]]:
-        """Live requests, oldest first, then finished ones, newest first."""
+        """List live requests, oldest first, then finished ones, newest first."""
         live = self._frames.live(self._standing(), time.monotonic_ns())
         return [*map(msgspec.to_builtins, live), *self._closed.frames()]
 
@@ -318,7 +318,7 @@ class Service:
             self.make_frame()
 
     def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
-        """Switch what the workers are for; raises RequestError as change_roles()."""
+        """Change what the workers are for; raises RequestError as change_roles()."""
         about = change_roles(self._router, change, time.monotonic_ns())
         if about:
             self.event("info", "roles.changed", f"{about}, by {by or 'the settings'}", by)
@@ -332,7 +332,7 @@ class Service:
         return self._measuring.frame()
 
     def measure(self) -> dict[str, object]:
-        """Allow for measuring once more, and say how far the profile is."""
+        """Allow measuring once more; return the profile's progress."""
         if self._measuring is not None:
             self._measuring.allow_again()
         return self.measurement()

@@ -34,5 +34,5 @@ CREATE TABLE facts (
 
 @migration()
 def m001_facts(db: Database) -> None:
-    """Facts: the newest samples of each as a JSON list, with their median and spread."""
+    """Create facts: newest samples as a JSON list, with their median and spread."""
     db.conn.execute(_FACTS)

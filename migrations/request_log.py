@@ -130,7 +130,7 @@ FROM requests
 
 @migration()
 def m001_first_schema(db: Database) -> None:
-    """Runs, requests, events, text on demand, and the view with the stages."""
+    """Create runs, requests, events, text on demand, and the view with the stages."""
     for statement in (_RUNS, _REQUESTS, _EVENTS, _REQUEST_TEXT, _V_REQUESTS):
         db.conn.execute(statement)
     db.conn.execute("CREATE INDEX ix_requests_received ON requests(received_at)")
@@ -181,7 +181,7 @@ def m003_routes(db: Database) -> None:
 
 @migration()
 def m004_energy(db: Database) -> None:
-    """Joules by phase; NULL where nothing reported its power."""
+    """Add joules by phase; NULL if no device reported its power."""
     for statement in (
         "ALTER TABLE requests ADD COLUMN prefill_j REAL",
         "ALTER TABLE requests ADD COLUMN decode_j REAL",

@@ -111,23 +111,19 @@ class Appliance(Protocol):
         """
 
     def set_roles(self, change: RolesChange, by: str | None) -> dict[str, object]:
-        """Switch what the workers are for, now and for what comes; the roles and targets then.
-
-        Raises:
-            RequestError: 409 `one_worker`: the daemon has no second worker to give a role to.
-        """
+        """Change what the workers are for; return the roles and targets in force."""
 
     def measurement(self) -> dict[str, object]:
         """Tell how far the model's profile is; raises Unavailable while a model loads."""
 
     def measure(self) -> dict[str, object]:
-        """Allow for measuring once more; how far the profile is. Raises as measurement()."""
+        """Allow measuring once more; return the progress. Raises as measurement()."""
 
     def close(self, request: Request, http_status: int) -> None:
         """Write the log row: the last reply has been sent, or its client is gone."""
 
     def request_frames(self) -> list[dict[str, object]]:
-        """Live requests, then the last finished ones, as RequestFrame dictionaries."""
+        """List live requests, then the last finished ones, as RequestFrame dictionaries."""
 
     def request_frame(self, request_id: str) -> dict[str, object] | None:
         """Find a live or newly finished request by its id; None if it is not there."""
@@ -145,13 +141,13 @@ class Appliance(Protocol):
         """Wait for a frame newer than `after_seq`; returns its seq and the encoded frame."""
 
     def log_rows(self, query: RowQuery) -> list[dict[str, object]]:
-        """Finished requests from the log; blocking, call in a thread."""
+        """Read finished requests from the log; blocks, so call it in a thread."""
 
     def log_events(self, query: EventQuery) -> list[dict[str, object]]:
-        """Events from the log; blocking, call in a thread."""
+        """Read events from the log; blocks, so call it in a thread."""
 
     def log_usage(self, query: UsageQuery) -> list[dict[str, object]]:
-        """Sums over the log; blocking, call in a thread."""
+        """Sum up the log; blocks, so call it in a thread."""
 
     def log_recording(self, span: Span) -> IO[bytes]:
         """Make a recording from the log, for the reader to close; blocking, call in a thread."""

@@ -131,7 +131,7 @@ class HttpCounts:
         self._seconds[handler, method] += seconds
 
     def families(self) -> Iterator[MetricFamily]:
-        """Metrics under vLLM's names, which most dashboards know."""
+        """Yield metrics under vLLM's names, which most dashboards know."""
         yield counter(
             "http_requests_total",
             "Replies, except to probes.",

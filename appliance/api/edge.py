@@ -124,7 +124,7 @@ async def _on_request_error(http: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(http: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405, and OPTIONS, which no route has."""
+    """Answer Starlette's own 404 and 405, and OPTIONS, which no route has."""
     assert isinstance(error, HTTPException)
     path = http.scope["path"]
     is_known = error.status_code == 405 or path == _EVERYTHING

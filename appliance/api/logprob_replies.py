@@ -122,5 +122,5 @@ def _id_key(token_id: int) -> str:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that cannot come."""
+    """Replace infinity by OpenAI's -9999; JSON has no infinity."""
     return max(logprob, -9999.0)

@@ -480,7 +480,7 @@ def _listed(name: str, facts: ModelFacts | None) -> Json:
 
 
 def _details(facts: ModelFacts | None) -> Json:
-    """Apps read all of these, and take an empty text for unknown."""
+    """List a model's details; apps read all of them, and take an empty text for unknown."""
     if facts is None:
         facts = ModelFacts("", "", 0, 0, "", 0, 0, 0, 0, 0, 0, 0)
     return {

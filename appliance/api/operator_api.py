@@ -61,7 +61,7 @@ def control_routes() -> list[Route]:
 
 
 async def requests(http: Request) -> Response:
-    """Live requests, then the last finished ones; at most `limit`."""
+    """Answer live requests, then the last finished ones; at most `limit`."""
     most = most_rows(http.query_params)
     return json_response({"object": "list", "data": appliance_of(http).request_frames()[:most]})
 
@@ -92,10 +92,7 @@ async def state(http: Request) -> Response:
 
 
 async def stream(http: Request) -> Response:
-    """Frames, the newest at once and each new one when it is made, until either side leaves.
-
-    A key that is revoked meanwhile gets no further one.
-    """
+    """Stream frames: the newest at once, then each new one, until either side leaves."""
     wants_events = "text/event-stream" in http.headers.get("accept", "")
     prefix, suffix = (b"data: ", b"\n\n") if wants_events else (b"", b"\n")
     media_type = "text/event-stream" if wants_events else "application/x-ndjson"
@@ -213,7 +210,7 @@ class _LogApi:
         self._open: list[_Place] = []
 
     async def log(self, http: Request) -> Response:
-        """Finished requests, the newest first; the oldest first after a cursor."""
+        """Answer finished requests, the newest first; the oldest first after a cursor."""
         query = row_query(http.query_params)
         return await self._reply(http, lambda: appliance_of(http).log_rows(query))
 
@@ -223,7 +220,7 @@ class _LogApi:
         return await self._reply(http, lambda: appliance_of(http).log_events(query))
 
     async def usage(self, http: Request) -> Response:
-        """Requests, errors, tokens and time by user, model or day."""
+        """Answer requests, errors, tokens and time by user, model or day."""
         query = usage_query(http.query_params)
         return await self._reply(http, lambda: appliance_of(http).log_usage(query))
 

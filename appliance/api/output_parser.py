@@ -202,7 +202,7 @@ class OutputParser:
             reading.say(reading.take(size))
 
     def _harmony(self) -> Step[None]:
-        """gpt-oss: messages in channels, each with a head that says what it is."""
+        """Read gpt-oss's messages in channels, each with a head that tells its kind."""
         reading, begins = self._reading, ("<|start|>", "<|channel|>", "to=")
         while not self.is_done:
             at = yield from reading.skip_space(0)

@@ -142,7 +142,7 @@ class Reply:
         return response.status_code
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Server-sent events: headers at once, then one write for whatever is ready."""
+        """Write server-sent events: headers at once, then one write for all that is ready."""
         write_part = arrival_of(self._http).write_part
         headers = self._headers() | {
             "content-type": self._shape.media_type,

@@ -111,12 +111,12 @@ async def model(http: Request) -> Response:
 
 
 async def health(http: Request) -> Response:
-    """Liveness: the loop answers."""
+    """Answer liveness: the loop runs."""
     return json_response({"status": "ok"})
 
 
 async def ready(http: Request) -> Response:
-    """Readiness: a completion asked for now would be accepted."""
+    """Answer readiness: a completion asked for now would be accepted."""
     reason = appliance_of(http).not_ready_reason()
     if reason is not None:
         raise Unavailable(reason, code="not_ready")

@@ -347,6 +347,6 @@ _LOG: Json = {
 
 
 def replies() -> Json:
-    """JSON schemas of all replies by name; frames are described by their own types."""
+    """Return the JSON schemas of all replies by name; frames have types of their own."""
     _, frames = msgspec.json.schema_components([Frame], ref_template=ref("{name}")["$ref"])
     return {**_REPLIES, **_LOG, **frames}

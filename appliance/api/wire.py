@@ -94,7 +94,7 @@ def appliance_of(http: Request) -> Appliance:
 
 
 def error_object(error: RequestError) -> dict[str, object]:
-    """OpenAI's error object; `code` is a string or null."""
+    """Write OpenAI's error object; `code` is a string or null."""
     return error_body(Dialect.OPENAI, error)
 
 
@@ -116,7 +116,7 @@ def error_response(http: Request, error: RequestError) -> Response:
 
 
 def reply_headers(http: Request) -> dict[str, str]:
-    """Headers that every reply carries."""
+    """Return the headers of every reply."""
     arrival = arrival_of(http)
     elapsed_ms = (time.monotonic_ns() - arrival.arrived_ns) // 1_000_000
     headers = {"x-request-id": arrival.request_id, "openai-processing-ms": str(elapsed_ms)}

@@ -153,7 +153,7 @@ T = TypeVar("T")
 def interleaved(
     arms: Arms, num_rounds: int, seed: int, measure: Callable[[Target, str, int], T]
 ) -> dict[str, list[T]]:
-    """Results by label, the second turns of the first arm under AGAIN.
+    """Collect results by label, the second turns of the first arm under AGAIN.
 
     Args:
         arms: open; the first is the base of all ratios.

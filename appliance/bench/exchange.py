@@ -146,7 +146,7 @@ class Target:
             self._words_per_token *= asked_tokens / counted_tokens
 
     def power_w(self) -> float | None:
-        """Watts of all domains that the daemon reads; None: none reports, or it is not ours."""
+        """Read the watts of all domains; None: none reports, or the daemon is not ours."""
         if not self._has_frames:
             return None
         try:

@@ -336,7 +336,7 @@ async def _stream(target: Target, replies: list[ReceivedReply]) -> NoReturn:
 
 
 def gaps_between(streams: list[list[Sample]], end_ms: float) -> list[float]:
-    """Gaps from the moment when every stream has its first token until the end."""
+    """List the gaps from the time when every stream has its first token until the end."""
     times = [[sample.event_times_ms() for sample in stream] for stream in streams]
     if not all(stream and stream[0] for stream in times):
         return []  # one never began

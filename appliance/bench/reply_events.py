@@ -105,7 +105,7 @@ class ReplyReader:
                 self.close()
 
     def close(self) -> None:
-        """Nothing more comes: say what is missing, if anything is."""
+        """End the reply; note what is missing."""
         reply, self.is_over = self._reply, True
         if reply.ended_ns is not None or reply.problem is not None:
             return

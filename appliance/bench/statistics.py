@@ -95,7 +95,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Median, smallest and largest; None where there are no values."""
+        """Compute median, smallest and largest; None: no values."""
         if not values:
             return None
         ranked, middle = sorted(values), len(values) // 2

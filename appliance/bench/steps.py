@@ -97,7 +97,7 @@ async def time_steps(
     num_steps: int,
     tick: Callable[[float], None],
 ) -> list[MeasuredSteps]:
-    """Step times of every case, prefill first; the worker is that which decodes.
+    """Time the steps of every case, prefill first, on the worker that decodes.
 
     Args:
         config: the model, its dtype, and the roles, which say how many cores the worker has.
@@ -226,7 +226,7 @@ def kind_of(step: Stepped, case: StepCase) -> Kind | None:
 
 
 def _num_blocks(case: StepCase, num_steps: int, setup: Setup) -> int:
-    """KV blocks that one sequence of this case takes."""
+    """Count the KV blocks of one sequence of this case."""
     return -(-(case.context + num_steps + 1) // setup.block_size)
 
 

@@ -71,7 +71,7 @@ def drawn(
     outputs: Lengths,
     rng: random.Random,
 ) -> list[PlannedArrival]:
-    """Arrivals whose gaps follow a gamma distribution of mean 1 / rate.
+    """Draw arrivals with gaps of a gamma distribution of mean 1 / rate.
 
     Args:
         rate_per_s: requests per second, on average.
@@ -112,7 +112,7 @@ class TraceLine(msgspec.Struct, omit_defaults=True):
 
 
 def read_trace(path: Path) -> list[PlannedArrival]:
-    """Arrivals from lines of JSON, as `TraceLine` has them; times count from the earliest.
+    """Read arrivals from lines of JSON; times count from the earliest.
 
     Further keys are ignored.
 

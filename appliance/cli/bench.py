@@ -256,7 +256,7 @@ def _write(about: Row, measured: Sequence[msgspec.Struct]) -> None:
 
 
 def _with_samples(about: Row, measured: Sequence[msgspec.Struct]) -> dict[str, Any]:
-    """Figures with what they were computed from, and where and how that was measured."""
+    """Add to the figures their samples, and where and how they were measured."""
     return {
         "at": utc_now(),
         "command": sys.argv[1:],

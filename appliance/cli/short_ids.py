@@ -143,18 +143,18 @@ def prepare() -> None:
 
 
 def request_ids(incomplete: str) -> list[str]:
-    """Ids of live and lately finished requests."""
+    """List ids of live and recently finished requests."""
     return [name for name in _names("/v1/requests") if name.startswith(incomplete)]
 
 
 def live_request_ids(incomplete: str) -> list[str]:
-    """Ids of requests that can still be cancelled."""
+    """List ids of requests that can still be cancelled."""
     names = _names("/v1/requests", live_only=True)
     return [name for name in names if name.startswith(incomplete)]
 
 
 def model_ids(incomplete: str) -> list[str]:
-    """Ids of the models served."""
+    """List ids of the served models."""
     return [name for name in _names("/v1/models") if name.startswith(incomplete)]
 
 

@@ -25,7 +25,7 @@ from appliance.frame.figures import ABSENT
 
 
 def printable(value: object) -> str:
-    """Text with everything escaped that could move a cursor or reorder a line."""
+    """Escape characters that could move a cursor or reorder a line."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in str(value)
@@ -33,7 +33,7 @@ def printable(value: object) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Completion text without what a terminal would obey: only newlines and tabs are kept."""
+    """Remove control characters from completion text, except newlines and tabs."""
     return "".join(
         char for char in text if char in "\n\t" or not (char < " " or "\x7f" <= char <= "\x9f")
     )

@@ -628,7 +628,7 @@ def _gpu_spec(
 
 
 def _memfd(name: str, num_bytes: int) -> int:
-    """Anonymous shared memory; pages are taken as they are touched and leave no residue."""
+    """Create anonymous shared memory; it takes pages when touched and leaves no file."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return fd

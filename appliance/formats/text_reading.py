@@ -135,7 +135,7 @@ class TextReading:
             return max((one for one in literals if rest.startswith(one)), key=len, default=None)
 
     def name(self, at: int) -> Step[int]:
-        """Find where the name that begins there ends; `at` if no name does."""
+        """Find the end of the name that begins at `at`; `at` itself: no name."""
         while True:
             match = _NAME.match(self.text, at)
             end = match.end() if match else at
@@ -173,7 +173,7 @@ class TextReading:
 
 
 def drop(_text: str) -> None:
-    """Takes text that says nothing."""
+    """Ignore text that says nothing."""
 
 
 class ObjectScanner:
@@ -214,7 +214,7 @@ class ObjectScanner:
 
 
 def partial_match_chars(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `mark`, short of all of it."""
+    """Measure the longest end of `text` that begins `mark` without completing it."""
     start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
     while start >= 0:
         if mark.startswith(text[start:]):

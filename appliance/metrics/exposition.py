@@ -38,7 +38,7 @@ class _Scrape(Collector):
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, the process's metrics last."""
+        """Yield all metrics, the process's last."""
         for family in self._families:
             yield _metric(family)
         yield from ProcessCollector(registry=None).collect()

@@ -266,7 +266,7 @@ def _kv(frame: Frame) -> Iterator[MetricFamily]:
 
 
 def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
-    """Between pools, each by its own name; nothing where all share one pool."""
+    """Yield figures of the links between pools; none if all share one pool."""
     named = [({"from_pool": link.from_pool, "to_pool": link.to_pool}, link) for link in links]
     yield gauge(
         "penstock_link_up",

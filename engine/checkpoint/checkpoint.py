@@ -388,7 +388,7 @@ def is_embedding(name: str) -> bool:
 
 
 def _ends(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Names of the embedding and of the output projection."""
+    """Name the embedding and the output projection."""
     prefix = checkpoint.config.family.prefix
     return f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
 

@@ -204,7 +204,7 @@ class ModelConfig:
         )
 
     def kv_block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of one block of all layers, each with a plane of keys and one of values."""
+        """Compute the bytes of one block of all layers, with keys and values."""
         return self.num_kv_layers * 2 * self.kv_plane_bytes(block_size, dtype)
 
     def kv_plane_bytes(self, block_size: int, dtype: str) -> int:
@@ -237,7 +237,7 @@ class ModelConfig:
         return kept_in is not None and self.kv_layers.index(kept_in) == layer
 
     def intermediate_size_of(self, layer: int) -> int:
-        """Size of a layer's dense feed-forward."""
+        """Return the size of a layer's dense feed-forward."""
         is_wide = self.is_double_wide and not self.stores_kv(layer)
         return self.intermediate_size * (2 if is_wide else 1)
 
@@ -300,7 +300,7 @@ def _keys_of_family(file_keys: JsonKeys, family: Family) -> JsonKeys:
 
 
 def _attention_shape(keys: JsonKeys, hidden_size: int, num_heads: int) -> LayerHeads:
-    """Key/value heads and head size; null stands for the derived value in either."""
+    """Read key/value heads and head size; null stands for the derived value."""
     num_kv_heads = num_heads
     if keys.get("num_key_value_heads", None) is not None:
         num_kv_heads = keys.integer("num_key_value_heads")

@@ -198,7 +198,7 @@ class AttentionPlan:
 
 
 def _members(batch: StepBatch) -> list[list[int]]:
-    """Sequences that go in one call: several only if each has a single query."""
+    """Group sequences for one call: several only if each has a single query."""
     alone = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
     decoding = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1]
     decoding.sort(key=lambda i: -batch.seq_lens[i])

@@ -210,7 +210,7 @@ def choose_backend(
     take: Take = fresh,
     attention_variant: int = WIDENED,
 ) -> Backend:
-    """Kernels where there are some for the device and the dtype, else torch, which says why.
+    """Choose compiled kernels for the device and dtype if any, else torch with the reason.
 
     Args:
         device: where the model computes.

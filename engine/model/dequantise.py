@@ -88,7 +88,7 @@ def dequantised(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _scaled(stored: torch.Tensor, heads: torch.Tensor | None, *, is_signed: bool) -> torch.Tensor:
-    """float32 [num_rows, groups]."""
+    """Compute scales in float32, [num_rows, groups]."""
     if heads is None:
         kind = torch.float16 if stored.shape[-1] == 2 else torch.float32
         return stored.contiguous().view(kind).float()[..., 0]
@@ -120,7 +120,7 @@ def _q4_1(b: torch.Tensor) -> Parts:
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Bits of [..., n] bytes, the lowest first, as 0 and 16: [..., 8 * n]."""
+    """Spread bits of [..., n] bytes, the lowest first, as 0 and 16: [..., 8 * n]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (((packed[..., None] >> shifts) & 1) << 4).flatten(-2)
 
@@ -211,7 +211,7 @@ FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 
 def _powers_of_two(stored: torch.Tensor) -> torch.Tensor:
-    """float32 of bytes that are exponents; 0 is the smallest, which float32 has only denormal."""
+    """Turn exponent bytes into float32; 0 is the smallest, a denormal."""
     exponents = stored.int()
     return torch.where(exponents == 0, 0x400000, exponents << 23).view(torch.float32)
 

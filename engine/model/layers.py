@@ -18,7 +18,7 @@ _SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # as in engine/kernels/fused.c
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32.
+    """Normalise by the root mean square over the last dimension, in float32.
 
     The result is rounded to the dtype of x after the product with a float32 weight, and before
     that with a weight of its own dtype.
@@ -29,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def gated(gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None) -> torch.Tensor:
-    """activation(gate) * up of the two halves of the last dimension; may overwrite them.
+    """Compute activation(gate) * up of the halves of the last dimension, perhaps in place.
 
     With `up` given, the first argument is gate alone.
     """
@@ -44,7 +44,7 @@ def gated(gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """Overwrite x with cap * tanh(x / cap): small values as they are, none beyond the cap."""
+    """Overwrite x with cap * tanh(x / cap), which bounds large values."""
     return x.div_(cap).tanh_().mul_(cap)
 
 
@@ -69,7 +69,7 @@ def rope_table(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine for `rotate`, each [num_positions, 1, rotary_dim].
+    """Compute cosine and signed sine for `rotate`, each [num_positions, 1, rotary_dim].
 
     Computed on the CPU whatever the device: to the last bit the same everywhere.
     """
@@ -89,7 +89,7 @@ def query_growth(config: RopeConfig, positions: torch.Tensor, dtype: torch.dtype
 
 
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
-    """Radians per position for each pair of dimensions: [rotary_dim / 2], float32.
+    """Compute radians per position for each pair of dimensions: [rotary_dim / 2], float32.
 
     max_model_len is the longest request's; only longrope depends on it.
     """

@@ -67,7 +67,7 @@ class Linears:
         is_kept: bool = False,
         kind: str = "linear",
     ) -> Linear:
-        """Projections of the same input, by their tensors' names without `.weight`.
+        """Make the projections of one input, by their tensors' names without `.weight`.
 
         What one of them returns lasts until the next of its kind is called, unless it is kept.
         """
@@ -119,7 +119,7 @@ def choose_linears(
     take: Take = fresh,
     variants: ProductVariants | None = None,
 ) -> Linears:
-    """Compiled kernels where they were built and know the dtype, else torch.
+    """Choose compiled kernels if they are built for the dtype, else torch.
 
     Args:
         device: type of the weights' device.

@@ -109,7 +109,7 @@ def _penalize(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
 ) -> None:
-    """Repetition over prompt and output; frequency and presence over the output alone."""
+    """Apply penalties: repetition over prompt and output, the others over the output."""
     if params.repetition_penalty != 1.0:
         ids = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64, device=logits.device)
         seen = logits[ids]

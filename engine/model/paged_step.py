@@ -89,7 +89,7 @@ def _captured_step(batch: StepBatch, device: torch.device) -> PagedStep:
 def _query_tiles(
     query_lens: Sequence[int], seq_lens: Sequence[int], queries_per_tile: int
 ) -> list[tuple[int, int]]:
-    """Longest work first, so that no program is left alone with it at the end."""
+    """List the tiles, the longest work first, so that no program ends alone."""
 
     def tiles() -> Iterator[tuple[int, int, int]]:
         for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):

@@ -132,7 +132,7 @@ def _numbers_alone(token_ids: torch.Tensor, raw_logits: torch.Tensor) -> torch.T
 def logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], num_alternatives: int
 ) -> list[TokenLogprob]:
-    """Log-probabilities of one token per row, and of the row's likeliest.
+    """Compute log-probabilities of one token per row, and of the row's likeliest.
 
     Args:
         logits: [n, vocab_size] float32, the model's own.

@@ -70,7 +70,7 @@ def _q4(groups: torch.Tensor) -> Parts:
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """float32; of 0, for a group of equal values, 0."""
+    """Invert in float32; 0, of a group of equal values, stays 0."""
     wide = scales.float()
     return torch.where(wide == 0, 0.0, 1 / wide)
 

@@ -81,7 +81,7 @@ def _launch_norm(
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up of the two halves of [num_tokens, 2 * width]."""
+    """Compute activation(gate) * up of the two halves of [num_tokens, 2 * width]."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)
     if num_tokens:
@@ -209,7 +209,7 @@ def _turned(a, b, cosine, sine, dtype: tl.constexpr):
 
 @triton.jit
 def _put(qkv, pool, x, places, pool_places, is_there, is_stored):
-    """Back where it came from, and to the pool if it is a key or a value."""
+    """Write a head back, and to the pool if it is a key or a value."""
     x = tl.where(is_stored, _finite(x.to(qkv.dtype.element_ty).to(tl.float32)), x)
     x = x.to(qkv.dtype.element_ty)
     tl.store(qkv + places, x, mask=is_there)
@@ -305,7 +305,7 @@ def sample_rows(logits: torch.Tensor, draws: torch.Tensor | None = None) -> torc
 
 @triton.jit
 def _key(x):
-    """Integers in the order of floats, and floats of such integers; its own inverse on bits."""
+    """Map floats to integers in their order, and back; it is its own inverse on bits."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -317,7 +317,7 @@ def _value(key):
 
 @triton.jit
 def _load(row, start, vocab_size, TILE: tl.constexpr):
-    """Logits as they count: NaN is impossible, infinity the largest float."""
+    """Load logits for sampling: infinity becomes the largest float, NaN impossible."""
     ids = start + tl.arange(0, TILE)
     x = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf"))
     return ids, tl.minimum(tl.where(x != x, -float("inf"), x), _LARGEST)
@@ -325,7 +325,7 @@ def _load(row, start, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _weight(x, best, sharpness, least):
-    """Probability relative to the likeliest token, 0 if it is less than the least that counts."""
+    """Compute the probability relative to the likeliest token; 0 below the minimum."""
     weight = tl.exp((x - best) * sharpness)
     return tl.where(weight < least, 0.0, weight)
 

@@ -118,7 +118,7 @@ def quantised_weights(
 def layout_views(
     layout: WeightsLayout, dtype: str, memory: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Tensors by name, as they lie in memory [num_bytes] of uint8."""
+    """View tensors by name in memory [num_bytes] of uint8."""
     views = {}
     for name, offset in layout.offset_by_name.items():
         shape = layout.shape_by_name[name]

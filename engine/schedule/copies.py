@@ -306,7 +306,7 @@ class Copies:
         send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, filled_by))
 
     def _num_computed(self, transfer: _Transfer) -> int:
-        """Full blocks at the source; the one that is not goes with the last chunk."""
+        """Count full blocks at the source; a partial one goes with the last chunk."""
         if transfer.sequence is None:
             return transfer.num_blocks
         block_size = self._ledger.pools[transfer.link.from_pool].block_size
@@ -342,7 +342,7 @@ class Copies:
         return transfer.slots
 
     def _num_ahead(self) -> int:
-        """Slots that wait for blocks to be computed."""
+        """Count slots that wait for blocks to be computed."""
         return sum(
             sum(index >= self._num_computed(transfer) for index in transfer.slots)
             for transfer in self._transfers.values()

@@ -434,7 +434,7 @@ class _Forecaster:
         return itl_ms * self._num_outputs
 
     def _splits_ms(self, worker: str) -> float:
-        """Core-ms that decoding there adds beyond where it adds least.
+        """Compute the core-ms that decoding there adds beyond the cheapest worker.
 
         Two workers that decode read the weights twice; one more in a step hardly costs anything.
         """

@@ -53,12 +53,7 @@ _DECODES = (
 
 
 def prompt_shapes(sizes: Iterable[int], max_model_len: int) -> list[StepShape]:
-    """Chunks of prompts that are worth knowing, in order.
-
-    Args:
-        sizes: of steps that may be chosen, the usual one first.
-        max_model_len: positions that the model has.
-    """
+    """List the prompt chunks to measure, in order."""
     usual, *others = sizes
     wanted = [(size or usual, before) for size, before in _PROMPTS]
     wanted[3:3] = [(size, 0) for size in others]
@@ -191,7 +186,7 @@ class Measurer:
         return True
 
     def go_on(self) -> None:
-        """Cores may have changed hands: tell the workers that have what they need."""
+        """Tell workers that now have their cores to begin."""
         if self._turn is None or self._is_stopped:
             return
         cores = self._roles.cores
@@ -304,7 +299,7 @@ class Measurer:
         return turns
 
     def _asked(self) -> tuple[list[StepShape], list[StepShape]]:
-        """Steps that a chooser could not predict, the most frequent first."""
+        """List steps that a chooser could not predict, the most frequent first."""
         prompts, decodes = [], []
         for load, _ in self._roles.asked.most_common(MAX_ASKED):
             if load.num_prefill_tokens:
@@ -325,7 +320,7 @@ class Measurer:
         return sorted(counts, key=counts.__getitem__)
 
     def _num_samples(self, shape: StepShape, name: str, turn: Turn) -> int | None:
-        """Samples that there are; None: enough, or more are not to be had."""
+        """Count the samples; None: enough, or no more are possible."""
         key = key_of(shape, turn.place(name))
         if key in self._left_out:
             return None

@@ -306,12 +306,12 @@ class Roles:
         return times
 
     def _like(self, worker: str) -> list[str]:
-        """Workers whose steps take as long as this one's, which is the first."""
+        """List workers whose steps take as long as this one's, itself first."""
         others = [name for name in self.topology.names if name != worker]
         return [worker, *others] if self.topology.shares_memory_bus else [worker]
 
     def _num_measured(self, kind: PredictionKind) -> int:
-        """Steps made of its size on the cores that it uses."""
+        """Count the measured steps of its size on the cores that it uses."""
         likes = self._times_like(kind.worker, kind.num_cores)
         return sum(times.num_prompt_steps(kind.size) for times in likes)
 

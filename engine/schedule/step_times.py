@@ -273,7 +273,7 @@ class StepTimes:
         return self._together(own_ms, decode_ms or 0.0, load)
 
     def num_prompt_steps(self, size: int) -> int:
-        """Steps since the start with prompt tokens of a class of sizes."""
+        """Count the steps since the start with prompt tokens of a size class."""
         return self._num_steps[size]
 
     def _together(
