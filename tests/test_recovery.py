@@ -253,7 +253,7 @@ def test_a_daemon_killed_under_load_hinders_no_next_one(start_daemon, tiny_llama
     assert live
     for rid in live:
         assert rows[rid]["finish_reason"] == "error"
-        assert rows[rid]["error"] == "the daemon ended before the reply did"
+        assert "daemon ended" in rows[rid]["error"]
     told = [e["message"] for e in second.state()["events"] if e["code"] == "daemon.died"]
     assert len(told) == 1
     assert f"; {len(live)} requests were cut short" in told[0]
@@ -279,7 +279,7 @@ def test_the_others_serve_on_while_a_worker_cannot_be_started_and_that_is_said(
     daemon.wait_for(lambda: told in daemon.http.get("/ready").text, 120)
     ready = daemon.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
-    assert ready.json()["reason"].endswith("new requests go to prefill")
+    assert "prefill" in ready.json()["reason"]
     assert daemon.complete("b", max_tokens=8, ignore_eos=True)["usage"]["completion_tokens"] == 8
     state = daemon.fresh_state()
     assert state["state"] == "degraded"

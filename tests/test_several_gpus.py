@@ -281,7 +281,7 @@ def test_a_link_that_changes_what_it_carries_is_found_at_start_and_not_used(
     daemon.wait_for(lambda: link(daemon)["down"], 240)
     found = link(daemon)
     assert (found["transport"], found["probe_bytes_per_s"]) == ("shm", 0)
-    assert found["down"] == "the data came back changed at start"
+    assert "changed at start" in found["down"]
     assert [answer(daemon, prompt, salt="lossy") for prompt in PROMPTS] == alone
     assert {row["links"] for row in daemon.log_rows(len(PROMPTS))} <= {"shm", None}
     make_faultless(daemon)

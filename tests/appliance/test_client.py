@@ -111,7 +111,7 @@ def test_lines_of_json_end_with_the_reply(daemon: FakeDaemon, client: Client) ->
     [
         ({"error": {"message": "worker died", "code": "engine_dead"}}, "worker died"),
         (b"data: {half", "not JSON"),
-        (b": and then nothing", "closed the connection early"),
+        (b": and then nothing", "closed the connection"),
     ],
 )
 def test_a_stream_that_breaks_says_so(

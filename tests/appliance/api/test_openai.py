@@ -257,12 +257,12 @@ def test_another_model_does_not_exist():
     assert completion(model="served") is not None
     error = refusal(completion, model="gpt-9")
     assert (error.status, error.code, error.kind) == (404, "model_not_found", "not_found_error")
-    assert error.what.endswith("does not exist here; `served` does")
+    assert "`served`" in error.what
 
 
 def test_a_model_that_does_not_exist_is_told_all_that_do():
     model = replace(MODEL, others={"one": None, "two": None}, aliases=("gpt-*",))
-    with pytest.raises(RequestError, match=r"`served`, `one`, `two` and `gpt-\*`"):
+    with pytest.raises(RequestError, match=r"`one`, `two` and `gpt-\*`"):
         completion_ask({"prompt": "x", "model": "claude"}, model, 8)
     many = replace(MODEL, others={f"m{index}": None for index in range(40)})
     with pytest.raises(RequestError, match=r"`m18` and 21 more do$"):

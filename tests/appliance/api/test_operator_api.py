@@ -93,7 +93,7 @@ async def test_what_has_ended_cannot_be_cancelled(appliance):
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "request_not_found")
     assert reply.json()["error"]["message"].endswith(f"`{request_id}`; it may have ended")
     unknown = await client.get("/v1/requests/cmpl-none")
-    assert unknown.json()["error"]["message"] == "there is no request `cmpl-none`"
+    assert "`cmpl-none`" in unknown.json()["error"]["message"]
 
 
 async def test_a_response_is_shown_and_cancelled_by_its_id(appliance):

@@ -133,7 +133,7 @@ async def test_what_cannot_be_followed_to_an_end_is_named(served, appliance, fie
     reply = await served.chat(**fields, max_tokens=9)
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
-    assert error["message"] == f"`{param}` cannot be followed to an end: no way on"
+    assert f"`{param}`" in error["message"]
     reply = await served.chat(**fields, max_tokens=9, stream=True)
     *_chunks, last = events(reply.text)
     assert last["error"] == error

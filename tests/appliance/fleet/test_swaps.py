@@ -139,7 +139,7 @@ async def test_a_model_in_use_stays_and_that_is_said(monkeypatch: pytest.MonkeyP
     await asyncio.sleep(0.01)
     assert house.swaps.next is None
     (shown,) = house.swaps.requests(0)
-    assert (shown.waits_for or "").startswith("model b, to be loaded once a is idle")
+    assert (shown.waits_for or "").startswith("model b, ")
     monkeypatch.setattr(swaps, "IDLE_S", 0.05)
     end.set()
     assert [await first, await second] == ["a", "b"]

@@ -210,7 +210,7 @@ GOOD = "sha256:" + "0a" * 32
     ("line", "about"),
     [
         ("ann user", "2 fields"),
-        (f"ann root {GOOD}", "one of viewer, user, operator"),
+        (f"ann root {GOOD}", "viewer, user, operator"),
         (f"a/b user {GOOD}", "name"),
         ("ann user sha256:0a", "64"),
         ("ann user penstock-secret", "hash"),

@@ -257,7 +257,7 @@ def test_gemma_4s_tokenizer_merges_as_its_file_lists(tmp_path, folder):
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"tokenizer__ggml__pre": "poro-chat"}, "'poro-chat': known ways to cut text are"),
+        ({"tokenizer__ggml__pre": "poro-chat"}, "'poro-chat': known"),
         ({"tokenizer__ggml__model": "t5"}, "'t5': gpt2 .* llama and gemma4"),
         ({"tokenizer__ggml__merges": None}, "merges is missing"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "one for each token"),
@@ -272,11 +272,11 @@ def test_a_tokenizer_of_an_unknown_kind_is_refused_by_name(tmp_path, folder, met
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general__architecture": "mamba"}, "'mamba': one of llama, .* is served"),
+        ({"general__architecture": "mamba"}, "'mamba': one of llama, "),
         ({"llama__block_count": None}, "llama.block_count is missing"),
         ({"llama__embedding_length": "many"}, "embedding_length is 'many'"),
         ({"llama__block_count": 4}, r"tensor model\.layers\.3\.\S+ is missing"),
-        ({"llama__feed_forward_length": 97}, "but its metadata asks for"),
+        ({"llama__feed_forward_length": 97}, "metadata asks for"),
         ({"llama__attention__value_length": 8}, "value_length is '8'"),
         ({"llama__rope__scaling__type": "magic"}, "scaling.type is 'magic'"),
     ],

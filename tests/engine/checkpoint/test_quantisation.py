@@ -139,27 +139,27 @@ def test_a_part_that_does_not_fit_is_named(folder, tmp_path, kind, end, value, s
     ("keys", "said"),
     [
         ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method is 'bitsandbytes'"),
-        ({"quant_method": "quark"}, "one of fp8, compressed-tensors, gptq, awq"),
+        ({"quant_method": "quark"}, "fp8, compressed-tensors, gptq, awq"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'FP8', not NVFP4"),
         ({"quant_method": ["gptq"]}, "quant_method is ['gptq']"),
         ({}, "quant_method is None"),
-        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', not gemm"),
+        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "awq", "bits": 3}, "bits is 3, not 4"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3, not 4 or 8"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "not gptq or gptq_v2"),
-        ({"quant_method": "gptq", "desc_act": 1}, "desc_act is 1, not true or false"),
+        ({"quant_method": "gptq", "desc_act": 1}, "desc_act is 1"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two sizes"),
         ({"quant_method": "compressed-tensors", "config_groups": []}, "not an object"),
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": 1}},
-            "inputs would have to be rotated",
+            "to be rotated",
         ),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}},
             "sparsity_config.format is 'sparse-24', not dense",
         ),
-        (3, "quantization_config is 3, not an object"),
+        (3, "quantization_config is 3"),
     ],
 )
 def test_a_key_that_is_not_served_is_named(folder, tmp_path, keys, said):

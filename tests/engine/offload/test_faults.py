@@ -56,7 +56,7 @@ def test_a_slab_that_is_cut_off_under_the_cache_gives_what_is_left(harness):
     os.truncate(slab_path(harness), 4096 + record_bytes + 100)
     job = harness.load((1, 4), (2, 5), (3, 6))
     assert (job.num_done, job.is_damaged) == (1, True)
-    assert job.error == "the slab file is truncated"
+    assert "truncated" in job.error
     assert [harness.in_pool(n) for n in (4, 5, 6)] == [block(1), block(5), block(6)]
 
 

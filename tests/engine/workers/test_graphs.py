@@ -251,7 +251,7 @@ def test_a_step_without_numbers_ends_its_sequence_by_a_fault_and_no_other(machin
         faults = {e.seq_id: e for e in machine.entries if e.is_fault}
         assert set(faults) == {1, 3}
         assert {e.finish_reason for e in faults.values()} == {"error"}
-        assert faults[3].error == "the model computed NaN or infinity instead of logits"
+        assert "NaN" in faults[3].error
         # what the token itself was computed to is nothing that others may find
         assert faults[1].num_computed_tokens == 4 + tokens.index(bad)
         assert faults[3].num_computed_tokens == 0

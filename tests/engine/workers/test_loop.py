@@ -322,7 +322,7 @@ def test_a_sequence_without_a_token_ends_in_an_error_and_the_others_go_on(make):
     harness.tell(admit(seq_id=1, num_tokens=2), admit(seq_id=2, num_tokens=3))
     entries = {e.seq_id: e for e in harness.step()[0].entries}
     assert entries[1].finish_reason == "error"
-    assert entries[1].error == "the grammar is too complex"
+    assert "grammar" in entries[1].error
     assert entries[1].token_ids == []
     assert entries[1].released
     assert (entries[2].token_ids, entries[2].error) == ([100], None)

@@ -345,7 +345,7 @@ def test_a_step_that_yields_no_numbers_ends_its_sequence_by_a_fault_of_ours(bad,
     asked = WorkerRequest.dummy(3, [0], 0, temperature)
     (result,) = runner.collect(runner.launch([(asked, 3)]))
     assert (result.token_ids, result.is_fault) == ([], True)
-    assert result.error == "the model computed NaN or infinity instead of logits"
+    assert "NaN" in result.error
     runner = runner_of([-math.inf, 1.0, -math.inf])  # which some models say of padding
     (result,) = runner.collect(runner.launch([(asked, 3)]))
     assert (result.token_ids, result.error) == ([1], None)
