@@ -70,6 +70,7 @@ from appliance.process import (
     read_in_thread,
 )
 from appliance.service import Service
+from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
 from engine.errors import ConfigError, PenstockError
@@ -304,7 +305,9 @@ class _Daemon:
         self._supervisor.spawn_all()
         self._has_workers = True
         self._router = self._make_router()
-        self._measuring = Measuring(plan, self._router, self._supervisor.send)
+        self._measuring = Measuring(
+            plan, self._router, self._supervisor.send, self._core_watch(plan, self._supervisor)
+        )
         return self._router, self._supervisor
 
     async def _end_model(self) -> None:
@@ -444,6 +447,17 @@ class _Daemon:
             about = f"{', '.join(fixed)}: only a restart changes this"
             self._service.event("warning", "config.needs_restart", about)
 
+    def _core_watch(self, plan: BootPlan, supervisor: Supervisor) -> Callable[[], bool]:
+        """Return what reports other programs on the workers' cores since its last call."""
+        on_cores = (worker for worker in plan.placement.workers if worker.gpu is None)
+        seen = Disturbances(cpus={cpu for worker in on_cores for cpu in worker.cpus})
+
+        def is_disturbed() -> bool:
+            pids = [worker.pid for worker in supervisor.workers.values()]
+            return seen.look([os.getpid(), *pids], time.monotonic())
+
+        return is_disturbed
+
     def _on_report(self, worker: str, report: Report) -> None:
         self._service.worker_reported(worker, report)
         self._measuring.reported(worker, report)
@@ -486,7 +500,6 @@ class _Daemon:
             roles=self._plan.roles,
             # on a GPU they only launch steps, and nothing is gained by lending them
             cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
-            lends_for_prompts=placement.lends_for_prompts,
             profile=None if self._plan.known is None else self._plan.known.profile,
         )
         router.set_weights(dict(self._config.priorities))

@@ -1,7 +1,8 @@
 """Learn from each second's steps, and time unmeasured steps while no request is live.
 
 Owns: when a slice of measuring may begin, when facts are written, and what is said about it.
-Invariant: nothing is measured within QUIET_S of a request; a start waits for no measurement.
+Invariant: nothing is measured within QUIET_S of a request, or of other programs' work on the
+workers' cores; a start waits for no measurement.
 Never: decides what is measured, or what follows from it.
 """
 
@@ -36,12 +37,18 @@ class Measuring:
         plan: the served model and its profile.
         router: learns the measured times, and lends blocks.
         send: passes a command to a worker.
+        is_disturbed: reports whether other programs used the workers' cores since its last call.
     """
 
     def __init__(
-        self, plan: BootPlan, router: Router, send: Callable[[str, Command], None]
+        self,
+        plan: BootPlan,
+        router: Router,
+        send: Callable[[str, Command], None],
+        is_disturbed: Callable[[], bool],
     ) -> None:
         self._router = router
+        self._was_disturbed = is_disturbed
         self._known = plan.known
         gpus = [worker.gpu for worker in plan.placement.workers if worker.gpu is not None]
         self._measurer = Measurer.of(
@@ -52,6 +59,8 @@ class Measuring:
             shares_gpu=len(gpus) > len(set(gpus)),
         )
         self._is_on = os.environ.get(OFF_VARIABLE) != "0"
+        self._is_asked_for = False
+        """Measuring was requested, and other programs do not stop it."""
         self._quiet_since_s: float | None = None
         self._saved_s = time.monotonic()
 
@@ -87,8 +96,9 @@ class Measuring:
         }
 
     def allow_again(self) -> None:
-        """Measure for as long once more, also where that is switched off while idle."""
-        self._is_on, self._measurer.work_ms = True, 0.0
+        """Measure for as long once more, also on a busy machine or where it is switched off."""
+        self._is_on = self._is_asked_for = True
+        self._measurer.work_ms = 0.0
 
     def look(self, *, is_idle: bool) -> None:
         """Begin a slice if it has been quiet for long enough.
@@ -101,8 +111,19 @@ class Measuring:
             self._quiet_since_s = None
         elif self._quiet_since_s is None:
             self._quiet_since_s = now_s
-        elif self._is_on and now_s - self._quiet_since_s >= QUIET_S:
+            self._is_disturbed()  # the next look compares with this one
+        elif self._measurer.is_measuring or not self._is_quiet(now_s):
+            return
+        elif self._is_disturbed():
+            self._quiet_since_s = now_s
+        elif self._is_on:
             self._measurer.begin(time.monotonic_ns())
+
+    def _is_quiet(self, now_s: float) -> bool:
+        return self._quiet_since_s is not None and now_s - self._quiet_since_s >= QUIET_S
+
+    def _is_disturbed(self) -> bool:
+        return self._was_disturbed() and not self._is_asked_for
 
     def serves(self) -> None:
         """Note that all workers are ready, so two processes on one GPU work."""
@@ -134,10 +155,13 @@ class Measuring:
         if isinstance(report, CoresUsed):
             self._measurer.go_on()
         elif isinstance(report, StepsMeasured):
-            now_ns = time.monotonic_ns()
-            self._measurer.measured(worker, report, now_ns)
+            now_s, now_ns = time.monotonic(), time.monotonic_ns()
+            is_kept = not self._is_disturbed()
+            self._measurer.measured(worker, report, now_ns, is_kept=is_kept)
+            if not is_kept and self._quiet_since_s is not None:
+                self._quiet_since_s = now_s
             if not self._measurer.is_measuring and not (
-                self._quiet_since_s is not None and self._measurer.begin(now_ns)
+                self._is_quiet(now_s) and self._measurer.begin(now_ns)
             ):
                 self._router.dispatch(now_ns)  # blocks and cores are there again
 

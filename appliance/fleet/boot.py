@@ -292,7 +292,7 @@ def _keep(known: Known) -> None:
 def _with_prompt_steps(
     placement: Placement, config: ModelConfig, profile: Profile
 ) -> tuple[Placement, tuple[int, ...], str]:
-    """Choose how many prompt tokens a step computes, and whether prompts borrow cores.
+    """Choose how many prompt tokens a step computes.
 
     Args:
         placement: of workers; a worker on a GPU measures its own step size.
@@ -309,12 +309,8 @@ def _with_prompt_steps(
     sizes = fitting or candidates[:1]
     end = placement.workers[-1]
     num_cores = len({cpu for plan in placement.workers for cpu in plan.cpus})
-    own, lent = place_of(end.name, len(end.cpus)), place_of(end.name, num_cores)
-    choice = choose_prompt_steps(profile, sizes, own, lent)
-    chosen = replace(
-        placement, max_num_batched_tokens=choice.step_tokens, lends_for_prompts=choice.lends
-    )
-    return chosen, sizes, choice.why
+    choice = choose_prompt_steps(profile, sizes, place_of(end.name, num_cores))
+    return replace(placement, max_num_batched_tokens=choice.step_tokens), sizes, choice.why
 
 
 NO_PREFIX_CACHE = "it extends the prefix cache, which is off"

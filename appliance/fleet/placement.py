@@ -88,8 +88,6 @@ class Placement:
     """The reasons for the choices, in words."""
     is_trial: bool = False
     """Two workers share a device to be timed; the result decides whether both stay."""
-    lends_for_prompts: bool = True
-    """Whether idle cores are lent to prefill."""
 
     def pools(self) -> list[BlockPool]:
         return self.topology.new_block_pools(self.block_size, self.record_blocks)

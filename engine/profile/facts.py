@@ -1,14 +1,13 @@
 """Keep each fact about this machine: its newest samples, their median and spread.
 
-Owns: the facts of one scope in memory, which of them are not stored yet, and what was asked for
-and not known.
+Owns: the facts of one scope in memory, and which of them are not stored yet.
 Invariant: a fact has at most 32 samples; 16 in a row that are 1.5 times off replace all others.
 Never: reads a clock or a file.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -91,8 +90,6 @@ class Profile:
 
     def __init__(self, facts: Mapping[FactKey, Fact] | None = None) -> None:
         self.facts = dict(facts or {})
-        self.asked: Counter[FactKey] = Counter()
-        """What a chooser asked for and did not get, by how often."""
         self._changed: set[FactKey] = set()
 
     def value(self, what: str, size: int = 0, depth: int = 0, place: str = "") -> float | None:

@@ -1,6 +1,6 @@
-"""Choose how many prompt tokens a step computes, and whether prompts borrow a second core.
+"""Choose how many prompt tokens a step computes, and whether steps borrow more cores.
 
-Owns: that choice, from the facts about prompts' steps.
+Owns: these choices, from facts about steps.
 Invariant: the same facts give the same choice; a default stays until it is beaten by more than
 MIN_GAIN and beyond the spread of both.
 Never: measures.
@@ -22,7 +22,7 @@ MIN_GAIN = 1.05
 MIN_SAMPLES = 9
 """Samples of a size before it can replace the default. All on one side of it are then no chance."""
 CORE_GAIN = 1.15
-"""Minimum gain of a second core; less does not pay when its owner wants it back."""
+"""Minimum gain of borrowed cores; less does not pay when their owner wants them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +30,23 @@ class PromptChoice:
     """How prompts are computed, and why."""
 
     step_tokens: int
-    lends: bool
-    """A second core makes a prompt faster, as far as is known."""
     why: str
     """For people."""
 
 
-def choose_prompt_steps(
-    profile: Profile, sizes: tuple[int, ...], own: str, lent: str
-) -> PromptChoice:
+def choose_prompt_steps(profile: Profile, sizes: tuple[int, ...], place: str) -> PromptChoice:
     """Choose by what steps took here.
 
     Args:
         profile: of the model.
         sizes: that may be chosen, the default first.
-        own: the place of facts about a worker on its own cores.
-        lent: the place of facts about a worker on all cores.
+        place: of facts about a worker on all cores.
     """
     default, *others = sizes
-    usual = _fact(profile, default, lent)
+    usual = _fact(profile, default, place)
     chosen, fastest = default, usual
     for size in others:
-        fact = _fact(profile, size, lent)
+        fact = _fact(profile, size, place)
         if usual is None or fact is None or fastest is None:
             continue
         has_enough = min(len(fact.samples), len(usual.samples)) >= MIN_SAMPLES
@@ -65,12 +60,17 @@ def choose_prompt_steps(
     else:
         gain = (usual.value / default) / (fastest.value / chosen if fastest else 1)
         said = f"{gain:.2f}x as fast as {default}"
-    alone, together = (_fact(profile, default, place) for place in (own, lent))
-    lends = True
-    if own != lent and alone is not None and together is not None:
-        lends = alone.high / together.low >= CORE_GAIN
-    about = "" if lends else "; no core lending, prompts gain nothing from it"
-    return PromptChoice(chosen, lends, f"prefill step: {chosen:,} tokens ({said}){about}")
+    return PromptChoice(chosen, f"prefill step: {chosen:,} tokens ({said})")
+
+
+def may_gain(own: Fact | None, lent: Fact | None) -> bool:
+    """Say whether steps may be faster on borrowed cores; they are tried until known not to be.
+
+    Args:
+        own: the steps' times on a worker's own cores; None: not known.
+        lent: the same with borrowed cores.
+    """
+    return own is None or lent is None or own.high / lent.low >= CORE_GAIN
 
 
 def _fact(profile: Profile, size: int, place: str) -> Fact | None:

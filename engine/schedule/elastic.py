@@ -34,7 +34,7 @@ KEEP_RATIO = 1.1
 LENT_CHUNK_MS = 100.0
 """Maximum chunk on borrowed cores: a request that comes meanwhile waits for its end."""
 MAX_CHUNK_COST = 1.03
-"""Maximum cost of a token in such a chunk, relative to the best chunk."""
+"""Maximum cost of a token in such a chunk, relative to a whole step."""
 DEFAULT_TTFT_RATIO = 3.0
 """Default TTFT target, as a multiple of the unloaded prefill time."""
 DEFAULT_ITL_RATIO = 1.25
@@ -105,7 +105,9 @@ class Situation:
     lends_cores: bool
     """Workers with nothing to do lend theirs to the others, equal shares to each."""
     lends_for_prompts: bool = True
-    """Whether a second core makes a prompt faster; if not, pure prefill borrows none."""
+    """Whether borrowed cores may make prompts faster; if not, pure prefill borrows none."""
+    lends_for_decodes: bool = True
+    """Whether borrowed cores may make decode steps faster; if not, pure decode borrows none."""
     copy_ms: Mapping[Pair, float] = field(default_factory=dict)
     """Time to copy its blocks by pair; missing pairs are unknown."""
     last: str | None = None
@@ -306,26 +308,23 @@ class _Forecaster:
         return chunks
 
     def _lent_chunk(self, pair: Pair) -> int:
-        """Choose the largest chunk that ends soon on borrowed cores, which others may want back.
+        """Halve the step until it is over soon on borrowed cores, which others may want back.
 
-        A smaller one is taken only where it costs little: a large model's chunk is long anyway.
+        It stays where half of it costs more: a large model's chunk is long anyway.
         """
-        first, load, chunk = (
-            pair.prefill,
-            self._s.loads[pair.prefill],
-            self._s.max_num_batched_tokens,
-        )
-        cores = self._prompt_cores(first, self._busy | {first}, load)
+        first, chunk = pair.prefill, self._s.max_num_batched_tokens
+        cores = self._prompt_cores(first, self._busy | {first}, self._s.loads[first])
         if cores <= self._s.num_cores[first]:
             return chunk
-        sizes = [chunk >> n for n in range(chunk.bit_length()) if chunk >> n >= MIN_CHUNK_TOKENS]
-        try:
-            found = {size: self._step_ms(first, cores, _lone_chunk(size)) for size in sizes}
-        except _Unknown:
-            return chunk
-        best_ms = min((ms / size for size, ms in found.items()), default=0.0)
-        cheap = {s: ms for s, ms in found.items() if ms / s <= MAX_CHUNK_COST * best_ms}
-        return max((s for s, ms in cheap.items() if ms <= LENT_CHUNK_MS), default=min(cheap))
+        with suppress(_Unknown):
+            chunk_ms = self._step_ms(first, cores, _lone_chunk(chunk))
+            most_ms_per_token = MAX_CHUNK_COST * chunk_ms / chunk
+            while chunk_ms > LENT_CHUNK_MS and (half := chunk // 2) >= MIN_CHUNK_TOKENS:
+                half_ms = self._step_ms(first, cores, _lone_chunk(half))
+                if half_ms > most_ms_per_token * half:
+                    break
+                chunk, chunk_ms = half, half_ms
+        return chunk
 
     def _of(self, pair: Pair, chunk: int) -> Forecast:
         """Forecast a prompt on one worker in chunks, and its decode there or elsewhere."""
@@ -390,7 +389,13 @@ class _Forecaster:
         return max(self._s.num_prompt_tokens - self._s.num_cached.get(worker, 0), 1)
 
     def _cores(self, worker: str, busy: set[str]) -> int:
-        """Count a worker's cores while these are busy; idle workers lend theirs."""
+        """Count the cores on which a worker decodes while these compute."""
+        if self._s.lends_for_decodes:
+            return self._with_borrowed(worker, busy)
+        return self._s.num_cores[worker]
+
+    def _with_borrowed(self, worker: str, busy: set[str]) -> int:
+        """Count a worker's cores, with its share of the idle workers' cores."""
         own = self._s.num_cores
         if not self._s.lends_cores:
             return own[worker]
@@ -400,8 +405,8 @@ class _Forecaster:
 
     def _prompt_cores(self, worker: str, busy: set[str], load: WorkerLoad) -> int:
         """Count a worker's cores while it computes a prompt beside its load."""
-        if self._s.lends_for_prompts or load.batch:
-            return self._cores(worker, busy)
+        if self._s.lends_for_prompts or (load.batch and self._s.lends_for_decodes):
+            return self._with_borrowed(worker, busy)
         return self._s.num_cores[worker]
 
     def _prompt_ms(

@@ -25,7 +25,14 @@ from engine.schedule.step_times import (
     place_of,
     size_class,
 )
-from engine.wire.messages import Command, MeasureSteps, StepShape, StepsMeasured, StopMeasuring
+from engine.wire.messages import (
+    Command,
+    MeasuredStep,
+    MeasureSteps,
+    StepShape,
+    StepsMeasured,
+    StopMeasuring,
+)
 
 ALONE = "alone"
 """The place of a process that shares its GPU, while the other one is idle."""
@@ -135,6 +142,9 @@ class Measurer:
         """Workers that have not answered in this slice."""
         self._told: set[str] = set()
         self._is_stopped = False
+        self._taken: list[tuple[str, list[MeasuredStep]]] = []
+        """Steps of this slice, by place."""
+        self._is_kept = True
         self._began_ns = 0
         self._last_id = 0
         self._left_out: set[FactKey] = set()
@@ -181,6 +191,7 @@ class Measurer:
             return False
         self._turn, self._pending, self._told = turn, set(turn.cores), set()
         self._is_stopped, self._began_ns = False, now_ns
+        self._taken, self._is_kept = [], True
         self._roles.hold_cores(turn.cores)
         self.go_on()
         return True
@@ -206,14 +217,23 @@ class Measurer:
         self._pending &= self._told
         self._end_if_answered(now_ns)
 
-    def measured(self, worker: str, report: StepsMeasured, now_ns: int) -> None:
-        """Record a worker's part of the slice."""
+    def measured(
+        self, worker: str, report: StepsMeasured, now_ns: int, *, is_kept: bool = True
+    ) -> None:
+        """Record a worker's part of the slice.
+
+        Args:
+            worker: which.
+            report: what it took.
+            now_ns: CLOCK_MONOTONIC.
+            is_kept: False: something else ran meanwhile, and nothing of the slice is learnt.
+        """
         self._ledger.close_command(("measure", report.measurement_id, 0))
         if self._turn is None or worker not in self._pending:
             return
         place = self._turn.place(worker)
-        self._roles.measured(place, report.steps)
-        self.num_done += len(report.steps)
+        self._taken.append((place, report.steps))
+        self._is_kept &= is_kept
         self._left_out |= {key_of(shape, place) for shape in report.too_long}
         self._pending.discard(worker)
         self._end_if_answered(now_ns)
@@ -227,6 +247,9 @@ class Measurer:
     def _end_if_answered(self, now_ns: int) -> None:
         if self._turn is None or self._pending:
             return
+        for place, steps in self._taken if self._is_kept else ():
+            self._roles.measured(place, steps)
+            self.num_done += len(steps)
         self.work_ms += (now_ns - self._began_ns) / 1e6
         self._roles.profile.put(MEASURED_MS, [self.work_ms])
         for name in self._turn.cores:
@@ -239,7 +262,8 @@ class Measurer:
         block_ids = list(self._ledger.table(self._owners[name], pool))
         self._last_id += 1
         self._ledger.open_command(("measure", self._last_id, 0), name, {pool: block_ids})
-        wanted = self._unknown(name, turn) or turn.shapes[name]
+        counts = self._unknown(name, turn)
+        wanted = sorted(counts, key=counts.__getitem__) or turn.shapes[name]
         steps = list(islice(cycle(wanted), _MAX_STEPS))
         self._send(name, MeasureSteps(self._last_id, steps, block_ids, SLICE_MS))
 
@@ -264,8 +288,7 @@ class Measurer:
             (count, index)
             for index, turn in enumerate(turns)
             for name in turn.cores
-            for shape in turn.shapes[name]
-            if (count := self._num_samples(shape, name, turn)) is not None
+            for count in self._unknown(name, turn).values()
         ]
         return turns[min(found)[1]] if found else None
 
@@ -310,24 +333,18 @@ class Measurer:
                 decodes.append(StepShape(min(load.batch, MAX_SEQUENCES), 1, before))
         return prompts, decodes
 
-    def _unknown(self, name: str, turn: Turn) -> list[StepShape]:
-        """List a worker's shapes with too few samples in a turn, the fewest first."""
-        counts = {
-            shape: count
-            for shape in turn.shapes[name]
-            if (count := self._num_samples(shape, name, turn)) is not None
-        }
-        return sorted(counts, key=counts.__getitem__)
-
-    def _num_samples(self, shape: StepShape, name: str, turn: Turn) -> int | None:
-        """Count the samples; None: enough, or no more are possible."""
-        key = key_of(shape, turn.place(name))
-        if key in self._left_out:
-            return None
-        fact = self._roles.profile.facts.get(key)
-        count = 0 if fact is None else len(fact.samples)
-        is_choice = shape.num_tokens in self._sizes and not shape.num_before
-        return count if count < (MIN_SAMPLES if is_choice else ENOUGH_SAMPLES) else None
+    def _unknown(self, name: str, turn: Turn) -> dict[StepShape, int]:
+        """Find a worker's shapes with too few samples in a turn, and how many each has."""
+        counts = {}
+        for shape in turn.shapes[name]:
+            key = key_of(shape, turn.place(name))
+            fact = self._roles.profile.facts.get(key)
+            count = 0 if fact is None else len(fact.samples)
+            is_choice = shape.num_tokens in self._sizes and not shape.num_before
+            enough = MIN_SAMPLES if is_choice else ENOUGH_SAMPLES
+            if key not in self._left_out and count < enough:
+                counts[shape] = count
+        return counts
 
 
 def apart(own: Mapping[str, Cpus], *, are_alike: bool) -> list[dict[str, Cpus]]:

@@ -16,7 +16,8 @@ from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from engine.cache.topology import Topology
-from engine.profile.facts import DECODE_MS, PROMPT_MS, Profile
+from engine.profile.facts import DECODE_MS, PROMPT_MS, Fact, FactKey, Profile
+from engine.profile.prompt_steps import may_gain
 from engine.schedule.copies import Copies
 from engine.schedule.core_lending import Cores, Cpus, shares
 from engine.schedule.elastic import (
@@ -45,6 +46,8 @@ ROLES = ("elastic", "static", "colocated")
 
 RECENT_HALF_LIFE_S = 1.0
 """Half-life of the number of sequences that decoded recently."""
+TRY_LENDING_EVERY_S = 32
+"""Interval after which cores are lent for a second, whatever the profile says."""
 MAX_WAITING_STEPS = 256
 """Maximum steps learnt from together, once a second; the newest are kept."""
 
@@ -66,7 +69,6 @@ class Roles:
         copies: predicts the time of copies.
         max_num_batched_tokens: of prompts, in a worker's step.
         send: passes a command to a worker.
-        lends_for_prompts: a second core makes a prompt faster.
         profile: the known step times of this machine.
     """
 
@@ -79,7 +81,6 @@ class Roles:
         max_num_batched_tokens: int,
         send: Callable[[str, Command], None],
         *,
-        lends_for_prompts: bool = True,
         profile: Profile | None = None,
     ) -> None:
         self.topology = topology
@@ -97,7 +98,6 @@ class Roles:
         """Ready, but without progress: they get nothing new until they are heard of again."""
         self._roles = "colocated" if topology.is_colocated else roles
         self._max_step_tokens = max_num_batched_tokens
-        self._lends_for_prompts = lends_for_prompts
         self._times: dict[str, StepTimes] = {}
         self._waiting: deque[_TimedStep] = deque(maxlen=MAX_WAITING_STEPS)
         self._held: Mapping[str, Cpus] | None = None
@@ -106,6 +106,10 @@ class Roles:
         for key in self.profile.facts:
             if key.what in {PROMPT_MS, DECODE_MS}:
                 self._times_at(key.place)
+        self._num_learnt = 0
+        self._decoded = StepLoad()
+        """The newest decode step."""
+        self._borrowers = self._find_borrowers()
 
     @property
     def roles(self) -> str:
@@ -164,10 +168,40 @@ class Roles:
         for step in self._waiting:
             place = place_of(step.worker, step.num_cores)
             by_place.setdefault(place, []).append((step.load, step.elapsed_ms))
+            if step.load.batch and not step.load.num_prefill_tokens:
+                self._decoded = step.load
         self._waiting.clear()
         if not is_disturbed:
             for place, steps in by_place.items():
                 self._times_at(place).learn(steps)
+        self._num_learnt += 1
+        self._borrowers = self._find_borrowers()
+
+    def _find_borrowers(self) -> set[str]:
+        """Find the kinds of steps that may gain from borrowed cores, as the profile knows them.
+
+        Now and then all may, lest a fact from a busy minute holds for ever.
+        """
+        if self._num_learnt % TRY_LENDING_EVERY_S == 0 and self._num_learnt:
+            return {PROMPT_MS, DECODE_MS}
+        decoded = self._decoded
+        batch = max(decoded.batch, 1)
+        sizes = {
+            PROMPT_MS: (size_class(self._max_step_tokens), 0),
+            DECODE_MS: (size_class(batch), depth_class(decoded.context / batch)),
+        }
+        end = self.topology.names[-1]
+        counts = len(self.cores.own[end]), len(self.cores.all)
+        return {
+            what
+            for what, size in sizes.items()
+            if may_gain(*(self._fact(end, what, *size, count) for count in counts))
+        }
+
+    def _fact(self, worker: str, what: str, size: int, depth: int, num_cores: int) -> Fact | None:
+        places = [place_of(name, num_cores) for name in self._like(worker)]
+        facts = [self.profile.facts.get(FactKey(what, size, depth, place)) for place in places]
+        return next(filter(None, facts), None)
 
     # What the router asks
 
@@ -210,7 +244,8 @@ class Roles:
             slo=self.slo,
             shares_memory_bus=self.topology.shares_memory_bus,
             lends_cores=self.cores.can_lend,
-            lends_for_prompts=self._lends_for_prompts,
+            lends_for_prompts=PROMPT_MS in self._borrowers,
+            lends_for_decodes=DECODE_MS in self._borrowers,
             copy_ms=self._copy_ms(sequence.num_tokens, hits, candidates),
             last=self._last,
             closed=self.outcomes.closed(),
@@ -235,7 +270,8 @@ class Roles:
             return
         there = [sequence for sequence in running if sequence.worker is not None]
         busy = {sequence.worker for sequence in there if sequence.worker is not None}
-        gains = self._lends_for_prompts or any(s.phase is not Phase.PREFILLING for s in there)
+        kinds = {PROMPT_MS if s.phase is Phase.PREFILLING else DECODE_MS for s in there}
+        gains = not self._borrowers.isdisjoint(kinds or {PROMPT_MS})
         idle = [name for name in cores.own if name not in busy]
         is_quiet = len(idle) == len(cores.own)
         busy |= self.stalled  # no other waits for cores that these will not release
@@ -294,10 +330,7 @@ class Roles:
         self.asked[StepLoad(tokens, attended, batch, context)] += 1
 
     def _times_like(self, worker: str, num_cores: int) -> list[StepTimes]:
-        return [self._times_on(name, num_cores) for name in self._like(worker)]
-
-    def _times_on(self, worker: str, num_cores: int) -> StepTimes:
-        return self._times_at(place_of(worker, num_cores))
+        return [self._times_at(place_of(name, num_cores)) for name in self._like(worker)]
 
     def _times_at(self, place: str) -> StepTimes:
         times = self._times.get(place)

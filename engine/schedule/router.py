@@ -91,7 +91,6 @@ class Router:
         max_num_batched_tokens: int,
         roles: str = "static",
         cores: Mapping[str, tuple[int, ...]] | None = None,
-        lends_for_prompts: bool = True,
         profile: Profile | None = None,
     ) -> None:
         self.topology = topology
@@ -106,7 +105,6 @@ class Router:
             self.copies,
             max_num_batched_tokens,
             send,
-            lends_for_prompts=lends_for_prompts,
             profile=profile,
         )
         self.counters = Counters()

@@ -48,10 +48,13 @@ class Daemon:
         for name in places.names:
             self.router.worker_ready(name, 0)
         placement = SimpleNamespace(
-            workers=[SimpleNamespace(gpu=None)] * 2, max_num_batched_tokens=256, max_model_len=2048
+            workers=[SimpleNamespace(gpu=None, cpus=())] * 2,
+            max_num_batched_tokens=256,
+            max_model_len=2048,
         )
         plan = SimpleNamespace(known=self.known, placement=placement, step_sizes=(256, 128))
-        self.measuring = Measuring(plan, self.router, self.send)
+        self.is_busy = False
+        self.measuring = Measuring(plan, self.router, self.send, lambda: self.is_busy)
 
     def send(self, worker, command):
         self.told.append((worker, command))
@@ -132,6 +135,37 @@ def test_a_request_stops_it_and_the_quiet_second_begins_anew(daemon):
     assert not daemon.deliver(answers=False), "no slice follows"
     daemon.measuring.look(is_idle=True)
     assert not daemon.deliver(answers=False)
+
+
+def test_nothing_begins_on_a_busy_machine_but_what_somebody_asked_for(daemon):
+    daemon.deliver()
+    daemon.is_busy = True
+    for _ in range(4):
+        quiet(daemon)
+    assert not daemon.deliver(answers=False)
+    daemon.measuring.allow_again()
+    daemon.measuring.look(is_idle=True)
+    quiet(daemon)
+    daemon.deliver()
+    assert daemon.measuring.frame()["num_unknown"] == 0
+
+
+def test_a_slice_beside_other_programs_is_not_learnt_and_the_next_waits_for_quiet(daemon):
+    daemon.deliver()
+    quiet(daemon)
+    held = daemon.deliver(answers=False)
+    before = daemon.measuring.frame()["num_unknown"]
+    daemon.is_busy = True
+    daemon.answer(*held[0])
+    daemon.is_busy = False
+    for worker, command in held[1:]:
+        daemon.answer(worker, command)
+    assert not daemon.deliver(answers=False)
+    assert daemon.measuring.frame()["num_unknown"] == before
+    assert daemon.measuring.words is None
+    quiet(daemon)
+    daemon.deliver()
+    assert daemon.measuring.frame()["num_unknown"] == 0
 
 
 def test_who_has_it_switched_off_can_still_ask_for_it(daemon, tmp_path, monkeypatch):

@@ -6,30 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.profile.facts import PROMPT_MS, FactKey, Profile
+from engine.profile.facts import PROMPT_MS, Fact, FactKey, Profile
 from engine.profile.prompt_steps import MIN_SAMPLES as NINE
-from engine.profile.prompt_steps import STEP_TOKENS, choose_prompt_steps
+from engine.profile.prompt_steps import STEP_TOKENS, choose_prompt_steps, may_gain
 
-OWN, LENT = "decode on 1", "decode on 2"
+LENT = "decode on 2"
 DEFAULT = STEP_TOKENS[0]
 
 
-def known(ms_by_size, own_ms=None):
+def known(ms_by_size):
     profile = Profile()
     for size, samples in ms_by_size.items():
         profile.put(FactKey(PROMPT_MS, size, 0, LENT), samples)
-    if own_ms is not None:
-        profile.put(FactKey(PROMPT_MS, DEFAULT, 0, OWN), own_ms)
     return profile
 
 
-def choice(ms_by_size, own_ms=None):
-    return choose_prompt_steps(known(ms_by_size, own_ms), STEP_TOKENS, OWN, LENT)
+def choice(ms_by_size):
+    return choose_prompt_steps(known(ms_by_size), STEP_TOKENS, LENT)
 
 
 def test_without_facts_it_is_the_default():
     found = choice({})
-    assert (found.step_tokens, found.lends) == (DEFAULT, True)
+    assert found.step_tokens == DEFAULT
     assert "default" in found.why
 
 
@@ -69,7 +67,16 @@ def test_ten_noisy_profiles_of_one_machine_choose_alike(seed):
     assert found == {DEFAULT}
 
 
-@pytest.mark.parametrize(("own_ms", "lends"), [(200, True), (105, False)])
-def test_a_second_core_that_brings_nothing_is_not_lent_to_prompts(own_ms, lends):
-    found = choice({DEFAULT: [100] * NINE}, [own_ms] * NINE)
-    assert found.lends is lends
+@pytest.mark.parametrize(
+    ("own_ms", "lent_ms", "gains"),
+    [
+        ([200], [100], True),
+        ([105], [100], False),
+        ([105] * 8 + [130] * 2, [100], True),
+        ([200], None, True),
+        (None, [100], True),
+    ],
+)
+def test_borrowed_cores_are_tried_until_they_are_known_to_bring_nothing(own_ms, lent_ms, gains):
+    own, lent = (None if ms is None else Fact(ms * NINE) for ms in (own_ms, lent_ms))
+    assert may_gain(own, lent) is gains

@@ -73,6 +73,7 @@ def test_a_lone_request_stays_on_one_worker_with_all_cores():
         ({64: 20, 128: 36, 256: 72, 512: 143}, 256),  # the largest that ends soon enough
         ({64: 20, 128: 36, 256: 60, 512: 90}, None),  # the largest of all does
         ({64: 30, 128: 65, 256: 110, 512: 220}, 256),  # smaller ones cost too much
+        ({64: 20, 128: 45, 256: 86, 512: 172}, 256),  # one sample flatters a small one
         ({64: 200, 128: 250, 256: 400, 512: 700}, None),  # so do they of a large model
     ],
 )
@@ -327,6 +328,19 @@ def test_prompts_that_a_second_core_does_not_help_are_forecast_on_their_own():
     }
 
 
+def test_decodes_that_borrowed_cores_do_not_help_are_forecast_on_their_own():
+    asked = set()
+
+    def seen(worker, num_cores, load):
+        asked.add((num_cores, bool(load.num_prefill_tokens)))
+        return 20 + load.num_prefill_tokens / num_cores
+
+    choose(replace(CPU, lends_for_decodes=False), seen)
+    assert (1, False) in asked
+    assert (2, False) not in asked
+    assert (2, True) in asked
+
+
 def test_smaller_steps_follow_from_the_size_that_was_measured():
     """Beside those who decode chunks are halved, from what this machine's steps have at most."""
     sizes = {}
@@ -362,6 +376,7 @@ SITUATIONS = st.builds(
     shares_memory_bus=st.booleans(),
     lends_cores=st.booleans(),
     lends_for_prompts=st.booleans(),
+    lends_for_decodes=st.booleans(),
     copy_ms=st.dictionaries(PAIRS, st.floats(0, 1000)),
     last=st.one_of(st.none(), st.sampled_from(["move", *NAMES])),
 )

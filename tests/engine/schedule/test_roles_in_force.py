@@ -4,10 +4,11 @@ import pytest
 
 from engine.cache.blocks import Ledger
 from engine.cache.topology import make_topology
+from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.copies import Copies
 from engine.schedule.core_lending import Cores
 from engine.schedule.elastic import PairChoice
-from engine.schedule.roles_in_force import Roles
+from engine.schedule.roles_in_force import TRY_LENDING_EVERY_S, Roles
 from engine.schedule.sequence import On, Phase, RouteStage, Sequence, Stamps
 from engine.schedule.step_times import StepLoad
 from engine.schedule.worker_routes import Pair
@@ -98,11 +99,39 @@ def test_an_idle_worker_lends_its_cores_and_has_them_back_when_work_comes():
     assert machine.settle(PREFILLING) == [[0, 1], []]
 
 
+def known(what, size, depth, *, own_ms, lent_ms):
+    """A profile of what a step takes on one core and on two."""
+    profile = Profile()
+    profile.put(FactKey(what, size, depth, "prefill on 1"), [own_ms] * 9)
+    profile.put(FactKey(what, size, depth, "decode on 2"), [lent_ms] * 9)
+    return profile
+
+
 def test_a_prompt_borrows_no_core_that_would_not_make_it_faster():
-    machine = Machine(lends_for_prompts=False)
+    machine = Machine(profile=known(PROMPT_MS, 512, 0, own_ms=100, lent_ms=95))
     assert machine.settle(PREFILLING) == [[0], [1]]
     assert machine.settle(DECODING) == [[], [0, 1]], "reading does gain by it"
     assert machine.settle(PREFILLING) == [[0], [1]]
+
+
+def test_a_decode_step_borrows_no_core_that_would_not_make_it_faster():
+    machine = Machine(profile=known(DECODE_MS, 1, 256, own_ms=7.0, lent_ms=7.5))
+    machine.steps("decode", num_prefill_tokens=0, ms=7.0, batch=1)
+    assert machine.settle(DECODING) == [[0], [1]]
+    assert machine.settle(PREFILLING) == [[0, 1], []], "prompts may gain by it"
+    machine.route(sequence(), DECODING)
+    assert machine.settle(DECODING) == [[0], [1]]
+
+
+def test_lending_that_brought_nothing_is_tried_again_now_and_then():
+    machine = Machine(profile=known(DECODE_MS, 1, 256, own_ms=7.0, lent_ms=7.5))
+    machine.steps("decode", num_prefill_tokens=0, ms=7.0, batch=1)
+    cores = []
+    for _ in range(2 * TRY_LENDING_EVERY_S):
+        machine.roles.learn()
+        cores.append(machine.settle(DECODING))
+    assert cores.count([[], [0, 1]]) == 2
+    assert cores.count([[0], [1]]) == len(cores) - 2
 
 
 def test_with_nothing_to_do_all_cores_wait_where_the_next_prompt_goes():
