@@ -76,18 +76,18 @@ class SequenceRecords:
             sequence: has no records in these pools.
             wants: blocks by pool that it is about to take.
             found: by pool, the found blocks that its tables begin with.
-            first: the pool that it computes its prompt in; None: no snapshot is taken.
+            first: the pool that it computes its prompt in; None: snapshots are not used.
         """
         new, snapshots = {}, {}
         for name, count in wants.items():
             kv_pool, there = self._ledger.pools[name], found.get(name, [])
             if not kv_pool.record_blocks:
                 continue
-            snapshot = self._snapshot(sequence, kv_pool, len(there) * kv_pool.block_size)
-            if snapshot:
-                snapshots[name] = snapshot
             new[name] = MIN_RECORDS
-            if name == first:
+            if name == first:  # elsewhere its record arrives by copy, into a new one
+                snapshot = self._snapshot(sequence, kv_pool, len(there) * kv_pool.block_size)
+                if snapshot:
+                    snapshots[name] = snapshot
                 num_kept = sum(kv_pool.state(b) is BlockState.CACHED for b in (*there, *snapshot))
                 num_left = kv_pool.num_free - num_kept - (count - len(there))
                 num_spare = max(num_left // kv_pool.record_blocks - MIN_RECORDS, 0)

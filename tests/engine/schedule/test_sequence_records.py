@@ -62,6 +62,18 @@ def test_a_third_prompt_goes_on_from_where_the_second_branched_off():
             assert sequence.cache_miss.reason == "token 0: no snapshot"
 
 
+def test_a_record_is_never_copied_into_a_snapshot():
+    """Where a prompt was computed by the decode worker, its pool has a snapshot of its own."""
+    world = world_of("peer")
+    world.kill("prefill")
+    first = world.sequence(30, 9)
+    world.finish(first)
+    world.revive("prefill")
+    assert world.ledger.pools["decode"].index.snapshots
+    world.finish(next_turn(world, first))
+    world.check_hashes()
+
+
 def test_a_prompt_within_one_block_leaves_no_snapshot():
     world = world_of("alias")
     world.finish(world.sequence(BLOCK_SIZE))
