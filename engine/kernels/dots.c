@@ -149,6 +149,14 @@ INLINE __m512i fourth_bit(__m512i high, int w, int form)
     return _mm512_and_si512((__m512i)there, _mm512_set1_epi8((char)(((1 << more) - 1) << 4)));
 }
 
+/* 64 bytes in a register: gcc would read them from memory for each use, and most lie in two lines. */
+INLINE __m512i loaded_once(const char *from)
+{
+    __m512i bytes = _mm512_loadu_si512(from);
+    __asm__("" : "+v"(bytes));
+    return bytes;
+}
+
 /* Codes of 16 rows and a unit as bytes. */
 INLINE void unpack_unit(__m512i *codes, const char *from, int form)
 {
@@ -166,7 +174,7 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
         return;
     }
     if (code_bits(form) < 4) {
-        const __m512i packed = _mm512_loadu_si512(from);
+        const __m512i packed = loaded_once(from);
         __m512i third = _mm512_setzero_si512();
         if (form == Q3_K) /* byte number b of a row begins with bit 4 * b */
             third = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400),
@@ -192,7 +200,7 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
         high = _mm512_loadu_si512(high_bits(from, form));
 #pragma GCC unroll 4
     for (int i = 0; i < values_of_unit(form) / 8; i++) {
-        const __m512i packed = _mm512_loadu_si512(from + i * 64);
+        const __m512i packed = loaded_once(from + i * 64);
         codes[2 * i] = _mm512_and_si512(packed, mask);
         codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
         if (is_float4(form) || is_curved(form)) {

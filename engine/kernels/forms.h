@@ -136,14 +136,14 @@ INLINE vec integers(const char *from, int is_signed)
     return __builtin_convertvector((vec_int)bytes_of(from, is_signed), vec);
 }
 
-/* LANES integers from 0 to 15 as numbers. */
+/* The lowest four bits of LANES integers as numbers. */
 INLINE vec small_number(vec_bits integer)
 {
 #if LANES == 16
-    return (vec)_mm512_permutexvar_ps((__m512i)integer, /* which looks at the lowest four bits */
+    return (vec)_mm512_permutexvar_ps((__m512i)integer,
                                       _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
 #else
-    return __builtin_convertvector((vec_int)integer, vec);
+    return __builtin_convertvector((vec_int)(integer & 15), vec);
 #endif
 }
 
@@ -223,7 +223,7 @@ INLINE struct scales scales_at(const char *at, int form, const char *head,
             s = sixes_at(head + 2 * CODE_ROWS * HALF_BYTES, (int)(g % 8), v);
         } else { /* a byte's halves */
             const vec_bits both = bytes_of(scale, 0);
-            s.scale = small_number(both & 15);
+            s.scale = small_number(both);
             s.minimum = small_number(both >> 4);
         }
         s.scale *= factors->scale;
