@@ -1,7 +1,7 @@
 """The share of drawn texts that are equal when computed cold, cached, in a batch and after a kill.
 
 usage: python -m tests.benchmarks.equal_texts MODEL [--dtype bfloat16] [--weights stored]
-    [--texts 12] [--tokens 64] [--prompt-tokens 96]
+    [--texts 12] [--tokens 64] [--prompt-tokens 96] [--kills 12]
 
 One daemon, static roles. Every prompt is a list of token ids drawn once; each text has a seed and
 temperature 1, and top_p 1, 0.95 or 0.9 by turns. Each is computed cold, then with its prompt
@@ -89,7 +89,8 @@ def compare(texts, asked):
     with ThreadPoolExecutor(asked.texts) as pool:
         batch = list(pool.map(lambda n: texts.text(n, "batch"), numbers))
     print(told("at once", cold, batch), flush=True)
-    print(told("killed", cold, [texts.killed(n) for n in numbers]), flush=True)
+    killed = [texts.killed(n) for n in numbers[: asked.kills]]
+    print(told("killed", cold[: asked.kills], killed), flush=True)
 
 
 def main():
@@ -100,6 +101,7 @@ def main():
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=96)
+    parser.add_argument("--kills", type=int, default=12)
     asked = parser.parse_args()
     options = ["--roles", "static", "--dtype", asked.dtype, "--weights", asked.weights]
     options += ["--max-model-len", "1024", "--kv-memory", "256MiB"]
