@@ -69,6 +69,7 @@ from appliance.process import (
     raise_limit,
     read_in_thread,
 )
+from appliance.residents import LoadedModel, Residents
 from appliance.service import Service
 from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.progress import LOOK_INTERVAL_S
@@ -77,11 +78,14 @@ from engine.errors import ConfigError, PenstockError
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Report
+from engine.wire.messages import CoresUsed, Report
 
 log = logging.getLogger("penstock")
 
 FRAME_INTERVAL_S = 1.0
+PARK_S = 2.0
+"""Maximum wait for the workers of a model that is to stay loaded."""
+PARK_POLL_S = 0.01
 REPLY_GRACE_S = 3.0
 """Between aborting what is live and closing the connections."""
 
@@ -174,6 +178,8 @@ class _Daemon:
         self._load_config = load_config
         self._placed = placed
         self._has_workers = False
+        self._residents: Residents | None = None
+        self._swapping: Swapping | None = None
         self._stacks_fd = stacks_fd
         self._core_note = CoreNote(config.socket)
         self._inherited = inherited
@@ -203,7 +209,7 @@ class _Daemon:
                 is_inherited = listener in self._inherited
                 stack.callback(ListenerCloser(listener, is_inherited=is_inherited).close)
             stack.callback(self._core_note.close)
-            stack.push_async_callback(self._stop_workers)
+            stack.push_async_callback(self._stop_all)
             fetching = None
             if self._placed is None and isinstance(self._config.model, HubName):
                 fetching = Fetching(self._config.model, request_log)
@@ -280,15 +286,27 @@ class _Daemon:
         )
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
         if self._config.models:
-            self._service.swaps = Swapping(
+            self._residents = Residents(
+                plan.model_id,
+                lambda: self._config,
+                self._caches.memory,
+                lambda model: _end(model.plan, model.supervisor, model.measuring),
+                lambda *event: self._service.event(*event),
+            )
+            self._swapping = Swapping(
                 lambda: self._config,
                 self._service,
                 self._request_log,
                 memory=self._caches.memory,
+                residents=self._residents,
+                served=self._loaded,
+                park=self._park,
+                resume=self._resume,
                 start=self._start_workers,
                 stop=self._end_model,
                 load=self._load,
-            ).swaps
+            )
+            self._service.swaps = self._swapping.swaps
         return self._service
 
     def _start_workers(self, plan: BootPlan) -> tuple[Router, Supervisor]:
@@ -296,10 +314,10 @@ class _Daemon:
         self._supervisor = Supervisor(
             plan.workers,
             plan.inherited_fds,
-            on_report=self._on_report,
-            on_ready=lambda worker: self._service.worker_ready(worker),
-            on_died=self._on_died,
-            on_lost=lambda _, about: self._service.worker_lost(about),
+            on_report=partial(self._on_report, plan),
+            on_ready=partial(self._on_ready, plan),
+            on_died=partial(self._on_died, plan),
+            on_lost=partial(self._on_lost, plan),
             stacks_fd=self._stacks_fd,
         )
         self._supervisor.spawn_all()
@@ -310,9 +328,56 @@ class _Daemon:
         )
         return self._router, self._supervisor
 
+    def _loaded(self) -> LoadedModel:
+        """Return the served model."""
+        return LoadedModel(
+            self._plan,
+            self._router,
+            self._supervisor,
+            self._measuring,
+            self._service.tokenizer,
+            self._service.hasher,
+        )
+
+    async def _park(self) -> LoadedModel | None:
+        """Leave the served model loaded, and return it; None: its workers are not idle in time."""
+        self._measuring.stop()
+        self._caches.drop_waiting()
+        end_s = time.monotonic() + PARK_S
+        while not self._router.is_idle:
+            if time.monotonic() >= end_s:
+                return None
+            await asyncio.sleep(PARK_POLL_S)
+        if any(worker.state != "ready" for worker in self._supervisor.workers.values()):
+            return None
+        await self._caches.close()
+        self._router.detach_tiers()
+        self._has_workers = False
+        return self._loaded()
+
+    def _resume(self, model: LoadedModel) -> None:
+        """Serve a parked model again; its caches open while it serves."""
+        self._plan, self._router = model.plan, model.router
+        self._supervisor, self._measuring = model.supervisor, model.measuring
+        self._has_workers = True
+        roles = self._service.frame.roles
+        self._service.change_model(model.plan, model.router, model.supervisor, model.tokenizer)
+        self._service.hasher = model.hasher
+        model.router.set_queue(self._config.max_queued, self._config.max_queued_tokens)
+        model.router.set_weights(dict(self._config.priorities))
+        if not model.plan.placement.topology.is_colocated:
+            change_roles(model.router, RolesChange(roles), time.monotonic_ns())
+        self._caches.open_meanwhile(model.plan, model.hasher, model.router, model.supervisor)
+        self._service.begin(model.measuring)
+
     async def _end_model(self) -> None:
         """End the served model's workers; the caches keep its recently used blocks."""
         await self._caches.flush(is_end=False)
+        await self._stop_workers()
+
+    async def _stop_all(self) -> None:
+        if self._residents is not None:
+            await self._residents.close()
         await self._stop_workers()
 
     async def _stop_workers(self) -> None:
@@ -320,10 +385,8 @@ class _Daemon:
         if not self._has_workers:
             return
         await self._caches.close()
-        await self._supervisor.stop()
-        await self._measuring.save()
+        await _end(self._plan, self._supervisor, self._measuring)
         self._has_workers = False
-        self._plan.close()
 
     async def _serve(self) -> None:
         """Load, serve, and drain."""
@@ -339,8 +402,8 @@ class _Daemon:
                 self._announce()
                 notify(READY="1", STATUS="ready")
                 self._is_ready = True
-                if self._service.swaps is not None:
-                    await self._service.swaps.run_until(stopping)
+                if self._swapping is not None:
+                    await self._swapping.run_until(stopping)
                 await stopping
         finally:
             loading.cancel()
@@ -458,11 +521,29 @@ class _Daemon:
 
         return is_disturbed
 
-    def _on_report(self, worker: str, report: Report) -> None:
+    def _parked(self, plan: BootPlan) -> LoadedModel | None:
+        return None if self._residents is None else self._residents.of_plan(plan)
+
+    def _on_report(self, plan: BootPlan, worker: str, report: Report) -> None:
+        if (parked := self._parked(plan)) is not None:
+            if isinstance(report, CoresUsed):
+                parked.router.cores_used(worker, report)
+            return
         self._service.worker_reported(worker, report)
         self._measuring.reported(worker, report)
 
-    def _on_died(self, worker: str, about: str) -> None:
+    def _on_ready(self, plan: BootPlan, worker: str) -> None:
+        if self._parked(plan) is None:
+            self._service.worker_ready(worker)
+
+    def _on_lost(self, plan: BootPlan, worker: str, about: str) -> None:
+        if self._parked(plan) is None:
+            self._service.worker_lost(about)
+
+    def _on_died(self, plan: BootPlan, worker: str, about: str) -> None:
+        if (parked := self._parked(plan)) is not None:
+            parked.fault = about
+            return
         self._service.worker_died(worker, about)
         self._measuring.died(worker)
 
@@ -526,6 +607,13 @@ class _Daemon:
             log.info("%s", line)
         if self._config.is_open_to_network:
             self._service.event("warning", OPEN_CODE, f"{self._addresses[-1]} {IS_OPEN}")
+
+
+async def _end(plan: BootPlan, supervisor: Supervisor, measuring: Measuring) -> None:
+    """End a model's workers, and free its memory."""
+    await supervisor.stop()
+    await measuring.save()
+    plan.close()
 
 
 def _is_looked_for(address: str) -> bool:

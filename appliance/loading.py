@@ -50,6 +50,7 @@ from appliance.log.writer import RequestLog
 from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
 from appliance.process import notify, read_in_thread
+from appliance.residents import LOOK_S, LoadedModel, MemoryNeed, Residents, need_of
 from appliance.service import Service
 from engine.cache.hashes import PrefixHasher
 from engine.errors import CheckpointError, PenstockError, Unavailable
@@ -261,6 +262,10 @@ class Swapping:
         request_log: RequestLog,
         *,
         memory: CacheMemory,
+        residents: Residents,
+        served: Callable[[], LoadedModel],
+        park: Callable[[], Awaitable[LoadedModel | None]],
+        resume: Callable[[LoadedModel], None],
         start: Callable[[BootPlan], tuple[Router, Supervisor]],
         stop: Callable[[], Awaitable[None]],
         load: Callable[[], Awaitable[object]],
@@ -272,6 +277,10 @@ class Swapping:
             service: is told which model it serves.
             request_log: of downloads.
             memory: of the DRAM cache, which outlives each model.
+            residents: models that are loaded and not served.
+            served: returns the served model.
+            park: leaves the served model loaded and returns it; None: its workers are not idle.
+            resume: serves a loaded model again.
             start: spawns the workers of a plan.
             stop: ends the workers that there are.
             load: waits until the workers are ready and the caches are open.
@@ -279,6 +288,8 @@ class Swapping:
         self._service, self._request_log = service, request_log
         self._start, self._stop, self._load = start, stop, load
         self._config, self._memory = config, memory
+        self._residents, self._served, self._park, self._resume = residents, served, park, resume
+        self._needs: dict[str, MemoryNeed] = {}
         first = service.model.model_id
         self._configs = {first: config(), **config().models}
         self._being_read: list[str] = []
@@ -291,6 +302,7 @@ class Swapping:
             limits=self._limits,
             refused=service.refused_before_queue,
             aliases=config().model_aliases,
+            residents=residents,
         )
 
     def _limits(self) -> SwapLimits:
@@ -298,14 +310,45 @@ class Swapping:
         num_bytes = BYTES_PER_TOKEN * config.max_queued_tokens
         return SwapLimits(config.min_stay_s, config.max_queued, num_bytes, config.max_queue_wait_s)
 
+    async def run_until(self, stopping: asyncio.Task[bool]) -> None:
+        """Swap models and unload unused ones until `stopping` is done.
+
+        Raises:
+            PenstockError: neither the next model nor the last one could be started.
+        """
+        keeping = asyncio.create_task(self._keep())
+        try:
+            await self.swaps.run_until(stopping)
+        finally:
+            keeping.cancel()
+
+    async def _keep(self) -> None:
+        """Unload what was unused for long enough, and serve the first model instead if need be."""
+        while True:
+            if self.swaps.next is None:
+                await self._residents.expire()
+            if self.swaps.is_busy:
+                self._residents.served_used_s = time.monotonic()
+            elif self._residents.has_expired(self.swaps.current):
+                self.swaps.go_home()
+            await asyncio.sleep(LOOK_S)
+
     async def _prepare(self, name: str) -> Swap:
-        config = self._configs[name]
+        config, parked = self._configs[name], self._residents.parked
+        if name in parked:
+            return partial(self._swap, name, parked[name].tokenizer)
         try:
             if isinstance(config.model, HubName) and is_to_be_fetched(config.model):
                 await Fetching(config.model, self._request_log).run()
             if name in self._being_read:
                 raise PenstockError("its folder does not answer; an earlier reader still hangs")
             tokenizer = await self._read(name, partial(check_files, config))
+            if (served := self._served()).is_on_cores:
+                freed_bytes = self._residents.held_bytes(served)
+                look = partial(need_of, config, self._memory, freed_bytes)
+                need = await self._read(name, look)
+                self._residents.check(served, name, need)
+                self._needs[name] = need
         except (PenstockError, OSError) as error:
             self._tell_failed(name, str(error))
             raise
@@ -359,22 +402,40 @@ class Swapping:
         """Serve the model that was there before: it did, so what ended it now may be over soon."""
         for wait_s in BACK_AFTER_S:
             try:
-                await self._serve(name, tokenizer)
+                await self._serve(name, tokenizer, keeps_served=False)
                 return
             except (PenstockError, OSError) as error:
                 about = f"{name} failed to load again; next try in {wait_s} s: {error}"
                 self._service.event("error", "model.back_failed", about)
                 await asyncio.sleep(wait_s)
-        await self._serve(name, tokenizer)
+        await self._serve(name, tokenizer, keeps_served=False)
 
-    async def _serve(self, name: str, tokenizer: Tokenizer) -> None:
-        """Stop the current workers and start a model's."""
-        await self._stop()
+    async def _serve(self, name: str, tokenizer: Tokenizer, *, keeps_served: bool = True) -> None:
+        """Park or stop the served model, and serve another, which may be loaded already."""
+        await self._residents.unload_faulty()
+        if keeps_served and await self._is_room_for(name) and (model := await self._park()):
+            self._residents.park(model)
+        else:
+            await self._stop()
+        self._residents.served_used_s = time.monotonic()
+        if (resident := self._residents.take(name)) is not None:
+            self._resume(resident)
+        else:
+            await self._start_again(name, tokenizer)
+        self._service.make_frame()
+
+    async def _is_room_for(self, name: str) -> bool:
+        """Say whether another model can be loaded beside the served one; unload others for it."""
+        if name in self._residents.parked:
+            return True
+        need = self._needs.get(name)
+        return need is not None and await self._residents.make_room(self._served(), name, need)
+
+    async def _start_again(self, name: str, tokenizer: Tokenizer) -> None:
         plan = await self._read(name, partial(self._plan, name), BootPlan.close)
         router, supervisor = self._start(plan)
         self._service.change_model(plan, router, supervisor, tokenizer)
         await self._load()
-        self._service.make_frame()
 
     def _plan(self, name: str) -> BootPlan:
         """Plan a model with the roles that an operator set."""

@@ -304,3 +304,84 @@ def test_a_swap_and_back_computes_only_the_last_unfinished_block_again(
             assert kept.split()[0] == (first if model == "small" else "small")
             assert num_bytes > 0
     assert daemon.stop() == 0
+
+
+def start_resident(other, start_daemon, first, tmp_path, *more, keep_alive="forever"):
+    """A daemon that keeps both of its models loaded."""
+    text = f'keep_resident = 2\nkeep_alive = "{keep_alive}"\n[models.small]\nmodel = "{other}"\n'
+    return start_daemon(*more, *settings(tmp_path, text), model=first).wait_ready()
+
+
+def test_two_resident_models_take_turns_without_a_load_and_find_their_blocks(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    daemon = start_resident(other, start_daemon, tiny_llama, tmp_path)
+    first, (prompt,) = daemon.state()["model"], prompts([300], seed=3)
+    oracles = {first: load_oracle(tiny_llama), "small": load_oracle(other)}
+    pids = set()
+    for turn, model in enumerate((first, "small", first, "small", first)):
+        reply = daemon.complete(prompt, model=model, max_tokens=12, ignore_eos=True)
+        assert reply["model"] == model
+        assert_same(prompt, reply["choices"][0]["token_ids"], oracles[model], 12)
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == (0 if turn < 2 else 64 * (300 // 64)), "its pool is as it was"
+        pids |= {worker["pid"] for worker in daemon.fresh_state()["workers"]}
+    assert len(pids) == 4, "no process was started again"
+    state = daemon.fresh_state()
+    assert [(one["model"], one["expires_at"]) for one in state["swaps"]["resident"]] == [
+        ("small", None)
+    ]
+    assert (state["totals"]["prompt_tokens"], state["totals"]["finished"]) == (1500, 5)
+    running = daemon.http.get("/api/ps").json()["models"]
+    assert [one["model"] for one in running] == [first, "small"]
+    assert min(one["size"] for one in running) > 0
+    listed = daemon.http.get("/v1/models").json()["data"]
+    assert [each.get("is_loaded", True) for each in listed] == [True, True]
+    cases = [(name, p) for p in prompts([5, 40, 130, 300], seed=7) for name in (first, "small")]
+
+    def ask(case):
+        name, prompt = case
+        reply = daemon.complete(prompt, model=name, max_tokens=24, ignore_eos=True)
+        assert_same(prompt, reply["choices"][0]["token_ids"], oracles[name], 24)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        assert len(list(pool.map(ask, cases))) == len(cases)
+    daemon.assert_all_free()
+    assert daemon.stop() == 0
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+def test_an_unused_resident_is_unloaded_and_a_dead_one_is_noticed(
+    start_daemon, tiny_llama, other, tmp_path
+):
+    daemon = start_resident(other, start_daemon, tiny_llama, tmp_path, *ALONE)
+    first = daemon.state()["model"]
+
+    def resident():
+        return [one["model"] for one in daemon.fresh_state()["swaps"]["resident"]]
+
+    def load(**more):
+        return daemon.http.post("/api/generate", json={"model": "small", **more}).json()
+
+    assert load(keep_alive="1s")["done_reason"] == "load"
+    small_pid = daemon.worker_pid("colocated")
+    daemon.complete("a", model=first, max_tokens=2)
+    daemon.wait_for(lambda: not is_alive(small_pid))
+    assert resident() == []
+    first_pid = daemon.worker_pid("colocated")
+    load()
+    assert resident() == [first]
+    os.kill(first_pid, signal.SIGKILL)  # while it is loaded and not served
+    daemon.wait_for(lambda: not resident())
+    assert daemon.complete("a", model=first, max_tokens=2)["model"] == first
+    assert resident() == ["small"]
+    assert load(keep_alive=0)["done_reason"] == "unload", "it is not served before"
+    assert (resident(), daemon.state()["model"]) == ([], first)
+    load()
+    assert load(keep_alive=0)["done_reason"] == "unload"
+    daemon.wait_for(lambda: daemon.fresh_state()["model"] == first and not resident())
+    events = [event["message"] for event in daemon.state()["events"]]
+    assert any("unused for 1 s" in about for about in events)
+    assert any("killed by SIGKILL" in about for about in events)
+    daemon.assert_all_free()
+    assert daemon.stop() == 0

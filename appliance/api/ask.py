@@ -152,6 +152,8 @@ class Ask:
     """Only prompts with the same one share what is cached."""
     prediction: str | None = None
     """The output that the client expects."""
+    keep_alive_s: float | None = None
+    """How long its model is to stay loaded after it; None: as set."""
     drops_oldest: bool = False
     """Where a chat does not fit, its oldest turns are left out until it does."""
     ignored: tuple[str, ...]

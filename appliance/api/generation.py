@@ -24,7 +24,7 @@ from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
 from appliance.api.endpoints import ENDPOINTS, Asked, Endpoint, decode
 from appliance.api.fair_threads import Turns, hang_up
-from appliance.api.ollama_api import NothingToGenerate
+from appliance.api.ollama_api import NothingToGenerate, unloaded
 from appliance.api.prepare import Prepared, prepare, request_of
 from appliance.api.respond import Reply
 from appliance.api.wire import appliance_of, arrival_of, client_request_id, json_response, require
@@ -70,13 +70,23 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
         try:
             body = await _body(http)
             asked, prepared = await _decoded_and_prepared(http, endpoint, body)
+        except NothingToGenerate as ended:
+            _keep(appliance, ended.keep_alive_s)
+            raise
         except RequestError as error:
             raise endpoint.refusal(error) from error
         request = request_of(http, asked.ask, prepared)
         form = endpoint.form(asked, request, http)
         reply = Reply(http, asked.ask, request, prepared.echoes, form, endpoint.refusal)
         appliance.submit(request)
+        _keep(appliance, asked.ask.keep_alive_s)
         return reply
+
+
+def _keep(appliance: Appliance, keep_alive_s: float | None) -> None:
+    """Let the served model stay loaded for as long as a request asks, where there are several."""
+    if appliance.swaps is not None and keep_alive_s is not None:
+        appliance.swaps.keep(keep_alive_s)
 
 
 async def _body(http: HttpRequest) -> bytes:
@@ -138,6 +148,10 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
     except msgspec.MsgspecError:
         asked = ""  # it will be refused in the usual words
     name = swaps.name_of(asked)
+    unloading = unloaded(http.url.path, body, name)
+    if unloading is not None and name not in ("", swaps.current):
+        await swaps.unload(name)
+        raise unloading
     asker = IncomingRequest(
         arrival.peer.name,
         len(body),
@@ -172,6 +186,13 @@ def _handler(endpoint: Endpoint) -> Callable[[HttpRequest], Awaitable[Reply | Re
         try:
             return await generate(http, endpoint)
         except NothingToGenerate as ended:
-            return json_response(ended.reply)
+            is_unloaded = ended.keep_alive_s == 0 and _is_unloaded(http, ended)
+            return json_response(ended.told(is_unloaded=is_unloaded))
 
     return handle
+
+
+def _is_unloaded(http: HttpRequest, ended: NothingToGenerate) -> bool:
+    """Say whether a model that is not to stay is gone, or goes: the first stays while served."""
+    swaps = appliance_of(http).swaps
+    return swaps is not None and not swaps.stays(ended.reply["model"])

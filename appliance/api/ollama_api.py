@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
@@ -76,9 +77,14 @@ _REFUSED = {
 class NothingToGenerate(Exception):
     """A request that only loads or unloads a model; it carries the whole reply."""
 
-    def __init__(self, reply: Json) -> None:
+    def __init__(self, reply: Json, keep_alive_s: float | None) -> None:
         super().__init__("nothing to generate")
         self.reply = reply
+        self.keep_alive_s = keep_alive_s
+
+    def told(self, *, is_unloaded: bool) -> Json:
+        """Return the reply, which says what becomes of the model."""
+        return {**self.reply, "done_reason": "unload" if is_unloaded else "load"}
 
 
 def chat_ask_of(values: Json, model: ModelInfo) -> Ask:
@@ -95,7 +101,8 @@ def chat_ask_of(values: Json, model: ModelInfo) -> Ask:
     ask = ask_of_chat(chat, model, _ignored(values, bodies.OllamaChatRequest))
     if not said:
         raise _loaded(body, model, {"message": {"role": "assistant", "content": ""}})
-    return dataclasses.replace(ask, drops_oldest=body.truncate is not False)
+    kept_s = keep_alive_s(body.keep_alive)
+    return dataclasses.replace(ask, drops_oldest=body.truncate is not False, keep_alive_s=kept_s)
 
 
 def generate_ask(values: Json, model: ModelInfo) -> Ask:
@@ -112,14 +119,15 @@ def generate_ask(values: Json, model: ModelInfo) -> Ask:
         if not prompt:
             raise invalid_value("prompt", "is empty")
         ask = ask_of_completion(plain, model, 1, ignored)
-        return dataclasses.replace(ask, default_max_tokens=model.default_max_tokens)
+        kept_s, most = keep_alive_s(body.keep_alive), model.default_max_tokens
+        return dataclasses.replace(ask, default_max_tokens=most, keep_alive_s=kept_s)
     messages = [chats.ChatMessage(role="user", content=prompt)]
     if body.system is not None:
         messages.insert(0, chats.ChatMessage(role="system", content=body.system))
     ask = ask_of_chat(chats.ChatRequest(**common, messages=messages), model, ignored)
     if not prompt:
         raise _loaded(body, model, {"response": ""})
-    return ask
+    return dataclasses.replace(ask, keep_alive_s=keep_alive_s(body.keep_alive))
 
 
 def in_ollamas_words(error: RequestError) -> RequestError:
@@ -163,11 +171,55 @@ def _ignored(
 def _loaded(
     body: bodies.OllamaChatRequest | bodies.OllamaGenerateRequest, model: ModelInfo, empty: Json
 ) -> NothingToGenerate:
-    """Answer a request without a prompt: by now its model is loaded; `keep_alive` 0 unloads."""
-    kept = body.keep_alive
-    is_zero = kept == 0 if not isinstance(kept, str) else not re.search("[1-9]", kept)
-    told = {"model": model.model_id, "created_at": utc_now(), **empty}
-    return NothingToGenerate({**told, "done": True, "done_reason": "unload" if is_zero else "load"})
+    """Answer a request without a prompt: by now its model is loaded."""
+    told = {"model": model.model_id, "created_at": utc_now(), **empty, "done": True}
+    return NothingToGenerate(told, keep_alive_s(body.keep_alive))
+
+
+def keep_alive_s(value: float | str | None) -> float | None:
+    """Read Ollama's `keep_alive`, seconds or `1h30m`; less than 0 is for ever; None: not given."""
+    if isinstance(value, str):
+        parts = re.findall(r"([0-9.]+)(ns|us|ms|s|m|h)?", value)
+        total_s = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+        value = -total_s if value.startswith("-") else total_s
+    return math.inf if value is not None and value < 0 else value
+
+
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1, "": 1, "m": 60, "h": 3600}
+
+
+class _Unloading(msgspec.Struct):
+    """All of a body that decides whether it only unloads a model."""
+
+    keep_alive: float | str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+
+
+def unloaded(path: str, body: bytes, name: str) -> NothingToGenerate | None:
+    """Answer a request that only unloads a model; None: it asks for something else.
+
+    Args:
+        path: of the endpoint.
+        body: of the request.
+        name: of the model.
+    """
+    try:
+        asked = msgspec.json.decode(body, type=_Unloading)
+        is_unloading = path in UNLOADING and keep_alive_s(asked.keep_alive) == 0
+    except (msgspec.MsgspecError, ValueError):
+        return None  # it will be refused in the usual words
+    if not is_unloading or asked.prompt or asked.messages:
+        return None
+    told = {"model": name, "created_at": utc_now(), **UNLOADING[path], "done": True}
+    return NothingToGenerate(told, 0.0)
+
+
+UNLOADING: dict[str, Json] = {
+    "/api/generate": {"response": ""},
+    "/api/chat": {"message": {"role": "assistant", "content": ""}},
+}
+"""Endpoints that unload models, and the reply's empty part."""
 
 
 def _form(value: str | Json | None) -> chats.ResponseFormat | None:
@@ -388,7 +440,7 @@ async def tags(http: HttpRequest) -> Response:
 
 
 async def running(http: HttpRequest) -> Response:
-    """List the served model, with the memory of its weights and KV pools."""
+    """List the loaded models, the served one first, with the memory of weights and KV pools."""
     appliance = appliance_of(http)
     model, frame = appliance.model, appliance.readings().frame
     pools_bytes = sum(pool.num_blocks * pool.block_bytes for pool in frame.pools)
@@ -400,7 +452,15 @@ async def running(http: HttpRequest) -> Response:
         "expires_at": NEVER,
         "context_length": model.max_model_len,
     }
-    return json_response({"models": [told]})
+    parked = [] if frame.swaps is None else frame.swaps.resident
+    if frame.swaps is not None:
+        told["expires_at"] = frame.swaps.expires_at or NEVER
+    others = [
+        _listed(one.model, model.others.get(one.model))
+        | {"size": one.num_bytes, "size_vram": 0, "expires_at": one.expires_at or NEVER}
+        for one in parked
+    ]
+    return json_response({"models": [told, *others]})
 
 
 async def show(http: HttpRequest) -> Response:

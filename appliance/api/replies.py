@@ -300,9 +300,9 @@ def fingerprint(model: ModelInfo) -> str:
     return "fp_" + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
-def other_model_object(model_id: str) -> Json:
+def other_model_object(model_id: str, *, is_loaded: bool) -> Json:
     """Write an entry of /v1/models that a request may name to have it swapped in."""
-    return {"id": model_id, "object": "model", "owned_by": "penstock", "is_loaded": False}
+    return {"id": model_id, "object": "model", "owned_by": "penstock", "is_loaded": is_loaded}
 
 
 def model_object(model: ModelInfo) -> Json:

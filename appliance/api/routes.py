@@ -70,19 +70,27 @@ def build_app(appliance: Appliance) -> ApiApplication:
 
 async def models(http: Request) -> Response:
     """List the served model, and the models that a request may name instead."""
-    served = appliance_of(http).model
-    listed = [model_object(served), *map(other_model_object, served.others)]
+    appliance = appliance_of(http)
+    served = appliance.model
+    listed = [model_object(served)]
+    listed += [
+        other_model_object(name, is_loaded=_is_resident(appliance, name)) for name in served.others
+    ]
     return json_response({"object": "list", "data": listed})
 
 
 async def lm_studio_models(http: Request) -> Response:
     """Answer LM Studio's clients, which look for the state and the longest context."""
-    served = appliance_of(http).model
+    appliance = appliance_of(http)
+    served = appliance.model
+    names = [served.model_id, *served.others]
     listed = [
         {"id": name, "object": "model", "type": "llm", "publisher": "penstock", "state": state}
         | ({"max_context_length": served.max_model_len} if name == served.model_id else {})
-        for state, names in (("loaded", [served.model_id]), ("not-loaded", served.others))
         for name in names
+        for state in (
+            "loaded" if name == served.model_id or _is_resident(appliance, name) else "not-loaded",
+        )
     ]
     return json_response({"object": "list", "data": listed})
 
@@ -100,11 +108,17 @@ async def props(http: Request) -> Response:
     )
 
 
+def _is_resident(appliance: Appliance, name: str) -> bool:
+    """Say whether a model that is not served is loaded."""
+    return appliance.swaps is not None and appliance.swaps.is_resident(name)
+
+
 async def model(http: Request) -> Response:
     """Return a model by its id, which may contain slashes."""
-    served, asked = appliance_of(http).model, http.path_params["id"]
+    appliance, asked = appliance_of(http), http.path_params["id"]
+    served = appliance.model
     if asked in served.others:
-        return json_response(other_model_object(asked))
+        return json_response(other_model_object(asked, is_loaded=_is_resident(appliance, asked)))
     if not served.is_called(asked):
         raise model_not_found(asked, served)
     return json_response(model_object(served))

@@ -210,7 +210,10 @@ def resume(host: Host = None) -> None:
 def stop(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Stop only if this model is the one served."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Stop only if this model is the one served; unload it if it is another one.",
+        ),
     ] = None,
     host: Host = None,
 ) -> None:
@@ -222,7 +225,14 @@ def stop(
     client = terminal.client(host)
     frame = client.get("/v1/penstock/state")
     served, pid = str(frame.get("model")), frame.get("pid")
-    if model is not None and served not in config.ids_of(model, terminal.passed_over):
+    names = set() if model is None else set(config.ids_of(model, terminal.passed_over))
+    resident = {each["model"] for each in (frame.get("swaps") or {}).get("resident") or ()}
+    if names & resident:
+        (name,) = names & resident
+        client.post("/api/generate", {"model": name, "keep_alive": 0})
+        terminal.write(f"unloaded {printable(name)}; {printable(served)} is served\n")
+        return
+    if model is not None and served not in names:
         raise NoSuchModel(f"the daemon serves {served}", where=model)
     if not isinstance(client.address, UnixAddress) or client.address.listener_pid() != pid:
         raise UsageError(

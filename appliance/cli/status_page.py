@@ -9,6 +9,7 @@ from __future__ import annotations
 from appliance.cli.listings import roles_text
 from appliance.cli.tables import Row, folded, painted, printable
 from appliance.frame.figures import (
+    clock,
     count,
     duration,
     fine_ratio,
@@ -109,6 +110,16 @@ def _model_text(frame: Row) -> str:
     )
 
 
+def _resident_text(swaps: Row) -> str:
+    """Name the loaded models besides the served one: `; loaded: small 1.2 GiB until 14:05:00`."""
+    loaded = [
+        f"{printable(each['model'])} {size(each['num_bytes'])}"
+        + (f" until {clock(each['expires_at'])}" if each.get("expires_at") else "")
+        for each in swaps.get("resident") or ()
+    ]
+    return f"; loaded: {', '.join(loaded)}" if loaded else ""
+
+
 def _swaps_text(swaps: Row) -> str:
     """Describe the swaps: `to small now, 3 wait; 2 swaps, the last in 2.1s; knows small`."""
     now = f"to {swaps['next']} now, " if swaps.get("next") else ""
@@ -117,7 +128,7 @@ def _swaps_text(swaps: Row) -> str:
     return (
         f"{now}{count(swaps.get('num_waiting'))} wait for another model;"
         f" {things(swaps.get('num_swaps'), 'swap')}{took};"
-        f" knows {', '.join(swaps.get('others') or ())} too"
+        f" knows {', '.join(swaps.get('others') or ())} too{_resident_text(swaps)}"
     )
 
 

@@ -97,6 +97,8 @@ class ServeConfig:
     log_keep_days: int = 30
     log_max_bytes: int = 2 << 30
     min_stay_s: float = 10.0
+    keep_resident: int = 1
+    keep_alive_s: float = 300.0
     models: Mapping[str, ServeConfig] = field(default_factory=dict)
     """The other models that a request may name, each with its own settings."""
 

@@ -72,6 +72,16 @@ def a_duration(value: object) -> float:
     return float(match[1]) * _SECONDS_BY_UNIT[match[2] or "s"]
 
 
+def a_stay(value: object) -> float:
+    """Parse a duration, or `forever`, into seconds."""
+    if value in ("forever", -1, "-1"):
+        return math.inf
+    try:
+        return a_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or forever") from error
+
+
 def one_of(*allowed: str) -> Callable[[object], str]:
     """Return the parser of one of these words."""
 

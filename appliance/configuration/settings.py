@@ -15,6 +15,7 @@ from appliance.configuration.setting_kinds import (
     a_number_or,
     a_path,
     a_size_or,
+    a_stay,
     aliases,
     an_address,
     at_least,
@@ -194,6 +195,18 @@ SETTINGS: Mapping[str, Setting] = {
         "once",
         True,
         "min_stay_s",
+    ),
+    "keep_resident": Setting(
+        at_least(1, "models"),
+        "maximum loaded models: while they fit in memory, swaps between them load nothing (CPUs "
+        "only); default 1",
+    ),
+    "keep_alive": Setting(
+        a_stay,
+        "time until an unused loaded model is unloaded, e.g. 5m, or forever; the first model and "
+        "the served one stay",
+        True,
+        "keep_alive_s",
     ),
     "log_max_size": Setting(
         parse_bytes,

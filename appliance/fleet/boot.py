@@ -169,12 +169,15 @@ class PlacedModel(NamedTuple):
     """Blocks of the DRAM cache; 0: no cache."""
 
 
-def place(config: ServeConfig, memory: CacheMemory | None = None) -> PlacedModel:
+def place(
+    config: ServeConfig, memory: CacheMemory | None = None, freed_bytes: int = 0
+) -> PlacedModel:
     """Check options and checkpoint against each other and this machine: all that can be refused.
 
     Args:
         config: the settings.
         memory: of the DRAM cache; None: it is still to be made.
+        freed_bytes: memory that will be free besides.
 
     Raises:
         ConfigError: naming what is wrong.
@@ -183,6 +186,7 @@ def place(config: ServeConfig, memory: CacheMemory | None = None) -> PlacedModel
     model_id = _model_id(config, checkpoint.folder)
     is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
     inventory = this_inventory()
+    inventory = replace(inventory, memory_bytes=inventory.memory_bytes + freed_bytes)
 
     def known(gpus: Sequence[Gpu], serving_dtype: str) -> Profile:
         devices = gpus_name([gpu.uuid for gpu in gpus], inventory.driver)

@@ -40,6 +40,13 @@ class KvCaches:
         self._dram = DramCache(self.memory, tell)
         self._ssd = SsdCache(config, tell)
         self._timer: asyncio.TimerHandle | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    def open_meanwhile(
+        self, plan: BootPlan, hasher: PrefixHasher | None, router: Router, workers: Supervisor
+    ) -> None:
+        """Attach the caches as open() does, while requests are served already."""
+        self._opening = asyncio.create_task(self.open(plan, hasher, router, workers))
 
     async def open(
         self, plan: BootPlan, hasher: PrefixHasher | None, router: Router, workers: Supervisor
@@ -61,6 +68,12 @@ class KvCaches:
 
     def frames(self) -> dict[str, TierFrame | None]:
         return {"dram": self._dram.frame(), "ssd": self._ssd.frame()}
+
+    def drop_waiting(self) -> None:
+        """Store nothing more than what is under way."""
+        for tier in (self._dram.tier, self._ssd.tier):
+            if tier is not None:
+                tier.drop_waiting()
 
     async def flush(self, *, is_end: bool) -> None:
         """Store recently used blocks, within FLUSH_S; no worker computes any more.
@@ -86,6 +99,9 @@ class KvCaches:
 
     async def close(self) -> None:
         """Close both caches; their blocks stay."""
+        if self._opening is not None:
+            await asyncio.wait({self._opening})
+            self._opening = None
         if self._timer is not None:
             self._timer.cancel()
         self._dram.close()

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from appliance.frame.protocol import RequestFrame, SwapsFrame
+from appliance.frame.protocol import RequestFrame, ResidentFrame, SwapsFrame
 from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
 from engine.schedule.waiting_limit import WaitingLimit
@@ -44,6 +44,22 @@ class SwapLimits(NamedTuple):
     """Maximum bytes of their bodies, which stay in memory."""
     max_wait_s: float = 0.0
     """Maximum wait of a request; 0: no limit."""
+
+
+class ResidentModels(Protocol):
+    """Models that are loaded and not served."""
+
+    def frames(self) -> list[ResidentFrame]:
+        """List them."""
+
+    def keep(self, name: str, keep_s: float) -> None:
+        """Let a model stay for so long after its last use."""
+
+    def served_expires_at(self, name: str) -> str | None:
+        """Return when the served model goes if it stays unused; None: never."""
+
+    async def unload(self, name: str, why: str) -> bool:
+        """End a model; False: it is not among them."""
 
 
 class _FailedModel(NamedTuple):
@@ -103,6 +119,7 @@ class Swaps(AbstractContextManager[None]):
         limits: Callable[[], SwapLimits],
         refused: RefusedRequest = lambda *_: None,
         aliases: Collection[str] = (),
+        residents: ResidentModels | None = None,
     ) -> None:
         """Begin with `current` as the served model.
 
@@ -115,6 +132,7 @@ class Swaps(AbstractContextManager[None]):
             limits: returns the limits.
             refused: called for each request that is not admitted.
             aliases: other names of the first model; `*` in them is any text.
+            residents: models that are loaded and not served; None: there are never any.
         """
         self.current = current
         self.names = names
@@ -122,7 +140,9 @@ class Swaps(AbstractContextManager[None]):
         """The model being swapped in; no request enters meanwhile."""
         self._prepare, self._idle = prepare, idle
         self._limits, self._refused = limits, refused
-        self._first, self._aliases = current, aliases
+        self._first, self._aliases, self._residents = current, aliases, residents
+        self._goes_home = False
+        """Whether the first model is to be served again although no request waits for it."""
         self._since_s = time.monotonic()
         self._used_s = -math.inf
         """When a request of the served model was last seen."""
@@ -237,7 +257,43 @@ class Swaps(AbstractContextManager[None]):
         """Return the models and swaps as a part of a frame."""
         others = [name for name in self.names if name != self.current]
         waiting, took_ms = len(self._waiting), self._last_swap_ms
-        return SwapsFrame(others, self.next, waiting, self._num_swaps, took_ms)
+        loaded, expires_at = self._resident, None
+        if self._residents is not None and self.current != self._first:
+            expires_at = self._residents.served_expires_at(self.current)
+        return SwapsFrame(others, self.next, waiting, self._num_swaps, took_ms, loaded, expires_at)
+
+    @property
+    def _resident(self) -> list[ResidentFrame]:
+        return [] if self._residents is None else self._residents.frames()
+
+    def keep(self, keep_s: float) -> None:
+        """Let the served model stay loaded for so long after its last request."""
+        if self._residents is not None:
+            self._residents.keep(self.current, keep_s)
+
+    def stays(self, name: str) -> bool:
+        """Say whether a model stays loaded whatever a request asks: the first, while served."""
+        return name == self.current == self._first
+
+    def is_resident(self, name: str) -> bool:
+        """Say whether a model that is not served is loaded."""
+        return any(each.model == name for each in self._resident)
+
+    async def unload(self, name: str) -> bool:
+        """Unload a model that is loaded and not served; False: it is not loaded."""
+        return self._residents is not None and await self._residents.unload(name, "asked for")
+
+    def go_home(self) -> None:
+        """Serve the first model again once the served one is unused."""
+        rest = self._resting.get(self._first)
+        is_resting = rest is not None and rest.until_s > time.monotonic()
+        self._goes_home = self.current != self._first and not is_resting
+        self.look()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of any model runs, or waits."""
+        return bool(self._waiting) or not self._is_unused
 
     def owner_of(self, request_id: str) -> str | None:
         """Return the owner of a waiting request; None: no such id."""
@@ -332,6 +388,7 @@ class Swaps(AbstractContextManager[None]):
                 self._used_s = time.monotonic()
 
     async def _swap_to(self, name: str) -> None:
+        goes_home, self._goes_home = self._goes_home, False
         try:
             swap = await self._prepare(name)
         except (PenstockError, OSError) as error:
@@ -340,7 +397,7 @@ class Swaps(AbstractContextManager[None]):
         self.next = name
         try:
             # stop waiting once every request for this model has been cancelled
-            while self._waits_for(name):
+            while self._waits_for(name) or goes_home:
                 if self._is_unused:
                     await self._do(swap, name)
                     return
@@ -351,12 +408,15 @@ class Swaps(AbstractContextManager[None]):
     @property
     def _first_wanted(self) -> str | None:
         """The model named by the request that has waited longest."""
-        return next((each.name for each in self._waiting if each.name), None)
+        home = self._first if self._goes_home else None
+        return next((each.name for each in self._waiting if each.name), home)
 
     @property
     def _stay_s(self) -> float:
         """Maximum seconds that the served model stays; an idle one goes sooner."""
-        now_s = time.monotonic()
+        now_s, wanted = time.monotonic(), self._first_wanted
+        if wanted is not None and self.is_resident(wanted):
+            return 0.0  # nothing is loaded, so taking turns costs little
         stay_s = self._since_s + self._limits().min_stay_s - now_s
         return min(stay_s, self._used_s + IDLE_S - now_s) if self._is_unused else stay_s
 

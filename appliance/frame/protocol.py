@@ -387,6 +387,16 @@ class TotalsFrame(msgspec.Struct):
     drafts: list[DraftFrame] = []
 
 
+class ResidentFrame(msgspec.Struct):
+    """A model that is loaded and not served now."""
+
+    model: str
+    num_bytes: int
+    """Bytes of its weights and KV pools."""
+    expires_at: str | None
+    """When it is unloaded if it stays unused; None: once its memory is needed."""
+
+
 class SwapsFrame(msgspec.Struct):
     """Several models: the other names, the next model, the number of waiting requests."""
 
@@ -395,6 +405,10 @@ class SwapsFrame(msgspec.Struct):
     num_waiting: int
     num_swaps: int
     last_swap_ms: float | None
+    resident: list[ResidentFrame] = []
+    """Models that are loaded besides the served one, the one unused longest first."""
+    expires_at: str | None = None
+    """When an unused served model makes place for the first one; None: never."""
 
 
 class DeviceFrame(msgspec.Struct):

@@ -16,7 +16,14 @@ from appliance.frame.latency import (
     TTFT_S,
     Histograms,
 )
-from appliance.frame.protocol import DeviceFrame, Frame, LinkFrame, TotalsFrame, WayFrame
+from appliance.frame.protocol import (
+    DeviceFrame,
+    Frame,
+    LinkFrame,
+    SwapsFrame,
+    TotalsFrame,
+    WayFrame,
+)
 from appliance.frame.tier_frames import TierFrame
 from appliance.metrics.metric_family import MetricFamily, counter, gauge, histogram
 
@@ -98,12 +105,8 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
         ],
     )
     yield from _predictions(totals.ways)
-    if (swaps := frame.swaps) is not None:
-        yield counter("penstock_model_swaps_total", "Another model served.", swaps.num_swaps)
-        last_s = _s(swaps.last_swap_ms)
-        yield gauge("penstock_model_swap_last_seconds", "Swaps from one model to another.", last_s)
-        waiting = swaps.num_waiting
-        yield gauge("penstock_model_swap_waiting", "Requests for another model.", waiting)
+    if frame.swaps is not None:
+        yield from _swaps(frame.swaps)
     queries, hits = totals.prefix_cache_queries, totals.prefix_cache_hits
     yield counter("penstock_prefix_cache_queries_total", "Prompt tokens looked for.", queries)
     yield counter("penstock_prefix_cache_hits_total", "Of these, found computed.", hits)
@@ -290,6 +293,18 @@ def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
         "Copies in a row that failed or ran below half the rate at start.",
         [(labels, link.num_strikes) for labels, link in named],
     )
+
+
+def _swaps(swaps: SwapsFrame) -> Iterator[MetricFamily]:
+    yield counter("penstock_model_swaps_total", "Another model served.", swaps.num_swaps)
+    last_s = _s(swaps.last_swap_ms)
+    yield gauge("penstock_model_swap_last_seconds", "Swaps from one model to another.", last_s)
+    waiting = swaps.num_waiting
+    yield gauge("penstock_model_swap_waiting", "Requests for another model.", waiting)
+    if swaps.resident:
+        loaded = [({"model": one.model}, one.num_bytes) for one in swaps.resident]
+        about = "Bytes of loaded models that are not served."
+        yield gauge("penstock_model_resident_bytes", about, loaded)
 
 
 def _tier(name: str, tier: TierFrame | None) -> Iterator[MetricFamily]:

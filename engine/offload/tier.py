@@ -200,6 +200,10 @@ class Tier:
         self._context.store.begin(SweepJob(places=self.index.clear()))
         return count
 
+    def drop_waiting(self) -> None:
+        """Store nothing more than what is under way."""
+        self._stores.forget()
+
     def flush(self) -> None:
         """Store recently used blocks: the pools above end soon."""
         self._stores.flush()

@@ -519,6 +519,10 @@ class Router:
         tiers = self.prefixes.tiers.each
         tiers.insert(0 if is_fastest else len(tiers), tier)
 
+    def detach_tiers(self) -> None:
+        """Forget the tiers, which were closed; no command of theirs is open."""
+        self.prefixes.tiers.each.clear()
+
     def attach_copies(self, copies: TierCopies) -> None:
         """Pass reports of copies to and from tiers on."""
         self.copies.of_tiers = copies

@@ -364,4 +364,4 @@ class Counters:
     def go_on_from(self, earlier: Counters) -> None:
         """Count on where another router's numbers have ended: a daemon's never fall."""
         for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(earlier, each.name))
+            setattr(self, each.name, getattr(earlier, each.name))

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from appliance.api.appliance import Appliance
 from appliance.configuration.config import ServeConfig
 from appliance.loading import Fetching, Swapping
 from appliance.models.names import HubName
-from engine.errors import PenstockError, Unavailable
+from engine.errors import ConfigError, PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.model_folder import make_model
 
@@ -52,6 +53,40 @@ def two_models(tmp_path):
     return a, service, events
 
 
+class NoResidents:
+    """Nothing stays loaded."""
+
+    def __init__(self):
+        self.parked = {}
+
+    async def unload_faulty(self):
+        """There is none."""
+
+    def take(self, name):
+        return None
+
+    def held_bytes(self, served):
+        return 1 << 30
+
+
+def swapping_of(a, service, **more):
+    on_gpu = SimpleNamespace(is_on_cores=False)
+    actions = dict.fromkeys(("memory", "park", "resume", "start", "stop", "load"))
+    actions |= {"residents": NoResidents(), "served": lambda: on_gpu, **more}
+    return Swapping(lambda: a, service, None, **actions)
+
+
+async def test_a_model_whose_pools_do_not_fit_is_refused_before_anything_is_stopped(tmp_path):
+    a, service, events = two_models(tmp_path)
+    a.models["b"] = replace(a.models["b"], kv_memory_bytes=1 << 50)
+    on_cores = SimpleNamespace(is_on_cores=True)
+    swapping = swapping_of(a, service, served=lambda: on_cores)  # it has nothing to stop it by
+    with pytest.raises(ConfigError, match="of KV memory, but only"):
+        await swapping._prepare("b")
+    [(code, _)] = events
+    assert code == "model.swap_failed"
+
+
 async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_path, monkeypatch):
     a, service, _ = two_models(tmp_path)
     served: list[tuple[str, Tokenizer]] = []
@@ -71,9 +106,7 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
     service.change_model = change_model
     monkeypatch.setattr(loading, "BACK_AFTER_S", (0,))
     monkeypatch.setattr(Swapping, "_plan", lambda self, name: name)
-    swapping = Swapping(
-        lambda: a, service, None, memory=None, start=lambda _: (None, None), stop=stop, load=load
-    )
+    swapping = swapping_of(a, service, start=lambda _: (None, None), stop=stop, load=load)
     first, swap = service.tokenizer, await swapping._prepare("b")
     for each in (a, a.models["b"]):
         (each.model / "tokenizer.json").unlink()
@@ -86,7 +119,7 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
 
 async def test_files_that_cannot_be_read_are_an_event_of_their_model(tmp_path):
     a, service, events = two_models(tmp_path)
-    swapping = Swapping(lambda: a, service, None, memory=None, start=None, stop=None, load=None)
+    swapping = swapping_of(a, service)
     (a.models["b"].model / "tokenizer.json").unlink()
     with pytest.raises(PenstockError, match="tokenizer"):
         await swapping._prepare("b")
@@ -99,7 +132,7 @@ async def test_a_folder_that_still_hangs_gets_no_second_reader(tmp_path, monkeyp
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.1)):
         monkeypatch.setattr(process, name, value)
     a, service, events = two_models(tmp_path)
-    swapping = Swapping(lambda: a, service, None, memory=None, start=None, stop=None, load=None)
+    swapping = swapping_of(a, service)
     answers, readers = threading.Event(), []
 
     def hang(config):

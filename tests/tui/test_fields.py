@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.frame.protocol import Frame, HolderFrame, LinkFrame, SwapsFrame, WayFrame
+from appliance.frame.protocol import (
+    Frame,
+    HolderFrame,
+    LinkFrame,
+    ResidentFrame,
+    SwapsFrame,
+    WayFrame,
+)
 from appliance.frame.tier_frames import TierFrame
 from tests.tui import frames
 from tui.lines import text_of
@@ -49,6 +56,7 @@ INTERNAL = {
 
 def rich() -> Frame:
     """A frame in which every optional field has a value."""
+    until = "2026-01-02T03:04:05.006Z"
     device = frames.DeviceFrame(
         "gpu0", "gpu", 512.0, 700.0, 61.0, 1980.0, 0.5, 61 << 30, 80 << 30, "H100", "GPU-1", None,
         4e6, "energy counter", 540.0, 2619.0, ["thermal"], 0.3, 0.4, 0.6, 1e9, 2e9, 3e9, 4e9, 79,
@@ -81,7 +89,9 @@ def rich() -> Frame:
             prefix_cache_queries=1000,
             prefix_cache_hits=400,
         ),
-        swaps=SwapsFrame(["small"], "small", 3, 2, 2100.0),
+        swaps=SwapsFrame(
+            ["small"], "small", 3, 2, 2100.0, [ResidentFrame("small", 5 << 20, until)], until
+        ),
         links=[LinkFrame("prefill", "decode", "shm", 4e11, 3.6e11, 1e9, "lost", True, 14, 2)],
         devices=[device],
         requests=[request, queued, slow],

@@ -186,6 +186,10 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("trials", "what the machine's profile chose, with the measured figures"),
             Entry("wait", "time from the handoff to the decode worker's first step"),
             Entry("serves too, comes next, swaps", "other models; the next one; swaps so far"),
+            Entry(
+                "makes room at", "when the first model comes back, as a request's keep_alive asked"
+            ),
+            Entry("loaded: MODEL", "a model kept in memory beside the served one, and until when"),
         ),
         "events": (
             Entry("alert", "a reading beyond its threshold, and since when"),

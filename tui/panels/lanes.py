@@ -387,6 +387,11 @@ def _models(frame: Frame, width: int) -> list[Line]:
         ("swaps", fig.count(swaps.num_swaps)),
         ("last took", fig.duration(swaps.last_swap_ms)),
     ]
+    if swaps.expires_at:
+        items.append(("makes room at", fig.clock(swaps.expires_at)))
+    for one in swaps.resident:
+        until = f" until {fig.clock(one.expires_at)}" if one.expires_at else ""
+        items.append((f"loaded: {clean(one.model)}", f"{fig.size(one.num_bytes)}{until}"))
     return [rule("MODELS", width), *facts(width, items)]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import stat
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -200,6 +202,54 @@ async def test_the_command_and_apps_find_a_compatible_release(served):
     assert told["penstock"] == version("penstock")
 
 
+class Turns(AbstractContextManager):
+    """Models m, which is served, and other, which is loaded; which was first, a test says."""
+
+    def __init__(self, first):
+        self.first, self.current, self.unloaded, self.kept = first, "m", [], None
+
+    def name_of(self, asked):
+        return asked
+
+    def can_enter(self, name):
+        return name == self.current
+
+    async def enter(self, name, asker):
+        assert name == self.current
+        return True
+
+    def __exit__(self, *_):
+        pass
+
+    def keep(self, keep_s):
+        self.kept = keep_s
+
+    def stays(self, name):
+        return name == self.current == self.first
+
+    async def unload(self, name):
+        self.unloaded.append(name)
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_a_model_that_is_not_served_is_unloaded_without_being_loaded(appliance, path):
+    appliance.swaps = swaps = Turns("m")
+    async with client_of(appliance, ALICE) as client:
+        reply = await client.post(path, json={"model": "other", "keep_alive": 0})
+    assert (reply.status_code, reply.json()["done_reason"]) == (200, "unload")
+    assert (reply.json()["model"], swaps.unloaded, swaps.kept) == ("other", ["other"], None)
+
+
+async def test_a_request_says_how_long_its_model_stays(appliance):
+    appliance.swaps = swaps = Turns("m")
+    says(appliance, "hello" + END)
+    for value, kept_s in (("1h30m", 5400), (-1, math.inf), ("-5m", math.inf), ("1.5s", 1.5)):
+        async with client_of(appliance, ALICE) as client:
+            body = {"model": "m", "messages": HELLO, "keep_alive": value, "stream": False}
+            assert (await client.post("/api/chat", json=body)).status_code == 200
+        assert swaps.kept == kept_s
+
+
 LOADING = [
     ("/api/generate", {}, "response"),
     ("/api/generate", {"prompt": "", "system": "Be kind."}, "response"),
@@ -210,15 +260,19 @@ LOADING = [
 
 @pytest.mark.parametrize(("path", "body", "name"), LOADING)
 @pytest.mark.parametrize(
-    ("keep_alive", "reason"),
+    ("keep_alive", "reason", "first"),
     [
-        *((value, "load") for value in (None, "5m", -1, "-1", "1h30m")),
-        *((value, "unload") for value in (0, "0", "0s", 0.0)),
+        *((value, "load", None) for value in (None, "5m", -1, "-1", "1h30m", 0)),
+        *((value, "load", "m") for value in ("5m", 0)),
+        *((value, "unload", "first") for value in (0, "0", "0s", 0.0)),
+        ("5m", "load", "first"),
     ],
 )
-async def test_loading_and_unloading_write_no_reply(
-    appliance, path, body, name, keep_alive, reason
+async def test_loading_and_unloading_write_no_reply_and_say_what_becomes_of_the_model(
+    appliance, path, body, name, keep_alive, reason, first
 ):
+    if first is not None:
+        appliance.swaps = Turns(first)
     asked = {"model": "m", "keep_alive": keep_alive, **body}
     async with client_of(appliance, ALICE) as client:
         reply = await client.post(path, json=asked)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from appliance.fleet import swaps
 from appliance.fleet.swaps import IncomingRequest, Swap, SwapLimits, Swaps
-from appliance.frame.protocol import RequestFrame
+from appliance.frame.protocol import RequestFrame, ResidentFrame
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
 
 
@@ -20,8 +20,14 @@ class House:
     """Requests that come in, stay, and end."""
 
     def __init__(
-        self, min_stay_s: float = 0.0, max_waiting: int = 100, max_wait_s: float = 0.0
+        self,
+        min_stay_s: float = 0.0,
+        max_waiting: int = 100,
+        max_wait_s: float = 0.0,
+        resident: tuple[str, ...] = (),
     ) -> None:
+        self.resident = resident
+        """Models that are loaded and not served, or may be."""
         self.max_wait_s = max_wait_s
         self.refused: list[tuple[str | None, str | None]] = []
         """Ids of requests that waited, and codes that were told, of those that did not come in."""
@@ -41,8 +47,21 @@ class House:
             idle=self.idle,
             limits=lambda: SwapLimits(min_stay_s, max_waiting, 1000, self.max_wait_s),
             refused=self._note_refused,
+            residents=self,
         )
         self.running = asyncio.create_task(self.swaps.run())
+
+    def frames(self) -> list[ResidentFrame]:
+        return [ResidentFrame(name, 1, None) for name in self.resident]
+
+    def keep(self, name: str, keep_s: float) -> None:
+        self.kept = name, keep_s
+
+    def served_expires_at(self, name: str) -> str | None:
+        return None
+
+    async def unload(self, name: str, why: str) -> bool:
+        return name in self.resident
 
     def _note_refused(
         self, asker: IncomingRequest, waited: RequestFrame | None, error: RequestError | None
@@ -411,3 +430,41 @@ def test_everybody_who_stays_is_served_by_the_model_they_named(
         house.running.cancel()
 
     asyncio.run(play())
+
+
+async def test_a_busy_model_makes_place_for_a_loaded_one_without_a_minimum_stay() -> None:
+    house, end = House(min_stay_s=3600, resident=("b",)), asyncio.Event()
+    first = asyncio.create_task(house.request("a", end))
+    await until(lambda: house.num_live == 1)
+    second = asyncio.create_task(house.request("b"))
+    await until(lambda: house.swaps.next == "b")
+    end.set()
+    assert [await first, await second] == ["a", "b"]
+
+
+async def test_the_first_model_comes_back_once_the_served_one_has_had_its_time() -> None:
+    house, end = House(), asyncio.Event()
+    house.swaps.go_home()
+    assert await house.request("b") == "b"
+    house.swaps.keep(0.0)
+    assert (house.kept, house.swaps.stays("b")) == (("b", 0.0), False)
+    running = asyncio.create_task(house.request("b", end))
+    await until(lambda: house.num_live == 1)
+    house.swaps.go_home()
+    await until(lambda: house.swaps.next == "a")
+    assert house.swaps.current == "b", "its last reply has not ended"
+    end.set()
+    await until(lambda: house.swaps.current == "a")
+    assert (await running, house.served, house.swaps.stays("a")) == ("b", ["b", "a"], True)
+
+
+async def test_a_first_model_that_fails_to_come_back_is_left_alone() -> None:
+    house = House()
+    assert await house.request("b") == "b"
+    house.broken.add("a")
+    house.swaps.go_home()
+    await until(lambda: house.num_prepared == 2)
+    for _ in range(100):
+        house.swaps.go_home()
+        await asyncio.sleep(0)
+    assert (house.num_prepared, house.swaps.current) == (2, "b")
