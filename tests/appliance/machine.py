@@ -26,6 +26,9 @@ from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import FakeWorker
 
+BLOCK_SIZE = 64
+"""Tokens in a block of the daemon."""
+
 
 class Machine:
     """A service with all its parts but workers: nothing that it accepts ever runs."""
@@ -62,7 +65,9 @@ class Machine:
         memory, now_ns = {}, time.monotonic_ns()
         pool_of = self.router.topology.pool_of
         names = [plan.name for plan, _ in self.plan.workers]
-        workers = {name: FakeWorker(name, pool_of(name), memory) for name in names}
+        workers = {
+            name: FakeWorker(name, pool_of(name), memory, block_size=BLOCK_SIZE) for name in names
+        }
         self.send = lambda name, command: workers[name].inbox.append(command)
         self.start_workers()
         while any(one.inbox or one.outbox or one.running for one in workers.values()):

@@ -13,7 +13,6 @@ from engine.errors import QueueFull, Unavailable
 from engine.schedule.sequence import FinishReason
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.machine import a_request, make_machine
-from tests.engine import fake_workers
 from tests.fakes import FakeAppliance, until
 
 MOST = 8
@@ -41,7 +40,6 @@ class Kept:
 
 
 def the_service(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(fake_workers, "BLOCK_SIZE", 64)  # as the daemon's
     for machine in make_machine(tiny_llama, tmp_path):
 
         async def run(machine=machine):
