@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -181,7 +182,6 @@ def sweep(args: argparse.Namespace) -> int:
     model_folder()
     with _pool(args.jobs) as pool:
         for name in args.scenario or SCENARIOS:
-            began_s = time.monotonic()
             calm, same = pool.map(execute, [Run(name, args.seed)] * 2)
             problems = differences(calm, calm) + differences(calm, same)
             if problems or calm.num_events != same.num_events:
@@ -191,25 +191,35 @@ def sweep(args: argparse.Namespace) -> int:
             runs = list(plans(calm, args.every, args.drawn))
             if args.sample is not None:
                 runs = random.Random(f"{name} {args.seed}").sample(runs, args.sample)
-            num_faults = num_bad = 0
-            for seen in pool.imap_unordered(execute, runs, chunksize=4):
-                num_faults += seen.num_faults
-                if found := differences(calm, seen):
-                    num_bad += 1
-                    print(f"{seen.run}\n    {found[0][:1500]}", flush=True)
-            num_runs, num_failures = num_runs + len(runs), num_failures + num_bad
-            print(
-                f"{name}: {calm.num_events - calm.num_at_ready} events, {len(calm.workers)} "
-                f"workers, {len(runs)} runs, "
-                f"{num_faults} faults, {num_bad} failures, {time.monotonic() - began_s:.0f} s",
-                flush=True,
-            )
+            num_runs += len(runs)
+            num_failures += _sweep_one(pool, calm, runs, ends_at_first=args.first)
+            if num_failures and args.first:
+                break
     print(f"{num_runs} runs, {num_failures} failures")
     return num_failures
 
 
+def _sweep_one(pool: Pool, calm: Seen, runs: list[Run], *, ends_at_first: bool) -> int:
+    """Do all disturbed runs of one scenario; return how many showed something."""
+    began_s, num_faults, num_bad = time.monotonic(), 0, 0
+    for seen in pool.imap_unordered(execute, runs, chunksize=4):
+        num_faults += seen.num_faults
+        if found := differences(calm, seen):
+            num_bad += 1
+            print(f"{seen.run}\n    {found[0][:1500]}", flush=True)
+            if ends_at_first:
+                break
+    print(
+        f"{calm.run.scenario}: {calm.num_events - calm.num_at_ready} events, "
+        f"{len(calm.workers)} workers, {len(runs)} runs, {num_faults} faults, "
+        f"{num_bad} failures, {time.monotonic() - began_s:.0f} s",
+        flush=True,
+    )
+    return num_bad
+
+
 @contextlib.contextmanager
-def _pool(num_jobs: int) -> Iterator[multiprocessing.pool.Pool]:
+def _pool(num_jobs: int) -> Iterator[Pool]:
     fork = multiprocessing.get_context("fork")
     with fork.Pool(num_jobs, _begin, maxtasksperchild=40) as pool:
         yield pool
@@ -232,6 +242,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="of the events, each Nth")
     parser.add_argument("--drawn", type=int, default=40, help="runs with two faults, by seed")
     parser.add_argument("--sample", type=int, help="only so many runs, by seed")
+    parser.add_argument("--first", action="store_true", help="end with the first failure")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--at", type=int, action="append", default=[])
     parser.add_argument("--fault", action="append", default=[])

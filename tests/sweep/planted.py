@@ -173,7 +173,8 @@ def find(name: str, every: int = 3) -> str | None:
         path = tree / bug.file
         path.write_text(path.read_text().replace(bug.right, bug.wrong))
         for scenario in bug.scenarios:
-            command = [sys.executable, "-m", "tests.sweep", scenario, "--every", str(every)]
+            command = [sys.executable, "-m", "tests.sweep", scenario, "--first"]
+            command += ["--every", str(every)]
             swept = subprocess.run(
                 command, cwd=tree, capture_output=True, text=True, check=False, timeout=1800
             )
