@@ -64,14 +64,14 @@ BUGS = {
     ),
     "blocks count as copied when they are sent": Bug(
         "engine/schedule/copies.py",
-        "transfer.link.to_pool != pool else transfer.done[-1]",
-        "transfer.link.to_pool != pool else transfer.sent[-1]",
+        "        num_arrived = transfer.done[-1]\n",
+        "        num_arrived = transfer.sent[-1]\n",
         ("peer", "shm"),
     ),
     "a slot is used again before its block has left": Bug(
         "engine/schedule/copies.py",
-        "                slot = transfer.slots.pop(place)\n",
-        "                slot = transfer.slots.pop(first + len(done) - 1 - place + first)\n",
+        "                slot = transfer.slots.pop(index)\n",
+        "                slot = transfer.slots.pop(first + len(done) - 1 - index + first)\n",
         ("shm", "every api"),
     ),
     "blocks of another pool count as computed here": Bug(
@@ -100,7 +100,7 @@ BUGS = {
     ),
     "shared blocks are written": Bug(
         "engine/cache/blocks.py",
-        "in kv_pool.index or kv_pool.num_references[table[place]] > 1\n",
+        "in kv_pool.index or kv_pool.num_references[table[i]] > 1\n",
         "is None\n",
         ("conversations", "choices"),
     ),
