@@ -66,15 +66,13 @@ class Measuring:
 
     @property
     def announcement(self) -> str | None:
-        """What the first start of a model says; None: nothing."""
+        """Announce what will be measured while idle; None: nothing is unknown."""
         if not self._is_on or self._measurer.work_ms or not self._measurer.num_unknown:
             return None
         if self._known is not None and not self._known.store.is_readable:
             return None
-        return (
-            f"First start of this model here: measuring for up to {MAX_WORK_MS / 1e3:.0f} s "
-            "while idle"
-        )
+        about = f"measuring for up to {MAX_WORK_MS / 1e3:.0f} s while idle"
+        return f"Step times of this model unknown: {about}"
 
     @property
     def words(self) -> str | None:

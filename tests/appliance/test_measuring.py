@@ -110,7 +110,7 @@ def quiet(daemon):
 
 
 def test_after_a_quiet_second_everything_is_measured_slice_after_slice(daemon):
-    assert "First start" in daemon.measuring.announcement
+    assert "15 s" in daemon.measuring.announcement
     daemon.deliver()
     daemon.measuring.look(is_idle=True)
     assert not daemon.deliver(), "not at once"

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +128,13 @@ def test_a_reading_of_a_daemon_that_is_gone_says_since_when_it_is_stale():
 )
 def test_an_empty_table_says_how_to_start_a_daemon_where_there_is_none(loss, told):
     assert text_of(requests.placeholder(View().over(loss.link))) == told
+
+
+def test_an_empty_table_suggests_a_request_only_before_the_first():
+    fresh = frames.idle()
+    used = frames.idle(totals=msgspec.structs.replace(fresh.totals, accepted=11, finished=11))
+    assert "penstock run" in text_of(requests.placeholder(View().after(fresh)))
+    assert "penstock run" not in text_of(requests.placeholder(View().after(used)))
 
 
 def test_a_pool_that_all_share_is_named_once():

@@ -228,6 +228,8 @@ def placeholder(view: View) -> Line:
         return [Run("  no request matches the filter", Tone.MUTED)]
     if view.link.word == REPLAY:
         return [Run("  no live requests in the log", Tone.MUTED)]
+    if view.frame.totals.accepted:
+        return [Run("  no live requests", Tone.MUTED)]
     return [Run('  no requests yet; send one with: penstock run "Hello"', Tone.MUTED)]
 
 
