@@ -134,7 +134,9 @@ def _not_started(said: str, code: int) -> PenstockError:
     lines = said.strip().splitlines() or [f"exit code {code}"]
     hint = lines.pop().removeprefix("hint: ") if lines[-1].startswith("hint: ") else ""
     problem = lines[-1].removeprefix("penstock: ") if lines else f"exit code {code}"
-    return PenstockError(f"the daemon did not start: {problem}", hint=hint)
+    error = PenstockError(f"the daemon did not start: {problem}", hint=hint)
+    error.exit_code = code if code > 0 else PenstockError.exit_code
+    return error
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -35,6 +35,8 @@ from engine.units import size_text
 WORKER_BYTES = 320 << 20
 """Memory of a worker's process besides weights and pools."""
 LOOK_S = 0.5
+LONGEST_S = 100 * 366 * 86_400.0
+"""A time farther away is never: the calendar ends in the year 9999."""
 
 
 class MemoryNeed(NamedTuple):
@@ -249,5 +251,6 @@ class Residents:
 
 
 def _time_in(at_s: float) -> str | None:
-    """Format a time of the monotonic clock; None: never."""
-    return None if math.isinf(at_s) else iso_time(time.time() + at_s - time.monotonic())
+    """Format a time of the monotonic clock; None: never, or in more than LONGEST_S."""
+    left_s = at_s - time.monotonic()
+    return None if left_s > LONGEST_S else iso_time(time.time() + left_s)

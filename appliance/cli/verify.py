@@ -52,18 +52,22 @@ def verify(
 ) -> None:
     """Compute fixed prompts in every way that the daemon has, and compare the texts.
 
-    Ways: cold, cached, in a batch, handed over from prefill to decode, and by transformers where it
-    is installed. Ends with 1 if a text differs; MARGIN says how near the two tokens were there.
+    Ways: cold, cached, in a batch, handed over from prefill to decode, with guessed tokens, and by
+    transformers where it is installed. Ends with 1 if a text differs; MARGIN says how near the two
+    tokens were there.
     """
     path = models.named(model, None).folder
     options = ["--model", str(path), "--dtype", dtype, "--weights", weights]
     options += ["--kv-dtype", kv_dtype, "--roles", "static", "--ssd-cache", "off"]
-    terminal.note("penstock: starting a daemon of its own ...")
-    with daemon(*options) as where:
+    terminal.note("penstock: starting two daemons of its own, one after the other ...")
+    with daemon(*options, "--speculate", "off") as where:
         client = Client(where, timeout_s=_TIMEOUT_S)
         state = client.get("/v1/penstock/state")
         prompts = _prompts(client, tokens)
         texts = dict(_texts(client, prompts, tokens))
+    with daemon(*options, "--speculate", "7") as where:
+        client = Client(where, timeout_s=_TIMEOUT_S)
+        texts["speculated"] = [_text(client, prompt, tokens, "guessed") for prompt in prompts]
     if weights == "stored" and path.is_dir():
         texts |= _by_transformers(path, state["dtype"], prompts, tokens)
     rows = compare(texts, [len(prompt) for prompt in prompts])

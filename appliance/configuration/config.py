@@ -33,7 +33,7 @@ from appliance.models.names import (
     model_name,
     read_tables,
 )
-from engine.errors import ConfigError, refuse
+from engine.errors import ConfigError, UsageError, refuse
 
 DEFAULT = "default"
 SSD_FOLDER = "kv"
@@ -490,7 +490,10 @@ def model_named(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) 
     except ConfigError as error:
         warn(error)
         own_names = {}
-    return models_named(warn, environ)[1].get(text) or a_model(text, own_names)
+    try:
+        return models_named(warn, environ)[1].get(text) or a_model(text, own_names)
+    except ValueError as error:
+        raise UsageError(f"a model's name is {error}", where=repr(text)) from error
 
 
 def ids_of(text: str, warn: Warn, environ: Mapping[str, str] = os.environ) -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from appliance import residents as module
 from appliance.configuration.config import ServeConfig
-from appliance.residents import MemoryNeed, Residents
+from appliance.residents import MemoryNeed, Residents, _time_in
 from engine.errors import ConfigError
 from engine.units import size_text
 
@@ -122,3 +122,8 @@ async def test_the_served_model_goes_only_if_a_request_limited_its_time(machine)
     assert residents.served_expires_at("b") is not None
     residents.served_used_s = time.monotonic()
     assert not residents.has_expired("b")
+
+
+def test_a_time_behind_the_calendar_is_never():
+    assert [_time_in(time.monotonic() + seconds) for seconds in (1e12, math.inf)] == [None, None]
+    assert _time_in(time.monotonic() + 60) is not None

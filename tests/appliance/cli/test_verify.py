@@ -9,6 +9,18 @@ from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint
 
 
+WAYS = ("cached", "in", "handed", "speculated", "transformers")
+
+
+@pytest.mark.parametrize(("model", "code"), [("", 2), ("empty", 78)])
+def test_verify_ends_otherwise_where_no_model_is_served(tmp_path, model, code):
+    (tmp_path / "empty").mkdir()
+    asked = str(tmp_path / model) if model else model
+    ended = penstock(user_environ(tmp_path), "verify", asked)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_models_texts_are_equal_in_every_way_and_to_transformers(tmp_path):
     folder = make_checkpoint(tmp_path / "model", max_position_embeddings=512)
     ended = penstock(user_environ(tmp_path), "verify", str(folder), "--tokens", "8", "-o", "json")
@@ -16,7 +28,7 @@ def test_a_models_texts_are_equal_in_every_way_and_to_transformers(tmp_path):
     rows = json.loads(ended.stdout)["data"]
     assert {row["result"] for row in rows} == {"equal"}
     ways = [row["way"].split()[0] for row in rows]
-    assert [ways.count(way) for way in ("cached", "in", "handed", "transformers")] == [4] * 4
+    assert [ways.count(way) for way in WAYS] == [4] * len(WAYS)
     assert {row["prompt_tokens"] for row in rows} == {5, 64, 65, 300}
     assert max(row["cached_tokens"] for row in rows if row["way"] == "cached") == 256
 
@@ -71,5 +83,5 @@ def test_verify_ends_with_1_where_a_text_differs(monkeypatch, tmp_path, capsys):
     assert ended.value.exit_code == 1
     told = capsys.readouterr().out.splitlines()
     assert told[-1].count(" 1/1") == 1
-    assert told[-1].count(" 0/1") == 2
+    assert told[-1].count(" 0/1") == 3
     assert any("2.0e-01" in line for line in told)
