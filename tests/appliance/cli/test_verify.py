@@ -8,7 +8,6 @@ from appliance.cli.verify import Text, compare
 from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint
 
-
 WAYS = ("cached", "in", "handed", "speculated", "transformers")
 
 
