@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.workers.draft_gate import MAX_ROWS, Candidate, DraftGate
+from engine.workers.draft_gate import Candidate, DraftGate
 from engine.workers.drafts import MAX_DRAFT, Drafts, Guess
 from engine.workers.worker_request import WorkerRequest
 
@@ -40,7 +40,7 @@ class Speculation:
         """Set the drafts of a step about to be launched."""
         self._candidates, self._step, self._num_drafted = {}, None, 0
         is_decode = all(running.is_decoding for running, _ in planned)
-        if not planned or not is_decode or len(planned) >= MAX_ROWS:
+        if not planned or not is_decode or len(planned) > self._gate.max_sequences:
             return
         seq_ids = [running.seq_id for running, _ in planned]
         self._step = seq_ids, num_cores

@@ -174,7 +174,7 @@ def report(what: str, off: list[float], auto: list[float], name: str = "penstock
 
 def main() -> None:
     """Start the daemons, ask them in turn, print the figures."""
-    parser = argparse.ArgumentParser(usage=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=160)
