@@ -20,7 +20,7 @@ MAX_ROWS = 16
 MAX_GATED_SEQUENCES = 4
 """Most sequences of a step with guesses.
 
-8 at once gained nothing with a model of 135M, and cost the starter 40 %."""
+8 at once gained nothing with 135M, and cost the starter 40 %."""
 WIDTHS = 1, 3, 7
 """Numbers of guessed tokens: with the last known token, as many as decode graphs are kept for."""
 MIN_GAIN = 1.05
