@@ -189,8 +189,18 @@ def kill(daemon: AcceleratedDaemon, worker: str) -> None:
 
 
 @pytest.fixture
-def pushing(daemon: AcceleratedDaemon, machine: str) -> Iterator[AcceleratedDaemon]:
-    """On which every link pushes."""
+def in_static_roles(daemon: AcceleratedDaemon) -> Iterator[None]:
+    """Every prompt goes from a prefill worker to a decode worker, whatever is measured."""
+    daemon.http.post("/v1/penstock/roles", json={"roles": "static"}).raise_for_status()
+    yield
+    daemon.http.post("/v1/penstock/roles", json={"roles": "elastic"}).raise_for_status()
+
+
+@pytest.fixture
+def pushing(
+    daemon: AcceleratedDaemon, machine: str, in_static_roles: None
+) -> Iterator[AcceleratedDaemon]:
+    """On which every link pushes, and every prompt goes over one."""
     if not machine.endswith("peer"):
         pytest.skip("nothing is pushed")
     make_faultless(daemon)
@@ -227,14 +237,6 @@ def test_a_worker_that_dies_while_half_a_chunk_is_pushed_changes_no_answer(
     assert daemon.log_rows(1)[0]["workers"].startswith(source)
     assert answer(daemon, prompt) == expected
     daemon.assert_all_free()
-
-
-@pytest.fixture
-def in_static_roles(daemon: AcceleratedDaemon) -> Iterator[None]:
-    """Every prompt goes from a prefill worker to a decode worker, whatever is measured."""
-    daemon.http.post("/v1/penstock/roles", json={"roles": "static"}).raise_for_status()
-    yield
-    daemon.http.post("/v1/penstock/roles", json={"roles": "elastic"}).raise_for_status()
 
 
 @pytest.mark.usefixtures("in_static_roles")
