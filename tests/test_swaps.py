@@ -363,8 +363,9 @@ def test_an_unused_resident_is_unloaded_and_a_dead_one_is_noticed(
     def load(**more):
         return daemon.http.post("/api/generate", json={"model": "small", **more}).json()
 
-    assert load(keep_alive="1s")["done_reason"] == "load"
+    load()
     small_pid = daemon.worker_pid("colocated")
+    assert load(keep_alive="1s")["done_reason"] == "load"
     daemon.complete("a", model=first, max_tokens=2)
     daemon.wait_for(lambda: not is_alive(small_pid))
     assert resident() == []
