@@ -144,6 +144,7 @@ class Service:
         """Take requests from now on; what is measured while there are none ends for each."""
         self.availability.is_preparing = False
         self._measuring = self._frames.measuring = measuring
+        self._telemetry.windows.begin_model(time.monotonic_ns())
         measuring.serves()
 
     @property

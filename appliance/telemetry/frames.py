@@ -108,7 +108,6 @@ class Frames:
         """Show another model from now on; numbers and counts continue."""
         self._plan, self.model, self._router, self._supervisor = plan, model, router, supervisor
         self.measuring = None
-        self._telemetry.windows.forget_usual_ttft()
 
     def make(self, standing: ServiceState) -> list[Change]:
         """Take a reading and wake the readers; return the changed alerts."""

@@ -79,7 +79,7 @@ class Windows:
     """The recent values of everything that has a latency."""
 
     def __init__(self) -> None:
-        self._usual_ttft = UsualTtft()
+        self._usual_ttft, self._serves_since_ns = UsualTtft(), 0
         self._ttft_over_usual = Window(WINDOW_S)
         self._ttft_ms = Window(WINDOW_S)
         self._ttft_stages_ms = {stage: Window(WINDOW_S) for stage in TTFT_STAGES}
@@ -89,13 +89,17 @@ class Windows:
         self._requests = Window(WINDOW_S)
         self._usual = {each.name: Window(USUAL_WINDOW_S, MAX_USUAL) for each in fields(UsualTimes)}
 
-    def forget_usual_ttft(self) -> None:
-        """Start over for another model, with other prefill times."""
-        self._usual_ttft = UsualTtft()
+    def begin_model(self, now_ns: int) -> None:
+        """Learn the usual TTFT anew; requests that waited for the model's load do not count."""
+        self._usual_ttft, self._serves_since_ns = UsualTtft(), now_ns
 
     def first_token(self, sequence: Sequence, ttft_ms: float, now_ns: int) -> None:
         cut = stages(sequence.stamps, 1)
         self._ttft_ms.add(now_ns, ttft_ms)
+        for stage, window in self._ttft_stages_ms.items():
+            window.add(now_ns, getattr(cut, f"{stage}_ms") or 0.0)
+        if sequence.stamps.arrived_ns < self._serves_since_ns:
+            return
         num_computed = max(sequence.num_prompt_tokens - sequence.num_cached_tokens, 1)
         # its own prefill time replaces the usual TTFT until that is known
         due_ms = self._usual_ttft.of(num_computed) or cut.prefill_ms
@@ -103,8 +107,6 @@ class Windows:
             is_late = ttft_ms - due_ms >= MIN_LATE_MS
             self._ttft_over_usual.add(now_ns, ttft_ms / due_ms if is_late else 1.0)
         self._usual_ttft.add(num_computed, ttft_ms, now_ns)
-        for stage, window in self._ttft_stages_ms.items():
-            window.add(now_ns, getattr(cut, f"{stage}_ms") or 0.0)
 
     def itl(self, itl_ms: float, now_ns: int) -> None:
         """Add the time to a further token."""

@@ -72,12 +72,14 @@ def test_shares_in_time_are_against_the_targets_of_the_moment():
 def first_tokens(windows: Windows, now_s: float, *seen: tuple[int, float, float]) -> float | None:
     """Let prompts of (tokens, queue_ms, prefill_ms) get their first tokens; what the frame says."""
     for num_tokens, queue_ms, prefill_ms in seen:
-        started, first = int(queue_ms * MS), int((queue_ms + prefill_ms) * MS)
+        first = int(now_s * SECOND)
+        started = first - int(prefill_ms * MS)
+        arrived = started - int(queue_ms * MS)
         made = Sequence(
             1, "cmpl-1", 0, [1] * num_tokens, RunSpec(SamplingParams(max_tokens=8, seed=0)),
-            Stamps(0, 0, started, first),
+            Stamps(arrived, arrived, started, first),
         )  # fmt: skip
-        windows.first_token(made, queue_ms + prefill_ms, int(now_s * SECOND))
+        windows.first_token(made, queue_ms + prefill_ms, first)
     return windows.latency(Slo(), int(now_s * SECOND)).ttft_over_usual
 
 
@@ -115,8 +117,9 @@ def test_a_load_that_lasts_becomes_usual_and_another_model_starts_over():
     for minute in range(10, 20):
         first_tokens(windows, 60 * minute, loaded)
     assert first_tokens(windows, 1800, loaded, loaded, loaded) == 1.0
-    windows.forget_usual_ttft()
-    assert first_tokens(windows, 2000, loaded, loaded, loaded) == pytest.approx(35.0)
+    windows.begin_model(2000 * SECOND)
+    assert first_tokens(windows, 2001, loaded, loaded, loaded) is None, "they waited for its load"
+    assert first_tokens(windows, 2030, loaded, loaded, loaded) == pytest.approx(35.0)
 
 
 @pytest.mark.parametrize(
