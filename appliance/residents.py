@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import BootPlan, place
+from appliance.fleet.boot import BootPlan, predict_place
 from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.protocol import ResidentFrame, iso_time
@@ -59,7 +59,7 @@ def need_of(config: ServeConfig, memory: CacheMemory, freed_bytes: int) -> Memor
     Raises:
         ConfigError: it cannot be served here.
     """
-    placed = place(config, memory, freed_bytes)
+    placed = predict_place(config, memory, freed_bytes)
     pools = placed.placement.topology.pools
     own_bytes = sum(pool.num_blocks for pool in pools) * placed.placement.block_bytes
     own_bytes += len(placed.placement.workers) * WORKER_BYTES

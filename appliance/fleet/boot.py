@@ -167,10 +167,20 @@ class PlacedModel(NamedTuple):
     placement: Placement
     num_arena_blocks: int
     """Blocks of the DRAM cache; 0: no cache."""
+    notes: tuple[str, ...]
+    """What the operator should know of the placement."""
 
 
-def place(
-    config: ServeConfig, memory: CacheMemory | None = None, freed_bytes: int = 0
+def place(config: ServeConfig, memory: CacheMemory | None = None) -> PlacedModel:
+    """Place a model as predict_place() does, and log its notes."""
+    placed = predict_place(config, memory)
+    for note in placed.notes:
+        log.warning("%s", note)
+    return placed
+
+
+def predict_place(
+    config: ServeConfig, memory: CacheMemory | None, freed_bytes: int = 0
 ) -> PlacedModel:
     """Check options and checkpoint against each other and this machine: all that can be refused.
 
@@ -200,19 +210,13 @@ def place(
     is_on_gpu = any(worker.gpu is not None for worker in placement.workers)
     check_weights(checkpoint, dtype, config.weights, is_on_gpu=is_on_gpu)
     num_arena_blocks = _num_arena_blocks(config, placement, memory)
-    if placed.about is not None:
-        log.warning("%s", placed.about)
-    wanted_len = config.max_model_len or checkpoint.config.max_position_embeddings
-    if placement.max_model_len < wanted_len:
-        log.warning(
-            "Model length lowered from %d to %d tokens, the %s.",
-            wanted_len,
-            placement.max_model_len,
-            "model's maximum context"
-            if placement.max_model_len == checkpoint.config.max_position_embeddings
-            else "capacity of the KV pools",
-        )
-    return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks)
+    notes = [] if placed.about is None else [placed.about]
+    own_len, max_len = checkpoint.config.max_position_embeddings, placement.max_model_len
+    wanted_len = config.max_model_len or own_len
+    if max_len < wanted_len:
+        limit = "model's maximum context" if max_len == own_len else "capacity of the KV pools"
+        notes.append(f"Model length lowered from {wanted_len} to {max_len} tokens, the {limit}.")
+    return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks, tuple(notes))
 
 
 def _model_id(config: ServeConfig, folder: Path) -> str:
@@ -237,7 +241,7 @@ def make_plan(
     Raises:
         ConfigError: as place().
     """
-    model_id, checkpoint, dtype, placement, _ = placed or place(config, memory)
+    model_id, checkpoint, dtype, placement, *_ = placed or place(config, memory)
     machine = Known.of(config.state_dir, machine_scope())
     weights = plan_weights(checkpoint, dtype, config, placement, machine.profile)
     _keep(machine)
@@ -354,7 +358,7 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
 
     Args and errors are make_plan()'s.
     """
-    _, checkpoint, dtype, placement, _ = placed = placed or place(config)
+    _, checkpoint, dtype, placement, *_ = placed = placed or place(config)
     gpu, attention = placement.workers[0].gpu, ""
     if gpu is not None:
         choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))

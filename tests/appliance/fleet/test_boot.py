@@ -16,6 +16,7 @@ from appliance.fleet.boot import (
     make_plan,
     model_info,
     place,
+    predict_place,
 )
 from engine.checkpoint.checkpoint import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
@@ -283,11 +284,17 @@ def test_cores_serve_where_they_are_asked_for(plan_of, gpu, tiny_llama):
     assert all(setup.gpu is None for _, setup in plan.workers)
 
 
-def test_a_lowered_model_length_is_said(plan_of, tiny_llama, caplog):
+def test_a_lowered_model_length_is_said_once_however_often_it_is_predicted(
+    plan_of, tiny_llama, tmp_path, caplog
+):
+    fields = {"model": tiny_llama, "kv_memory_bytes": 400_000}
     with caplog.at_level(logging.WARNING, "penstock"):
-        plan = plan_of(model=tiny_llama, kv_memory_bytes=400_000)
+        (note,) = predict_place(config(tmp_path, **fields), None).notes
+        assert caplog.messages == []
+        plan = plan_of(**fields)
     assert plan.placement.max_model_len < 2048
-    assert f"to {plan.placement.max_model_len} tokens" in caplog.text
+    assert f"to {plan.placement.max_model_len} tokens" in note
+    assert caplog.messages == [note]
 
 
 def test_what_a_chat_without_a_limit_gets_is_the_operators_word(plan_of, tiny_llama):
