@@ -177,32 +177,21 @@ def test_deaths_within_prompts_and_replies(arm, when, model):
     assert_right(world, oracle, *sequences)
 
 
-def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(model):
+@pytest.mark.parametrize("when", ["between steps", "within a step"])
+def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(when, model):
+    """Records that an unreported step has written are overwritten; the others are untouched."""
     transformer, oracle = model
     world = world_of("alias", transformer)
     (sequence,) = (world.sequence(prompt=p, max_tokens=20) for p in prompts_of(60))
     world.submit(sequence)
     while sequence.num_output_tokens < 7:
         world.tick()
+    if when == "within a step":
+        decode = world.workers["decode"]
+        decode.step(0)
+        assert isinstance(decode.outbox.pop(), Stepped)  # it was never sent
     world.kill("decode")
     world.revive("decode")
     world.run()
     assert_right(world, oracle, sequence)
     assert world.scheduled[sequence.seq_id] == sequence.num_tokens - 1
-
-
-def test_a_step_that_dies_half_way_leaves_the_record_that_holds(model):
-    """What an unreported step has written is overwritten, and nothing else was touched."""
-    transformer, oracle = model
-    world = world_of("alias", transformer)
-    (sequence,) = (world.sequence(prompt=p, max_tokens=20) for p in prompts_of(60))
-    world.submit(sequence)
-    while sequence.num_output_tokens < 7:
-        world.tick()
-    decode = world.workers["decode"]
-    decode.step(0)
-    assert isinstance(decode.outbox.pop(), Stepped)  # it was never sent
-    world.kill("decode")
-    world.revive("decode")
-    world.run()
-    assert_right(world, oracle, sequence)
