@@ -75,7 +75,6 @@ from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
 from engine.errors import ConfigError, PenstockError
-from engine.offload.cache_memory import CacheMemory
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
@@ -179,7 +178,7 @@ class _Daemon:
         self._load_config = load_config
         self._placed = placed
         self._has_workers = False
-        self._cache_memory: CacheMemory | None = None
+        self._caches = KvCaches(config, lambda *event: self._service.event(*event))
         self._residents: Residents | None = None
         self._swapping: Swapping | None = None
         self._stacks_fd = stacks_fd
@@ -261,8 +260,6 @@ class _Daemon:
             PenstockError: its disk hangs.
         """
         disk = _disk(self._config)
-        self._caches = KvCaches(self._config, lambda *event: self._service.event(*event))
-        self._cache_memory = self._caches.memory
         read_plan = partial(make_plan, self._config, self._placed, self._caches.memory)
         plan = await read_in_thread(disk, read_plan, log.warning, BootPlan.close)
         self._request_log.start_run(
@@ -382,8 +379,7 @@ class _Daemon:
         if self._residents is not None:
             await self._residents.close()
         await self._stop_workers()
-        if self._cache_memory is not None:
-            self._cache_memory.close()
+        self._caches.memory.close()
 
     async def _stop_workers(self) -> None:
         """End them, and give back what they shared."""

@@ -539,7 +539,7 @@ def _arena(
     """
     num_staging = _num_staging_blocks(config, placement)
     num_blocks = memory.make_room(placement.block_bytes, num_staging)
-    if not num_staging and not memory.max_places(placement.block_bytes):
+    if memory.fd is None or not (num_staging or memory.max_places(placement.block_bytes)):
         return None, 0
     return PoolSpec(DRAM, os.dup(memory.fd), num_blocks), num_staging
 

@@ -49,7 +49,8 @@ class CacheMemory:
     def __init__(self, cap_bytes: int, *, is_shared: bool) -> None:
         self.cap_bytes = cap_bytes
         self._is_shared = is_shared
-        self.fd = os.memfd_create("penstock-dram", os.MFD_CLOEXEC)
+        self.fd: int | None = None
+        """A memfd, once a model needs it."""
         self._padding_bytes = self._segment_bytes = 0
         self._owners: dict[int, bytes] = {}
         """Fingerprints of the models that have segments, by segment."""
@@ -57,7 +58,7 @@ class CacheMemory:
         self._served: bytes = b""
 
     def make_room(self, block_bytes: int, num_others: int) -> int:
-        """Size the memory for a model's blocks; return how many it spans.
+        """Size the memory for a model's blocks; return how many it spans. The first need makes it.
 
         Args:
             block_bytes: of a block.
@@ -68,8 +69,12 @@ class CacheMemory:
             is_cut = self._is_shared and wanted < self.cap_bytes
             self._segment_bytes = wanted if is_cut else self.cap_bytes // block_bytes * block_bytes
             self._padding_bytes = PADDING_BYTES if is_cut else block_bytes
+        if not self.num_segments and not num_others:
+            return 0
         end = self._padding_bytes + self.num_segments * self._segment_bytes
         num_blocks = max(-(-end // block_bytes), 1) + num_others
+        if self.fd is None:
+            self.fd = os.memfd_create("penstock-dram", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, num_blocks * block_bytes)
         return num_blocks
 
@@ -98,7 +103,7 @@ class CacheMemory:
     @property
     def num_bytes(self) -> int:
         """The memory that is taken now."""
-        return os.fstat(self.fd).st_blocks * 512
+        return 0 if self.fd is None else os.fstat(self.fd).st_blocks * 512
 
     @property
     def num_segments(self) -> int:
@@ -137,7 +142,8 @@ class CacheMemory:
 
     def close(self) -> None:
         """Free the memory, once no worker has it."""
-        os.close(self.fd)
+        if self.fd is not None:
+            os.close(self.fd)
 
     def _start(self, segment: int) -> int:
         return self._padding_bytes + segment * self._segment_bytes

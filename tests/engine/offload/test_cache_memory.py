@@ -122,6 +122,16 @@ def test_what_was_being_stored_or_read_when_a_model_went_is_not_there_or_free_ag
     turns.check()
 
 
+def test_a_cache_of_no_bytes_makes_no_memory_until_a_model_stages_blocks():
+    memory = CacheMemory(0, is_shared=False)
+    assert (memory.make_room(1000, 0), memory.fd, memory.num_bytes) == (0, None, 0)
+    memory.close()
+    num_blocks = memory.make_room(1000, 4)
+    assert memory.fd is not None
+    assert os.fstat(memory.fd).st_size == num_blocks * 1000 >= 4000
+    memory.close()
+
+
 def test_a_lone_model_has_all_of_the_memory():
     turns = Turns(is_shared=False)
     turns.serve(b"a")
