@@ -75,6 +75,7 @@ from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger
 from engine.errors import ConfigError, PenstockError
+from engine.schedule.prefix_misses import PrefixMisses
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
@@ -185,6 +186,7 @@ class _Daemon:
         self._core_note = CoreNote(config.socket)
         self._inherited = inherited
         """Listeners of a socket unit; with their waiting clients they outlive this process."""
+        self._misses = PrefixMisses()
         self._num_signals = 0
         self._stopped_by = ""
         self._has_terminal = has_terminal()
@@ -290,7 +292,7 @@ class _Daemon:
                 plan.model_id,
                 lambda: self._config,
                 self._caches.memory,
-                lambda model: _end(model.plan, model.supervisor, model.measuring),
+                lambda each: _end(each.plan, each.router, each.supervisor, each.measuring),
                 lambda *event: self._service.event(*event),
             )
             self._swapping = Swapping(
@@ -386,7 +388,7 @@ class _Daemon:
         if not self._has_workers:
             return
         await self._caches.close()
-        await _end(self._plan, self._supervisor, self._measuring)
+        await _end(self._plan, self._router, self._supervisor, self._measuring)
         self._has_workers = False
 
     async def _serve(self) -> None:
@@ -583,6 +585,7 @@ class _Daemon:
             # on a GPU they only launch steps, and nothing is gained by lending them
             cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
             profile=None if self._plan.known is None else self._plan.known.profile,
+            misses=self._misses,
         )
         router.set_weights(dict(self._config.priorities))
         change_roles(router, self._targets(), time.monotonic_ns())
@@ -610,10 +613,13 @@ class _Daemon:
             self._service.event("warning", OPEN_CODE, f"{self._addresses[-1]} {IS_OPEN}")
 
 
-async def _end(plan: BootPlan, supervisor: Supervisor, measuring: Measuring) -> None:
+async def _end(
+    plan: BootPlan, router: Router, supervisor: Supervisor, measuring: Measuring
+) -> None:
     """End a model's workers, and free its memory."""
     await supervisor.stop()
     await measuring.save()
+    router.unloaded()
     plan.close()
 
 

@@ -299,6 +299,10 @@ def test_a_swap_and_back_computes_only_the_last_unfinished_block_again(
         if not tier["declined_loads"] and not tier["missed_deadlines"]:
             cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == (0 if turn < 2 else 64 * num_blocks)
+        if model == first:  # blocks with a salt stay out of the caches, and go with their model
+            reply = daemon.complete(prompt, model=first, max_tokens=1, cache_salt="mine")
+            why = reply["usage"]["prompt_tokens_details"]["cache_miss"]
+            assert why == f"token 0: {'evicted' if turn else 'another salt'}"
         if turn:
             ((kept, num_bytes),) = tier["other_models"].items()
             assert kept.split()[0] == (first if model == "small" else "small")
@@ -325,6 +329,8 @@ def test_two_resident_models_take_turns_without_a_load_and_find_their_blocks(
         assert_same(prompt, reply["choices"][0]["token_ids"], oracles[model], 12)
         cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == (0 if turn < 2 else 64 * (300 // 64)), "its pool is as it was"
+        why = reply["usage"]["prompt_tokens_details"].get("cache_miss")
+        assert why == (["token 0: never stored", "token 0: another model"] + [None] * 3)[turn]
         pids |= {worker["pid"] for worker in daemon.fresh_state()["workers"]}
     assert len(pids) == 4, "no process was started again"
     state = daemon.fresh_state()

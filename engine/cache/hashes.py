@@ -66,7 +66,7 @@ class PrefixHasher:
         for part in (salt or "", user if self._isolates_users else ""):
             data = part.encode("utf-8", "surrogatepass")
             root.update(len(data).to_bytes(8, "little") + data)
-        return CacheScope(root.digest(), bool(salt))
+        return CacheScope(root.digest(), bool(salt), self._extra)
 
     def chain(self, token_ids: Sequence[int], scope: CacheScope | None = None) -> PrefixChain:
         """Hash a prompt's full blocks; from any thread.
@@ -114,6 +114,10 @@ class PrefixChain:
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    @property
+    def block_size(self) -> int:
+        return self._hasher.block_size
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.cache.hashes import Hash, record_hashes
@@ -60,6 +60,9 @@ class PrefixIndex:
 
     def has_hash(self, block_hash: Hash) -> bool:
         return block_hash in self._blocks
+
+    def hashes(self) -> Iterable[Hash]:
+        return self._blocks
 
     def num_hit(self, hashes: Sequence[Hash]) -> int:
         """Estimate how many leading blocks of a chain are here.

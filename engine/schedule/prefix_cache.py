@@ -39,6 +39,7 @@ class PrefixCache:
         counters: what is counted.
         fetches: blocks on their way to queued prompts.
         max_num_batched_tokens: of prompts, in a worker's step.
+        misses: of all models of a daemon; None: of this one alone.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PrefixCache:
         counters: Counters,
         fetches: PrefixCopies,
         max_num_batched_tokens: int,
+        misses: PrefixMisses | None = None,
     ) -> None:
         self._topology = topology
         self._ledger = ledger
@@ -56,7 +58,7 @@ class PrefixCache:
         self._max_step_tokens = max_num_batched_tokens
         self._pools = list(dict.fromkeys(worker.pool for worker in topology.workers))
         self.contents = CacheContents(ledger.pools)
-        self._misses = PrefixMisses(self.contents.block_size)
+        self._misses = misses or PrefixMisses()
         self.records = SequenceRecords(ledger)
         for books in ledger.pools.values():
             books.on_forget = self._forgotten
@@ -67,6 +69,12 @@ class PrefixCache:
         self.contents.forgotten(block_hash)
         if not any(books.index.has_hash(block_hash) for books in self._ledger.pools.values()):
             self._misses.evicted(block_hash)
+
+    def unloaded(self) -> None:
+        """Remember all cached blocks as evicted, since their pools go with the model."""
+        for books in self._ledger.pools.values():
+            for block_hash in books.index.hashes():
+                self._misses.evicted(block_hash)
 
     # Before a sequence is placed
 

@@ -1,6 +1,6 @@
 """Find out why a prompt's cached prefix ended where it did.
 
-Owns: the tokens of the newest prompts, and the hashes of the blocks that were evicted last.
+Owns: the tokens of the newest prompts of all models, and the hashes of the blocks evicted last.
 Invariant: a prompt is compared with prompts of its own owner only.
 Never: knows text; changes what is cached.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.cache.hashes import Hash, PrefixChain
+from engine.wire.cache_scope import CacheScope
 
 MAX_PROMPTS = 64
 MAX_TOKENS = 1 << 20
@@ -24,7 +25,7 @@ NUM_SHOWN = 8
 
 class _Prompt(NamedTuple):
     owner: str
-    root: Hash
+    scope: CacheScope
     words: bytes
     """Its token ids, four bytes each."""
 
@@ -41,14 +42,9 @@ class CacheMiss(NamedTuple):
 
 
 class PrefixMisses:
-    """Remember prompts and evictions, and compare new prompts with them.
+    """Remember prompts and evictions of a daemon's models, and compare new prompts with them."""
 
-    Args:
-        block_size: tokens in a block.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._prompts: deque[_Prompt] = deque()
         self._num_tokens = 0
         self._evicted: dict[Hash, None] = {}
@@ -79,25 +75,26 @@ class PrefixMisses:
         Returns:
             None: all was found that could be, for the last token is always computed.
         """
-        size, words = self._block_size, array("I", token_ids).tobytes()
+        size, words = chain.block_size, array("I", token_ids).tobytes()
         index = num_cached // size
         reason = None
         if index < (len(token_ids) - 1) // size:
             reason = self._reason(owner, chain, words, index)
-        self._remember(_Prompt(owner, chain.scope.root, words))
+        self._remember(_Prompt(owner, chain.scope, words))
         return reason
 
     def _reason(self, owner: str, chain: PrefixChain, words: bytes, index: int) -> CacheMiss:
-        at, end = index * self._block_size, (index + 1) * self._block_size
+        at, end = index * chain.block_size, (index + 1) * chain.block_size
         if chain.hashes[index] in self._evicted:
             return CacheMiss(f"token {at}: evicted")
         mine = [prompt for prompt in self._prompts if prompt.owner == owner]
-        alike = [prompt.words for prompt in mine if prompt.root == chain.scope.root]
+        alike = [prompt.words for prompt in mine if prompt.scope == chain.scope]
         common, earlier = max(((_num_common(t, words), t) for t in alike), default=(0, b""))
         if common < end:
-            others = (prompt.words for prompt in mine if prompt.root != chain.scope.root)
-            if any(_num_common(each, words) >= end for each in others):
-                return CacheMiss(f"token {at}: another salt")
+            models = {p.scope.model for p in mine if _num_common(p.words, words) >= end}
+            if models:
+                what = "salt" if chain.scope.model in models else "model"
+                return CacheMiss(f"token {at}: another {what}")
         if at <= common < min(end, len(earlier) // 4) and common:
             shown = (_around(words, common), _around(earlier, common))
             return CacheMiss(f"token {common}: another token", *shown)
@@ -111,7 +108,7 @@ class PrefixMisses:
 
 
 def _around(words: bytes, index: int) -> tuple[int, ...]:
-    """Return the tokens on both sides of a index."""
+    """Return the tokens on both sides of an index."""
     first = 4 * max(index - NUM_SHOWN, 0)
     return tuple(array("I", words[first : 4 * (index + NUM_SHOWN)]))
 

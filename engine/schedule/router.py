@@ -26,6 +26,7 @@ from engine.schedule.copies import Copies, TierCopies
 from engine.schedule.elastic import Slo
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.prefix_copies import PrefixCopies
+from engine.schedule.prefix_misses import PrefixMisses
 from engine.schedule.prompt_waits import PromptWaits
 from engine.schedule.queue import FairQueue, PromptsAhead
 from engine.schedule.recovery import Recovery
@@ -92,6 +93,7 @@ class Router:
         roles: str = "static",
         cores: Mapping[str, tuple[int, ...]] | None = None,
         profile: Profile | None = None,
+        misses: PrefixMisses | None = None,
     ) -> None:
         self.topology = topology
         self.ledger = ledger
@@ -110,7 +112,7 @@ class Router:
         self.counters = Counters()
         self.prefix_copies = PrefixCopies(ledger, self.copies, self.counters, self.roles.prompt_ms)
         self.prefixes = PrefixCache(
-            topology, ledger, self.counters, self.prefix_copies, max_num_batched_tokens
+            topology, ledger, self.counters, self.prefix_copies, max_num_batched_tokens, misses
         )
         self.recovery = Recovery(
             topology, ledger, self.routes, self.copies, self.prefixes, self.counters
@@ -518,6 +520,10 @@ class Router:
         """Load and store blocks in a tier below the pools, before or after the others."""
         tiers = self.prefixes.tiers.each
         tiers.insert(0 if is_fastest else len(tiers), tier)
+
+    def unloaded(self) -> None:
+        """Remember all cached blocks as evicted, since their pools go with the model."""
+        self.prefixes.unloaded()
 
     def detach_tiers(self) -> None:
         """Forget the tiers, which were closed; no command of theirs is open."""

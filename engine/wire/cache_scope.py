@@ -16,3 +16,5 @@ class CacheScope(NamedTuple):
     """Every chain of the scope begins with it, and no other chain does."""
     is_secret: bool = False
     """A client's salt is in it: its blocks never reach a disk, and are never listed."""
+    model: bytes = b""
+    """Equal for all scopes of one model with one cache key, and for no others."""

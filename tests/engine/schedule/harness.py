@@ -56,6 +56,7 @@ class World:
         max_queued=50,
         max_queued_tokens=5000,
         record_blocks=0,
+        misses=None,
     ):
         self.topology = places_of(arm, num_blocks, num_slots)
         self.ledger = Ledger(self.topology.new_block_pools(BLOCK_SIZE, record_blocks))
@@ -82,6 +83,7 @@ class World:
             max_num_batched_tokens=8,
             roles="elastic" if "elastic" in arm else "static",
             cores=cores,
+            misses=misses,
         )
         self.router.prefix_copies.predict_ms = lambda *_: None  # steps take no time here
         self.next_seq_id = 1
@@ -94,7 +96,9 @@ class World:
         if is_last:
             self.ended[sequence.seq_id] = sequence.finish_reason
 
-    def sequence(self, num_prompt_tokens=10, max_tokens=5, owner="", prompt=None, salt=""):
+    def sequence(
+        self, num_prompt_tokens=10, max_tokens=5, owner="", prompt=None, salt="", hasher=HASHER
+    ):
         """Of a prompt that no other of these begins like, or of a given one."""
         seq_id, self.next_seq_id = self.next_seq_id, self.next_seq_id + 1
         prompt = prompt or [(seq_id * 7 + i) % 991 for i in range(num_prompt_tokens)]
@@ -105,7 +109,7 @@ class World:
             prompt_token_ids=prompt,
             spec=RunSpec(SamplingParams(max_tokens=max_tokens, seed=0, temperature=0), owner=owner),
             stamps=Stamps(self.now_ns, self.now_ns),
-            prefix=HASHER.chain(prompt, HASHER.scope(salt)),
+            prefix=hasher.chain(prompt, hasher.scope(salt)),
         )
 
     def submit(self, *sequences):

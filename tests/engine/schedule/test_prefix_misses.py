@@ -2,7 +2,8 @@
 
 import msgspec
 
-from engine.schedule.prefix_misses import NUM_SHOWN
+from engine.cache.hashes import PrefixHasher
+from engine.schedule.prefix_misses import NUM_SHOWN, PrefixMisses
 from engine.schedule.sequence import FinishReason
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import World
@@ -21,41 +22,58 @@ def edited(at):
     return [*BASE[:at], 7, *BASE[at + 1 :]]
 
 
-def test_ten_prompts_that_miss_say_why():
-    world = World("alias")
-    more = [*BASE, *range(900, 900 + 2 * BLOCK_SIZE)]
-    said = [
-        missed(world, BASE),
-        missed(world, edited(EDITED)),
-        missed(world, edited(8 * BLOCK_SIZE)),
-        missed(world, more),
-        missed(world, [5, *BASE]),
-        missed(world, BASE, salt="mine"),
-        missed(world, BASE, owner="ana", salt="hers"),
-        missed(world, edited(2)),
-    ]
-    probed = world.sequence(prompt=BASE)
-    sampling = msgspec.structs.replace(probed.sampling, prompt_logprobs=1)
-    probed.spec = msgspec.structs.replace(probed.spec, sampling=sampling)
-    world.submit(probed)
-    said.append(probed.cache_miss.reason)
-    world.router.abort(probed, FinishReason.ABORT, world.now_ns)
-    world.run()
-    flood(world)
-    said.append(missed(world, BASE))
-    assert said == [
-        "token 0: never stored",
-        f"token {EDITED}: another token",
-        f"token {8 * BLOCK_SIZE}: another token",
-        f"token {10 * BLOCK_SIZE}: never stored",
-        "token 0: never stored",
-        "token 0: another salt",
-        "token 0: never stored",  # what other owners have sent is not told
-        "token 2: another token",
-        "token 0: prompt_logprobs",
-        "token 0: evicted",
-    ]
-    assert missed(world, BASE) is None
+LONGER = [*BASE, *range(900, 900 + 2 * BLOCK_SIZE)]
+OTHER = PrefixHasher(bytes(32), b"another model", BLOCK_SIZE)
+"""Hashes the blocks of a second model of the same daemon."""
+
+MISSES = [
+    ({}, BASE, 0, "never stored"),
+    ({}, edited(EDITED), EDITED, "another token"),
+    ({}, edited(8 * BLOCK_SIZE), 8 * BLOCK_SIZE, "another token"),
+    ({}, edited(2), 2, "another token"),
+    ({}, LONGER, 10 * BLOCK_SIZE, "never stored"),
+    ({}, [5, *BASE], 0, "never stored"),
+    ({"salt": "mine"}, BASE, 0, "another salt"),
+    ({"salt": "yours"}, edited(EDITED), 0, "another salt"),
+    ({"owner": "ana", "salt": "hers"}, BASE, 0, "never stored"),  # others' prompts are not told
+    ({"hasher": OTHER}, BASE, 0, "another model"),
+    ({"hasher": OTHER}, LONGER, 10 * BLOCK_SIZE, "another model"),
+    ({"hasher": OTHER}, [6, *BASE], 0, "never stored"),
+    ({"hasher": OTHER, "salt": "mine"}, [6, *BASE], 0, "another salt"),
+    ({"hasher": OTHER, "owner": "ana"}, edited(2), 0, "never stored"),
+]
+"""Prompts in this order, each with the place and the reason of its miss."""
+
+
+def test_each_prompt_that_misses_says_where_and_why():
+    misses = PrefixMisses()
+    first, second = World("alias", misses=misses), World("alias", misses=misses)
+    for number, (how, prompt, at, why) in enumerate(MISSES):
+        world = second if "hasher" in how else first
+        assert missed(world, prompt, **how) == f"token {at}: {why}", number
+        assert missed(world, prompt, **how) is None, number
+    for prompt in BASE, LONGER:
+        probed = first.sequence(prompt=prompt)
+        sampling = msgspec.structs.replace(probed.sampling, prompt_logprobs=1)
+        probed.spec = msgspec.structs.replace(probed.spec, sampling=sampling)
+        first.submit(probed)
+        assert probed.cache_miss.reason == "token 0: prompt_logprobs"
+        first.router.abort(probed, FinishReason.ABORT, first.now_ns)
+        first.run()
+
+
+def test_blocks_that_made_room_or_went_with_their_model_were_evicted():
+    misses = PrefixMisses()
+    world = World("alias", misses=misses)
+    for prompt in BASE, LONGER:
+        missed(world, prompt)
+        flood(world)
+        assert missed(world, prompt) == "token 0: evicted"
+        assert missed(world, prompt) is None
+    world.router.unloaded()
+    again = World("alias", misses=misses)
+    assert missed(again, BASE) == "token 0: evicted"
+    assert missed(again, LONGER) == f"token {10 * BLOCK_SIZE}: evicted"
 
 
 def test_the_texts_around_the_place_are_those_of_the_same_owner():
@@ -75,7 +93,7 @@ def test_the_texts_around_the_place_are_those_of_the_same_owner():
 def flood(world):
     """Fill the pool with other prompts, one after the other."""
     for number in range(20):
-        world.finish(world.sequence(prompt=[1000 + number, *range(30)], owner="flood"))
+        world.finish(world.sequence(prompt=[1000 + number, *range(30)]))
 
 
 def test_a_prompt_that_was_given_up_was_never_stored():
