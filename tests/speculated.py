@@ -1,35 +1,48 @@
 """Generate with and without speculation, and compare tokens, log-probabilities and KV, bit for bit.
 
-    python -m tests.speculated [COUNT]
+    python -m tests.speculated [COUNT] [LEVEL]
 
-Sequences differ in how they are drawn, in what limits them, and in what interrupts them: moves to
-another worker, preemption, and a worker's death. With speculation their guesses are mostly right,
-so that tokens are accepted and refused in every place.
+COUNT sequences of each model in KINDS, by the kernels of LEVEL. Sequences differ in how they are
+drawn, in what ends them (stop strings, too, as a reply reads them), in when they arrive, and in
+what interrupts them: moves to another worker, preemption, and a worker's death. With speculation
+most guesses are right, so that tokens are accepted and refused in every place.
 """
 
 from __future__ import annotations
 
+import mmap
 import random
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint
+from appliance.api.openai import completion_ask
+from appliance.api.stream import OpenReply
+from appliance.request import ModelInfo, Peer, Request, TokensEmitted
+from engine.checkpoint.checkpoint import AS_STORED, Checkpoint, panels_layout, weights_layout
+from engine.kernels.cpu import load_kernels
+from engine.model import compiled
+from engine.model.attention import planes
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
+from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.grammar import GrammarTokenizer, json_grammar, regex_grammar
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Admit
+from engine.wire.messages import Admit, Release
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
+from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 from engine.workers.runner import Runner
 from engine.workers.speculation import Speculation
 from engine.workers.worker_request import Grammars
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
+from tests.gguf_files import write_gguf
+from tests.quantised_checkpoints import SHAPE, write_quantised
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 160
@@ -41,6 +54,67 @@ POINT = {
 GRAMMARS = (json_grammar(POINT), regex_grammar("(yes|no|maybe so, )+[.]"))
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A model and how it is served."""
+
+    family: str = "llama"
+    dtype: str = "float32"
+    kv_dtype: str = "auto"
+    weights: str = AS_STORED
+    made: str = ""
+    """A GGUF type, or one of tests.quantised_checkpoints.KINDS; empty: not quantised."""
+
+
+KINDS = {
+    "dense": Kind(),
+    "dense, bfloat16": Kind(dtype="bfloat16"),
+    "experts": Kind("mixtral"),
+    "experts, bfloat16": Kind("mixtral", "bfloat16"),
+    "windows": Kind("gemma3_text"),
+    "windows, sinks, experts": Kind("gpt_oss", "bfloat16"),
+    "GGUF Q4_1": Kind(dtype="bfloat16", made="Q4_1"),
+    "GGUF Q8_0": Kind(made="Q8_0"),
+    "AWQ": Kind(dtype="bfloat16", made="awq"),
+    "FP8 in blocks": Kind(dtype="bfloat16", made="fp8-blocks"),
+    "NVFP4": Kind(made="nvfp4"),
+    "inputs rounded to int8": Kind(dtype="bfloat16", made="int8-tokens"),
+    "experts, quantised at start": Kind("mixtral", "bfloat16", weights="q4"),
+    "KV in int8": Kind(dtype="bfloat16", kv_dtype="int8"),
+    "int8 and KV in int8": Kind(kv_dtype="int8", weights="int8"),
+}
+
+
+COUNTED = "equal", "accepted", "refused", "stop strings", "move", "preemption", "kill"
+
+
+class Reply:
+    """Read a sequence's text up to a stop string, standing in for the daemon."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], sampling: SamplingParams, stop: list[str]
+    ) -> None:
+        self.tokenizer, self.model = tokenizer, ModelInfo("m", 512, 300, (), None, 0)
+        spec, stamps = RunSpec(sampling), Stamps(arrived_ns=0)
+        self._sequence = Sequence(1, "cmpl-1", 0, prompt, spec, stamps)
+        request = Request("cmpl-1", "/v1/completions", "m", Peer(), True, "", [self._sequence])
+        asked = completion_ask({"prompt": prompt, "stop": stop}, self.model, 1)
+        self._reply = OpenReply(self, request, asked)
+        self.text = ""
+        self.num_kept: int | None = None
+        """Tokens up to the stop string; None: it has not come."""
+
+    def stop_sequence(self, _sequence: Sequence, num_kept_tokens: int) -> None:
+        self.num_kept = num_kept_tokens
+
+    def read(self, entry) -> None:
+        """Read what a step reports."""
+        is_last = entry.finish_reason is not None
+        self._sequence.finish_reason = FinishReason(entry.finish_reason) if is_last else None
+        emitted = TokensEmitted(self._sequence, entry.token_ids, entry.logprobs, is_last)
+        self.text += "".join(delta.text for delta in self._reply._take([emitted]))
+
+
 @dataclass(slots=True)
 class Generation:
     """One sequence, as far as it is, and what has come of it."""
@@ -48,6 +122,9 @@ class Generation:
     seq_id: int
     prompt: list[int]
     sampling: SamplingParams
+    reply: Reply
+    num_steps_before: int = 0
+    """Steps of others before it arrives."""
     prediction: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
@@ -60,7 +137,7 @@ class Generation:
     @property
     def result(self) -> tuple[object, ...]:
         """What must be equal."""
-        return self.outputs, self.logprobs, self.reason
+        return self.outputs, self.logprobs, self.reason, self.reply.text
 
     def admit(self, table: list[int], until: int) -> Admit:
         self.generation += 1
@@ -75,7 +152,9 @@ class Generation:
             until_output=until,
         )
 
-    def take(self, entry) -> None:
+    def take(self, entry) -> bool:
+        """Take what a step reports; return whether a stop string has come with it."""
+        had_ended = self.reason is not None
         self.outputs += entry.token_ids
         self.logprobs += entry.logprobs
         self.num_computed = entry.num_computed_tokens
@@ -83,24 +162,51 @@ class Generation:
         if entry.num_drafted:
             self.num_accepted += len(entry.token_ids) - 1
             self.num_refused += entry.num_drafted - len(entry.token_ids) + 1
+        self.reply.read(entry)
+        kept = self.reply.num_kept
+        if kept is None or had_ended:
+            return False
+        self.reason = "stop string"
+        del self.outputs[kept:], self.logprobs[kept:]
+        return entry.finish_reason is None
 
 
 class Model:
     """A checkpoint, served with and without speculation, in a pool of each."""
 
-    def __init__(self, folder: Path) -> None:
-        checkpoint = Checkpoint.open(folder)
-        self.config, self.tokenizer = checkpoint.config, Tokenizer.from_folder(folder)
-        weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
-        self.transformer = Transformer(self.config, weights, "float32")
+    def __init__(self, folder: Path, kind: Kind = KINDS["dense"]) -> None:
+        checkpoint = Checkpoint.open(_made(folder, kind))
+        self.config, self.tokenizer = checkpoint.config, Tokenizer.from_folder(checkpoint.folder)
+        self.kv_dtype = kind.dtype if kind.kv_dtype == "auto" else kind.kv_dtype
+        panels = panels_layout(checkpoint, kind.dtype, kind.weights)
+        layout = panels or weights_layout(checkpoint, kind.dtype, can_widen=True)
+        arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
+        weights = load_weights(
+            checkpoint,
+            kind.dtype,
+            arena,
+            None if arena is None else (0, 1),
+            lambda *_: None,
+            is_packed=panels is not None,
+            weights=kind.weights,
+        )
+        self.transformer = Transformer(self.config, weights, kind.dtype, None, BLOCK_SIZE)
+        assert self.transformer.keeps_row_bits
         ends = self.config.eos_token_ids
         self.grammars = Grammars(
             lambda: GrammarTokenizer(self.tokenizer, self.config.vocab_size, ends)
         )
 
     def pool(self) -> torch.Tensor:
-        c = self.config
-        return torch.zeros(NUM_BLOCKS, c.num_kv_layers, 2, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
+        shape = block_shape(self.config, BLOCK_SIZE, self.kv_dtype)
+        return torch.zeros(NUM_BLOCKS, *shape, dtype=TORCH_DTYPES[self.kv_dtype])
+
+    def values(self, pool: torch.Tensor) -> torch.Tensor:
+        """Return what a pool means, [num_blocks, num_layers, 2, block_size, heads, head_dim]."""
+        if pool.dtype != torch.int8:
+            return pool
+        codes, scales = planes(pool, self.config.num_kv_heads, self.config.head_dim)
+        return codes * scales.transpose(-1, -2)[..., None]
 
     def worker(self, pool: torch.Tensor, most: int | None, *, speculates: bool) -> Harness:
         size = self.config.vocab_size
@@ -113,16 +219,25 @@ class Model:
         )
 
 
+def _made(folder: Path, kind: Kind) -> Path:
+    """Make a checkpoint; return its path."""
+    shape = SHAPE if kind.made or kind.weights != AS_STORED else {}
+    plain = make_checkpoint(folder / "plain", kind.family, **shape)
+    if kind.made[:1] == "Q":
+        return write_gguf(plain, folder / "model.gguf", kind.made)
+    return write_quantised(plain, kind.made, folder)[0] if kind.made else plain
+
+
 def drawn_sampling(rng: random.Random, seed: int) -> SamplingParams:
     """Draw what a request may ask for."""
     extras = rng.choice(
         [
             {},
             {"temperature": 0.0},
-            {"temperature": 0.0, "repetition_penalty": 1.3},
+            {"temperature": 0.0, "repetition_penalty": 2.0},
             {"top_p": 0.8, "top_k": 20},
             {"min_p": 0.05, "temperature": 1.5},
-            {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+            {"presence_penalty": 2.0, "frequency_penalty": 2.0},
             {"grammar": rng.choice(GRAMMARS), "temperature": rng.choice([0.0, 1.0])},
             {"bad_words": ((65,), (70, 71), (80, 81, 82)), "min_tokens": 9},
             {"allowed_token_ids": tuple(range(64, 90)), "temperature": 0.5},
@@ -134,14 +249,25 @@ def drawn_sampling(rng: random.Random, seed: int) -> SamplingParams:
     return SamplingParams(**({"seed": seed, "logprobs": logprobs} | ends | extras))
 
 
-def drawn_group(rng: random.Random, number: int) -> list[Generation]:
+def drawn_stop(rng: random.Random) -> list[str]:
+    """Draw stop strings, of which some come."""
+    count, size = rng.choice([(0, 1), (0, 1), (6, 1), (16, 2)])
+    return [
+        "".join(chr(rng.randint(33, 126)) for _ in range(rng.randint(1, size)))
+        for _ in range(count)
+    ]
+
+
+def drawn_group(rng: random.Random, number: int, tokenizer: Tokenizer) -> list[Generation]:
     """Draw a prompt with one or more answers, each with a seed of its own."""
     piece = [rng.randint(40, 120) for _ in range(rng.randint(2, 12))]
     prompt = piece * rng.randint(1, 6)
     group = []
-    for index in range(rng.choice([1, 1, 2, 4])):
+    for index in range(rng.choice([1, 1, 2, 4, 6])):
         sampling = drawn_sampling(rng, number * 100 + index)
-        group.append(Generation(index + 1, list(prompt), sampling))
+        reply = Reply(tokenizer, prompt, sampling, drawn_stop(rng))
+        late = rng.choice([0, 0, rng.randint(1, 6)])
+        group.append(Generation(index + 1, list(prompt), sampling, reply, late))
     return group
 
 
@@ -165,17 +291,23 @@ def run(
     pool, tables = model.pool(), tables_of(group)
     for what in [*interruptions, "end"]:
         worker = model.worker(pool, most, speculates=speculates)
-        for one in group:
-            until = one.sampling.max_tokens
-            if what == "move":
-                until = min(until, len(one.outputs) + 3)
-            if one.reason is None and len(one.outputs) < until:
-                worker.tell(one.admit(list(tables[one.seq_id]), until))
         by_id, num_steps = {one.seq_id: one for one in group}, 0
-        while worker.worker._running and (what in ("move", "end") or num_steps < 4):
-            for report in worker.step():
+        coming = [one for one in group if one.reason is None]
+        while coming or worker.worker._running:
+            if what not in ("move", "end") and num_steps == 4:
+                break
+            for one in [each for each in coming if each.num_steps_before <= num_steps]:
+                coming.remove(one)
+                until = one.sampling.max_tokens
+                if what == "move":
+                    until = min(until, len(one.outputs) + 3)
+                if len(one.outputs) < until:
+                    worker.tell(one.admit(list(tables[one.seq_id]), until))
+            for report in worker.step() if worker.worker._running else ():
                 for entry in report.entries:
-                    by_id[entry.seq_id].take(entry)
+                    one = by_id[entry.seq_id]
+                    if one.take(entry):
+                        worker.tell(Release(one.seq_id, one.generation, "stopped"))
             num_steps += 1
         worker.close()
         if what == "preemption":
@@ -199,44 +331,50 @@ def written(pool: torch.Tensor, group: list[Generation]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def compare(model: Model, number: int) -> tuple[int, int, int]:
-    """Run one group both ways; return sequences, accepted and refused tokens.
+def compare(model: Model, number: int) -> Counter[str]:
+    """Run one group both ways; return counts of sequences, tokens and interruptions.
 
     Raises:
         AssertionError: anything differs.
     """
     rng = random.Random(number)
-    plain = drawn_group(rng, number)
+    plain, group = (drawn_group(random.Random(number), number, model.tokenizer) for _ in range(2))
     interruptions = rng.choice([[], [], ["move"], ["kill", "move"], ["preemption", "kill"]])
-    pool = run(model, plain, interruptions, None, speculates=False)
-    group = [
-        Generation(one.seq_id, list(one.prompt), one.sampling, guessed(rng, one.outputs))
-        for one in plain
-    ]
-    other_pool = run(model, group, interruptions, rng.choice([1, 3, 7, 7, None]), speculates=True)
+    pool = model.values(run(model, plain, interruptions, None, speculates=False))
+    for one, other in zip(plain, group, strict=True):
+        other.prediction = guessed(rng, one.outputs)
+    most = rng.choice([1, 3, 7, 7, None])
+    other_pool = model.values(run(model, group, interruptions, most, speculates=True))
     assert [one.result for one in group] == [one.result for one in plain], number
     num_common = [min(a.num_computed, b.num_computed) for a, b in zip(plain, group, strict=True)]
     for a, b, common in zip(plain, group, num_common, strict=True):
         assert b.reason is not None, number
         a.num_computed = b.num_computed = common
     assert written(pool, plain).equal(written(other_pool, group)), number
-    return len(group), sum(g.num_accepted for g in group), sum(g.num_refused for g in group)
+    counts = Counter(interruptions)
+    counts["equal"] = len(group)
+    for one in group:
+        counts["accepted"] += one.num_accepted
+        counts["refused"] += one.num_refused
+        counts["stop strings"] += one.reply.num_kept is not None
+    return counts
 
 
 def main() -> None:
-    """Compare so many generations, half by a dense model and half by one of experts."""
+    """Compare so many sequences of each kind of model."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 500
     torch.set_num_threads(1)
-    for family in ("llama", "mixtral"):
-        num_done = num_accepted = num_refused = number = 0
+    if len(sys.argv) > 2:
+        kernels = load_kernels(sys.argv[2])
+        compiled.load_kernels = lambda *_: kernels
+    for name, kind in KINDS.items():
+        counts: Counter[str] = Counter()
         with tempfile.TemporaryDirectory() as folder:
-            model = Model(make_checkpoint(Path(folder), family))
-            while num_done < count / 2:
+            model, number = Model(Path(folder), kind), 0
+            while counts["equal"] < count:
                 number += 1
-                done, accepted, refused = compare(model, number)
-                num_done, num_accepted = num_done + done, num_accepted + accepted
-                num_refused += refused
-        print(f"{family}: {num_done} equal, {num_accepted} accepted, {num_refused} refused tokens")
+                counts += compare(model, number)
+        print(name, *(f"{what} {counts[what]}" for what in COUNTED), sep="; ", flush=True)
 
 
 if __name__ == "__main__":

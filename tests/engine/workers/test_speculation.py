@@ -1,26 +1,27 @@
 """Speculation changes when tokens come, never which."""
 
+from collections import Counter
+
 import pytest
 
 from engine.workers.draft_gate import MAX_ROWS
 from engine.workers.speculation import Speculation
 from engine.workers.worker_request import WorkerRequest
-from tests.checkpoints import make_checkpoint
 from tests.levels import needs_kernels
-from tests.speculated import Model, compare
+from tests.speculated import KINDS, Model, compare
 
 BLOCK_SIZE = 4
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_tokens_logprobs_and_kv_are_bitwise_those_without_speculation(tmp_path, family):
-    model = Model(make_checkpoint(tmp_path, family))
-    counts = [compare(model, number) for number in range(20)]
-    _, accepted, refused = map(sum, zip(*counts, strict=True))
-    assert accepted > 20
-    assert refused > 5
+@pytest.mark.parametrize("kind", ["dense", "experts, bfloat16", "int8 and KV in int8"])
+def test_tokens_texts_logprobs_and_kv_are_bitwise_those_without_speculation(tmp_path, kind):
+    model = Model(tmp_path, KINDS[kind])
+    counts = sum((compare(model, number) for number in range(7, 13)), Counter())
+    assert counts["accepted"] > 20
+    assert counts["refused"] > 5
+    assert counts["stop strings"]
 
 
 def sequence(seq_id=1, num_blocks=9, until=99):
