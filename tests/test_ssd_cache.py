@@ -71,6 +71,26 @@ def test_after_kill_minus_nine_stored_prompts_come_from_disk_with_the_same_token
     assert daemon.stop() == 0
 
 
+def test_after_kill_minus_nine_a_conversation_goes_on_from_a_stored_recurrent_state(
+    tmp_path, tmp_path_factory
+):
+    model, oracle = make_served(tmp_path_factory, "qwen3_5_text")
+    (prompt,) = prompts([700])
+    daemon = start(tmp_path, model, *ALONE)
+    store(daemon, [prompt])
+    first, (pool, *_) = ask(daemon, prompt), daemon.state()["pools"]
+    daemon.wait_for(lambda: ssd(daemon)["blocks"] >= 10 + pool["record_blocks"] > 10)
+    daemon.kill()
+    daemon = start(tmp_path, model, *ALONE)
+    turn = [*prompt, *first, *prompts([90], seed=2)[0]]
+    assert_same(turn, ask(daemon, turn), oracle, NUM_OUTPUTS)
+    found = ssd(daemon)
+    if not found["declined_loads"] and not found["missed_deadlines"]:
+        (row,) = [row for row in daemon.log_rows() if row["restored_tokens"]]
+        assert row["restored_tokens"] == row["cached_tokens"] == 640
+    assert daemon.stop() == 0
+
+
 def test_what_gpus_have_computed_is_on_disk_after_a_kill(served, tmp_path):
     """By way of the host's memory."""
     model, oracle = served

@@ -322,14 +322,6 @@ def _with_prompt_steps(
 
 
 NO_PREFIX_CACHE = "it extends the prefix cache, which is off"
-NO_RECORDS = "recurrent states are cached in the KV pools alone"
-
-
-def no_tiers_reason(placement: Placement, *, has_prefix_cache: bool) -> str | None:
-    """Explain why there is no cache below the pools; None: there may be one."""
-    if not has_prefix_cache:
-        return NO_PREFIX_CACHE
-    return NO_RECORDS if placement.record_blocks else None
 
 
 class CacheForecast(NamedTuple):
@@ -349,8 +341,9 @@ def dram_forecast(config: ServeConfig, placed: PlacedModel) -> CacheForecast | N
     if not isinstance(config.dram_cache, int):
         return None
     why = f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
-    why = no_tiers_reason(placement, has_prefix_cache=config.prefix_cache) or why
-    return CacheForecast(f"no DRAM cache: {why}", is_missed=True)
+    return CacheForecast(
+        f"no DRAM cache: {why if config.prefix_cache else NO_PREFIX_CACHE}", is_missed=True
+    )
 
 
 def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[str, list[str]]:
@@ -547,8 +540,7 @@ def _arena(
 def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
     """Count the blocks that stage KV between disk and device pools; 0: not needed."""
     is_on_device = any(pool.home is not None for pool in placement.topology.pools)
-    has_tiers = no_tiers_reason(placement, has_prefix_cache=config.prefix_cache) is None
-    if not is_on_device or config.ssd_cache == "off" or not has_tiers:
+    if not is_on_device or config.ssd_cache == "off" or not config.prefix_cache:
         return 0
     return num_slots_for(placement.block_bytes)
 
@@ -561,8 +553,7 @@ def _num_arena_blocks(config: ServeConfig, placement: Placement, memory: CacheMe
     """
     asked, free_bytes = config.dram_cache, available_memory_bytes()
     free_bytes += 0 if memory is None else memory.num_bytes
-    why_not = no_tiers_reason(placement, has_prefix_cache=config.prefix_cache)
-    if not isinstance(asked, int) or why_not is not None:
+    if not isinstance(asked, int) or not config.prefix_cache:
         return 0
     if asked > free_bytes:
         what = f"{size_text(asked)} of DRAM cache, and {size_text(free_bytes)} of memory free"

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from appliance.fleet.boot import NO_RECORDS, BootPlan
+from appliance.fleet.boot import BootPlan
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, capacity_text
 from appliance.fleet.ssd_cache import frame_of
 from appliance.fleet.supervisor import Supervisor
@@ -62,9 +62,6 @@ class DramCache:
         block_bytes = plan.placement.block_bytes
         num_blocks = self._memory.max_places(block_bytes)
         if not self._memory.cap_bytes:
-            return
-        if plan.placement.record_blocks:
-            self._off(NO_RECORDS)
             return
         if not num_blocks:
             self._off(f"a block takes {size_text(block_bytes)}, too much for dram_cache")

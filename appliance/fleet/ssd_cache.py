@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.boot import NO_PREFIX_CACHE, BootPlan, CacheForecast, no_tiers_reason
+from appliance.fleet.boot import NO_PREFIX_CACHE, BootPlan, CacheForecast
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame
@@ -162,9 +162,8 @@ def ssd_forecast(config: ServeConfig, placement: Placement) -> CacheForecast | N
     if asked == "off":
         return None
     is_missed = is_ssd_asked_for(config)
-    why_not = no_tiers_reason(placement, has_prefix_cache=config.prefix_cache)
-    if why_not is not None:
-        return CacheForecast(f"no SSD cache: {why_not}", is_missed)
+    if not config.prefix_cache:
+        return CacheForecast(f"no SSD cache: {NO_PREFIX_CACHE}", is_missed)
     try:
         slabs, allowed = _slabs(folder, asked, placement.block_bytes, b"")
     except OSError as error:
@@ -286,9 +285,8 @@ class SsdCache:
     ) -> None:
         """Read the stored blocks and attach the cache to the router; report faults."""
         self.is_off = self._has_failed = False
-        why_not = no_tiers_reason(plan.placement, has_prefix_cache=hasher is not None)
-        if hasher is None or why_not is not None:
-            self._off(why_not or NO_PREFIX_CACHE, is_wanted=hasher is not None)
+        if hasher is None:
+            self._off(NO_PREFIX_CACHE, is_wanted=False)
             return
         blocks = _kept_blocks(plan, hasher)
         self._pool_fds = list(blocks.pool_fds.values())

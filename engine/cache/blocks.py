@@ -153,6 +153,19 @@ class BlockPool:
             self._move(block_id, before, BlockState.FREE)
         self.on_forget(self.index.forget(block_id))
 
+    def publish_snapshot(self, record: list[int], border: Hash, user: str) -> bool:
+        """Let others find a record in use, unless snapshots have their share of the pool.
+
+        It is the record at a border, and is never written again.
+        """
+        index, most = self.index, int(self.capacity * SNAPSHOT_SHARE)
+        while (len(index.snapshots) + 1) * len(record) > most:
+            unused = (r for r in index.snapshots.values() if self.state(r[0]) is BlockState.CACHED)
+            if (oldest := next(unused, None)) is None:
+                return False
+            self.forget(oldest[0])
+        return index.publish_snapshot(record, border, user)
+
     def check_invariants(self) -> None:
         """Recount everything; raise InvariantViolated with the numbers."""
         states = [self.state(block_id) for block_id in range(1, self.num_blocks)]
@@ -310,25 +323,6 @@ class Ledger:
             self.answer_part(key, {pool: leaving})
         for block_id in reversed(leaving):
             self.pools[pool].count(block_id, references=-1)
-
-    def publish_snapshot(
-        self, owner: Owner, pool: str, number: int, border: Hash, user: str
-    ) -> None:
-        """Let others find a record of the owner's, unless snapshots have their share of the pool.
-
-        It is the record at a border, and is never written again.
-        """
-        kv_pool, record = self.pools[pool], self.records(owner, pool)[number]
-        index, most = kv_pool.index, int(kv_pool.capacity * SNAPSHOT_SHARE)
-        while (len(index.snapshots) + 1) * len(record) > most:
-            oldest = next(
-                (r for r in index.snapshots.values() if kv_pool.state(r[0]) is BlockState.CACHED),
-                None,
-            )
-            if oldest is None:
-                return
-            kv_pool.forget(oldest[0])
-        index.publish_snapshot(record, border, user)
 
     def num_hashed(self, owner: Owner, pool: str) -> int:
         """Count the leading blocks of the owner's table with a hash: they are computed."""

@@ -89,6 +89,16 @@ class PrefixIndex:
             found.append(block_id)
         return found
 
+    def border(self, hashes: Sequence[Hash]) -> int:
+        """Count a chain's blocks up to the last one with a snapshot behind it; 0: there is none."""
+        places = range(len(hashes), 0, -1)
+        return next((n for n in places if hashes[n - 1] in self.snapshots), 0)
+
+    def with_snapshot(self, hashes: list[Hash]) -> list[Hash]:
+        """Return the hashes of a chain's blocks, and of the snapshot at their end, if one is."""
+        record = self.snapshots.get(hashes[-1], []) if hashes else []
+        return [*hashes, *(self._hashed[block_id].hash for block_id in record)]
+
     def border_of(self, block_id: int) -> Hash | None:
         """Return the border whose snapshot a block is in; None: it is in none."""
         hashed = self._hashed.get(block_id)

@@ -241,6 +241,12 @@ class SlabIndex:
         if entry.place not in self._busy:
             self._release(entry)
 
+    def drop_known(self, hashes: Iterable[bytes]) -> None:
+        """Remove those of some blocks that are in the index."""
+        for block_hash in hashes:
+            if block_hash in self._entries:
+                self.drop(block_hash)
+
     def _release(self, entry: IndexEntry) -> None:
         if entry.place.slab in self._slabs:
             self._free.append(entry.place)

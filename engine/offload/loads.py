@@ -2,13 +2,15 @@
 
 A prompt with its next blocks in a tier waits until they are in a pool, if loading is predicted to
 beat computing. There they are cached like any others, and admission finds them. It waits at most
-until a deadline.
+until a deadline. Where the model keeps recurrent states, blocks are loaded up to the last one that
+has a snapshot in the tier, and the snapshot with them.
 
 Owns: running loads and stores; the tier's read rate, learnt from every load, and the sums of
 predicted and real times; the blocks to be stored.
 Invariants: blocks being loaded or stored, and their predecessors in the chain, are named by an open
-command until the copy is done; at most an eighth of a pool, or a block, is being loaded; each block
-is loaded once for all waiting prompts; published blocks had the right checksums.
+command until the copy is done; at most an eighth of a pool, or a block or snapshot, is being
+loaded; each block is loaded once for all waiting prompts; published blocks had the right checksums,
+and a snapshot is published whole or not at all.
 Never: waits; ends or admits a sequence; evicts a block of a pool.
 """
 
@@ -20,14 +22,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from engine.cache.hashes import Hash, PrefixChain
+from engine.cache.blocks import BlockPool
+from engine.cache.hashes import Hash, PrefixChain, record_hashes
 from engine.offload.index import LOW_WATERMARK, IndexEntry
 from engine.offload.jobs import Context, CopyJob, GrowJob, SweepJob
 from engine.offload.load_costs import Costs
 from engine.wire.messages import Copy
 
 POOL_SHARE = 8
-"""Maximum blocks waiting for loads: one plus 1 / POOL_SHARE of the pool."""
+"""Largest share of a pool's blocks that waits for loads: 1 / POOL_SHARE."""
 JOB_BYTES = 8 << 20
 """Approximate bytes of a job; a load is divided so that several threads work."""
 
@@ -68,6 +71,8 @@ class _Load:
 
     wanted: WantedBlocks
     num_blocks: int
+    num_saved_tokens: int
+    """Tokens that need no computing once all of it has come."""
     predicted: str
     """The predictions in words."""
     load_ms: float
@@ -83,13 +88,34 @@ class _Load:
     """False: a block was damaged, or its copying worker died."""
 
 
+class _Missing(NamedTuple):
+    """A block that a prompt lacks."""
+
+    block_hash: Hash
+    parent: Hash
+    border: Hash | None = None
+    """The border of its snapshot; None: it holds keys and values."""
+
+
 class _Target(NamedTuple):
     """A block being filled."""
 
     block_id: int
-    block_hash: Hash
-    parent: Hash
+    block: _Missing
     user: str
+
+
+class _Need(NamedTuple):
+    """What a prompt could have from a tier."""
+
+    missing: list[_Missing]
+    """In the order of the chain, and at last a snapshot's."""
+    num_here: int
+    """Leading blocks in the pool."""
+    num_known: int
+    """Leading blocks that need no computing as it is."""
+    num_blocks: int
+    """Leading blocks that would need none with these."""
 
 
 class Loads:
@@ -131,42 +157,78 @@ class Loads:
 
     def begin(self, wanted: WantedBlocks) -> None:
         """Load the part of a prompt's blocks that is worth it."""
-        context, (seq_id, pool, chain, num_useful, _, fetch) = self._context, wanted
-        hashes, kv_pool = chain.hashes[:num_useful], context.ledger.pools[pool]
-        here = kv_pool.index.blocks(hashes)
-        first = len(here)
-        end = first + self._num_coming(pool, hashes[first:])
-        fresh = [i for i in range(first, end) if (pool, hashes[i]) not in self._jobs]
-        num_under_way = sum(name == pool for name, _ in self._jobs)
-        # what is here already is not to be evicted for what is loaded
-        share = max(kv_pool.capacity // POOL_SHARE, 1)
-        num_available = max(min(share - num_under_way, kv_pool.num_free - first), 0)
-        is_cut = len(fresh) > num_available
-        if is_cut:
-            end, fresh = fresh[num_available], fresh[:num_available]
-        if end == first:
+        context, (seq_id, pool, chain, *_, fetch) = self._context, wanted
+        kv_pool = context.ledger.pools[pool]
+        need = self._need(wanted, kv_pool)
+        part, fresh = self._affordable(need, kv_pool)
+        if not part:
             return
-        num_bytes = (end - first) * context.block_bytes
-        load_ms = self._costs.predict_ms(num_bytes + num_under_way * context.block_bytes)
-        size = kv_pool.block_size
+        size, num_under_way = kv_pool.block_size, self._num_under_way(pool)
+        num_bytes = (len(part) + num_under_way) * context.block_bytes
+        load_ms = self._costs.predict_ms(num_bytes)
+        # tokens before a snapshot are saved with it alone; each part has its share of them
+        first, end = need.num_known, need.num_blocks
+        if not kv_pool.record_blocks:
+            end = first + len(part)
         compute_ms = self._predict_ms(pool, (end - first) * size, first * size)
+        if compute_ms is not None and kv_pool.record_blocks:
+            compute_ms *= len(part) / len(need.missing)
         predicted = f"predicted {load_ms:.1f} ms to load, recomputing {_ms(compute_ms)}"
         fetch_ms = None if fetch is None else fetch(first, end)
         if fetch_ms is not None:
             predicted += f", from another pool {fetch_ms:.1f} ms"
         is_fetched = fetch_ms is not None and fetch_ms < load_ms
         if is_fetched or not self._costs.is_worth_it(load_ms, compute_ms):
-            words = f"{end - first} blocks not loaded from {context.label}: {predicted}"
+            words = f"{len(part)} blocks not loaded from {context.label}: {predicted}"
             self._note(seq_id, Restored(0, 0, words))
             return
-        load = _Load(wanted, end - first, predicted, load_ms, compute_ms, context.now_ns(), is_cut)
-        keys = [(pool, block_hash) for block_hash in hashes[first:end]]
+        is_cut = len(part) < len(need.missing)
+        num_saved = 0 if is_cut and kv_pool.record_blocks else (end - first) * size
+        begun = load_ms, compute_ms, context.now_ns(), is_cut
+        load = _Load(wanted, len(part), num_saved, predicted, *begun)
+        keys = [(pool, block.block_hash) for block in part]
         load.jobs.update(self._jobs[key] for key in keys if key in self._jobs)
+        here = kv_pool.index.blocks(chain.hashes[: need.num_here])
         load.jobs.update(self._begin_jobs(wanted, here, fresh))
-        context.index.touch(hashes[:end])
+        context.index.touch([*chain.hashes[:end], *(b.block_hash for b in part if b.border)])
         self._loads[seq_id] = load
         deadline_ms = self._costs.deadline_ms(load_ms, context.patience.load_ms)
         context.later(deadline_ms / 1e3, lambda: self._is_due(load))
+
+    def _need(self, wanted: WantedBlocks, kv_pool: BlockPool) -> _Need:
+        """Find the blocks that the tier has, or loads, and the pool has not."""
+        chain, hashes = wanted.chain, wanted.chain.hashes[: wanted.num_useful]
+        num_here = num_known = len(kv_pool.index.blocks(hashes))
+        end = num_here + self._num_coming(wanted.pool, hashes[num_here:])
+        missing = [_Missing(hashes[i], chain.parent(i)) for i in range(num_here, end)]
+        if not kv_pool.record_blocks:
+            return _Need(missing, num_here, num_known, end)
+        num_known = kv_pool.index.border(hashes[:num_here])
+        for count in range(end, num_known, -1):
+            border = hashes[count - 1]
+            if not self._num_coming(wanted.pool, record_hashes(border, 1)):
+                continue
+            record = record_hashes(border, kv_pool.record_blocks)
+            if self._num_coming(wanted.pool, record) == len(record):
+                missing = missing[: max(count - num_here, 0)]
+                missing += [_Missing(block_hash, border, border) for block_hash in record]
+                return _Need(missing, min(num_here, count), num_known, count)
+        return _Need([], num_here, num_known, num_known)
+
+    def _affordable(self, need: _Need, kv_pool: BlockPool) -> tuple[list[_Missing], list[_Missing]]:
+        """Cut a need to what the pool has room for; of that, find what is not under way."""
+        fresh = [b for b in need.missing if (kv_pool.name, b.block_hash) not in self._jobs]
+        # what is here already is not to be evicted for what is loaded
+        share = max(kv_pool.capacity // POOL_SHARE, kv_pool.record_blocks, 1)
+        room = min(share - self._num_under_way(kv_pool.name), kv_pool.num_free - need.num_here)
+        if len(fresh) <= max(room, 0):
+            return need.missing, fresh
+        num_whole = sum(block.border is None for block in fresh)  # a snapshot is not cut
+        room = min(max(room, 0), num_whole)
+        return need.missing[: need.missing.index(fresh[room])], fresh[:room]
+
+    def _num_under_way(self, pool: str) -> int:
+        return sum(name == pool for name, _ in self._jobs)
 
     def _num_coming(self, pool: str, hashes: list[Hash]) -> int:
         """Count a chain's blocks in the tier or being loaded, without a gap."""
@@ -176,13 +238,15 @@ class Loads:
         return len(hashes)
 
     def _begin_jobs(
-        self, wanted: WantedBlocks, here: list[int], places: list[int]
+        self, wanted: WantedBlocks, here: list[int], blocks: list[_Missing]
     ) -> list[CopyJob]:
-        """Allocate blocks for these places of a chain, and start filling them."""
-        context, chain, jobs = self._context, wanted.chain, []
+        """Allocate blocks for missing ones, and start filling them; a snapshot is one job."""
+        context, jobs = self._context, []
         ledger, pool = context.ledger, wanted.pool
         size = max(JOB_BYTES // context.block_bytes, 1)
-        parts = [places[i : i + size] for i in range(0, len(places), size)]
+        plain = [block for block in blocks if block.border is None]
+        parts = [plain[i : i + size] for i in range(0, len(plain), size)]
+        parts += [blocks[len(plain) :]] if len(plain) < len(blocks) else []
         copy_ids = [next(context.numbers) for _ in parts]
         who = context.store.reach(pool) or context.name
         for copy_id in copy_ids:  # before any block is taken: what is here must not be
@@ -190,15 +254,13 @@ class Loads:
         for copy_id, part in zip(copy_ids, parts, strict=True):
             block_ids = ledger.pools[pool].take(len(part))
             ledger.extend_command(("load", copy_id, 0), {pool: block_ids})
-            found = [context.index.begin_load(chain.hashes[i]) for i in part]
+            found = [context.index.begin_load(block.block_hash) for block in part]
             entries = [entry for entry in found if entry is not None]
             copy = Copy(copy_id, context.name, pool, list(enumerate(block_ids)), None)
             job = CopyJob(copy=copy, life=ledger.pools[pool].life, entries=entries)
-            self._targets[job] = [
-                _Target(block_id, chain.hashes[i], chain.parent(i), wanted.user)
-                for i, block_id in zip(part, block_ids, strict=True)
-            ]
-            self._jobs.update({(pool, chain.hashes[i]): job for i in part})
+            pairs = zip(block_ids, part, strict=True)
+            self._targets[job] = [_Target(*pair, wanted.user) for pair in pairs]
+            self._jobs.update({(pool, block.block_hash): job for block in part})
             jobs.append(job)
             context.store.begin(job)
         return jobs
@@ -210,14 +272,16 @@ class Loads:
         context, pool, targets = self._context, job.copy.to_pool, self._targets.pop(job)
         kv_pool = context.ledger.pools[pool]
         context.answered(job)
-        for target in targets[: job.num_done]:
-            kv_pool.index.publish(target.block_id, target.block_hash, target.parent, target.user)
+        self._publish(kv_pool, targets, job.num_done)
         context.ledger.close_command(("load", job.copy.copy_id, 0))
         for number, (target, entry) in enumerate(zip(targets, job.entries, strict=True)):
-            del self._jobs[pool, target.block_hash]
+            del self._jobs[pool, target.block.block_hash]
             context.index.end_load(entry, is_sound=not (job.is_damaged and number == job.num_done))
+        if job.is_damaged and targets[0].block.border is not None:
+            context.index.drop_known(target.block.block_hash for target in targets)
         context.counts.loaded_blocks += job.num_done
-        context.counts.loaded_tokens += job.num_done * kv_pool.block_size
+        if targets[0].block.border is None:
+            context.counts.loaded_tokens += job.num_done * kv_pool.block_size
         for load in [load for load in self._loads.values() if job in load.jobs]:
             load.jobs.discard(job)
             load.num_loaded += job.num_done
@@ -225,6 +289,15 @@ class Loads:
             load.tells_rate &= not (job.is_damaged or job.is_void)
             if not load.jobs:
                 self._end(load, is_in_time=True)
+
+    def _publish(self, kv_pool: BlockPool, targets: list[_Target], num_done: int) -> None:
+        """Let prompts find a job's completed blocks; a snapshot only if all of it is there."""
+        block_ids = [target.block_id for target in targets]
+        if (border := targets[0].block.border) is None:
+            for block_id, block, user in targets[:num_done]:
+                kv_pool.index.publish(block_id, block.block_hash, block.parent, user)
+        elif num_done == len(targets):
+            kv_pool.publish_snapshot(block_ids, border, targets[0].user)
 
     def forget(self, seq_id: int) -> Restored | None:
         """End the wait of an admitted or ended sequence; return its outcome."""
@@ -248,7 +321,10 @@ class Loads:
             f"{num_blocks} of {load.num_blocks} blocks from {self._context.label}"
             f" in {elapsed_ns / 1e6:.1f} ms: {load.predicted}; lost {excess_load_ms:.1f} ms"
         )
-        return Restored(num_blocks * pool.block_size, elapsed_ns, words)
+        num_tokens = num_blocks * pool.block_size
+        if pool.record_blocks:
+            num_tokens = load.num_saved_tokens * (num_blocks == load.num_blocks)
+        return Restored(num_tokens, elapsed_ns, words)
 
     def _took_ms(self, load: _Load, elapsed_ns: int) -> float:
         """Return a load's time, with or without the prompt's wait."""

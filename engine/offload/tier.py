@@ -125,23 +125,25 @@ class Tier:
         self._undecided.discard(seq_id)
         return self._loads.forget(seq_id)
 
-    def placed(self, hashes: list[Hash], num_found: int) -> None:
+    def placed(self, found: list[Hash], missing: list[Hash]) -> None:
         """Count the use of a prompt's blocks before its first computation.
 
         Args:
-            hashes: of its full blocks, without salt.
-            num_found: leading blocks that are in the pool.
+            found: hashes of its leading blocks, and of a snapshot, in the pool and without salt.
+            missing: of its other full blocks.
         """
-        self.index.touch(hashes[:num_found])
-        self._stores.used_again(hashes[:num_found])
-        self._stores.asked(hashes[num_found:])
+        self.index.touch(found)
+        self._stores.used_again(found)
+        self._stores.asked(missing)
 
-    def preempted(self, pool: str, hashes: list[Hash]) -> bool:
+    def preempted(self, pool: str, hashes: list[Hash], num_tokens: int) -> bool:
         """Store a preempted sequence's blocks, if storing and loading beats computing.
 
         Args:
             pool: their pool.
-            hashes: of the leading blocks of its chain, all in the pool, without salt.
+            hashes: of the leading blocks of its chain, and of a snapshot, all in the pool and
+                without salt.
+            num_tokens: that they save computing.
 
         Returns:
             True: they are stored, or will be.
@@ -152,7 +154,7 @@ class Tier:
             return False
         if not missing:
             return True
-        num_tokens, size = len(hashes) * context.ledger.pools[pool].block_size, context.block_bytes
+        size = context.block_bytes
         compute_ms = self._predict_ms(pool, num_tokens, 0)
         if compute_ms is None:
             return False
@@ -329,14 +331,14 @@ class OffloadTiers:
             found = joined(found, tier.forget(seq_id))
         return found
 
-    def placed(self, hashes: list[Hash], num_found: int) -> None:
+    def placed(self, found: list[Hash], missing: list[Hash]) -> None:
         """Call Tier.placed() of every tier."""
         for tier in self.each:
-            tier.placed(hashes, num_found)
+            tier.placed(found, missing)
 
-    def preempted(self, pool: str, hashes: list[Hash]) -> None:
+    def preempted(self, pool: str, hashes: list[Hash], num_tokens: int) -> None:
         for tier in self.each:
-            if tier.preempted(pool, hashes):
+            if tier.preempted(pool, hashes, num_tokens):
                 return
 
     def computed(self, hashes: list[Hash]) -> None:

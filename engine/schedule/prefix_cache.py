@@ -212,6 +212,8 @@ class PrefixCache:
                 return False
             worker = max(at, key=lambda name: (hits.get(at[name], 0), kv_pool[at[name]].num_free))
             most = self._most(sequence, kv_pool[at[worker]].block_size)
+            if not self.records.has_room(sequence, kv_pool[at[worker]]):
+                most = 0  # a snapshot would not fit beside it
             lookup = self._elsewhere(sequence, worker, hits, open_workers)
             fetch_ms = partial(self._fetches.expected_ms, lookup) if lookup else None
             wanted = (sequence.seq_id, at[worker], sequence.prefix, most, sequence.owner, fetch_ms)
@@ -227,12 +229,13 @@ class PrefixCache:
         chain, computed_in = sequence.prefix, sequence.computed_in
         if self.tiers and chain and not chain.scope.is_secret and computed_in:
             pool, life = computed_in
-            kv_pool, hashes = (
-                self._ledger.pools[pool],
-                chain.hashes[: sequence.num_published_blocks],
-            )
-            if life == kv_pool.life and len(kv_pool.index.blocks(hashes)) == len(hashes):
-                self.tiers.preempted(pool, hashes)
+            kv_pool = self._ledger.pools[pool]
+            index, hashes = kv_pool.index, chain.hashes[: sequence.num_published_blocks]
+            if kv_pool.record_blocks:
+                hashes = hashes[: index.border(hashes)]
+            if life == kv_pool.life and len(index.blocks(hashes)) == len(hashes) > 0:
+                num_tokens = len(hashes) * kv_pool.block_size
+                self.tiers.preempted(pool, index.with_snapshot(hashes), num_tokens)
         self._ledger.release_all(sequence.seq_id)
 
     def forget(self, sequence: Sequence) -> None:
@@ -307,8 +310,9 @@ class PrefixCache:
             self._counters.prefix_cache_ns += sequence.prefix.took_ns
             self._explain(sequence)
             if self.tiers and not sequence.prefix.scope.is_secret:
-                num_found = len(found.get(kv_pool.name, ()))
-                self.tiers.placed(sequence.prefix.hashes, num_found)
+                num_found, hashes = len(found.get(kv_pool.name, ())), sequence.prefix.hashes
+                used = kv_pool.index.with_snapshot(hashes[:num_found])
+                self.tiers.placed(used, hashes[num_found:])
         self.forget(sequence)
         return True
 
@@ -388,9 +392,9 @@ class PrefixCache:
             self._misses.stored(block_hash)
         self.contents.stored(sequence, range(first, num_full))
         sequence.num_published_blocks = num_full
-        self.records.keep(sequence, self._ledger.pools[pool])
+        snapshot = self.records.keep(sequence, self._ledger.pools[pool])
         if self.tiers and not chain.scope.is_secret:
-            self.tiers.computed(chain.hashes[first:num_full])
+            self.tiers.computed(chain.hashes[first:num_full] + snapshot)
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
 
     def _most(self, sequence: Sequence, block_size: int) -> int:

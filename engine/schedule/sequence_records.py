@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.cache.blocks import MIN_RECORDS, BlockPool, BlockState, Ledger
-from engine.cache.hashes import Hash
+from engine.cache.hashes import Hash, record_hashes
 from engine.schedule.sequence import Sequence
 from engine.schedule.worker_routes import positions_needed
 from engine.wire.messages import Records
@@ -39,6 +39,11 @@ class SequenceRecords:
 
     # Before a sequence is placed
 
+    def has_room(self, sequence: Sequence, kv_pool: BlockPool) -> bool:
+        """Say whether a pool could hold a snapshot beside all that the sequence needs."""
+        num_needed = kv_pool.num_blocks_for(positions_needed(sequence)) + kv_pool.record_blocks
+        return not kv_pool.record_blocks or num_needed <= kv_pool.kv_capacity
+
     def border(self, sequence: Sequence, kv_pool: BlockPool, hashes: list[Hash]) -> int:
         """Count the leading blocks up to the last border that has a snapshot.
 
@@ -47,11 +52,7 @@ class SequenceRecords:
             kv_pool: that is looked at.
             hashes: of the sequence's leading blocks that are there.
         """
-        num_needed = kv_pool.num_blocks_for(positions_needed(sequence)) + kv_pool.record_blocks
-        if num_needed > kv_pool.kv_capacity:
-            return 0
-        places = range(len(hashes), 0, -1)
-        return next((n for n in places if hashes[n - 1] in kv_pool.index.snapshots), 0)
+        return kv_pool.index.border(hashes) if self.has_room(sequence, kv_pool) else 0
 
     def room(self, sequence: Sequence, hits: Mapping[str, int]) -> dict[str, int]:
         """Count, by pool, the free blocks that its records would take."""
@@ -165,11 +166,16 @@ class SequenceRecords:
             self._ledger.drop_record(sequence.seq_id, pool, place, key)
             sequence.frozen_records.remove(place)
 
-    def keep(self, sequence: Sequence, kv_pool: BlockPool) -> None:
-        """Let others find the record that it has just left at a border, if it is to."""
+    def keep(self, sequence: Sequence, kv_pool: BlockPool) -> list[Hash]:
+        """Let others find the record that it has just left at a border, if it is to.
+
+        Returns:
+            the hashes of the new snapshot's blocks.
+        """
         computed, chain = sequence.num_computed_tokens, sequence.prefix
         if computed not in sequence.snapshots_at or chain is None:
-            return
-        border, number = chain.hashes[computed // kv_pool.block_size - 1], sequence.valid_record
-        owner = sequence.seq_id, kv_pool.name
-        self._ledger.publish_snapshot(*owner, number, border, sequence.owner)
+            return []
+        border = chain.hashes[computed // kv_pool.block_size - 1]
+        record = self._ledger.records(sequence.seq_id, kv_pool.name)[sequence.valid_record]
+        is_new = kv_pool.publish_snapshot(record, border, sequence.owner)
+        return record_hashes(border, len(record)) if is_new else []

@@ -2,7 +2,7 @@
 
 from engine.cache.topology import DRAM, SSD
 from engine.offload.arena import WorkerCopies
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.engine.fake_workers import BLOCK_SIZE, RECORD
 from tests.engine.offload.harness import FakeDisk, Rig
 from tests.engine.schedule.harness import World, walk
 
@@ -11,7 +11,7 @@ SLAB_RECORDS, NUM_SLABS = 16, 8
 
 
 class TokenDisk(FakeDisk):
-    """What a pool's block holds is tokens."""
+    """What a pool's block holds is tokens, or a part of a record."""
 
     def __init__(self, memory):
         super().__init__(NUM_SLABS, SLAB_RECORDS)
@@ -21,10 +21,10 @@ class TokenDisk(FakeDisk):
         return None if pool == "ring" else SSD
 
     def read(self, pool, block_id):
-        return [self.memory[pool, block_id, i] for i in range(BLOCK_SIZE)]
+        return {i: self.memory.get((pool, block_id, i)) for i in (*range(BLOCK_SIZE), RECORD)}
 
     def write(self, pool, block_id, data):
-        self.memory |= {(pool, block_id, i): token for i, token in enumerate(data)}
+        self.memory |= {(pool, block_id, i): token for i, token in data.items()}
 
 
 class TieredWorld(Rig, World):

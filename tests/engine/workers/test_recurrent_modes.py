@@ -1,7 +1,7 @@
 """A model with recurrent layers says what transformers says, however a sequence is computed.
 
-A real router and real workers' loops in one process: cold and cached, over each transport, with
-preemption, and across deaths of workers within prompts and replies.
+A real router and real workers' loops in one process: cold and cached, over each transport, from
+DRAM and SSD, with preemption, and across deaths of workers within prompts and replies.
 """
 
 import random
@@ -11,20 +11,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.cache.topology import DRAM
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import backend
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
+from engine.offload.cache_memory import CacheMemory
 from engine.wire.messages import Stepped
 from engine.workers.kv_pool import block_shape
 from engine.workers.loop import StepLoop
 from engine.workers.runner import Runner
 from tests.checkpoints import GATED_DELTA_NETS, load_oracle, make_checkpoint
 from tests.engine.fake_workers import BLOCK_SIZE
+from tests.engine.offload.test_arena import ArenaWorld
+from tests.engine.offload.tiered_world import TieredWorld
 from tests.engine.schedule.harness import World
 from tests.test_exactness import assert_same
 
 ARMS = ("colocated", "alias", "peer", "shm", "2x1 peer")
+CACHE_BLOCKS = 500
 
 
 class LoopWorker:
@@ -80,16 +85,16 @@ def model(tmp_path_factory):
     return load(tmp_path_factory.mktemp("model"), "qwen3_5_text")
 
 
-def world_of(arm, transformer, num_blocks=500):
+def world_of(arm, transformer, num_blocks=500, kind=World, **options):
     """A router over loops that compute; pools begin with bytes that are no numbers."""
     config = transformer.config
     record_blocks = config.record_blocks(BLOCK_SIZE, "float32")
-    world = World(arm, num_blocks=num_blocks, num_slots=7, record_blocks=record_blocks)
+    world = kind(arm, num_blocks=num_blocks, num_slots=7, record_blocks=record_blocks, **options)
     world.check_hashes = lambda: None
     shape = block_shape(config, BLOCK_SIZE, "float32")
-    pools = {
-        pool.name: torch.full((pool.num_blocks, *shape), torch.nan) for pool in world.topology.pools
-    }
+    sizes = {pool.name: pool.num_blocks for pool in world.topology.pools} | {DRAM: CACHE_BLOCKS}
+    pools = {name: torch.full((size, *shape), torch.nan) for name, size in sizes.items()}
+    world.pools = pools
     for pool in pools.values():
         pool[0] = 0
     world.workers = {
@@ -133,6 +138,42 @@ def test_cold_and_cached_turns_over_every_transport(arm, each_family):
     other = world.sequence(prompt=[*prompt[:50], *prompts_of(30, seed=10)[0]], max_tokens=5)
     finish(world, oracle, other)
     assert other.num_cached_tokens == 48
+
+
+class SsdWorld(TieredWorld):
+    """Its disk keeps blocks of the workers' pools."""
+
+    def __init__(self, arm, **options):
+        super().__init__(arm, **options)
+        self.disk.num_slabs = CACHE_BLOCKS // self.disk.slab_records
+        self.disk.read = lambda pool, block_id: self.pools[pool][block_id].clone()
+        self.disk.write = lambda pool, block_id, data: self.pools[pool][block_id].copy_(data)
+
+
+class DramWorld(ArenaWorld):
+    """Its workers copy blocks of their pools to host memory, and back."""
+
+    def __init__(self, arm, **options):
+        super().__init__(arm, cache=CacheMemory(CACHE_BLOCKS, is_shared=False), **options)
+
+
+@pytest.mark.parametrize("kind", [SsdWorld, DramWorld])
+@pytest.mark.parametrize("arm", ["alias", "peer"])
+def test_a_conversation_goes_on_from_a_tier(arm, kind, model):
+    transformer, oracle = model
+    world = world_of(arm, transformer, kind=kind)
+    (prompt,) = prompts_of(70, seed=5)
+    for _ in range(2):  # what is used twice is stored
+        first = world.sequence(prompt=prompt, max_tokens=9)
+        finish(world, oracle, first)
+    world.forget_pools()
+    for name, pool in world.pools.items():
+        if name != DRAM:
+            pool[1:] = torch.nan
+    tokens = [*prompt, *world.emitted[first.seq_id], *prompts_of(11, seed=6)[0]]
+    second = world.sequence(prompt=tokens, max_tokens=9)
+    finish(world, oracle, second)
+    assert second.num_restored_tokens == second.num_cached_tokens == 68
 
 
 def test_attention_that_masks_unwritten_positions_meets_no_bytes_of_records(tmp_path, monkeypatch):

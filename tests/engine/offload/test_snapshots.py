@@ -1,0 +1,103 @@
+"""Tiers below pools that hold records: a snapshot is stored, loaded and lost whole."""
+
+import random
+
+import pytest
+
+from engine.cache.hashes import record_hashes
+from tests.engine.offload.test_arena import ArenaWorld
+from tests.engine.offload.tiered_world import ARMS, TieredWorld, walk_beside_a_failing_disk
+from tests.engine.schedule.harness import HASHER, next_turn
+
+RECORD_BLOCKS = 3
+PROMPT = list(range(41))
+BORDER = 40
+
+
+def world_of(arm="colocated", kind=TieredWorld, **options):
+    return kind(arm, **{"num_blocks": 97, "record_blocks": RECORD_BLOCKS} | options)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_second_turn_after_a_restart_goes_on_from_the_snapshot_on_disk(arm):
+    world = world_of(arm)
+    first = world.answered(PROMPT)
+    world.answered(PROMPT)
+    world.forget_pools()
+    second = next_turn(world, first)
+    world.finish(second)
+    assert second.num_cached_tokens == second.num_restored_tokens == BORDER
+    assert world.scheduled[second.seq_id] == second.num_tokens - 1 - BORDER
+    assert world.ssd.counts.loaded_tokens == BORDER
+
+
+def test_an_evicted_snapshot_comes_back_from_dram():
+    world = world_of(kind=ArenaWorld)
+    world.use_twice(PROMPT)
+    (kv_pool,) = world.ledger.pools.values()
+    (record,) = kv_pool.index.snapshots.values()
+    kv_pool.forget(record[0])
+    again = world.answered(PROMPT)
+    assert again.num_cached_tokens == BORDER
+    assert f"{RECORD_BLOCKS} of {RECORD_BLOCKS} blocks from DRAM" in again.restore_reason
+    assert world.dram.counts.loaded_tokens == 0
+
+
+def test_a_daemon_that_ends_stores_snapshots_that_were_used_once():
+    world = world_of()
+    world.answered(PROMPT)
+    world.ssd.flush()
+    while world.ssd.num_pending:
+        world.tick()
+    world.forget_pools()
+    assert world.answered(PROMPT).num_restored_tokens == BORDER
+
+
+@pytest.mark.parametrize("place", range(RECORD_BLOCKS))
+def test_a_damaged_snapshot_is_computed_again_and_dropped_whole(place):
+    world = world_of()
+    world.use_twice(PROMPT)
+    world.forget_pools()
+    border = HASHER.chain(PROMPT).hashes[-1]
+    record = record_hashes(border, RECORD_BLOCKS)
+    world.disk.is_sound = lambda entry: entry.block_hash != record[place]
+    again = world.answered(PROMPT)
+    assert again.num_cached_tokens == again.num_restored_tokens == 0
+    assert world.scheduled[again.seq_id] == again.num_tokens - 1
+    assert not any(world.ssd.index.is_known(block_hash) for block_hash in record)
+    assert world.ssd.index.num_damaged == 1
+
+
+def test_blocks_beyond_the_last_snapshot_are_not_loaded():
+    world = world_of()
+    first = world.answered(PROMPT[:21])
+    second = next_turn(world, first, 20)
+    world.finish(second)
+    world.ssd.flush()
+    while world.ssd.num_pending:
+        world.tick()
+    world.forget_pools()
+    (last,) = record_hashes(second.prefix.hashes[(second.num_prompt_tokens - 1) // 4 - 1], 1)
+    world.ssd.index.drop(last)
+    third = next_turn(world, second)
+    world.finish(third)
+    assert third.num_restored_tokens == third.num_cached_tokens == 24
+    assert world.ssd.counts.loaded_tokens == 24
+
+
+def test_a_prefix_and_snapshot_larger_than_may_be_loaded_at_once_come_in_parts():
+    world = world_of(num_blocks=65)
+    prompt = list(range(73))
+    world.use_twice(prompt)
+    world.forget_pools()
+    again = world.answered(prompt)
+    assert again.num_restored_tokens == again.num_cached_tokens == 72
+    assert again.restore_reason.count("8 of 8 blocks") == 2
+    assert "5 of 5 blocks" in again.restore_reason  # two, and the snapshot
+
+
+def test_a_long_random_walk_over_pool_and_disk_reads_right_records():
+    world = world_of(num_blocks=39)
+    walk_beside_a_failing_disk(world, random.Random(0))
+    assert world.ssd.counts.stored_blocks
+    assert world.ssd.counts.loaded_blocks
