@@ -90,12 +90,12 @@ class PrefixIndex:
         return found
 
     def border(self, hashes: Sequence[Hash]) -> int:
-        """Count a chain's blocks up to the last one with a snapshot behind it; 0: there is none."""
+        """Count a chain's blocks up to the last one with a snapshot; 0: no block has one."""
         places = range(len(hashes), 0, -1)
         return next((n for n in places if hashes[n - 1] in self.snapshots), 0)
 
     def with_snapshot(self, hashes: list[Hash]) -> list[Hash]:
-        """Return the hashes of a chain's blocks, and of the snapshot at their end, if one is."""
+        """Return the hashes of a chain's blocks, and of the snapshot at their end, if any."""
         record = self.snapshots.get(hashes[-1], []) if hashes else []
         return [*hashes, *(self._hashed[block_id].hash for block_id in record)]
 

@@ -242,7 +242,7 @@ class SlabIndex:
             self._release(entry)
 
     def drop_known(self, hashes: Iterable[bytes]) -> None:
-        """Remove those of some blocks that are in the index."""
+        """Remove blocks from the index that are in it."""
         for block_hash in hashes:
             if block_hash in self._entries:
                 self.drop(block_hash)

@@ -109,13 +109,13 @@ class _Need(NamedTuple):
     """What a prompt could have from a tier."""
 
     missing: list[_Missing]
-    """In the order of the chain, and at last a snapshot's."""
+    """Blocks of the chain in order, and then a snapshot's."""
     num_here: int
     """Leading blocks in the pool."""
     num_known: int
-    """Leading blocks that need no computing as it is."""
+    """Leading blocks that need no computing without a load."""
     num_blocks: int
-    """Leading blocks that would need none with these."""
+    """Leading blocks that need no computing after the load."""
 
 
 class Loads:

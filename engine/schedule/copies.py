@@ -132,11 +132,12 @@ class Copies:
             )
 
     def fetch(self, owner: Owner, link: Link, first: int) -> None:
-        """Copy the blocks of an owner's table over a link, from block `first` on."""
+        """Copy the blocks of an owner's table from block `first` on over a link, and its record."""
         kv_pool, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
-        num_blocks = len(self._ledger.table(owner, link.from_pool))
+        num_record = kv_pool.record_blocks
+        num_blocks = len(self._ledger.table(owner, link.from_pool)) + num_record
         self._transfers[owner] = _Transfer(
-            owner, None, link, num_blocks, 0, kv_pool.life, there, list(there)
+            owner, None, link, num_blocks, num_record, kv_pool.life, there, list(there)
         )
 
     def fetched(self, owner: Owner) -> tuple[int, bool]:
@@ -319,9 +320,10 @@ class Copies:
             return transfer.slots
         num_of_kv = transfer.num_blocks - transfer.num_record_blocks
         blocks = self._ledger.table(transfer.owner, pool)[:num_of_kv]
-        if transfer.num_record_blocks and transfer.sequence is not None:
-            is_source = pool == transfer.link.from_pool
-            number = transfer.sequence.valid_record if is_source else 0
+        if transfer.num_record_blocks:
+            number, sequence = 0, transfer.sequence
+            if sequence is not None and pool == transfer.link.from_pool:
+                number = sequence.valid_record
             blocks = blocks + self._ledger.records(transfer.owner, pool)[number]
         return dict(enumerate(blocks))
 

@@ -14,6 +14,7 @@ Never: chooses a route through the workers; ends or admits a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 
@@ -128,8 +129,6 @@ class PrefixCache:
     ) -> PrefixLookup | None:
         """Find a pool with more of its prefix than the worker's own pool."""
         pool = self._topology.pool_of(worker)
-        if self._ledger.pools[pool].record_blocks:
-            return None  # blocks come without the record at their border
         if max(hits.values(), default=0) <= hits.get(pool, 0):
             return None
         links = [
@@ -137,7 +136,14 @@ class PrefixCache:
             for link in self._topology.links_to(pool)
             if all(hop.worker in open_workers for hop in link.hops)
         ]
-        return longest(self.find(sequence, hits), links, worker, pool)
+        lookup = longest(self.find(sequence, hits), links, worker, pool)
+        if lookup is None or not self._ledger.pools[pool].record_blocks:
+            return lookup
+        assert sequence.prefix is not None
+        hashes, source = sequence.prefix.hashes[: len(lookup.there)], lookup.link.from_pool
+        here = self._ledger.pools[pool].index.blocks(hashes)
+        snapshot = self._ledger.pools[source].index.snapshots[hashes[-1]]
+        return replace(lookup, here=here, snapshot=snapshot)
 
     def num_available(
         self, sequence: Sequence, hits: Mapping[str, int], num_free: Mapping[str, int]

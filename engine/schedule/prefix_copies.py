@@ -1,4 +1,4 @@
-"""Copy cached blocks from one KV pool to the pool where a queued prompt needs them.
+"""Copy cached blocks, and a snapshot, from one KV pool to where a queued prompt needs them.
 
 Owns: the fetches under way, each with its block tables.
 Invariant: a block is published when its copy is answered, in the life of both pools in which the
@@ -10,10 +10,10 @@ Never: chooses a route.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.cache.blocks import Ledger, Owner
-from engine.cache.hashes import PrefixChain
+from engine.cache.hashes import Hash, PrefixChain
 from engine.cache.topology import Link
 from engine.schedule.copies import Copies
 from engine.schedule.sequence import Counters, Sequence
@@ -36,6 +36,10 @@ class PrefixLookup:
     there: list[int]
     """Blocks where the link begins; more of them."""
     link: Link
+    num_known: int
+    """Leading blocks that need no computing without a fetch."""
+    snapshot: list[int] = field(default_factory=list)
+    """The blocks of the record behind those there; empty: the model keeps no recurrent states."""
 
 
 @dataclass(slots=True)
@@ -47,6 +51,8 @@ class _Fetch:
     """Lives of both pools when the fetch began."""
     num_published: int
     """Blocks that can be found where it goes, from the first on."""
+    border: Hash | None
+    """The border of the snapshot that comes last; None: none comes."""
 
 
 class PrefixCopies:
@@ -89,10 +95,12 @@ class PrefixCopies:
             True: the sequence is to wait for them, or for another's fetch of them.
         """
         link, first = lookup.link, len(lookup.here)
-        following = chain.hashes[first]
+        border = chain.hashes[len(lookup.there) - 1] if lookup.snapshot else None
         for owner, fetch in self._fetches.items():
-            is_coming = fetch.chain.hashes[first : first + 1] == [following]
-            if is_coming and fetch.link.to_pool == link.to_pool and first >= fetch.num_published:
+            is_coming = border is not None and fetch.border == border
+            if border is None and first >= fetch.num_published:
+                is_coming = fetch.chain.hashes[first : first + 1] == [chain.hashes[first]]
+            if is_coming and fetch.link.to_pool == link.to_pool:
                 self._awaited[sequence.seq_id] = owner
                 return True
         if sequence.seq_id in self._asked or not self._is_worth_it(lookup):
@@ -101,10 +109,13 @@ class PrefixCopies:
         owner, pools = self._last_owner, self._ledger.pools
         wants = dict.fromkeys((link.from_pool, link.to_pool), len(lookup.there))
         found = {link.from_pool: lookup.there, link.to_pool: lookup.here}
-        if not self._ledger.reserve(owner, wants, found):
+        records, snapshots = {}, {}
+        if border is not None:
+            records, snapshots = {link.to_pool: 1}, {link.from_pool: lookup.snapshot}
+        if not self._ledger.reserve(owner, wants, found, records=records, snapshots=snapshots):
             return False
         lives = pools[link.from_pool].life, pools[link.to_pool].life
-        self._fetches[owner] = _Fetch(link, chain, sequence.owner, lives, first)
+        self._fetches[owner] = _Fetch(link, chain, sequence.owner, lives, first, border)
         self._copies.fetch(owner, link, first)
         self._awaited[sequence.seq_id] = owner
         self._asked.add(sequence.seq_id)
@@ -112,7 +123,7 @@ class PrefixCopies:
 
     def _is_worth_it(self, lookup: PrefixLookup) -> bool:
         size = self._ledger.pools[lookup.link.to_pool].block_size
-        first, end = len(lookup.here), len(lookup.there)
+        first, end = lookup.num_known, len(lookup.there)
         fetch_ms = self.expected_ms(lookup, first, end)
         compute_ms = self.predict_ms(lookup.worker, (end - first) * size, first * size)
         return fetch_ms is not None and (compute_ms is None or fetch_ms < compute_ms)
@@ -126,7 +137,8 @@ class PrefixCopies:
         middle = min(len(lookup.there), end)
         if middle <= first:
             return None
-        copy_ms = self._copies.expected_ms(lookup.link, (middle - first) * size)
+        num_copied = max(middle - max(first, len(lookup.here)), 0)
+        copy_ms = self._copies.expected_ms(lookup.link, num_copied * size)
         compute_ms: float | None = 0.0
         if end > middle:
             compute_ms = self.predict_ms(lookup.worker, (end - middle) * size, middle * size)
@@ -138,17 +150,31 @@ class PrefixCopies:
             link, pools = fetch.link, self._ledger.pools
             is_there = fetch.lives == (pools[link.from_pool].life, pools[link.to_pool].life)
             num_there, has_more = self._copies.fetched(owner)
-            if is_there and num_there > fetch.num_published:
-                topology = range(fetch.num_published, num_there)
-                self._ledger.publish(owner, link.to_pool, fetch.chain, topology, fetch.user)
-                size = pools[link.to_pool].block_size
-                self._counters.prefix_cache_fetches += len(topology) * size
-                fetch.num_published = num_there
+            if is_there:
+                self._publish(owner, fetch, num_there)
+                if not has_more and fetch.border is not None:
+                    self._publish_snapshot(owner, fetch, num_there)
             makers = {hop.worker for hop in link.hops}
             if not (is_there and has_more and makers <= set(open_workers)):
                 del self._fetches[owner]
                 self._copies.forget(owner)
                 self._ledger.release_all(owner)
+
+    def _publish(self, owner: Owner, fetch: _Fetch, num_there: int) -> None:
+        kv_pool = self._ledger.pools[fetch.link.to_pool]
+        end = min(num_there, len(self._ledger.table(owner, kv_pool.name)))
+        if end > fetch.num_published:
+            fetched = range(fetch.num_published, end)
+            self._ledger.publish(owner, kv_pool.name, fetch.chain, fetched, fetch.user)
+            self._counters.prefix_cache_fetches += len(fetched) * kv_pool.block_size
+            fetch.num_published = end
+
+    def _publish_snapshot(self, owner: Owner, fetch: _Fetch, num_there: int) -> None:
+        """Let prompts find the fetched snapshot if all of it has come."""
+        kv_pool = self._ledger.pools[fetch.link.to_pool]
+        (record,) = self._ledger.records(owner, kv_pool.name)
+        if fetch.border and num_there == fetch.num_published + len(record):
+            kv_pool.publish_snapshot(record, fetch.border, fetch.user)
 
     @property
     def owners(self) -> set[Owner]:
@@ -171,4 +197,4 @@ def longest(
     best = max(links, key=lambda link: len(found.get(link.from_pool, ())), default=None)
     if best is None or len(there := found.get(best.from_pool, [])) <= len(here):
         return None
-    return PrefixLookup(worker, here, there, best)
+    return PrefixLookup(worker, here, there, best, len(here))

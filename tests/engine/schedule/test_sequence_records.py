@@ -8,7 +8,7 @@ from engine.cache.blocks import MIN_RECORDS
 from engine.errors import RequestError
 from engine.wire.messages import Admit
 from tests.engine.fake_workers import BLOCK_SIZE
-from tests.engine.schedule.harness import World, next_turn, walk
+from tests.engine.schedule.harness import World, expected_tokens, next_turn, walk
 
 HOST_ARMS = (
     *("alias", "colocated", "elastic", "peer", "shm"),
@@ -72,6 +72,62 @@ def test_a_record_is_never_copied_into_a_snapshot():
     assert world.ledger.pools["decode"].index.snapshots
     world.finish(next_turn(world, first))
     world.check_hashes()
+
+
+def answered_by_decode(arm, **options):
+    """A first turn whose snapshot is in the pool of the worker that decodes, and nowhere else."""
+    world = world_of(arm, **options)
+    world.kill("prefill")
+    first = world.sequence(30, 9)
+    world.finish(first)
+    world.revive("prefill")
+    world.finish(world.sequence(5))  # its handoff is timed
+    return world, first
+
+
+@pytest.mark.parametrize("arm", ["peer", "shm"])
+def test_turns_wait_for_one_fetch_of_a_snapshot_from_another_pool(arm):
+    world, first = answered_by_decode(arm)
+    turns = [world.sequence(prompt=[*first.prompt_token_ids, i, i, i]) for i in (801, 802)]
+    world.finish(*turns)
+    for turn in turns:
+        assert turn.num_cached_tokens == 28
+        assert world.scheduled[turn.seq_id] == turn.num_tokens - 1 - 28
+    assert world.router.counters.prefix_cache_fetches == 28
+
+
+@pytest.mark.parametrize("arm", ["peer", "shm"])
+def test_a_snapshot_is_fetched_alone_where_its_blocks_are(arm):
+    world, first = answered_by_decode(arm)
+    second, third = (world.sequence(prompt=[*first.prompt_token_ids, i, i, i]) for i in (801, 802))
+    world.finish(second)
+    index = world.ledger.pools["prefill"].index
+    world.ledger.pools["prefill"].forget(index.snapshots[second.prefix.hashes[6]][0])
+    world.finish(third)
+    assert third.num_cached_tokens == 28
+    assert world.router.counters.prefix_cache_fetches == 28
+
+
+@pytest.mark.parametrize("arm", ["peer", "shm"])
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+@pytest.mark.parametrize("num_copied", [1, 8])
+def test_a_death_while_a_snapshot_is_fetched_changes_no_token(arm, name, num_copied):
+    """Before and after the seven blocks of keys and values."""
+    world, first = answered_by_decode(arm, num_slots=12)
+    turn = next_turn(world, first)
+    world.submit(turn)
+    for worker in world.workers.values():
+        while worker.inbox:
+            worker.receive(world.now_ns)
+        worker.copy(world.now_ns, num_copied)
+        while worker.outbox:
+            world.deliver(worker)
+    world.kill(name)
+    world.revive(name)
+    world.run()
+    assert world.emitted[turn.seq_id] == expected_tokens(turn)
+    world.check_hashes()
+    world.assert_all_free()
 
 
 def test_a_prompt_within_one_block_leaves_no_snapshot():

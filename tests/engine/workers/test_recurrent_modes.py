@@ -140,6 +140,21 @@ def test_cold_and_cached_turns_over_every_transport(arm, each_family):
     assert other.num_cached_tokens == 48
 
 
+@pytest.mark.parametrize("arm", ["peer", "shm"])
+def test_a_conversation_goes_on_from_another_pool(arm, model):
+    transformer, oracle = model
+    world = world_of(arm, transformer)
+    world.kill("prefill")
+    first = world.sequence(prompt=prompts_of(70, seed=7)[0], max_tokens=9)
+    finish(world, oracle, first)
+    world.revive("prefill")
+    finish(world, oracle, world.sequence(prompt=[5, 6, 7], max_tokens=3))  # its handoff is timed
+    tokens = [*first.prompt_token_ids, *world.emitted[first.seq_id], *prompts_of(11, seed=8)[0]]
+    second = world.sequence(prompt=tokens, max_tokens=9)
+    finish(world, oracle, second)
+    assert second.num_cached_tokens == world.router.counters.prefix_cache_fetches == 68
+
+
 class SsdWorld(TieredWorld):
     """Its disk keeps blocks of the workers' pools."""
 
