@@ -197,12 +197,15 @@ def report(error: PenstockError) -> int:
 
     from appliance import process
 
-    to_journal = process.is_journal()
+    to_journal, hints = process.is_journal(), ""
     for each in error.errors if isinstance(error, SeveralWrong) else (error,):
         note(process.lines(printable(each), logging.ERROR, to_journal=to_journal))
         if each.hint:
-            hint = f"hint: {printable(each.hint)}"
+            hints += (hint := f"hint: {printable(each.hint)}")
             note(process.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
+    program = Path(sys.argv[0])
+    if "penstock " in hints and program.name == "penstock" and not shutil.which("penstock"):
+        note(f"hint: penstock is not on PATH; type {printable(str(program))}")
     return error.exit_code
 
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.cli import listings, tables
+from appliance.cli import listings, tables, terminal
 from appliance.cli.tables import Format, Listing, Range, TableColumn, WordWrap, csv_cell, flat, one
 from appliance.frame import figures
+from engine.errors import PenstockError
 
 COLUMNS = (
     TableColumn("NAME", "name"),
@@ -194,3 +195,19 @@ def test_streaming_loses_nothing_but_spaces_at_the_edge(
     shown = streamed(text, width, cuts)
     assert "".join("".join(shown).split()) == "".join(text.split())
     assert streamed(text, width) == shown
+
+
+@pytest.mark.parametrize(
+    ("hint", "on_path", "is_told"),
+    [("penstock pull o/m", "bin", False), ("penstock pull o/m", "", True), ("wait", "", False)],
+)
+def test_a_hint_with_a_command_that_is_not_on_the_path_says_where_it_is(
+    hint, on_path, is_told, tmp_path, monkeypatch, capsys
+) -> None:
+    program = tmp_path / "bin" / "penstock"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / on_path) if on_path else "")
+    monkeypatch.setattr("sys.argv", [str(program), "show"])
+    terminal.report(PenstockError("it failed", hint=hint))
+    assert (str(program) in capsys.readouterr().err) == is_told
