@@ -4,75 +4,28 @@ A real router and real workers' loops in one process: cold and cached, over each
 DRAM and SSD, with preemption, and across deaths of workers within prompts and replies.
 """
 
-import random
-from collections import deque
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from engine.cache.topology import DRAM
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import backend
-from engine.model.transformer import Transformer
-from engine.model.weights import load_weights
 from engine.offload.cache_memory import CacheMemory
 from engine.wire.messages import Stepped
-from engine.workers.kv_pool import block_shape
-from engine.workers.loop import StepLoop
-from engine.workers.runner import Runner
-from tests.checkpoints import GATED_DELTA_NETS, load_oracle, make_checkpoint
+from tests.checkpoints import GATED_DELTA_NETS
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.offload.test_arena import ArenaWorld
 from tests.engine.offload.tiered_world import TieredWorld
-from tests.engine.schedule.harness import World
-from tests.test_exactness import assert_same
+from tests.engine.workers.computing_world import (
+    CACHE_BLOCKS,
+    assert_right,
+    finish,
+    finish_across_a_death,
+    load,
+    prompts_of,
+    world_of,
+)
 
 ARMS = ("colocated", "alias", "peer", "shm", "2x1 peer")
-CACHE_BLOCKS = 500
-
-
-class LoopWorker:
-    """A worker's own loop behind the interface of a fake worker."""
-
-    is_parked = has_stepped = False
-    cpus = running = ()
-
-    def __init__(self, worker, transformer, pools):
-        self.inbox, self.outbox = deque(), deque()
-        self.name, self.pool = worker.name, worker.pool
-        self._parts = worker.pool, transformer, pools
-        self.restart()
-
-    def restart(self):
-        pool, transformer, pools = self._parts
-        self.inbox.clear()
-        self.outbox.clear()
-        self.loop = StepLoop(
-            SimpleNamespace(send=self.outbox.append, has_commands=lambda: False),
-            Runner(transformer, pools[pool], BLOCK_SIZE, None),
-            pools=pools,
-            eos_token_ids=(),
-            max_num_batched_tokens=16,
-            use_cores=lambda cpus: None,
-        )
-
-    def receive(self, _now_ns):
-        self.loop._apply(self.inbox.popleft())
-
-    def step(self, _now_ns):
-        self.loop.step()
-
-    def copy(self, _now_ns):
-        return False
-
-
-def load(folder, family):
-    """The model as it is served, and as transformers has it."""
-    make_checkpoint(folder, family)
-    checkpoint = Checkpoint.open(folder)
-    weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
-    return Transformer(checkpoint.config, weights, "float32"), load_oracle(folder)
 
 
 @pytest.fixture(scope="module", params=GATED_DELTA_NETS)
@@ -83,41 +36,6 @@ def each_family(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return load(tmp_path_factory.mktemp("model"), "qwen3_5_text")
-
-
-def world_of(arm, transformer, num_blocks=500, kind=World, **options):
-    """A router over loops that compute; pools begin with bytes that are no numbers."""
-    config = transformer.config
-    record_blocks = config.record_blocks(BLOCK_SIZE, "float32")
-    world = kind(arm, num_blocks=num_blocks, num_slots=7, record_blocks=record_blocks, **options)
-    world.check_hashes = lambda: None
-    shape = block_shape(config, BLOCK_SIZE, "float32")
-    sizes = {pool.name: pool.num_blocks for pool in world.topology.pools} | {DRAM: CACHE_BLOCKS}
-    pools = {name: torch.full((size, *shape), torch.nan) for name, size in sizes.items()}
-    world.pools = pools
-    for pool in pools.values():
-        pool[0] = 0
-    world.workers = {
-        worker.name: LoopWorker(worker, transformer, pools) for worker in world.topology.workers
-    }
-    return world
-
-
-def prompts_of(*lengths, seed=1):
-    rng = random.Random(seed)
-    return [[rng.randrange(290) for _ in range(length)] for length in lengths]
-
-
-def assert_right(world, oracle, *sequences):
-    for sequence in sequences:
-        tokens, count = world.emitted[sequence.seq_id], sequence.sampling.max_tokens
-        assert_same(sequence.prompt_token_ids, tokens, oracle, count)
-
-
-def finish(world, oracle, *sequences):
-    world.submit(*sequences)
-    world.run()
-    assert_right(world, oracle, *sequences)
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -216,21 +134,7 @@ def test_deaths_within_prompts_and_replies(arm, when, model):
     transformer, oracle = model
     world = world_of(arm, transformer)
     sequences = [world.sequence(prompt=p, max_tokens=20) for p in prompts_of(60, 37, seed=4)]
-    world.submit(*sequences)
-    first, num_killed = sequences[0], 0
-    while not first.is_finished:
-        world.tick()
-        is_prompt = 0 < first.num_computed_tokens < first.num_prompt_tokens
-        is_reply = first.num_output_tokens > 5
-        if first.worker and num_killed == 0 and (is_prompt if when == "prompt" else is_reply):
-            name, num_killed = first.worker, 1
-            world.kill(name)
-            world.tick()
-            world.revive(name)
-    world.run()
-    assert num_killed
-    assert first.num_recoveries
-    assert_right(world, oracle, *sequences)
+    finish_across_a_death(world, oracle, *sequences, when=when)
 
 
 @pytest.mark.parametrize("when", ["between steps", "within a step"])

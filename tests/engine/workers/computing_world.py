@@ -1,0 +1,121 @@
+"""A real router over real workers' loops in one process, on models that transformers has, too."""
+
+import mmap
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import torch
+
+from engine.cache.topology import DRAM
+from engine.checkpoint.checkpoint import Checkpoint, weights_layout
+from engine.model.transformer import Transformer
+from engine.model.weights import load_weights
+from engine.workers.kv_pool import block_shape
+from engine.workers.loop import StepLoop
+from engine.workers.runner import Runner
+from tests.checkpoints import load_oracle, make_checkpoint
+from tests.engine.fake_workers import BLOCK_SIZE
+from tests.engine.schedule.harness import World
+from tests.test_exactness import assert_same
+
+CACHE_BLOCKS = 500
+
+
+class LoopWorker:
+    """A worker's own loop behind the interface of a fake worker."""
+
+    is_parked = has_stepped = False
+    cpus = running = ()
+
+    def __init__(self, worker, transformer, pools):
+        self.inbox, self.outbox = deque(), deque()
+        self.name, self.pool = worker.name, worker.pool
+        self._parts = worker.pool, transformer, pools
+        self.restart()
+
+    def restart(self):
+        pool, transformer, pools = self._parts
+        self.inbox.clear()
+        self.outbox.clear()
+        self.loop = StepLoop(
+            SimpleNamespace(send=self.outbox.append, has_commands=lambda: False),
+            Runner(transformer, pools[pool], BLOCK_SIZE, None),
+            pools=pools,
+            eos_token_ids=(),
+            max_num_batched_tokens=16,
+            use_cores=lambda cpus: None,
+        )
+
+    def receive(self, _now_ns):
+        self.loop._apply(self.inbox.popleft())
+
+    def step(self, _now_ns):
+        self.loop.step()
+
+    def copy(self, _now_ns):
+        return False
+
+
+def load(folder, family, **options):
+    """The model as it is served, and as transformers has it."""
+    make_checkpoint(folder, family, **options)
+    checkpoint = Checkpoint.open(folder)
+    layout = weights_layout(checkpoint, "float32")
+    arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
+    weights = load_weights(checkpoint, "float32", arena, arena and (0, 1), lambda *_: None)
+    return Transformer(checkpoint.config, weights, "float32"), load_oracle(folder)
+
+
+def world_of(arm, transformer, num_blocks=500, kind=World, **options):
+    """A router over loops that compute; pools begin with bytes that are no numbers."""
+    config = transformer.config
+    record_blocks = config.record_blocks(BLOCK_SIZE, "float32")
+    world = kind(arm, num_blocks=num_blocks, num_slots=7, record_blocks=record_blocks, **options)
+    world.check_hashes = lambda: None
+    shape = block_shape(config, BLOCK_SIZE, "float32")
+    sizes = {pool.name: pool.num_blocks for pool in world.topology.pools} | {DRAM: CACHE_BLOCKS}
+    pools = {name: torch.full((size, *shape), torch.nan) for name, size in sizes.items()}
+    world.pools = pools
+    for pool in pools.values():
+        pool[0] = 0
+    world.workers = {
+        worker.name: LoopWorker(worker, transformer, pools) for worker in world.topology.workers
+    }
+    return world
+
+
+def prompts_of(*lengths, seed=1):
+    rng = random.Random(seed)
+    return [[rng.randrange(290) for _ in range(length)] for length in lengths]
+
+
+def assert_right(world, oracle, *sequences):
+    for sequence in sequences:
+        tokens, count = world.emitted[sequence.seq_id], sequence.sampling.max_tokens
+        assert_same(sequence.prompt_token_ids, tokens, oracle, count)
+
+
+def finish(world, oracle, *sequences):
+    world.submit(*sequences)
+    world.run()
+    assert_right(world, oracle, *sequences)
+
+
+def finish_across_a_death(world, oracle, *sequences, when="reply"):
+    """Kill the first sequence's worker, once, within its prompt or its reply."""
+    world.submit(*sequences)
+    first, num_killed = sequences[0], 0
+    while not first.is_finished:
+        world.tick()
+        is_prompt = 0 < first.num_computed_tokens < first.num_prompt_tokens
+        is_reply = first.num_output_tokens > 5
+        if first.worker and num_killed == 0 and (is_prompt if when == "prompt" else is_reply):
+            name, num_killed = first.worker, 1
+            world.kill(name)
+            world.tick()
+            world.revive(name)
+    world.run()
+    assert num_killed
+    assert first.num_recoveries
+    assert_right(world, oracle, *sequences)
