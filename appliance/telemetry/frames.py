@@ -32,6 +32,7 @@ from appliance.frame.protocol import (
     RequestFrame,
     TotalsFrame,
     WorkerFrame,
+    iso_time,
     utc_now,
 )
 from appliance.measuring import Measuring
@@ -226,7 +227,7 @@ class Frames:
         state, reason = _STATES.get(standing.reason, "degraded"), standing.reason or ""
         latency = self._telemetry.windows.latency(snapshot.roles.slo, now_ns)
         return {
-            "at": utc_now(),
+            "at": iso_time(time.time() - (time.monotonic_ns() - now_ns) / 1e9),
             "uptime_s": (now_ns - self._started_ns) / 1e9,
             "state": state,
             "state_reason": reason,

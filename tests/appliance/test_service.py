@@ -1,7 +1,9 @@
 import asyncio
+import time
 
 import pytest
 
+from appliance.frame.protocol import utc_now
 from appliance.request import FAILED, HUNG_UP
 from appliance.telemetry.alerts import Change
 from engine.errors import QueueFull, RequestError, Unavailable
@@ -88,6 +90,19 @@ def test_that_an_alert_is_over_is_not_told_at_a_stop(machine, monkeypatch):
     later = [code for code, _ in machine.events()]
     assert later.count("queue.wait") == codes.count("queue.wait")
     assert later.count("kv.preempted") > codes.count("kv.preempted")
+
+
+def test_a_frame_has_the_time_at_which_its_ages_hold_however_long_it_takes(machine, monkeypatch):
+    reads = []
+
+    def read_slowly(now_ns):
+        reads.append(utc_now())
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(machine.service._frames._devices, "read", read_slowly)
+    machine.service.make_frame()
+    assert machine.service.frame.at <= reads[0]
 
 
 async def test_a_drain_is_over_when_the_last_reply_is(machine):
