@@ -151,7 +151,7 @@ def gated(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     up = m.values(tokens * (width + 3), kind) if r.random() < 0.5 else 0
     strides = (2 * width, width + 3) if up else (2 * width, 2 * width)
     up = up or x + width * SIZE[kind]
-    kernels.gated(out, x, up, kind, tokens, width, *strides, r.randrange(3), threads)
+    kernels.gated(out, x, up, kind, tokens, width, *strides, r.randrange(4), threads)
 
 
 def attention(kernels: Any, r: Random, m: Memory, threads: int) -> None:
@@ -231,8 +231,57 @@ def mixture(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     kernels.mixture(out, x, m.values(tokens * experts, kind), table, kind, tokens, threads)
 
 
+def delta(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """A recurrent layer, whose records lie across blocks, or are not kept."""
+    kind, heads, ratio = r.choice([FLOAT32, BFLOAT16]), r.randint(1, 3), r.randint(1, 2)
+    key_dim, value_dim, conv_size = r.randint(1, 35), r.randint(1, 70), r.randint(1, 4)
+    width, values = heads * (2 * key_dim + ratio * value_dim), heads * ratio * value_dim
+    lengths = [r.choice([1, 1, 3, 31, 32, 70]) for _ in range(r.randint(1, 3))]
+    tokens, sequences, records = sum(lengths), [], []
+    first_value = r.randint(0, 9)
+    size = first_value + (conv_size - 1) * width + values * key_dim
+    block_values = r.randint(1, size)
+    blocks = -(-size // block_values)
+    for i, length in enumerate(lengths):
+        sequences += [sum(lengths[:i]), length, length + 9]
+        for first in (1 + 2 * i * blocks, 1 + (2 * i + 1) * blocks):
+            is_kept = r.random() < 0.8
+            records += [first + place if is_kept else 0 for place in range(blocks)]
+    pool_size = (1 + 2 * len(lengths) * blocks) * block_values
+    pool = m.values(pool_size, FLOAT32)
+    m.outputs.append((pool, pool_size * SIZE[FLOAT32]))
+    layer = m.integers(
+        [
+            *(heads, ratio, key_dim, value_dim, conv_size, first_value),
+            *(width, values, heads * ratio),
+            *(key_dim, ratio * value_dim, ratio * value_dim, ratio),
+            m.values(conv_size * width, FLOAT32),
+            *(m.values(heads * ratio, FLOAT32) for _ in range(2)),
+            m.values(value_dim, FLOAT32),
+        ]
+    )
+    qkv, places = m.values(tokens * width, kind), (0, heads * key_dim, 2 * heads * key_dim)
+    inputs = [qkv + place * SIZE[kind] for place in places]
+    inputs += [m.values(tokens * count, kind) for count in (values, heads * ratio, heads * ratio)]
+    kernels.delta(
+        m.output(tokens * values, kind), pool, m.integers(sequences),
+        m.integers(records) if r.random() < 0.9 else 0, layer, *inputs, kind, tokens, len(lengths),
+        blocks, block_values * SIZE[FLOAT32], threads, 1e-6,
+    )  # fmt: skip
+
+
+def split_gates(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Queries, each with a gate, and what lies behind them, if anything."""
+    kind, tokens, heads = r.choice([FLOAT32, BFLOAT16]), r.randint(1, 40), r.randint(1, 4)
+    dim, rest = r.randint(1, 40), r.choice([0, 1, 30])
+    qkv, gates = m.output(tokens * (heads * dim + rest), kind), m.output(tokens * heads * dim, kind)
+    x = m.values(tokens * (2 * heads * dim + rest), kind)
+    sizes = dim * SIZE[kind], rest * SIZE[kind]
+    kernels.split_gates(qkv, gates, x, tokens, heads, *sizes, threads)
+
+
 PRODUCTS = (linear, linear_quantised, linear_pairs)
-CALLS = (*PRODUCTS, rms_norm, gated, attention, grow, mixture)
+CALLS = (*PRODUCTS, rms_norm, gated, attention, grow, mixture, delta, split_gates)
 
 
 def main() -> None:

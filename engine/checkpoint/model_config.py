@@ -34,8 +34,9 @@ _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65536
 _MAX_LAYER_INPUT = 65536
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # beside a family's section
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
-"""Numbered by the kernels in this order. The last is gpt-oss's, whatever its file calls it."""
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu", "sigmoid")
+"""Numbered by the kernels in this order. The third is gpt-oss's, whatever its file calls it; the
+last opens gates that models have elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

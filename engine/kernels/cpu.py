@@ -65,6 +65,12 @@ class Kernels(Protocol):
     def grow(self, *arguments: float) -> None:
         """Multiply rows by numbers of their own, in place."""
 
+    def delta(self, *arguments: float) -> None:
+        """Run a step's tokens through a layer's convolution and states."""
+
+    def split_gates(self, *arguments: float) -> None:
+        """Split queries, keys and values off the queries' gates."""
+
     def record(self) -> None:
         """Write down every call from now on."""
 

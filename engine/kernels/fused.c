@@ -14,19 +14,6 @@ enum { TOKENS = 16 };
 
 static int64_t items_of(int64_t num_tokens) { return (num_tokens + TOKENS - 1) / TOKENS; }
 
-INLINE vec load_upto(const void *from, int64_t count, int type)
-{
-    return count >= LANES ? load(from, type) : load_part(from, count, type);
-}
-
-INLINE void store_upto(void *to, vec value, int64_t count, int type)
-{
-    if (count >= LANES)
-        store(to, value, type);
-    else
-        store_part(to, value, count, type);
-}
-
 /* x = factor * (x + alpha * added), where something is added; then out = x / rms(x) * weight, rounded
  * to the type of x after the product with a float32 weight, and before it too with a weight of the
  * type of x. */
@@ -104,11 +91,11 @@ KERNEL(rms_norm, "ppppiiiiiiiifff")
 }
 
 /* Activations, as engine/checkpoint/model_config.py numbers them. */
-enum { SILU, GELU, CLAMPED_SWIGLU };
+enum { SILU, GELU, CLAMPED_SWIGLU, SIGMOID };
 static const float SWIGLU_LIMIT = 7, SWIGLU_ALPHA = 1.702f; /* as in engine/model/layers.py */
 
-/* SiLU; GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of; or SiLU
- * with a steeper sigmoid, of a gate that has an upper limit. */
+/* SiLU; GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of; SiLU with a
+ * steeper sigmoid, of a gate that has an upper limit; or the sigmoid itself. */
 INLINE vec activated(vec gate, int activation)
 {
     if (activation == CLAMPED_SWIGLU)
@@ -118,7 +105,7 @@ INLINE vec activated(vec gate, int activation)
         exponent *= 1.5957691216f * (1.0f + 0.044715f * gate * gate);
     if (activation == CLAMPED_SWIGLU)
         exponent *= SWIGLU_ALPHA;
-    return gate / (1.0f + exponential(exponent));
+    return (activation == SIGMOID ? all(1) : gate) / (1.0f + exponential(exponent));
 }
 
 INLINE void gate_row(void *out, const void *gates, const void *up, int64_t width, int activation,
@@ -168,6 +155,42 @@ KERNEL(gated, "pppiiiiiii")
     read_words(words, gated_format, &g.out, &g.gates, &g.up, &g.type, &g.num_tokens, &g.width,
                &g.gate_stride, &g.up_stride, &g.activation, &num_threads);
     parallel_for(num_threads, items_of(g.num_tokens), gate_tokens, &g);
+    return 0;
+}
+
+typedef struct {
+    char *qkv, *gates;
+    const char *x;
+    int64_t num_tokens, num_heads, head_bytes, rest_bytes;
+} gate_split;
+
+static void split_tokens(void *context, int64_t item)
+{
+    const gate_split *g = context;
+    const int64_t heads_bytes = g->num_heads * g->head_bytes;
+    FOR_TOKENS(item, g->num_tokens) {
+        char *to = g->qkv + token * (heads_bytes + g->rest_bytes);
+        char *gates = g->gates + token * heads_bytes;
+        const char *from = g->x + token * (2 * heads_bytes + g->rest_bytes);
+        for (int64_t i = 0; i < heads_bytes; i += g->head_bytes) {
+            memcpy(to + i, from + 2 * i, (size_t)g->head_bytes);
+            memcpy(gates + i, from + 2 * i + g->head_bytes, (size_t)g->head_bytes);
+        }
+        memcpy(to + heads_bytes, from + 2 * heads_bytes, (size_t)g->rest_bytes);
+    }
+}
+
+/* split_gates(qkv, gates, x, num_tokens, num_heads, head_bytes, rest_bytes, num_threads)
+ *
+ * x are rows of num_heads queries, each before its gate, and keys and values, of rest_bytes. The gates
+ * go to rows of their own, the others to rows of qkv. */
+KERNEL(split_gates, "pppiiiii")
+{
+    gate_split g;
+    int64_t num_threads;
+    read_words(words, split_gates_format, &g.qkv, &g.gates, &g.x, &g.num_tokens, &g.num_heads,
+               &g.head_bytes, &g.rest_bytes, &num_threads);
+    parallel_for(num_threads, items_of(g.num_tokens), split_tokens, &g);
     return 0;
 }
 

@@ -63,10 +63,12 @@ void *grown(struct memory *memory, size_t num_bytes);
     extern const char name##_format[]; \
     int name(const word *words);
 DECLARED(attend)
+DECLARED(delta)
 DECLARED(gated)
 DECLARED(grow)
 DECLARED(place)
 DECLARED(rms_norm)
+DECLARED(split_gates)
 DECLARED(linear)
 DECLARED(linear_pairs)
 DECLARED(mixture)

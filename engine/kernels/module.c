@@ -31,6 +31,8 @@ static const struct kernel kernels[] = {
     {NAMED(pack_pairs), RELEASES_ALWAYS},
     {NAMED(mixture), 5},
     {NAMED(grow), 3},
+    {NAMED(delta), 12},
+    {NAMED(split_gates), 3},
 };
 
 /* The calls since record(): the number of the kernel, then its words; one after the other. */
@@ -127,6 +129,8 @@ CALLED(linear_pairs, 5)
 CALLED(pack_pairs, 6)
 CALLED(mixture, 7)
 CALLED(grow, 8)
+CALLED(delta, 9)
+CALLED(split_gates, 10)
 
 /* record(): from now on every call is also written down. */
 static PyObject *record(PyObject *module, PyObject *ignored)
@@ -243,6 +247,8 @@ static PyMethodDef functions[] = {
     ROW(pack_pairs),
     ROW(mixture),
     ROW(grow),
+    ROW(delta),
+    ROW(split_gates),
     {"record", record, METH_NOARGS, NULL},
     {"recorded", recorded, METH_NOARGS, NULL},
     {"replay", replay, METH_O, NULL},

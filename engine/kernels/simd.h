@@ -146,6 +146,20 @@ INLINE void store_part(void *to, vec value, int64_t count, int type)
     memcpy(to, lanes, (size_t)(count * size_of(type)));
 }
 
+/* The same; whole vectors where there are as many. */
+INLINE vec load_upto(const void *from, int64_t count, int type)
+{
+    return count >= LANES ? load(from, type) : load_part(from, count, type);
+}
+
+INLINE void store_upto(void *to, vec value, int64_t count, int type)
+{
+    if (count >= LANES)
+        store(to, value, type);
+    else
+        store_part(to, value, count, type);
+}
+
 #if LANES >= 8
 /* Eight values of a row. */
 INLINE __m256 eight(const char *from, int type)

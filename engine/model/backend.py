@@ -18,7 +18,7 @@ from engine.kernels.cpu import WIDENED
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import CompiledBackend, find_kernels
-from engine.model.layers import gated, rms_norm, rotate
+from engine.model.layers import gated, rms_norm, rotate, split_gates
 from engine.model.sampler import sample_rows
 
 
@@ -64,6 +64,11 @@ class Backend(Protocol):
         self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute what engine.model.layers.gated does."""
+
+    def split_gates(
+        self, x: torch.Tensor, num_heads: int, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split queries, keys and values off the queries' gates, as engine.model.layers does."""
 
     def place(
         self,
@@ -162,6 +167,8 @@ class TorchBackend:
     ) -> torch.Tensor:
         """Compute what engine.model.layers.gated does."""
         return gated(gate_up, activation, up)
+
+    split_gates = staticmethod(split_gates)
 
     def place(
         self,

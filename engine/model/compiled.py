@@ -62,6 +62,8 @@ class CompiledPlan:
     block_tables: torch.Tensor
     """[num_sequences, longest table or more] int64."""
     num_threads: int
+    records: torch.Tensor | None = None
+    """[num_sequences, 2, blocks of a record] int64: what is read, and written; 0: nothing."""
 
     @property
     def is_decode(self) -> bool:
@@ -73,7 +75,8 @@ class CompiledPlan:
         """Key of a decode graph, besides memory: steps with the same key share one."""
         tables = [cosine.data_ptr() for cosine, _ in self.tables]
         sizes = len(self.positions), *self.block_tables.shape
-        return *sizes, self.num_threads, *tables
+        record_blocks = 0 if self.records is None else self.records.shape[2]
+        return *sizes, record_blocks, self.num_threads, *tables
 
     def take_inputs(self, other: CompiledPlan) -> None:
         """Copy the inputs of another step of this shape in place."""
@@ -82,8 +85,10 @@ class CompiledPlan:
             (self.token_slots, other.token_slots),
             (self.sequences, other.sequences),
             (self.block_tables, other.block_tables),
+            (self.records, other.records),
         ):
-            mine.copy_(new)
+            if mine is not None and new is not None:
+                mine.copy_(new)
 
 
 class CompiledBackend:
@@ -99,7 +104,7 @@ class CompiledBackend:
         self.name = f"compiled {level}{tiled}"
         self._attention_variant = attention_variant
         self.kernels = kernels
-        self._take = take
+        self.take = take
 
     def plan(
         self,
@@ -127,6 +132,7 @@ class CompiledBackend:
             torch.tensor(sequences).view(-1, 3),
             torch.tensor(ids).view(-1, width),
             torch.get_num_threads(),
+            _records_of(batch),
         )
 
     def plan_of(self, plan: CompiledPlan, _kv: torch.Tensor) -> CompiledPlan:
@@ -143,7 +149,7 @@ class CompiledBackend:
     ) -> torch.Tensor:
         """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
         num_tokens, dim = x.shape
-        out = self._take("norm", num_tokens, dim, x.dtype)
+        out = self.take("norm", num_tokens, dim, x.dtype)
         self.kernels.rms_norm(
             out.data_ptr(),
             x.data_ptr(),
@@ -212,7 +218,7 @@ class CompiledBackend:
         """Compute what engine.model.layers.gated does."""
         gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         num_tokens, width = gate.shape
-        out = self._take("gated", num_tokens, width, gate.dtype)
+        out = self.take("gated", num_tokens, width, gate.dtype)
         self.kernels.gated(
             out.data_ptr(),
             gate.data_ptr(),
@@ -226,6 +232,25 @@ class CompiledBackend:
             torch.get_num_threads(),
         )
         return out
+
+    def split_gates(
+        self, x: torch.Tensor, num_heads: int, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split queries, keys and values off the queries' gates, as engine.model.layers does."""
+        num_tokens, heads_width = len(x), num_heads * head_dim
+        qkv = self.take("qkv", num_tokens, x.shape[1] - heads_width, x.dtype)
+        gates = self.take("gates", num_tokens, heads_width, x.dtype)
+        self.kernels.split_gates(
+            qkv.data_ptr(),
+            gates.data_ptr(),
+            x.data_ptr(),
+            num_tokens,
+            num_heads,
+            head_dim * x.element_size(),
+            (x.shape[1] - 2 * heads_width) * x.element_size(),
+            torch.get_num_threads(),
+        )
+        return qkv, gates
 
     def place(
         self,
@@ -288,7 +313,7 @@ class CompiledBackend:
         num_layers, _, block_size = kv.shape[1:4]
         num_kv_heads = num_kv_heads or (qkv.shape[1] - num_heads) // 2
         head_dim = qkv.shape[2]
-        out = self._take("attention", len(qkv), num_heads * head_dim, qkv.dtype)
+        out = self.take("attention", len(qkv), num_heads * head_dim, qkv.dtype)
         self.kernels.attend(
             out.data_ptr(),
             qkv.data_ptr(),
@@ -315,6 +340,18 @@ class CompiledBackend:
             softcap or 0.0,
         )
         return out.view(-1, num_heads, head_dim)
+
+
+def _records_of(batch: StepBatch) -> torch.Tensor | None:
+    if not batch.records:
+        return None
+    width = max(1, *(max(len(each.read), len(each.written)) for each in batch.records))
+    rows = [
+        [*blocks, *[0] * (width - len(blocks))]
+        for each in batch.records
+        for blocks in (each.read, each.written)
+    ]
+    return torch.tensor(rows).view(-1, 2, width)
 
 
 MAX_TOKENS = 32

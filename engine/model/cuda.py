@@ -16,7 +16,7 @@ import triton
 
 from engine.model import triton_ops
 from engine.model.attention import StepBatch, num_parts, several_queries_tiling, single_query_tiling
-from engine.model.layers import gated
+from engine.model.layers import gated, split_gates
 from engine.model.library_attention import PagedAttention
 from engine.model.paged_step import PagedStep, paged_step
 from engine.model.triton_attention import attend_several, attend_single
@@ -152,6 +152,8 @@ class CudaBackend:
         if up is not None:
             return gated(gate_up, activation, up)
         return triton_ops.gated(gate_up, activation)
+
+    split_gates = staticmethod(split_gates)
 
     def place(
         self,

@@ -1,8 +1,9 @@
 """Compute a Gated DeltaNet layer: a convolution, then states that every token decays and corrects.
 
 A layer keeps of all earlier tokens one state [key_dim, value_dim] per value head, and the last
-inputs of its convolution. Prompts are computed in chunks that end where blocks do: going on from a
-block's end then repeats what computing the whole prompt does. A single token has its own form.
+inputs of its convolution. The compiled kernel takes tokens one by one, so that states have the same
+bits however a sequence is cut into steps. Without it torch computes prompts in chunks that end
+where blocks do: going on from a block's end then repeats what computing the whole prompt does.
 
 Owns: the arithmetic of the layer, float32 whatever the model's dtype.
 Invariant: a sequence's results depend on no other sequence of the step.
@@ -18,7 +19,10 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.model_config import ModelConfig
+from engine.model.backend import Backend
+from engine.model.compiled import ELEMENT_TYPES, CompiledBackend
 from engine.model.linear import Linears
+from engine.model.records import StepRecords
 from engine.model.weight import Weight
 
 CHUNK_TOKENS = 64
@@ -30,7 +34,12 @@ class GatedDelta:
     """A layer that reads and writes its part of each sequence's record."""
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Weight], layer: int, linears: Linears
+        self,
+        config: ModelConfig,
+        weights: dict[str, Weight],
+        layer: int,
+        backend: Backend,
+        linears: Linears,
     ) -> None:
         assert config.delta is not None
         self._config, self._eps = config.delta, config.rms_norm_eps
@@ -40,7 +49,7 @@ class GatedDelta:
         names = config.family.delta_projections
         self._is_fused = len(names) == 2
         """Rows of the projections are grouped by key head."""
-        self._project = [linears.make(weights, [prefix + name], is_kept=True) for name in names]
+        self._project = [linears.make(weights, [prefix + name], kind=name) for name in names]
         self._output = linears.make(weights, [f"{prefix}out_proj"])
         conv = weights[f"{prefix}conv1d.weight"].values.float()
         self._conv = conv[:, 0].t().contiguous()
@@ -48,42 +57,104 @@ class GatedDelta:
         self._decay = -weights[f"{prefix}A_log"].values.float().exp()
         self._step_bias = weights[f"{prefix}dt_bias"].values.float()
         self._norm = weights[f"{prefix}norm.weight"].values.float()
+        self._backend = backend if isinstance(backend, CompiledBackend) else None
+        self._layout = self._layout_of_layer()
 
     def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
-        config, records, number = self._config, step.records, self._number
-        qkv, z, b, a = self._projected(x)
-        decay = self._decay * F.softplus(a.float() + self._step_bias)
-        beta = b.float().sigmoid()
-        heads, row = torch.empty(len(x), config.num_value_heads, config.value_dim), 0
-        for index, (count, end) in enumerate(records.lengths):
-            rows = slice(row, row + count)
-            tail, state = records.read(index, number)
-            mixed, tail = convolve(qkv[rows].float(), self._conv, tail)
-            q, k, v = split_heads(mixed, config)
-            heads[rows], state = delta_rule(q, k, v, decay[rows], beta[rows], state, end - count)
-            records.write(index, number, tail, state)
-            row += count
-        scale = heads.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
-        normed = heads.mul_(scale).mul_(self._norm).mul_(F.silu(z.float().view_as(heads)))
-        return self._output(normed.view(len(x), -1).to(x.dtype))
-
-    def _projected(
-        self, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project tokens to queries, keys and values side by side, output gates, beta and steps."""
         made = [project(x) for project in self._project]
-        if not self._is_fused:
-            qkv, z, b, a = made
-            return qkv, z, b, a
+        if self._backend is None:
+            return self._output(self._by_torch(made, step).to(x.dtype))
+        return self._output(self._compiled(self._backend, made, step))
+
+    def _layout_of_layer(self) -> torch.Tensor:
+        """Fill struct layer of engine/kernels/delta.c."""
         config = self._config
         ratio = config.num_value_heads // config.num_key_heads
         inner = ratio * config.value_dim
-        by_head, gates = (part.view(len(x), config.num_key_heads, -1) for part in made)
+        if self._is_fused:
+            width = 2 * config.key_dim + 2 * inner
+            all_heads = config.num_key_heads * width
+            strides = (all_heads, all_heads, 2 * config.num_value_heads)
+            steps = (width, width, width, 2 * ratio)
+        else:
+            strides = (config.conv_width, config.all_values, config.num_value_heads)
+            steps = (config.key_dim, inner, inner, ratio)
+        constants = (self._conv, self._decay, self._step_bias, self._norm)
+        return torch.tensor(
+            [
+                *(config.num_key_heads, ratio, config.key_dim, config.value_dim, config.conv_size),
+                *(self._number * config.layer_values, *strides, *steps),
+                *(constant.data_ptr() for constant in constants),
+            ]
+        )
+
+    def _compiled(
+        self, backend: CompiledBackend, made: list[torch.Tensor], step: Any
+    ) -> torch.Tensor:
+        """Compute the layer's heads by one kernel, [num_tokens, all_values]."""
+        config, kv, plan = self._config, step.kv, step.plan
+        ratio = config.num_value_heads // config.num_key_heads
+        addresses, itemsize = [each.data_ptr() for each in made], made[0].element_size()
+        if self._is_fused:  # of a key head: its query, key, values, output gates; betas and steps
+            places = [0, config.key_dim, 2 * config.key_dim]
+            places.append(2 * config.key_dim + ratio * config.value_dim)
+            inputs = [addresses[0] + itemsize * place for place in places]
+            inputs += [addresses[1], addresses[1] + itemsize * ratio]
+        else:
+            places = [0, config.all_keys, 2 * config.all_keys]
+            inputs = [addresses[0] + itemsize * place for place in places]
+            inputs += addresses[1:]
+        out = backend.take("delta", len(made[0]), config.all_values, made[0].dtype)
+        backend.kernels.delta(
+            out.data_ptr(),
+            kv.data_ptr(),
+            plan.sequences.data_ptr(),
+            0 if plan.records is None else plan.records.data_ptr(),
+            self._layout.data_ptr(),
+            *inputs,
+            ELEMENT_TYPES[out.dtype],
+            len(out),
+            len(plan.sequences),
+            0 if plan.records is None else plan.records.shape[2],
+            kv[0].nbytes,
+            plan.num_threads,
+            self._eps,
+        )
+        return out
+
+    def _by_torch(self, made: list[torch.Tensor], step: Any) -> torch.Tensor:
+        """Compute the same by torch, in float32."""
+        config = self._config
+        qkv, z, b, a = self._ungrouped(made)
+        decay = self._decay * F.softplus(a.float() + self._step_bias)
+        beta = b.float().sigmoid()
+        heads, row = torch.empty(len(qkv), config.num_value_heads, config.value_dim), 0
+        records = StepRecords.of(config, step.kv, step.plan.batch)
+        for index, (count, end) in enumerate(records.lengths):
+            rows = slice(row, row + count)
+            tail, state = records.read(index, self._number)
+            mixed, tail = convolve(qkv[rows].float(), self._conv, tail)
+            q, k, v = split_heads(mixed, config)
+            heads[rows], state = delta_rule(q, k, v, decay[rows], beta[rows], state, end - count)
+            records.write(index, self._number, tail, state)
+            row += count
+        scale = heads.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
+        normed = heads.mul_(scale).mul_(self._norm).mul_(F.silu(z.float().view_as(heads)))
+        return normed.flatten(1)
+
+    def _ungrouped(self, made: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return queries, keys and values side by side, output gates, betas and steps."""
+        if not self._is_fused:
+            return made
+        config, num_tokens = self._config, len(made[0])
+        ratio = config.num_value_heads // config.num_key_heads
+        inner = ratio * config.value_dim
+        by_head, gates = (part.view(num_tokens, config.num_key_heads, -1) for part in made)
         q, k, v, z = torch.split(by_head, [config.key_dim, config.key_dim, inner, inner], -1)
         b, a = torch.split(gates, ratio, -1)
-        q, k, v, z, b, a = (part.reshape(len(x), -1) for part in (q, k, v, z, b, a))
-        return torch.cat((q, k, v), -1), z, b, a
+        q, k, v, z, b, a = (part.reshape(num_tokens, -1) for part in (q, k, v, z, b, a))
+        return [torch.cat((q, k, v), -1), z, b, a]
 
 
 def convolve(
@@ -152,9 +223,6 @@ def delta_rule(
     Returns:
         outputs [num_tokens, num_heads, value_dim], and the states after the last token.
     """
-    if q.shape[1] == 1:
-        output, state = _one_token(q[:, 0], k[:, 0], v[:, 0], decay[0], beta[0], state)
-        return output[None], state
     outputs, first, num_tokens = [], 0, q.shape[1]
     decay, beta = decay.t(), beta.t()
     while first < num_tokens:
@@ -165,21 +233,6 @@ def delta_rule(
         outputs.append(output)
         first = end
     return torch.cat(outputs, 1).transpose(0, 1), state
-
-
-def _one_token(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state = state * decay.exp()[:, None, None]
-    held = torch.bmm(k[:, None], state)[:, 0]
-    change = (v - held) * beta[:, None]
-    state = state.addcmul_(k[:, :, None], change[:, None])
-    return torch.bmm(q[:, None], state)[:, 0], state
 
 
 def _chunk(

@@ -121,15 +121,27 @@ class WithSharedExpert:
         prefix: str,
         experts: Experts,
         shared: FeedForward,
+        backend: Backend,
         linears: Linears,
     ) -> None:
-        self._experts, self._shared = experts, shared
-        self._gate = linears.make(weights, [f"{prefix}shared_expert_gate"], is_kept=True)
+        self._experts, self._shared, self._backend = experts, shared, backend
+        self._gate = linears.make(weights, [f"{prefix}shared_expert_gate"], kind="gate")
+        self._one: torch.Tensor | None = None
+
+    @property
+    def is_one_kernel(self) -> bool:
+        """False: torch has a part in it, and looks at values to know what comes next."""
+        return self._experts.is_one_kernel
 
     def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
-        routed = self._experts(x, step)
-        return routed.add_(self._shared(x, step).mul_(self._gate(x).sigmoid_()))
+        routed, shared = self._experts(x, step), self._shared(x, step)
+        if self._one is None:
+            self._one = x.new_ones(1, 1)
+        share = self._backend.gated(self._gate(x), "sigmoid", self._one.expand(len(x), 1))
+        self._backend.grow(shared[:, None], share[:, None])
+        self._backend.add(routed, shared, 1.0)
+        return routed
 
 
 class DenseAndExperts:

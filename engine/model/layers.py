@@ -40,7 +40,21 @@ def gated(gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
         return up.clamp_(-_SWIGLU_LIMIT, _SWIGLU_LIMIT).add_(1).mul_(open_gate)
     if activation == "silu":
         return F.silu(gate, inplace=True).mul_(up)
+    if activation == "sigmoid":
+        return gate.sigmoid().mul_(up)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def split_gates(
+    x: torch.Tensor, num_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take gates [num_tokens, num_heads * head_dim] out of a projection.
+
+    There each lies behind its query; keys and values, behind them all, stay with the queries.
+    """
+    pairs, rest = x.tensor_split([2 * num_heads * head_dim], -1)
+    queries, gates = pairs.view(len(x), num_heads, 2 * head_dim).chunk(2, -1)
+    return torch.cat((queries.flatten(1), rest), -1), gates.flatten(1)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,6 +50,12 @@ class StepRecords:
         self.lengths = lengths
         self._config, self._blocks = config, blocks
         self._pool = kv.view(len(kv), -1).view(torch.uint8).view(torch.float32)
+
+    @classmethod
+    def of(cls, config: GatedDeltaConfig, kv: torch.Tensor, batch: Any) -> StepRecords:
+        """Return the records of a StepBatch, which may have none."""
+        lengths = list(zip(batch.query_lens, batch.seq_lens, strict=True))
+        return cls(config, kv, batch.records or [RecordBlocks()] * len(lengths), lengths)
 
     def read(self, index: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a sequence's part of one layer.

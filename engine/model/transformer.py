@@ -32,7 +32,6 @@ from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward, Wit
 from engine.model.layer_inputs import LayerInput, LayerInputs
 from engine.model.layers import query_growth, rms_norm, rope_table, soft_cap
 from engine.model.linear import Linear, Linears, choose_linears
-from engine.model.records import RecordBlocks, StepRecords
 from engine.model.weight import Weight, embedded
 
 __all__ = ["StepBatch", "Transformer"]
@@ -56,13 +55,14 @@ class _StepInputs:
 
     stream: torch.Tensor
     """[num_tokens, hidden_size], which every branch adds to."""
+    kv: torch.Tensor
+    """The whole pool, and the backend's plan for it."""
+    plan: Any
     pools: Mapping[LayerHeads, _Pool]
     query_growth: torch.Tensor | None = None
     """What queries are multiplied by, [num_tokens, 1, 1]; None: nothing."""
     layer_inputs: torch.Tensor | None = None
     """[num_tokens, num_layers, size], of models that have such."""
-    records: StepRecords | None = None
-    """The sequences' records, of models that keep such."""
 
 
 _Block = Callable[[torch.Tensor, _StepInputs], torch.Tensor]
@@ -193,17 +193,12 @@ class Transformer:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(batch.input_ids, x)
         extras = StepExtras(growth, inputs)
-        records = None
-        if config.delta is not None:
-            lengths = list(zip(batch.query_lens, batch.seq_lens, strict=True))
-            blocks = batch.records or [RecordBlocks()] * len(lengths)
-            records = StepRecords(config.delta, kv, blocks, lengths)
         has_graph = self._graphs is not None and len(x) <= MAX_TOKENS and plan.is_decode
         if has_graph and stops is None:
             assert self._graphs is not None
             x, added = self._graphs.run(x, kv, plan, extras)
         else:
-            added = self._run_layers(x, kv, plan, extras, stops, records)
+            added = self._run_layers(x, kv, plan, extras, stops)
         if added is not None:
             x.add_(added, alpha=config.residual_scale)
         return x
@@ -227,10 +222,9 @@ class Transformer:
         plan: Any,
         extras: StepExtras,
         stops: Callable[[int, int], bool] | None = None,
-        records: StepRecords | None = None,
     ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
-        step, added = _StepInputs(x, self._pools(kv, plan), *extras, records), None
+        step, added = _StepInputs(x, kv, plan, self._pools(kv, plan), *extras), None
         for number, branch in enumerate(self._branches, 1):
             added = branch(x, added, step)
             if stops is not None and stops(number, len(self._branches)):
@@ -286,10 +280,8 @@ class _Branch:
         """What the stream is multiplied by behind it; None: nothing."""
         self._before, self._block, self._after = before, block, after
         self.is_all_kernels = True
-        if isinstance(block, Experts | DenseAndExperts | _Attention):
+        if isinstance(block, Experts | DenseAndExperts | WithSharedExpert):
             self.is_all_kernels = block.is_one_kernel
-        elif isinstance(block, GatedDelta | WithSharedExpert):
-            self.is_all_kernels = False
         """False: torch computes a part of it."""
         self._eps, self._post_eps = config.rms_norm_eps, config.post_norm_eps
         self._scale = config.residual_scale
@@ -324,7 +316,7 @@ def _branches(
     prefix = f"{config.family.prefix}model.layers.{layer}."
     attention: _Block
     if config.kv_layers[layer] is None:
-        attention = GatedDelta(config, weights, layer, linears)
+        attention = GatedDelta(config, weights, layer, backend, linears)
     else:
         attention = _Attention(config, weights, layer, rope_index, backend, linears)
     mlp = _feed_forward(config, weights, layer, prefix, backend, linears)
@@ -367,7 +359,7 @@ def _feed_forward(
     experts = Experts(config_of_experts, weights, prefix, activation, backend, linears)
     if config_of_experts.names.has_shared_expert:
         shared = FeedForward(config, weights, f"{prefix}mlp.shared_expert.", backend, linears)
-        return WithSharedExpert(weights, f"{prefix}mlp.", experts, shared, linears)
+        return WithSharedExpert(weights, f"{prefix}mlp.", experts, shared, backend, linears)
     if config_of_experts.names.beside_dense is None:
         return experts
     dense = FeedForward(config, weights, f"{prefix}mlp.", backend, linears)
@@ -423,11 +415,6 @@ class _Attention:
                 norms = [torch.cat(rows)]
             self._qk_norms = [norm.view(-1, norm.shape[-1]) for norm in norms]
 
-    @property
-    def is_one_kernel(self) -> bool:
-        """False: torch has a part in it."""
-        return self._gate is None and not self._has_gate
-
     def _norm_weights(
         self, config: ModelConfig, weights: dict[str, Weight], prefix: str
     ) -> list[torch.Tensor]:
@@ -443,10 +430,8 @@ class _Attention:
         config, backend = self._config, self._backend
         num_q, (num_kv, head_dim), num_tokens = config.num_heads, self._heads, len(x)
         gate, qkv = None, self._qkv(x)
-        if self._has_gate:  # behind each head's query lies its gate
-            pairs, kv_heads = qkv.tensor_split([2 * num_q * head_dim], -1)
-            queries, gates = pairs.view(num_tokens, num_q, 2 * head_dim).chunk(2, -1)
-            gate, qkv = gates.flatten(1), torch.cat((queries.flatten(1), kv_heads), -1)
+        if self._has_gate:
+            qkv, gate = backend.split_gates(qkv, num_q, head_dim)
         qkv = qkv.view(num_tokens, num_q + 2 * self._num_own, head_dim)
         if self._qk_norms:
             self._norm(qkv)
@@ -471,7 +456,7 @@ class _Attention:
         if self._gate is not None:
             gate = self._gate(x)
         if gate is not None:
-            output = output.mul_(gate.sigmoid())
+            output = backend.gated(gate, "sigmoid", output)
         return self._output(output)
 
     def _norm(self, qkv: torch.Tensor) -> None:

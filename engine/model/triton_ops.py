@@ -180,7 +180,7 @@ def _gated_kernel(out, gate_up, stride, width, ACTIVATION: tl.constexpr, TILE: t
     gate = tl.load(gate_up + token * stride + columns, mask=is_there, other=0.0)
     up = tl.load(gate_up + token * stride + width + columns, mask=is_there, other=0.0)
     x = gate.to(tl.float32)
-    # all are x times a sigmoid; gelu's tanh approximation is one of this
+    # all are x, or 1, times a sigmoid; gelu's tanh approximation is one of this
     slope = x
     if ACTIVATION == 1:
         slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -189,6 +189,8 @@ def _gated_kernel(out, gate_up, stride, width, ACTIVATION: tl.constexpr, TILE: t
         slope = 1.702 * x
         limited = tl.minimum(tl.maximum(up.to(tl.float32), -7.0), 7.0)
         up = (limited + 1.0).to(up.dtype)
+    if ACTIVATION == 3:
+        x = tl.full(x.shape, 1.0, tl.float32)
     shrunk = tl.exp(-tl.abs(slope))
     open_gate = x * tl.where(slope < 0, shrunk, 1.0) / (1.0 + shrunk)
     product = open_gate.to(gate.dtype).to(tl.float32) * up.to(tl.float32)

@@ -12,20 +12,17 @@ from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.kernels.cpu import load_kernels
 from engine.model.compiled import MAX_GRAPHS, MAX_TOKENS
 from engine.model.linear import Linears
+from engine.model.records import RecordBlocks
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from tests.checkpoints import (
     FAMILIES,
-    GATED_DELTA_NETS,
     GEMMA4_E,
     GEMMA4_MOE,
     make_checkpoint,
 )
 from tests.engine.model.test_attention import batch_of
-
-RECORDED = tuple(family for family in FAMILIES if family not in GATED_DELTA_NETS)
-"""Families whose decode steps are recorded; torch computes the states of the others."""
 
 try:
     load_kernels()
@@ -77,16 +74,30 @@ class Model:
         ids = torch.randint(5, 290, batch.positions.shape, generator=generator)
         ends = torch.tensor([new for _, new in sequences]).cumsum(0) - 1
         batch = replace(batch, input_ids=ids, logit_rows=ends.tolist())
+        batch = replace(batch, records=self._records_of(sequences, first, seed % 2))
         logits = self.recorded.forward(batch, self.pools[0])
         assert torch.equal(logits, self.plain.forward(batch, self.pools[1]))
         assert torch.equal(*self.pools)
+
+    def _records_of(self, sequences, first, turn):
+        """Two records of each sequence behind the tables, by turns read and written."""
+        size = self.config.record_blocks(self.pools[0].shape[3], str(self.dtype)[6:])
+        if not size:
+            return ()
+        places = range(first, NUM_BLOCKS + 1 - size, size)
+        both = [places[-1 - 2 * i :: -1][:2] for i in range(len(sequences))]
+        records = [[list(range(place, place + size)) for place in two] for two in both]
+        return [
+            RecordBlocks(two[turn] if context else (), two[1 - turn])
+            for two, (context, _) in zip(records, sequences, strict=True)
+        ]
 
     @property
     def num_graphs(self):
         return len(self.recorded._graphs._graphs)
 
 
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_growing_sequence_is_decoded_as_without_graphs(folders, family):
     model = Model(folders[family])
     model.assert_same([(0, 5)])

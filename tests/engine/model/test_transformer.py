@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.checkpoint.model_config import ModelConfig
 from engine.model.attention import StepBatch
-from engine.model.delta import delta_rule
 from engine.model.layers import rope_frequencies
 from engine.model.records import RecordBlocks
 from engine.model.transformer import Transformer
@@ -473,30 +472,6 @@ def test_a_gated_delta_net_within_a_model_that_sees(tmp_path, family):
     model, generator = load(folder), torch.Generator().manual_seed(1)
     pool, ids = Pool(model, 16, generator), random_ids(generator, 70)
     assert_same_predictions(pool.step([(ids, 0, pool.table(70))]), oracle_logits(oracle, ids))
-
-
-def test_chunks_that_end_with_blocks_repeat_what_the_whole_prompt_does(tmp_path):
-    model = load(make_checkpoint(tmp_path, "qwen3_5_text"))
-    generator = torch.Generator().manual_seed(2)
-    delta = model.config.delta
-    shape = (delta.num_value_heads, 200)
-    q, k = (torch.randn(*shape, delta.key_dim, generator=generator) / 4 for _ in range(2))
-    v = torch.randn(*shape, delta.value_dim, generator=generator)
-    decay = -torch.rand(200, shape[0], generator=generator)
-    beta = torch.rand(200, shape[0], generator=generator)
-    state = torch.zeros(shape[0], delta.key_dim, delta.value_dim)
-    whole, last = delta_rule(q, k, v, decay, beta, state, 0)
-    for first, end in ((0, 128), (128, 192), (192, 200)):
-        part = slice(first, end)
-        heads = (q[:, part], k[:, part], v[:, part])
-        made, state = delta_rule(*heads, decay[part], beta[part], state, first)
-        assert torch.equal(made, whole[part])
-    assert torch.equal(state, last)
-    state = torch.zeros_like(last)
-    for at in range(200):  # one by one, as decoding goes
-        heads = (q[:, [at]], k[:, [at]], v[:, [at]])
-        made, state = delta_rule(*heads, decay[[at]], beta[[at]], state, at)
-        torch.testing.assert_close(made, whole[[at]], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
