@@ -18,7 +18,7 @@ from tests.daemons import ARMS, MANY, Daemon
 MAX_MARGIN = 1e-4
 STARTED = {"alias": ("llama",), "shm": ("llama", "phi3")}
 """Families by transport: under `shm` each has KV of another shape, which is what it copies."""
-NEWER = {"gpt_oss": "peer", "gemma4_text": "shm", "qwen3_next": "shm"}
+NEWER = {"muse_glimmer": "peer", "gemma4_text": "shm", "qwen3_next": "shm"}
 """Transports by family. Layers differ: in their windows, in the number and size of their heads, or
 by having no keys and values of their own; or most of them keep a recurrent state. All families and
 transports: tests/engine/workers/test_family_modes.py and test_recurrent_modes.py."""

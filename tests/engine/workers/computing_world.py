@@ -57,25 +57,29 @@ class LoopWorker:
         return False
 
 
-def load(folder, family, **options):
+def load(folder, family, dtype="float32", **options):
     """The model as it is served, and as transformers has it."""
-    make_checkpoint(folder, family, **options)
+    make_checkpoint(folder, family, dtype, **options)
     checkpoint = Checkpoint.open(folder)
-    layout = weights_layout(checkpoint, "float32")
+    layout = weights_layout(checkpoint, dtype)
     arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
-    weights = load_weights(checkpoint, "float32", arena, arena and (0, 1), lambda *_: None)
-    return Transformer(checkpoint.config, weights, "float32"), load_oracle(folder)
+    weights = load_weights(checkpoint, dtype, arena, arena and (0, 1), lambda *_: None)
+    return Transformer(checkpoint.config, weights, dtype), load_oracle(folder)
 
 
 def world_of(arm, transformer, num_blocks=500, kind=World, **options):
     """A router over loops that compute; pools begin with bytes that are no numbers."""
     config = transformer.config
-    record_blocks = config.record_blocks(BLOCK_SIZE, "float32")
+    dtype = str(transformer.dtype).removeprefix("torch.")
+    record_blocks = config.record_blocks(BLOCK_SIZE, dtype)
     world = kind(arm, num_blocks=num_blocks, num_slots=7, record_blocks=record_blocks, **options)
     world.check_hashes = lambda: None
-    shape = block_shape(config, BLOCK_SIZE, "float32")
+    shape = block_shape(config, BLOCK_SIZE, dtype)
     sizes = {pool.name: pool.num_blocks for pool in world.topology.pools} | {DRAM: CACHE_BLOCKS}
-    pools = {name: torch.full((size, *shape), torch.nan) for name, size in sizes.items()}
+    pools = {
+        name: torch.full((size, *shape), torch.nan, dtype=transformer.dtype)
+        for name, size in sizes.items()
+    }
     world.pools = pools
     for pool in pools.values():
         pool[0] = 0
@@ -83,6 +87,14 @@ def world_of(arm, transformer, num_blocks=500, kind=World, **options):
         worker.name: LoopWorker(worker, transformer, pools) for worker in world.topology.workers
     }
     return world
+
+
+def forget_pools(world):
+    """As after a restart: only the tiers below the pools have any bytes."""
+    world.forget_pools()
+    for name, pool in world.pools.items():
+        if name != DRAM:
+            pool[1:] = torch.nan
 
 
 def prompts_of(*lengths, seed=1):

@@ -5,9 +5,7 @@ DRAM and SSD, with preemption, and across deaths of workers within prompts and r
 """
 
 import pytest
-import torch
 
-from engine.cache.topology import DRAM
 from engine.model import backend
 from engine.offload.cache_memory import CacheMemory
 from engine.wire.messages import Stepped
@@ -20,6 +18,7 @@ from tests.engine.workers.computing_world import (
     assert_right,
     finish,
     finish_across_a_death,
+    forget_pools,
     load,
     prompts_of,
     world_of,
@@ -99,10 +98,7 @@ def test_a_conversation_goes_on_from_a_tier(arm, kind, model):
     for _ in range(2):  # what is used twice is stored
         first = world.sequence(prompt=prompt, max_tokens=9)
         finish(world, oracle, first)
-    world.forget_pools()
-    for name, pool in world.pools.items():
-        if name != DRAM:
-            pool[1:] = torch.nan
+    forget_pools(world)
     tokens = [*prompt, *world.emitted[first.seq_id], *prompts_of(11, seed=6)[0]]
     second = world.sequence(prompt=tokens, max_tokens=9)
     finish(world, oracle, second)
