@@ -145,6 +145,10 @@ class ChannelClosed(PenstockError):
     """The process at the other end of a channel is gone."""
 
 
+class ChannelGarbled(ChannelClosed):
+    """The process at the other end sent bytes that are no message; nothing after them counts."""
+
+
 class InvariantViolated(PenstockError):
     """The ledger does not add up. Always a bug of ours, never the user's doing."""
 

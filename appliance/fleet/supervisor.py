@@ -27,7 +27,7 @@ from appliance.fleet.peer_memory import MemorySharing, PeerPools, log
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from appliance.process import SpareDescriptors
-from engine.errors import ChannelClosed, WorkerFailed
+from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed
 from engine.units import part_text, size_text
 from engine.wire.channel import DaemonChannel
 from engine.wire.messages import (
@@ -352,7 +352,9 @@ class Supervisor:
                         if not worker.has_stepped:
                             worker.has_stepped = _has_ended_well(report)
                         self._on_report(worker.plan.name, report)
-        except ChannelClosed:
+        except ChannelClosed as error:
+            if isinstance(error, ChannelGarbled):
+                worker.failure = WorkerFailed(error.what)
             worker.channel = None
             channel.close()
 

@@ -4,7 +4,7 @@ A frame is a 4-byte little-endian length and a msgpack body, one tagged struct o
 engine.wire.messages.
 Owns: its end of the socket.
 Invariant: messages arrive whole and in order; after the peer's death all its messages are read
-before ChannelClosed.
+before ChannelClosed; bytes that are no message end the channel.
 Never: interprets a message, retries, or times out by itself.
 """
 
@@ -14,21 +14,39 @@ import asyncio
 import select
 import socket
 import threading
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from engine.errors import ChannelClosed
+from engine.errors import ChannelClosed, ChannelGarbled
 from engine.wire.messages import Command, Report
 
 Expected = TypeVar("Expected", bound=Command)
+Message = TypeVar("Message")
 
 _LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 64 << 20
+"""Many times the longest prompt; a greater length is garbage, not to be waited for."""
 _RECEIVE_BYTES = 1 << 18
 
 
 def _frame(body: bytes) -> bytes:
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+def _length(prefix: bytes | bytearray) -> int:
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_MESSAGE_BYTES:
+        raise ChannelGarbled(f"received a message of {length} bytes")
+    return length
+
+
+def _decoded(decode: Callable[[bytes | bytearray], Message], body: bytes | bytearray) -> Message:
+    try:
+        return decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ChannelGarbled(f"received bytes that are no message: {error}") from error
 
 
 class WorkerChannel:
@@ -73,6 +91,7 @@ class WorkerChannel:
 
         Raises:
             ChannelClosed: the daemon closed the channel and all its commands have been returned.
+            ChannelGarbled: what came is no command.
         """
         commands, self._unread = [*self._unread, *self._take_frames()], []
         while select.select([self._socket], [], [], None if wait and not commands else 0)[0]:
@@ -97,10 +116,10 @@ class WorkerChannel:
         start = 0
         while len(self._buffer) - start >= _LENGTH_BYTES:
             body = start + _LENGTH_BYTES
-            end = body + int.from_bytes(self._buffer[start:body], "little")
+            end = body + _length(self._buffer[start:body])
             if len(self._buffer) < end:
                 break
-            commands.append(self._decode(self._buffer[body:end]))
+            commands.append(_decoded(self._decode, self._buffer[body:end]))
             start = end
         del self._buffer[:start]
         return commands
@@ -143,13 +162,14 @@ class DaemonChannel:
 
         Raises:
             ChannelClosed: the worker closed the channel and all its reports have been returned.
+            ChannelGarbled: what came is no report.
         """
         try:
-            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
-            report: Report = self._decode(await self._reader.readexactly(length))
+            length = _length(await self._reader.readexactly(_LENGTH_BYTES))
+            body = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError) as error:
             raise ChannelClosed("the worker closed the channel") from error
-        return report
+        return _decoded(self._decode, body)
 
     def close(self) -> None:
         """Close this end; the worker sees it at its next receive and exits."""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 
@@ -74,22 +75,32 @@ class Disk:
             subprocess.run(["umount", "--lazy", folder], check=True)
 
     @contextlib.contextmanager
-    def stalled(self, most_s: float) -> Iterator[None]:
-        """Let every write wait; the disk goes on by itself after a time, for no kill ends a write.
-
-        A process that waits so cannot end, either.
-        """
+    def stalled(self) -> Iterator[None]:
+        """Let every write wait; a process that waits so cannot end, either."""
         subprocess.run(["fsfreeze", "--freeze", self.folder], check=True)
-        thaw = threading.Timer(most_s, self._thaw)
-        thaw.start()
         try:
             yield
         finally:
-            thaw.cancel()
-            self._thaw()
+            _is_ok("fsfreeze", "--unfreeze", self.folder)
 
-    def _thaw(self) -> None:
-        _is_ok("fsfreeze", "--unfreeze", self.folder)
+
+@contextlib.contextmanager
+def briefly(fault: AbstractContextManager[None], most_s: float = 4.0) -> Iterator[None]:
+    """Undo a fault after a while, also if what happens within it waits for that."""
+    lock, stack = threading.Lock(), contextlib.ExitStack()
+    stack.enter_context(fault)
+
+    def undo() -> None:
+        with lock:
+            stack.close()
+
+    timer = threading.Timer(most_s, undo)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        undo()
 
 
 def flip(path: Path, rng: Random, count: int) -> None:

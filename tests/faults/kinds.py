@@ -22,7 +22,7 @@ from random import Random
 from typing import NamedTuple
 
 from tests.benchmarks.hostile import Target, attack
-from tests.faults.disks import flip
+from tests.faults.disks import briefly, flip
 from tests.faults.questions import long_body
 from tests.faults.subject import Subject
 from tests.faults.wire import Manner, ask, reset
@@ -364,19 +364,19 @@ def _can_freeze(subject: Subject) -> bool:
 
 @kind("ssd", _has_disks)
 def ssd_full(subject: Subject, rng: Random) -> Iterator[None]:
-    with subject.ssd.full():
+    with briefly(subject.ssd.full()):
         yield
 
 
 @kind("ssd", _has_disks)
 def ssd_read_only(subject: Subject, rng: Random) -> Iterator[None]:
-    with subject.ssd.read_only():
+    with briefly(subject.ssd.read_only()):
         yield
 
 
 @kind("ssd", _can_freeze)
 def ssd_stalled(subject: Subject, rng: Random) -> Iterator[None]:
-    with subject.ssd.stalled(4.0):
+    with briefly(subject.ssd.stalled()):
         yield
 
 
@@ -404,34 +404,37 @@ def ssd_flipped(subject: Subject, rng: Random) -> Iterator[None]:
 
 @kind("log", _has_disks)
 def log_full(subject: Subject, rng: Random) -> Iterator[None]:
-    with subject.rows_may_be_lost(only_by_a_kill=True), subject.state.full():
+    with subject.rows_may_be_lost(only_by_a_kill=True), briefly(subject.state.full()):
         yield
 
 
 @kind("log", _has_disks)
 def log_read_only(subject: Subject, rng: Random) -> Iterator[None]:
-    with subject.rows_may_be_lost(only_by_a_kill=True), subject.state.read_only():
+    with subject.rows_may_be_lost(only_by_a_kill=True), briefly(subject.state.read_only()):
         yield
 
 
 @kind("log", _can_freeze)
 def log_stalled(subject: Subject, rng: Random) -> Iterator[None]:
-    with subject.state.stalled(4.0):
+    with briefly(subject.state.stalled()):
         yield
 
 
 @kind("log")
 def log_locked(subject: Subject, rng: Random) -> Iterator[None]:
-    with subject.rows_may_be_lost(only_by_a_kill=True):
-        db = sqlite3.connect(subject.log_path, isolation_level=None, timeout=5)
-        try:
-            with contextlib.suppress(sqlite3.Error):
-                db.execute("BEGIN IMMEDIATE")
-            yield
-        finally:
-            with contextlib.suppress(sqlite3.Error):
-                db.execute("ROLLBACK")
-            db.close()
+    with subject.rows_may_be_lost(only_by_a_kill=True), briefly(_locked(subject.log_path)):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    db = sqlite3.connect(path, isolation_level=None, timeout=5, check_same_thread=False)
+    try:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("BEGIN IMMEDIATE")
+        yield
+    finally:
+        db.close()
 
 
 @kind("log")

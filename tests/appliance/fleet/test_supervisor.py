@@ -160,6 +160,29 @@ async def test_a_worker_is_dead_when_its_process_is_gone_and_nothing_waits_for_t
     await supervisor.stop()
 
 
+GARBLED = f"""{READY}
+sock.sendall(b"\\xff" * 100)
+time.sleep(600)
+"""
+"""A worker that writes over its own messages, and lives on."""
+
+
+async def test_a_worker_that_sends_garbage_is_restarted() -> None:
+    died: asyncio.Queue[str] = asyncio.Queue()
+    state = loading(0, 0)
+    supervisor = unheard(
+        [(state.plan, state.setup)],
+        (sys.executable, "-c", GARBLED),
+        on_died=lambda name, about: died.put_nowait(about),
+    )
+    supervisor.spawn_all()
+    await supervisor.run()
+    for _ in range(2):
+        assert "message" in await died.get()
+    assert supervisor.workers["w"].num_restarts
+    await supervisor.stop()
+
+
 HANGING = READY.replace('channel.send(Ready("none"))', "time.sleep(600)")
 """A worker whose first step never ends."""
 

@@ -5,7 +5,7 @@ import threading
 import msgspec
 import pytest
 
-from engine.errors import ChannelClosed
+from engine.errors import ChannelClosed, ChannelGarbled
 from engine.wire.channel import DaemonChannel, WorkerChannel
 from engine.wire.messages import Admit, LoadingProgress, Release, WeightsComplete
 from engine.wire.run_spec import RunSpec
@@ -83,6 +83,29 @@ async def test_a_frame_cut_by_death_is_the_end(pair):
     theirs.close()
     with pytest.raises(ChannelClosed):
         await daemon.receive()
+    daemon.close()
+
+
+GARBAGE = {
+    "a length beyond all messages": b"\xff" * 9,
+    "no msgpack": b"\x02\x00\x00\x00\xc1\xc1",
+    "no message": b"\x01\x00\x00\x00\x07",
+    "text that is no UTF-8": b"\x03\x00\x00\x00\xa2\xff\xff",
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+async def test_garbage_ends_a_channel_at_either_end(pair, garbage):
+    ours, theirs = pair
+    daemon, worker = await DaemonChannel.open(ours), WorkerChannel(theirs)
+    worker.send(LoadingProgress(1, 1))
+    theirs.sendall(garbage)
+    assert await daemon.receive() == LoadingProgress(1, 1)
+    with pytest.raises(ChannelGarbled):
+        await daemon.receive()
+    ours.send(garbage)
+    with pytest.raises(ChannelGarbled):
+        worker.receive(wait=True)
     daemon.close()
 
 
