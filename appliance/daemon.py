@@ -68,6 +68,7 @@ from appliance.process import (
     notify_watchdog,
     raise_limit,
     read_in_thread,
+    standing_threads,
 )
 from appliance.residents import LoadedModel, Residents
 from appliance.service import Service
@@ -83,6 +84,8 @@ from engine.wire.messages import CoresUsed, Report
 
 log = logging.getLogger("penstock")
 
+NUM_THREADS = 8
+"""Threads of the loop, for files and for processes that end."""
 FRAME_INTERVAL_S = 1.0
 PARK_S = 2.0
 """Maximum wait for the workers of a model that is to stay loaded."""
@@ -201,6 +204,7 @@ class _Daemon:
             policy: until a reload brings another.
         """
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(standing_threads(NUM_THREADS, "daemon"))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         async with contextlib.AsyncExitStack() as stack:

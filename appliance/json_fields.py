@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from engine.errors import RequestError
+from engine.errors import NOT_JSON, RequestError
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def decode_object(body: bytes) -> Json:
         values = msgspec.json.decode(body)
     except RecursionError as error:
         raise RequestError("the body is nested too deeply", code="invalid_json") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise RequestError(_not_json(error, body), code="invalid_json") from error
     if not isinstance(values, dict):
         raise RequestError("the body is not a JSON object", code="invalid_type")

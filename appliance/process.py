@@ -2,8 +2,8 @@
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
 programs that call select(), which ours do not), and the size from which the heap gives large
-buffers pages of their own; threads that read a disk which may hang; what a line on stderr begins
-with, and the datagram to NOTIFY_SOCKET.
+buffers pages of their own; standing threads, and threads that read a disk which may hang; what a
+line on stderr begins with, and the datagram to NOTIFY_SOCKET.
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
 Never: asks for more than the hard limit; raises because a C library is another.
 """
@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.errors import PenstockError
@@ -42,6 +42,16 @@ def raise_limit(wanted: int) -> str | None:
         return None
     about = f"max_connections is {wanted}, but {limit} open files are allowed, with room for {fit}"
     return f"{about} (ulimit -Hn, LimitNOFILE=)"
+
+
+def standing_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Start threads before they are needed: a machine that runs out of them later gives none."""
+    threads = ThreadPoolExecutor(count, name)
+    all_run = threading.Barrier(count + 1)
+    for _ in range(count):
+        threads.submit(all_run.wait)
+    all_run.wait()
+    return threads
 
 
 def max_connections(wanted: int, limit: int | None = None) -> int:

@@ -9,6 +9,7 @@
     ├── AlreadyRunning            another daemon has what this one needs (exit 9)
     ├── WorkerFailed              a worker process could not start or keep running
     ├── ChannelClosed             the other end of a worker channel is gone
+    │   └── ChannelGarbled        it sent bytes that are no message
     ├── InvariantViolated         the ledger does not add up: a bug of ours
     └── RequestError              a client's request is refused; status, code, param
         ├── Forbidden             403: the peer's role, or whose it is
@@ -25,6 +26,10 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
+NOT_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)
+"""What msgspec raises for bytes that are no JSON or msgpack, or not of the declared type."""
 _FILE_EXIT_CODES = {
     **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), 2),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), 4),

@@ -29,6 +29,7 @@ LONGEST = (
     "test_several_gpus.py",
     "test_recovery.py",
     "schedule/test_router.py",
+    "test_faults.py",
     "test_swaps.py",
     "test_ssd_cache.py",
     "test_manners.py",

@@ -155,7 +155,7 @@ async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
         raise FeedLost(f"the daemon has been silent for {SILENCE_S:.0f} s") from None
     except OSError as error:
         raise FeedLost(f"lost the daemon: {error.strerror or error}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise FeedLost(f"the daemon's answer cannot be read: {error}") from None
     finally:
         if writer is not None:
@@ -339,6 +339,6 @@ def _refusal(status: int, body: bytes) -> str:
     """Return the daemon's message if it sent an error object."""
     try:
         message = msgspec.json.decode(body, type=_ErrorReply).error.message
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeError):
         message = ""
     return f"the daemon answered {status}{': ' if message else ''}{message}"

@@ -15,6 +15,7 @@ import msgspec
 
 from appliance.api import openai_bodies as chats
 from appliance.json_fields import Json, invalid_type, invalid_value, required, unsupported
+from engine.errors import NOT_JSON
 
 Message = dict[str, Any]
 
@@ -97,7 +98,7 @@ def _arguments(value: Any, param: str) -> Json:
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value) if value.strip() else {}
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise invalid_value(param, f"is not JSON: {error}") from error
     if not isinstance(value, dict | None):
         raise invalid_type(param, "an object, written as a string", value)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from appliance.api.wire import peer_of
+from appliance.process import standing_threads
 from engine.errors import QueueFull, Unavailable
 
 MAX_WAITING = 16
@@ -45,7 +45,7 @@ class Turns:
         max_waiting: int = MAX_WAITING,
         max_waiting_each: int = MAX_WAITING_EACH,
     ) -> None:
-        self._threads = ThreadPoolExecutor(num_at_once, name)
+        self._threads = standing_threads(num_at_once, name)
         self._num_free = num_at_once
         self._max_waiting = max_waiting
         self._max_waiting_each = max_waiting_each

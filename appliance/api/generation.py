@@ -30,7 +30,7 @@ from appliance.api.respond import Reply
 from appliance.api.wire import appliance_of, arrival_of, client_request_id, json_response, require
 from appliance.fleet.swaps import IncomingRequest
 from appliance.request import Role
-from engine.errors import RequestError
+from engine.errors import NOT_JSON, RequestError
 
 MAX_INLINE_BYTES = 16 << 10
 """Larger bodies are decoded in a thread."""
@@ -145,7 +145,7 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
     arrival.has_body()
     try:
         asked = msgspec.json.decode(body, type=_Asked).model or ""
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         asked = ""  # it will be refused in the usual words
     name = swaps.name_of(asked)
     unloading = unloaded(http.url.path, body, name)

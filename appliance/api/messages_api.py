@@ -30,7 +30,7 @@ from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
 from appliance.json_fields import Json, check, renamed, required, undeclared, unsupported
 from appliance.request import ModelInfo, Request
-from engine.errors import RequestError
+from engine.errors import NOT_JSON, RequestError
 from engine.schedule.sequence import FinishReason
 
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
@@ -378,7 +378,7 @@ def _parsed(text: str) -> Json:
     """Parse a call's input; one that a limit cut off is no object and is sent as text."""
     try:
         value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return {"_incomplete": text}
     return value if isinstance(value, dict) else {"_incomplete": text}
 

@@ -47,7 +47,7 @@ from appliance.json_fields import (
 from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
 from appliance.request import ModelInfo, Request, Role
-from engine.errors import ConfigError, RequestError, Unavailable
+from engine.errors import NOT_JSON, ConfigError, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 
 _READ = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty")
@@ -207,7 +207,7 @@ def unloaded(path: str, body: bytes, name: str) -> NothingToGenerate | None:
     try:
         asked = msgspec.json.decode(body, type=_Unloading)
         is_unloading = path in UNLOADING and keep_alive_s(asked.keep_alive) == 0
-    except (msgspec.MsgspecError, ValueError):
+    except (*NOT_JSON, ValueError):
         return None  # it will be refused in the usual words
     if not is_unloading or asked.prompt or asked.messages:
         return None
@@ -322,7 +322,7 @@ class OllamaShape:
             name, text = self._calls[self._num_told]
             try:
                 arguments = msgspec.json.decode(text or "null")
-            except msgspec.DecodeError:
+            except NOT_JSON:
                 arguments = None
             is_next = self._num_told < len(self._calls) - 1
             if not isinstance(arguments, dict):

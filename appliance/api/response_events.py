@@ -19,7 +19,7 @@ from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
 from appliance.json_fields import Json
 from appliance.request import Request
-from engine.errors import RequestError
+from engine.errors import NOT_JSON, RequestError
 from engine.schedule.sequence import FinishReason
 
 _ECHOED: Json = {
@@ -78,7 +78,7 @@ def _input_of(arguments: str) -> str:
     """Take the text of a call out of its JSON; one that a limit has cut off is told as it came."""
     try:
         return str(msgspec.json.decode(arguments)["input"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*NOT_JSON, KeyError, TypeError):
         return arguments
 
 

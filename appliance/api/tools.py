@@ -20,7 +20,7 @@ import msgspec
 from appliance.api import openai_bodies as chats
 from appliance.formats.tool_format import OutputFormat
 from appliance.json_fields import check, invalid_type, invalid_value
-from engine.errors import RequestError
+from engine.errors import NOT_JSON, RequestError
 from engine.text.grammar import (
     GrammarError,
     calls_grammar,
@@ -308,7 +308,7 @@ def _of_schema(value: Any, param: str, *, is_lenient: bool = False) -> str:
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise invalid_value(param, f"is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise invalid_type(param, "a JSON schema", value)

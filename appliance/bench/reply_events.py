@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.errors import NOT_JSON
+
 MAX_HEAD_BYTES = 1 << 16
 
 
@@ -97,7 +99,7 @@ class ReplyReader:
             is_last = self._take_chunks() if self._is_chunked else self._take_all()
             if self._is_stream:
                 self._take_events(now_ns)
-        except (ValueError, IndexError, msgspec.MsgspecError) as error:
+        except (*NOT_JSON, ValueError, IndexError) as error:
             self._reply.problem = f"the reply cannot be read: {error}"
             self.is_over = True
         else:
@@ -190,5 +192,5 @@ def _message(body: bytes) -> str:
     """Read the message of an error object; empty for another body."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.message
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return ""

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from engine.errors import ConfigError, FileError
+from engine.errors import NOT_JSON, ConfigError, FileError
 
 _A_FILE = "Mooncake published traces in this form"
 
@@ -133,7 +133,7 @@ def read_trace(path: Path) -> list[PlannedArrival]:
 def _arrival(line: bytes, where: str) -> PlannedArrival:
     try:
         each = msgspec.json.decode(line, type=TraceLine)
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         raise ConfigError(
             f"not a line of a trace: {error}",
             where=where,

@@ -17,6 +17,7 @@ import h11
 import msgspec
 
 from appliance.dynamo.outputs import LostError
+from engine.errors import NOT_JSON
 
 _READ_BYTES = 1 << 16
 CONNECT_S = 5.0
@@ -113,7 +114,7 @@ async def get(socket: Path, target: str, silence_s: float = 10.0) -> Any:
     Raises:
         LostError: no answer, or an error.
     """
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*NOT_JSON):
         async with DaemonExchange(socket, silence_s) as line:
             await line.ask("GET", target)
             body = await line.body()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from appliance.formats.text_reading import ObjectScanner, Step, TextReading, drop
+from engine.errors import NOT_JSON
 
 
 def types_of(schema: object) -> set[str]:
@@ -225,7 +226,7 @@ def _whole_call(reading: TextReading, text: str) -> tuple[str, str] | None:
     """Name and arguments of a call of one of the functions."""
     try:
         call = msgspec.json.decode(text, type=_Call)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+    except NOT_JSON:
         return None
     arguments = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
     if call.name not in reading.schemas or not arguments.startswith("{"):

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from engine.errors import NOT_JSON
+
 T = TypeVar("T")
 Step = Generator[None, None, T]
 Emit = Callable[[str], None]
@@ -81,7 +83,7 @@ class TextReading:
         """Say whether the last call's arguments are a complete object."""
         try:
             return isinstance(msgspec.json.decode("".join(self._arguments)), dict)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        except NOT_JSON:
             return False
 
     def more(self) -> Step[bool]:

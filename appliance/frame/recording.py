@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from appliance.frame.protocol import FRAME_VERSION, Frame
-from engine.errors import PenstockError, file_exit_code
+from engine.errors import NOT_JSON, PenstockError, file_exit_code
 
 APPLICATION_ID = 0x50454E52  # "PENR", for file(1)
 RECORDING_VERSION = 1
@@ -53,7 +53,7 @@ class FramePacker:
         try:
             self._like = msgspec.json.decode(template)
             self._dictionary = msgspec.json.encode(_packed(self._like, self._like))
-        except (msgspec.MsgspecError, TypeError, RecursionError) as error:
+        except (*NOT_JSON, TypeError) as error:
             raise ValueError(str(error)) from error
 
     def pack(self, frame: Frame) -> bytes:
@@ -75,7 +75,7 @@ class FramePacker:
                 raise ValueError("incomplete")
             fields = _unpacked(msgspec.json.decode(packed), self._like)
             frame = msgspec.convert(fields, Frame)
-        except (zlib.error, msgspec.MsgspecError, TypeError, RecursionError) as error:
+        except (*NOT_JSON, zlib.error, TypeError) as error:
             raise ValueError(str(error)) from error
         return msgspec.structs.replace(frame, at=at, seq=seq, uptime_s=uptime_ms / 1000)
 
@@ -112,7 +112,7 @@ def open_recording(path: Path) -> sqlite3.Connection:
         raise RecordingError(f"cannot be opened: {error}", where=where, hint=_MAKE_ONE) from error
     try:
         _check(db, where)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeError) as error:
         db.close()
         raise RecordingError(
             f"not a recording, or damaged: {error}",

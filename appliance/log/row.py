@@ -24,6 +24,7 @@ import msgspec
 from appliance.frame.latency import in_order
 from appliance.frame.protocol import RequestFrame, computed_at_end
 from appliance.request import Peer, Request
+from engine.errors import NOT_JSON
 from engine.schedule.sequence import FinishReason, Sequence
 
 MAX_CLIENT_RID_CHARS = 128
@@ -467,7 +468,7 @@ def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
     for number, line in enumerate(lines, 1):
         try:
             row = msgspec.json.decode(line, type=LogRow)
-        except msgspec.DecodeError as error:  # torn by a full disk, or another version's
+        except NOT_JSON as error:  # torn by a full disk, or another version's
             _LOG.warning("%s:%d: an unfinished request cannot be read: %s", path, number, error)
             continue
         if row.finish_reason is not None:

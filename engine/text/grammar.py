@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from engine.errors import Unavailable
 from engine.text.endless_schemas import endless_reference
 from engine.text.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ LIMITS = llguidance.LLParserLimits(
     max_lexer_states=50_000,
     verbose_errors=False,  # else the client reads its whole grammar again
 )
+_RETRY_MS = 1000
 _STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new threads
 _MAX_ERROR_CHARS = 300
 _ANY_OBJECT = {"type": "object"}
@@ -191,12 +193,17 @@ def with_deep_stack(function: Callable[[], R]) -> R:
 
     A thread started elsewhere at this moment gets a deep stack, too, which costs only address
     space.
+
+    Raises:
+        Unavailable: the machine has no thread left.
     """
     with ThreadPoolExecutor(1, "grammar-stack") as executor:
         with _STACK_SIZE_LOCK:
             threading.stack_size(_COMPILER_STACK_BYTES)
             try:
                 future = executor.submit(function)  # starts the thread
+            except RuntimeError as error:
+                raise Unavailable(str(error), code="busy", retry_after_ms=_RETRY_MS) from error
             finally:
                 threading.stack_size(0)
         return future.result()

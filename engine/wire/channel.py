@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.errors import ChannelClosed, ChannelGarbled
+from engine.errors import NOT_JSON, ChannelClosed, ChannelGarbled
 from engine.wire.messages import Command, Report
 
 Expected = TypeVar("Expected", bound=Command)
@@ -45,7 +45,7 @@ def _length(prefix: bytes | bytearray) -> int:
 def _decoded(decode: Callable[[bytes | bytearray], Message], body: bytes | bytearray) -> Message:
     try:
         return decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise ChannelGarbled(f"received bytes that are no message: {error}") from error
 
 
@@ -169,7 +169,8 @@ class DaemonChannel:
             body = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError) as error:
             raise ChannelClosed("the worker closed the channel") from error
-        return _decoded(self._decode, body)
+        report: Report = _decoded(self._decode, body)
+        return report
 
     def close(self) -> None:
         """Close this end; the worker sees it at its next receive and exits."""

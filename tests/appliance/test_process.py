@@ -185,6 +185,19 @@ def test_a_disk_that_hangs_is_told_of_once_and_left_behind(hanging: threading.Ev
     assert late.get(timeout=60)
 
 
+def test_standing_threads_work_where_no_other_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    together = threading.Barrier(3)
+    with process.standing_threads(3, "test") as threads:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        jobs = [threads.submit(together.wait) for _ in range(3)]
+        assert sorted(job.result(60) for job in jobs) == [0, 1, 2]
+
+
 def test_nobody_who_stops_waits_for_a_disk(hanging: threading.Event) -> None:
     late = SimpleQueue[bool]()
 

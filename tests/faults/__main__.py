@@ -32,8 +32,10 @@ from tests.sweep.replies import read
 MAX_RECOVERY_S = 120.0
 MAX_HELD_S = 3.0
 MAX_GROWTH_BYTES = 64 * MiB
-SPARE = 6
+SPARE = 10
 """Descriptors and threads that come and go by themselves."""
+SHORTAGES = ("can't start new thread", "MemoryError", "Cannot allocate memory")
+"""A worker that ends of one says where; it is restarted."""
 NUM_SHOWN = 20
 OWN_MOUNTS = "--own-mounts"
 
@@ -68,6 +70,8 @@ class Soak:
         subject = self.subject
         for question in (self.probe, *self.questions):
             question.record(subject.door)
+        if subject.ssd.is_ours:
+            subject.daemon.wait_for(lambda: subject.daemon.state()["ssd"]["state"] == "on")
         before, shared = subject.held(), subject.shared_bytes()
         subject.watch()
         clients = Clients(subject, self.questions, self.options.clients, self.options.seed)
@@ -91,7 +95,7 @@ class Soak:
         while True:
             for kind in self.rng.sample(self.possible, len(self.possible)):
                 others = [other for other in self.possible if other.touches != kind.touches]
-                pair = self.rng.random() < 1 / 3
+                pair = others and self.rng.random() < 1 / 3
                 yield [kind, self.rng.choice(others)] if pair else [kind]
 
     def _hurt(self, kinds: list[Kind]) -> None:
@@ -134,7 +138,7 @@ class Soak:
         accepted = [outcome for outcome in clients.outcomes if outcome.is_accepted]
         without = [o for o in accepted if o.rid not in rows]
         excused = [o for o in without if subject.is_excused(o.began_s, o.ended_s)]
-        counts = clients.counts()
+        counts = Counter({**dict.fromkeys(BAD, 0), **clients.counts()})
         counts["without a row"] = len(without) - len(excused)
         counts["doubled rows"] = len(doubled)
         problems += [o.about for o in clients.outcomes if o.verdict in BAD]
@@ -167,8 +171,12 @@ class Soak:
         for name, text in self.subject.stderr_texts().items():
             lines = text.splitlines()
             for number, line in enumerate(lines):
-                if line.startswith("Traceback") or "invariant.violated" in line:
-                    found.append(f"{name}:{number + 1}: " + "\n    ".join(lines[number:][:40]))
+                shown = lines[number : number + 60]
+                is_shortage = any(what in text for what in SHORTAGES for text in shown)
+                if line.startswith("Traceback") and not is_shortage:
+                    found.append(f"{name}:{number + 1}: " + "\n    ".join(shown))
+                if "invariant.violated" in line:
+                    found.append(f"{name}:{number + 1}: {line}")
         return found
 
     def _print_table(self, counts, num_requests, num_excused, before, after) -> None:

@@ -55,10 +55,13 @@ class Disk:
         filler = self.folder / FILLER
         try:
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                for size in (1 << 20, 4096):
-                    with contextlib.suppress(OSError):
-                        while file.write(bytes(size)):
-                            pass
+                size, part = 0, 64 << 20
+                while part >= 4096:
+                    try:
+                        os.posix_fallocate(file.fileno(), size, part)  # nothing is written
+                        size += part
+                    except OSError:
+                        part //= 2
             yield
         finally:
             filler.unlink(missing_ok=True)

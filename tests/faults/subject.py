@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ class Subject:
     def __init__(self, folder: Path, options: list[str], *, may_mount: bool) -> None:
         self.folder = folder
         self.state = Disk(folder / "state", 64 * MiB, may_mount=may_mount)
-        self.ssd = Disk(folder / "ssd", 96 * MiB, may_mount=may_mount)
+        # the cache leaves a GiB of its disk free
+        self.ssd = Disk(folder / "ssd", 1200 * MiB, may_mount=may_mount)
         path, keys = make_keys(folder, laptop="user", boss="operator")
         self.keys = list(keys.values())
         with socket.socket() as probe:
@@ -54,7 +55,6 @@ class Subject:
         self.num_own_ends = 0
         self._ends: list[list[float]] = []
         self._stops: list[list[float]] = []
-        self._deaths: list[float] = []
         self._excused: list[list[float]] = []
         self._damaged: int | None = None
         self._num_kept = 0
@@ -130,8 +130,7 @@ class Subject:
                 span[1] = min(span[1], now_s)
 
     def _watch(self) -> None:
-        """Keep frames, count workers' deaths, and start a daemon again that has ended by itself."""
-        num_restarts: dict[tuple[int, str], int] = defaultdict(int)
+        """Keep frames, and start a daemon again that has ended by itself."""
         while not self._is_over.wait(LOOK_S):
             if self.daemon.process.poll() is not None and self._lock.acquire(blocking=False):
                 try:
@@ -144,11 +143,6 @@ class Subject:
                 continue
             with self.frames_path.open("a") as file:
                 file.write(json.dumps(frame) + "\n")
-            for worker in frame["workers"]:
-                key = (frame["pid"], worker["name"])
-                num_new = worker["num_restarts"] - num_restarts[key]
-                self._deaths += [time.monotonic()] * num_new
-                num_restarts[key] = worker["num_restarts"]
 
     def _look_at_end(self) -> None:
         if self.daemon.process.poll() is None or self._is_over.is_set():
@@ -179,9 +173,6 @@ class Subject:
         """Say whether new connections may have found nobody."""
         stops = [*self._stops, *self._ends]
         return any(begin_s <= to_s and from_s <= end_s for from_s, to_s in stops)
-
-    def num_worker_deaths_in(self, begin_s: float, end_s: float) -> int:
-        return sum(begin_s <= at_s <= end_s + 2 * LOOK_S for at_s in [*self._deaths])
 
     # its log
 
@@ -295,15 +286,23 @@ class Subject:
 
 
 def rows_of(paths: list[Path]) -> Counter[str]:
-    """Count rows by the client's id over log files; the most in any one of them counts."""
+    """Count rows by the client's id over log files; the most in any one of them counts.
+
+    A row whose ids a flipped bit has changed is another request's, never a second one.
+    """
     counts: Counter[str] = Counter()
     for path in paths:
-        found: dict[int, str] = {}
+        found: dict[int, tuple[str, str]] = {}
         for order in ("ASC", "DESC"):  # a damaged one is read from both ends
             with contextlib.suppress(sqlite3.Error):
                 db = sqlite3.connect(path)
-                query = "SELECT rowid, client_rid FROM requests WHERE client_rid LIKE 'soak-%'"
-                found.update(db.execute(f"{query} ORDER BY rowid {order}"))
+                db.text_factory = lambda text: text.decode(errors="replace")
+                query = "SELECT rowid, client_rid, rid FROM requests WHERE client_rid LIKE 'soak-%'"
+                for number, *ids in db.execute(f"{query} ORDER BY rowid {order}"):
+                    found[number] = (ids[0], ids[1])
                 db.close()
-        counts |= Counter(found.values())
+        of_file: Counter[str] = Counter()
+        for (client_rid, _), count in Counter(found.values()).items():
+            of_file[client_rid] = max(of_file[client_rid], count)
+        counts |= of_file
     return counts

@@ -218,3 +218,13 @@ async def test_a_thread_whose_client_is_gone_is_not_given_to_another(desk: Desk)
     desk.go("a0")
     desk.go("b1")
     assert await second == "b1"
+
+
+async def test_work_is_done_where_no_thread_can_be_started(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    turns = Turns("desk", 2)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for number in range(3):  # a turn that is not given back would be missing at the third
+        assert await turns.run(Client("a").http, lambda number=number: number) == number

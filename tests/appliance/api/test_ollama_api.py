@@ -209,7 +209,7 @@ class Turns(AbstractContextManager):
         self.first, self.current, self.unloaded, self.kept = first, "m", [], None
 
     def name_of(self, asked):
-        return asked
+        return asked or self.current
 
     def can_enter(self, name):
         return name == self.current
@@ -238,6 +238,18 @@ async def test_a_model_that_is_not_served_is_unloaded_without_being_loaded(appli
         reply = await client.post(path, json={"model": "other", "keep_alive": 0})
     assert (reply.status_code, reply.json()["done_reason"]) == (200, "unload")
     assert (reply.json()["model"], swaps.unloaded, swaps.kept) == ("other", ["other"], None)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"model": "\xff"}', b'{"keep_alive": "\xff"}', b'{"x":' + b"[" * 100_000]
+)
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/chat/completions"])
+async def test_bytes_that_are_no_json_are_refused_also_where_models_take_turns(
+    appliance, path, body
+):
+    appliance.swaps = Turns("m")
+    async with client_of(appliance, ALICE) as client:
+        assert (await client.post(path, content=body)).status_code == 400
 
 
 async def test_a_request_says_how_long_its_model_stays(appliance):

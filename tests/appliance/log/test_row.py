@@ -109,11 +109,13 @@ def test_a_torn_line_and_another_versions_cost_only_themselves(
     path.parent.mkdir()
     good = msgspec.json.encode(row("cmpl-1"))
     strange = msgspec.json.encode({"rid": "cmpl-0", "shape": "another"})
-    path.with_suffix(".open").write_bytes(b"\n".join([good[:40], strange, good, good[:-9]]))
+    flipped = good.replace(b"cmpl-1", b"cmpl-\xb1")
+    lines = [good[:40], strange, good, flipped, good[:-9]]
+    path.with_suffix(".open").write_bytes(b"\n".join(lines))
     log = start(path)
     assert log.flush(60)
     assert rids(log.rows(RowQuery())) == ["cmpl-1"]  # of the new log's run, as there is no other
-    assert caplog.text.count("cannot be read") == 3
+    assert caplog.text.count("cannot be read") == 4
     log.close()
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import Unavailable
 from engine.text.endless_schemas import endless_reference
 from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
@@ -489,3 +490,13 @@ def test_ways_that_double_at_every_turn_take_no_time() -> None:
     doubling = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(500)}
     assert endless_reference(defs(**doubling, d500={"type": "null"})) is None
     assert endless_reference(defs(**doubling, d500={"$ref": "#/$defs/d0"})) is not None
+
+
+def test_a_grammar_can_be_sent_again_where_no_thread_can_be_started(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(Unavailable) as refusal:
+        validate(json_grammar())
+    assert refusal.value.code == "busy"

@@ -1,0 +1,65 @@
+"""Seconds of the soak; `python -m tests.faults` does it for as long as one likes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.faults.clients import Clients
+from tests.faults.questions import Question
+from tests.faults.wire import Manner, Reply
+
+ROOT = Path(__file__).parent.parent
+MINUTES = 0.3
+PATH = "/v1/completions"
+
+
+def test_no_client_notices_seconds_of_faults():
+    command = [sys.executable, "-m", "tests.faults", "--minutes", str(MINUTES), "--seed", "1"]
+    command += ["--questions", "9", "--clients", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrong 0" in done.stdout
+
+
+def reply_of(text, *, is_whole=True, status=200, **changes):
+    choice = {"index": 0, "text": text, "finish_reason": "length" if is_whole else None}
+    body = json.dumps({"choices": [choice], **changes}).encode()
+    head = f"HTTP/1.1 {status} OK".encode()
+    return Reply(status, head, body, is_whole=is_whole, has_connected=True)
+
+
+RIGHT = Question(PATH, {}, "", ([(0, "right")], ["length"], [], [], True))
+CUT = Reply(200, b"HTTP/1.1 200 OK", b"", has_connected=True)
+SILENT = Reply(has_connected=True)
+
+
+@pytest.mark.parametrize(
+    ("reply", "has_died", "verdict"),
+    [
+        (reply_of("right"), False, "right"),
+        (reply_of("right"), True, "right"),
+        (reply_of("rightright"), True, "wrong"),
+        (reply_of("rig"), True, "wrong"),
+        (reply_of("wro", is_whole=False), True, "wrong"),
+        (reply_of("rig", is_whole=False), True, "cut"),
+        (reply_of("rig", is_whole=False), False, "lost"),
+        (CUT, False, "lost"),
+        (SILENT, False, "unanswered"),
+        (SILENT, True, "cut"),
+        (Reply(), True, "down"),
+        (reply_of("", status=503), False, "refused"),
+        (reply_of("", status=500, error={"message": "internal"}), False, "failed"),
+        (reply_of("", status=500, error={"message": "w died 4 times"}), False, "given up"),
+    ],
+)
+def test_a_reply_is_right_only_to_the_letter(reply, has_died, verdict):
+    subject = SimpleNamespace(
+        has_ended_in=lambda *_: has_died,
+        has_stopped_in=lambda *_: has_died,
+    )
+    clients = Clients(subject, [RIGHT], 0, 0)
+    assert clients._judge(RIGHT, reply, Manner(), 0.0, 1.0)[0] == verdict
