@@ -368,8 +368,7 @@ class PrefixCache:
         here = (pool, kv_pool.life)
         if sequence.computed_in != here:
             sequence.forget_computed()
-            sequence.computed_in = here
-            sequence.valid_record = 0
+            sequence.moved_to(here)
         sequence.num_published_blocks = 0
         there = min(self._ledger.num_hashed(sequence.seq_id, pool), self._most(sequence, size))
         if kv_pool.record_blocks:
@@ -402,6 +401,21 @@ class PrefixCache:
         if self.tiers and not chain.scope.is_secret:
             self.tiers.computed(chain.hashes[first:num_full] + snapshot)
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
+
+    def advanced(self, sequence: Sequence, released: str | None) -> None:
+        """Publish what a step has computed; when its worker is done with it, its last border too.
+
+        Args:
+            sequence: that the step was of.
+            released: why the worker released it; None: it has not.
+        """
+        self.publish(sequence)
+        self.records.advanced(sequence)
+        if released not in ("ended", "preempted"):
+            return
+        snapshot = self.records.keep_last(sequence)
+        if snapshot and self.tiers and sequence.prefix and not sequence.prefix.scope.is_secret:
+            self.tiers.computed(snapshot)
 
     def _most(self, sequence: Sequence, block_size: int) -> int:
         """Blocks at most that a hit may have: not that of the last token.

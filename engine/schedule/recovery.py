@@ -149,8 +149,7 @@ class Recovery:
         assert isinstance(sequence.where, Moving)
         from_pool, to_pool = (self._topology.pool_of(stage.worker) for stage in sequence.where)
         if from_pool != to_pool and self._copies.num_arrived(sequence, to_pool):
-            sequence.computed_in = (to_pool, self._ledger.pools[to_pool].life)
-            sequence.valid_record = 0  # a copied record is the first
+            sequence.moved_to((to_pool, self._ledger.pools[to_pool].life))
         self._copies.forget(sequence.seq_id)
 
     def _keep(
@@ -159,9 +158,7 @@ class Recovery:
         """Keep what is computed in one pool, and its blocks in some; stop moving."""
         if num_computed < sequence.num_computed_tokens:
             sequence.forget_computed(num_computed)
-        if sequence.computed_in != (here, self._ledger.pools[here].life):
-            sequence.valid_record = 0  # a copied record is the first
-        sequence.computed_in = (here, self._ledger.pools[here].life)
+        sequence.moved_to((here, self._ledger.pools[here].life))
         self._copies.forget(sequence.seq_id)
         for name in self._ledger.pools:
             if name not in pools:

@@ -414,8 +414,7 @@ class Router:
         sequence.valid_record = entry.valid_record
         sequence.output_token_ids += entry.token_ids
         self.queue.generated(sequence, len(entry.token_ids))
-        self.prefixes.publish(sequence)
-        self.prefixes.records.advanced(sequence)
+        self.prefixes.advanced(sequence, entry.released)
         sequence.prompt_logprobs += entry.prompt_logprobs
         if entry.num_scheduled_tokens:
             sequence.is_on_probation = False

@@ -83,6 +83,14 @@ Where = Waiting | Paused | On | Moving | Ended
 QUEUED = Waiting()
 
 
+class KeptRecord(NamedTuple):
+    """The record at the last border, which is not written before the next border."""
+
+    place: int
+    """Its place among the sequence's records."""
+    num_tokens: int
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended. `stop`: end of text, stop id or stop string; `length`: max_tokens."""
 
@@ -229,6 +237,10 @@ class Sequence:
     """Numbers of computed tokens at which its record is kept for others."""
     frozen_records: set[int] = field(default_factory=set)
     """Places of records that its worker does not write any more."""
+    keeps_records: bool = False
+    """Whether its worker keeps the record at each border until the next border."""
+    kept_record: KeptRecord | None = None
+    """The record at the last border; None: there is no such record yet."""
     computed_in: tuple[str, int] | None = None
     """The pool that its computed positions are in, and the life of that pool; None: nowhere."""
     transport: str | None = None
@@ -255,6 +267,12 @@ class Sequence:
         if self.sampling.prompt_logprobs is not None:
             num_kept_tokens, self.prompt_logprobs = 0, []
         self.num_computed_tokens = num_kept_tokens
+        self.kept_record = None
+
+    def moved_to(self, here: tuple[str, int]) -> None:
+        """Note the pool, and its life, with what it has computed; a copied record is the first."""
+        if self.computed_in != here:
+            self.computed_in, self.valid_record, self.kept_record = here, 0, None
 
     def lose_blocks(self, now_ns: int) -> None:
         """Others have got them: everything is to be computed again."""

@@ -3,7 +3,9 @@
 A model with recurrent layers continues from a border only where both the blocks before it and the
 record at it are there. A running sequence has two records, of which a step reads one and writes the
 other; one more for each snapshot: the record just written there is frozen, and found by others from
-then on, while the sequence continues with the rest.
+then on, while the sequence continues with the rest. If there is room, a sequence has one more, in
+which its worker keeps the record at the last border. When the worker releases the sequence, that
+record becomes a snapshot, so that a conversation's next turn continues within the reply.
 
 Owns: at which numbers of computed tokens a sequence leaves a snapshot.
 Invariant: a record that can be found is never written; a sequence has two others.
@@ -17,9 +19,12 @@ from typing import NamedTuple
 
 from engine.cache.blocks import MIN_RECORDS, BlockPool, BlockState, Ledger
 from engine.cache.hashes import Hash, record_hashes
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import KeptRecord, Sequence
 from engine.schedule.worker_routes import positions_needed
 from engine.wire.messages import Records
+
+KEEPING_SHARE = 0.25
+"""Share of a pool that must stay free where a sequence has a third record."""
 
 
 class NeededRecords(NamedTuple):
@@ -95,6 +100,10 @@ class SequenceRecords:
                 borders = self._borders(sequence, kv_pool, len(there))[:num_spare]
                 sequence.snapshots_at = tuple(sorted(borders))
                 new[name] += len(borders)
+            if sequence.prefix is not None:
+                num_left = kv_pool.num_free - (count - len(there))
+                num_left -= (new[name] + 1) * kv_pool.record_blocks
+                new[name] += num_left >= kv_pool.capacity * KEEPING_SHARE
         return NeededRecords(new, snapshots)
 
     def _borders(self, sequence: Sequence, kv_pool: BlockPool, num_found: int) -> list[int]:
@@ -152,15 +161,30 @@ class SequenceRecords:
         num_spare = max(len(blocks) - len(frozen) - MIN_RECORDS, 0)
         ahead = [at for at in sequence.snapshots_at if at > sequence.num_computed_tokens]
         sequence.snapshots_at = tuple(ahead[:num_spare])
-        copied = [list(record) for record in blocks]
-        return Records(copied, sequence.valid_record, frozen, list(sequence.snapshots_at))
+        sequence.keeps_records = num_spare > len(sequence.snapshots_at)
+        if not sequence.keeps_records:
+            sequence.kept_record = None
+        copied, kept = [list(record) for record in blocks], sequence.kept_record
+        return Records(
+            copied,
+            sequence.valid_record,
+            frozen,
+            list(sequence.snapshots_at),
+            self._ledger.pools[pool].block_size if sequence.keeps_records else 0,
+            None if kept is None else kept.place,
+        )
 
     def advanced(self, sequence: Sequence) -> None:
-        """Release snapshots that a step has read for the last time."""
-        if sequence.num_computed_tokens in sequence.snapshots_at:
-            sequence.frozen_records.add(sequence.valid_record)
+        """Release snapshots that a step has read for the last time; note which record is kept."""
+        num_computed = sequence.num_computed_tokens
         if sequence.computed_in is None:
             return
+        block_size = self._ledger.pools[sequence.computed_in[0]].block_size
+        if num_computed in sequence.snapshots_at:
+            sequence.frozen_records.add(sequence.valid_record)
+        is_kept = sequence.keeps_records and num_computed % block_size == 0
+        if is_kept and sequence.valid_record not in sequence.frozen_records:
+            sequence.kept_record = KeptRecord(sequence.valid_record, num_computed)
         pool, key = sequence.computed_in[0], ("admit", sequence.seq_id, sequence.generation)
         for place in sequence.frozen_records - {sequence.valid_record}:
             self._ledger.drop_record(sequence.seq_id, pool, place, key)
@@ -172,10 +196,27 @@ class SequenceRecords:
         Returns:
             the hashes of the new snapshot's blocks.
         """
-        computed, chain = sequence.num_computed_tokens, sequence.prefix
-        if computed not in sequence.snapshots_at or chain is None:
+        if sequence.num_computed_tokens not in sequence.snapshots_at:
             return []
-        border = chain.hashes[computed // kv_pool.block_size - 1]
-        record = self._ledger.records(sequence.seq_id, kv_pool.name)[sequence.valid_record]
+        last = KeptRecord(sequence.valid_record, sequence.num_computed_tokens)
+        return self._publish(sequence, kv_pool, last)
+
+    def keep_last(self, sequence: Sequence) -> list[Hash]:
+        """Let others find the record at its last border, once its worker has released it.
+
+        Returns:
+            the hashes of the new snapshot's blocks.
+        """
+        kept, here = sequence.kept_record, sequence.computed_in
+        sequence.kept_record = None
+        if kept is None or here is None or here[1] != self._ledger.pools[here[0]].life:
+            return []
+        return self._publish(sequence, self._ledger.pools[here[0]], kept)
+
+    def _publish(self, sequence: Sequence, kv_pool: BlockPool, kept: KeptRecord) -> list[Hash]:
+        if (chain := sequence.prefix) is None:
+            return []
+        border = chain.hashes[kept.num_tokens // kv_pool.block_size - 1]
+        record = self._ledger.records(sequence.seq_id, kv_pool.name)[kept.place]
         is_new = kv_pool.publish_snapshot(record, border, sequence.owner)
         return record_hashes(border, len(record)) if is_new else []

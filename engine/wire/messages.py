@@ -153,7 +153,7 @@ class MapPool(msgspec.Struct, tag=True, frozen=True):
 class Records(msgspec.Struct, frozen=True, array_like=True):
     """A sequence's records in the pool: what recurrent layers know of its computed tokens.
 
-    A step reads the valid one and writes another: the first that is neither valid nor frozen.
+    A step reads the valid one and writes another: the first that is neither valid, frozen nor kept.
     """
 
     blocks: list[list[int]]
@@ -164,6 +164,10 @@ class Records(msgspec.Struct, frozen=True, array_like=True):
     """Places of snapshots, which must never be written again."""
     snapshots_at: list[int]
     """Numbers of computed tokens at which a step must end; the record written there is frozen."""
+    keeps_every: int = 0
+    """Tokens between borders. A record at a border is kept until the next; 0: no record is kept."""
+    kept: int | None = None
+    """The place of the kept one; None: no record is kept yet."""
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):

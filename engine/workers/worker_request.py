@@ -50,6 +50,7 @@ class WorkerRequest:
     """Its records, as they were admitted; None: its steps keep no recurrent states."""
     valid_record: int = 0
     frozen_records: set[int] = field(default_factory=set)
+    kept_record: int | None = None
     allowed_ids: torch.Tensor | None = None
     """[num_allowed] int64: the only tokens that may be sampled; None: all may."""
     owner: str = ""
@@ -91,6 +92,7 @@ class WorkerRequest:
             records=admit.records,
             valid_record=0 if admit.records is None else admit.records.valid,
             frozen_records=set(() if admit.records is None else admit.records.frozen),
+            kept_record=None if admit.records is None else admit.records.kept,
             owner=admit.spec.owner,
             scope=admit.spec.scope,
             prediction=admit.spec.prediction,
@@ -158,7 +160,7 @@ class WorkerRequest:
     def next_record(self) -> int:
         """The place of the record that its next step writes."""
         assert self.records is not None
-        taken = {self.valid_record, *self.frozen_records}
+        taken = {self.valid_record, self.kept_record, *self.frozen_records}
         return next(place for place in range(len(self.records.blocks)) if place not in taken)
 
     @property
@@ -175,8 +177,11 @@ class WorkerRequest:
         self.num_computed_tokens += num_new_tokens
         if self.records is not None:
             self.valid_record = self.next_record
+            every = self.records.keeps_every
             if self.num_computed_tokens in self.records.snapshots_at:
                 self.frozen_records.add(self.valid_record)
+            elif every and self.num_computed_tokens % every == 0:
+                self.kept_record = self.valid_record
 
     def room(self, block_size: int) -> int:
         """Count the positions after the computed ones that it has blocks for."""

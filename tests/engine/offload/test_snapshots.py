@@ -5,6 +5,7 @@ import random
 import pytest
 
 from engine.cache.hashes import record_hashes
+from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.offload.test_arena import ArenaWorld
 from tests.engine.offload.tiered_world import ARMS, TieredWorld, walk_beside_a_failing_disk
 from tests.engine.schedule.harness import HASHER, next_turn
@@ -35,8 +36,8 @@ def test_an_evicted_snapshot_comes_back_from_dram():
     world = world_of(kind=ArenaWorld)
     world.use_twice(PROMPT)
     (kv_pool,) = world.ledger.pools.values()
-    (record,) = kv_pool.index.snapshots.values()
-    kv_pool.forget(record[0])
+    for record in list(kv_pool.index.snapshots.values()):
+        kv_pool.forget(record[0])
     again = world.answered(PROMPT)
     assert again.num_cached_tokens == BORDER
     assert f"{RECORD_BLOCKS} of {RECORD_BLOCKS} blocks from DRAM" in again.restore_reason
@@ -70,19 +71,17 @@ def test_a_damaged_snapshot_is_computed_again_and_dropped_whole(place):
 
 def test_blocks_beyond_the_last_snapshot_are_not_loaded():
     world = world_of()
-    first = world.answered(PROMPT[:21])
-    second = next_turn(world, first, 20)
-    world.finish(second)
+    first = world.answered(PROMPT)
     world.ssd.flush()
     while world.ssd.num_pending:
         world.tick()
     world.forget_pools()
-    (last,) = record_hashes(second.prefix.hashes[(second.num_prompt_tokens - 1) // 4 - 1], 1)
-    world.ssd.index.drop(last)
-    third = next_turn(world, second)
-    world.finish(third)
-    assert third.num_restored_tokens == third.num_cached_tokens == 24
-    assert world.ssd.counts.loaded_tokens == 24
+    (piece,) = record_hashes(first.prefix.hashes[first.num_tokens // BLOCK_SIZE - 1], 1)
+    world.ssd.index.drop(piece)
+    second = next_turn(world, first)
+    world.finish(second)
+    assert second.num_restored_tokens == second.num_cached_tokens == BORDER
+    assert world.ssd.counts.loaded_tokens == BORDER
 
 
 def test_a_prefix_and_snapshot_larger_than_may_be_loaded_at_once_come_in_parts():
@@ -94,6 +93,17 @@ def test_a_prefix_and_snapshot_larger_than_may_be_loaded_at_once_come_in_parts()
     assert again.num_restored_tokens == again.num_cached_tokens == 72
     assert again.restore_reason.count("8 of 8 blocks") == 2
     assert "5 of 5 blocks" in again.restore_reason  # two, and the snapshot
+
+
+def test_a_preempted_sequence_continues_from_its_last_border():
+    world = world_of(num_blocks=73)
+    sequences = [world.sequence(n, 70) for n in (20, 21, 22)]
+    world.finish(*sequences)
+    assert world.router.counters.preemptions
+    assert world.ssd.counts.loaded_blocks
+    computed = sum(world.scheduled[s.seq_id] for s in sequences)
+    num_lost = computed - sum(s.num_tokens - 1 for s in sequences)
+    assert num_lost < BLOCK_SIZE * world.router.counters.preemptions
 
 
 def test_a_long_random_walk_over_pool_and_disk_reads_right_records():

@@ -6,6 +6,7 @@ import pytest
 
 from engine.cache.blocks import MIN_RECORDS
 from engine.errors import RequestError
+from engine.schedule.sequence import FinishReason
 from engine.wire.messages import Admit
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import World, expected_tokens, next_turn, walk
@@ -40,14 +41,14 @@ def test_walks_meet_every_case():
 
 
 @pytest.mark.parametrize("arm", ["alias", "peer", "shm", "2x1 peer"])
-def test_a_second_turn_goes_on_from_the_snapshot_of_the_first(arm):
+def test_a_second_turn_goes_on_from_the_end_of_the_first_reply(arm):
     world = world_of(arm)
     first = world.sequence(30, 9)
     world.finish(first)
     second = next_turn(world, first)
     world.finish(second)
-    border = (first.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert second.num_cached_tokens == border
+    border = (first.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert second.num_cached_tokens == border > first.num_prompt_tokens
     assert world.scheduled[second.seq_id] == second.num_tokens - 1 - border
 
 
@@ -130,21 +131,41 @@ def test_a_death_while_a_snapshot_is_fetched_changes_no_token(arm, name, num_cop
     world.assert_all_free()
 
 
-def test_a_prompt_within_one_block_leaves_no_snapshot():
+def test_a_turn_within_one_block_leaves_no_snapshot():
     world = world_of("alias")
-    world.finish(world.sequence(BLOCK_SIZE))
+    world.finish(world.sequence(BLOCK_SIZE - 1, 1))
     assert not world.ledger.pools[world.topology.workers[0].pool].index.snapshots
 
 
-def test_a_decoding_sequence_keeps_two_records():
-    world = world_of("alias")
+@pytest.mark.parametrize(("num_blocks", "num_records"), [(97, MIN_RECORDS + 1), (24, MIN_RECORDS)])
+def test_a_decoding_sequence_has_a_third_record_where_a_quarter_of_the_pool_is_free_besides(
+    num_blocks, num_records
+):
+    world = world_of("alias", num_blocks=num_blocks)
     sequence = world.sequence(20, 30)
     world.submit(sequence)
     for _ in range(12):
         world.tick()
     assert sequence.num_output_tokens > 1
     records = world.ledger.records(sequence.seq_id, world.topology.workers[0].pool)
-    assert sum(bool(record) for record in records) == MIN_RECORDS
+    assert sum(bool(record) for record in records) == num_records
+
+
+def test_a_cancelled_reply_leaves_no_snapshot_that_its_worker_may_still_write():
+    world = world_of("colocated")
+    sequence = world.sequence(6, 30)
+    world.submit(sequence)
+    while sequence.kept_record is None:
+        world.tick()
+    world.workers["colocated"].step(world.now_ns)  # not reported yet
+    world.router.abort(sequence, FinishReason.ABORT, world.now_ns)
+    world.run()
+    assert sequence.kept_record is not None
+    (pool,) = world.ledger.pools.values()
+    assert [hashed.border for hashed in pool.index._hashed.values() if hashed.border] == [
+        sequence.prefix.hashes[0]
+    ] * RECORD_BLOCKS
+    world.assert_all_free()
 
 
 def test_a_death_between_steps_goes_on_from_the_reported_record():
@@ -183,8 +204,8 @@ def test_a_snapshot_goes_whole():
     world = world_of("alias", num_blocks=40)
     world.finish(world.sequence(20))
     pool = world.ledger.pools[world.topology.workers[0].pool]
-    (record,) = pool.index.snapshots.values()
+    border, record = next(iter(pool.index.snapshots.items()))
     pool.forget(record[-1])
-    assert not pool.index.snapshots
+    assert border not in pool.index.snapshots
     assert not any(block in pool.index for block in record)
     world.router.check_invariants()

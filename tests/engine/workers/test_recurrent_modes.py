@@ -48,7 +48,7 @@ def test_cold_and_cached_turns_over_every_transport(arm, each_family):
         prompt = [*first.prompt_token_ids, *world.emitted[first.seq_id], *more]
         second = world.sequence(prompt=prompt, max_tokens=9)
         finish(world, oracle, second)
-        border = (first.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        border = (first.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert second.num_cached_tokens == border
     branch = world.sequence(prompt=[*prompt[:50], *prompts_of(20, seed=9)[0]], max_tokens=5)
     finish(world, oracle, branch)
@@ -69,7 +69,7 @@ def test_a_conversation_goes_on_from_another_pool(arm, model):
     tokens = [*first.prompt_token_ids, *world.emitted[first.seq_id], *prompts_of(11, seed=8)[0]]
     second = world.sequence(prompt=tokens, max_tokens=9)
     finish(world, oracle, second)
-    assert second.num_cached_tokens == world.router.counters.prefix_cache_fetches == 68
+    assert second.num_cached_tokens == world.router.counters.prefix_cache_fetches == 76
 
 
 class SsdWorld(TieredWorld):
