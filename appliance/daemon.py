@@ -48,11 +48,12 @@ from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.listeners import (
+    KEPT,
     ListenerCloser,
-    bind_socket,
-    bind_tcp,
+    PassedSockets,
     check_path,
-    inherited_sockets,
+    open_listeners,
+    passed_sockets,
 )
 from appliance.http.server import ApiServer
 from appliance.loading import Fetching, Swapping
@@ -110,7 +111,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
-    inherited = inherited_sockets(os.environ)
+    passed = passed_sockets(os.environ)
     config = load_config()
     if about := raise_limit(config.max_connections):
         log.warning("%s", about)
@@ -121,7 +122,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     lock_fd = lock_state_dir(config.state_dir, config.socket)
     stacks_fd = wait_for_signal(config.state_dir)
     try:
-        return asyncio.run(_Daemon(config, load_config, placed, inherited, stacks_fd).run(policy))
+        return asyncio.run(_Daemon(config, load_config, placed, passed, stacks_fd).run(policy))
     finally:
         os.close(lock_fd)
 
@@ -174,7 +175,7 @@ class _Daemon:
         config: ServeConfig,
         load_config: Callable[[], ServeConfig],
         placed: PlacedModel | None,
-        inherited: list[socket.socket],
+        passed: PassedSockets,
         stacks_fd: int,
     ) -> None:
         """Take what was decided; without a place for it the model is downloaded first."""
@@ -187,9 +188,11 @@ class _Daemon:
         self._swapping: Swapping | None = None
         self._stacks_fd = stacks_fd
         self._core_note = CoreNote(config.socket)
-        self._inherited = inherited
+        self._inherited = passed.of_unit
         """Listeners of a socket unit; with their waiting clients they outlive this process."""
         self._misses = PrefixMisses()
+        self._kept = passed.kept
+        """Listeners of a daemon that has died."""
         self._num_signals = 0
         self._stopped_by = ""
         self._has_terminal = has_terminal()
@@ -215,13 +218,16 @@ class _Daemon:
             for listener in listeners:
                 is_inherited = listener in self._inherited
                 stack.callback(ListenerCloser(listener, is_inherited=is_inherited).close)
+            stack.callback(partial(notify, FDSTOREREMOVE=1, FDNAME=KEPT))
             stack.callback(self._core_note.close)
             stack.push_async_callback(self._stop_all)
             fetching = None
             if self._placed is None and isinstance(self._config.model, HubName):
                 fetching = Fetching(self._config.model, request_log)
             app = build_app(fetching or await self._start_model())
-            server = self._server = ApiServer(app, listeners, policy, inherited=self._inherited)
+            server = self._server = ApiServer(
+                app, listeners, policy, inherited=self._inherited, is_restart=bool(self._kept)
+            )
             if fetching is not None:
                 server.open()  # a download takes long: clients get 503 meanwhile
             await server.start()
@@ -248,14 +254,13 @@ class _Daemon:
 
     def _bind(self, policy: AccessPolicy) -> list[socket.socket]:
         """Return the listeners of a socket unit, or open the Unix socket and TCP if wanted."""
-        listeners = list(self._inherited)
-        families = {listener.family for listener in listeners}
-        if socket.AF_UNIX not in families:
-            listeners.append(bind_socket(self._config.socket))
+        families = {listener.family for listener in self._inherited}
+        path = None if socket.AF_UNIX in families else self._config.socket
+        tcp = self._config.listen
         if families - {socket.AF_UNIX}:
             policy.check_tcp("the socket unit's ListenStream")
-        elif self._config.listen is not None:
-            listeners += bind_tcp(*self._config.listen)
+            tcp = None
+        listeners = self._inherited + open_listeners(path, tcp, self._kept)
         self._addresses = [_address(each, policy.tls is not None) for each in listeners]
         return listeners
 

@@ -18,6 +18,7 @@ import resource
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -268,10 +269,14 @@ def notify_watchdog(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(is_for_us and environ.get("WATCHDOG_USEC")) and notify(WATCHDOG=1)
 
 
-def notify(**fields: str | int) -> bool:
-    """Send one notification to systemd.
+def notify(*fds: int, **fields: str | int) -> bool:
+    """Send one notification to systemd, or to our own keeper.
 
     Fields of use: READY=1, STOPPING=1, STATUS=text, EXTEND_TIMEOUT_USEC=microseconds.
+
+    Args:
+        fds: descriptors to keep, with the fields FDSTORE=1 and FDNAME=name.
+        fields: name and value of each line.
 
     Returns:
         False without a service manager, or if the message could not be sent.
@@ -284,7 +289,9 @@ def notify(**fields: str | int) -> bool:
     lines = [f"{name}={' '.join(str(value).splitlines())}" for name, value in fields.items()]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
-            channel.sendto("\n".join(lines).encode(errors="replace"), address)
+            data = "\n".join(lines).encode(errors="replace")
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            channel.sendmsg([data], rights, 0, address)
     except OSError as error:
         _LOG.warning("cannot notify systemd: %s", error)
         return False

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 
 from appliance.http.api_keys import new_key
 
@@ -53,6 +54,8 @@ class Daemon:
         self.folder = folder
         self.socket = folder / "p.sock"
         self.stderr_path = folder / "stderr.txt"
+        given = args[args.index("--state-dir") + 1] if "--state-dir" in args else None
+        self._state_dir = Path(given or folder / "state")
         command = [sys.executable, *self.program, "serve"]
         own = {"--socket": self.socket, "--state-dir": folder / "state", "--ssd-cache": "off"}
         for flag, value in own.items():
@@ -191,9 +194,18 @@ class Daemon:
         self.http.close()
         return self.process.returncode
 
+    @property
+    def pid(self) -> int:
+        """The daemon itself, whose keeper is `process`; known also of one that hangs."""
+        return int((self._state_dir / "lock").read_text().split()[0])
+
     def kill(self) -> None:
+        """End everything by SIGKILL, and wait: the daemon ends a moment after its keeper."""
+        is_over = self.process.poll() is not None
+        left = [] if is_over else psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
+        psutil.wait_procs(left, READY_S)
         self.http.close()
 
 

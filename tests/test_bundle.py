@@ -77,7 +77,7 @@ def test_a_report_has_what_is_needed_and_nothing_private(daemon, tmp_path):
     assert "worker.ready" in {row["code"] for row in json.loads(parts["events.json"])}
     (request,) = json.loads(parts["requests.json"])
     assert request["completion_tokens"] == 2
-    assert json.loads(parts["state.json"])["pid"] == daemon.process.pid
+    assert json.loads(parts["state.json"])["pid"] == daemon.pid
     assert {row["check"] for row in json.loads(parts["findings.json"])} >= {"kernels", "daemon"}
     recording = tmp_path / "recording"
     recording.write_bytes(parts["recording.penstock"])
@@ -85,7 +85,7 @@ def test_a_report_has_what_is_needed_and_nothing_private(daemon, tmp_path):
     assert replay.start.at_ms
     replay.close()
     stacks = parts["stacks.txt"].decode().split("== ")[1:]
-    ours, *workers = sorted(stacks, key=lambda each: f"pid {daemon.process.pid}," not in each)
+    ours, *workers = sorted(stacks, key=lambda each: f"pid {daemon.pid}," not in each)
     assert "in run_forever" in ours
     assert "most recent call first" in ours
     (hung,) = [each for each in workers if "no answer" in each]

@@ -5,6 +5,7 @@ Skipped where its wheels are not to be had; the adapter's own tests are in appli
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -145,11 +146,12 @@ def test_a_daemon_that_hangs_is_left_and_taken_back(running):
     num_joined = stopped.told.count("the router may choose")
     with ThreadPoolExecutor(4) as pool:
         replies, wanted = under_way(running, pool)
-        stopped.daemon.process.send_signal(signal.SIGSTOP)
+        pid = stopped.daemon.pid
+        os.kill(pid, signal.SIGSTOP)
         try:
             assert [text_of(one.result()) for one in replies] == wanted
         finally:
-            stopped.daemon.process.send_signal(signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
     if "left the router: the daemon does not answer" in stopped.told:
         wait_for(lambda: stopped.has_joined(num_joined + 1))
 

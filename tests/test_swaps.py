@@ -197,7 +197,7 @@ def test_a_worker_killed_on_the_way_back_too_ends_nothing(
 
 
 def children(daemon):
-    return {child.pid for child in psutil.Process(daemon.process.pid).children()}
+    return {child.pid for child in psutil.Process(daemon.pid).children()}
 
 
 def has_event(daemon, code):

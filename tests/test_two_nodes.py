@@ -35,7 +35,7 @@ def test_two_nodes_are_two_places(
     try:
         daemon.wait_ready()
         # weights of files that would be mapped are copied, too: an arena for each node
-        links = [os.readlink(path) for path in Path(f"/proc/{daemon.process.pid}/fd").iterdir()
+        links = [os.readlink(path) for path in Path(f"/proc/{daemon.pid}/fd").iterdir()
                  if path.is_symlink()]  # fmt: skip
         arenas = {link.split()[0] for link in links if "penstock-weights" in link}
         assert arenas == {f"/memfd:penstock-weights-node{node}" for node in (0, 1)}

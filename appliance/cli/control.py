@@ -100,6 +100,9 @@ def serve(
         if check_config:
             _check(load_config())
             return
+        from appliance.keeper import keep_daemon
+
+        keep_daemon()
         from appliance import daemon, process
 
         process.keep_small()

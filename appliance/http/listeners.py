@@ -18,9 +18,11 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from appliance.process import notify
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
 SOCKET_MODE = 0o660
@@ -34,6 +36,8 @@ ACCEPTS_PER_TURN = 32
 ACCEPT_PAUSE_S = 1.0
 FIRST_INHERITED_FD = 3
 """The constant SD_LISTEN_FDS_START."""
+KEPT = "listen"
+"""Name of our listeners where they are kept for the next daemon."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _HINT = "choose another with --socket"
 
@@ -91,7 +95,7 @@ def bind_tcp(host: str, port: int) -> list[socket.socket]:
     Raises:
         ConfigError: the port is taken, or the address does not exist.
     """
-    addresses = ["127.0.0.1", "::1"] if host == "localhost" else [host]
+    addresses = _addresses(host)
     listeners: list[socket.socket] = []
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -118,8 +122,65 @@ def bind_tcp(host: str, port: int) -> list[socket.socket]:
     return listeners
 
 
-def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
-    """Take over listening sockets that systemd opened for a socket unit (sd_listen_fds).
+def _addresses(host: str) -> list[str]:
+    return ["127.0.0.1", "::1"] if host == "localhost" else [host]
+
+
+def open_listeners(
+    path: Path | None, tcp: tuple[str, int] | None, kept: Sequence[socket.socket]
+) -> list[socket.socket]:
+    """Open the Unix socket and TCP, or take them over from a dead daemon; have them kept.
+
+    Args:
+        path: of the Unix socket; None: a socket unit has it.
+        tcp: host and port; None: no TCP.
+        kept: the dead daemon's listeners; those at other addresses are closed.
+
+    Raises:
+        ConfigError: see bind_socket() and bind_tcp().
+        AlreadyRunning: see bind_socket().
+    """
+    on_unix = [each for each in kept if path is not None and _is_at(each, path)]
+    on_tcp = [each for each in kept if tcp is not None and _is_on(each, *tcp)]
+    for each in kept:
+        if each not in on_unix + on_tcp:
+            ListenerCloser(each).close()
+        else:
+            each.listen(BACKLOG)  # its clients are told of this process, not the dead one
+    if path is not None:
+        on_unix = on_unix or [bind_socket(path)]
+    if tcp is not None:
+        on_tcp = on_tcp or bind_tcp(*tcp)
+    opened = on_unix + on_tcp
+    if set(kept) - set(opened):
+        notify(FDSTOREREMOVE=1, FDNAME=KEPT)
+        kept = ()
+    notify(*(each.fileno() for each in opened if each not in kept), FDSTORE=1, FDNAME=KEPT)
+    return opened
+
+
+def _is_at(listener: socket.socket, path: Path) -> bool:
+    is_unix = listener.family == socket.AF_UNIX
+    return is_unix and listener.getsockname() == str(path) and _is_socket(path)
+
+
+def _is_on(listener: socket.socket, host: str, port: int) -> bool:
+    if listener.family == socket.AF_UNIX:
+        return False
+    own_host, own_port = listener.getsockname()[:2]
+    return own_host in _addresses(host) and port in (0, own_port)
+
+
+class PassedSockets(NamedTuple):
+    """Listening sockets that this process was started with."""
+
+    of_unit: list[socket.socket]
+    kept: list[socket.socket]
+    """Listeners of a daemon that has died."""
+
+
+def passed_sockets(environ: MutableMapping[str, str]) -> PassedSockets:
+    """Take over listening sockets of a socket unit and of a dead daemon (sd_listen_fds).
 
     Their variables are removed from `environ`, so that no child uses them.
 
@@ -128,11 +189,12 @@ def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
     """
     is_ours = environ.pop("LISTEN_PID", "") == str(os.getpid())
     count = environ.pop("LISTEN_FDS", "")
-    environ.pop("LISTEN_FDNAMES", None)
+    names = environ.pop("LISTEN_FDNAMES", "").split(":")
+    passed = PassedSockets([], [])
     if not is_ours or not count.isdigit():
-        return []
-    found = []
+        return passed
     for fd in range(FIRST_INHERITED_FD, FIRST_INHERITED_FD + int(count)):
+        is_kept = names[fd - FIRST_INHERITED_FD :][:1] == [KEPT]
         os.set_inheritable(fd, False)
         listener = socket.socket(fileno=fd)
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -142,15 +204,15 @@ def inherited_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
                 where=f"descriptor {fd} of the socket unit",
                 hint="ListenStream= of penstock.socket; `penstock install-service` writes it",
             )
-        if listener.family != socket.AF_UNIX and not _is_loopback(listener):
+        if not is_kept and listener.family != socket.AF_UNIX and not _is_loopback(listener):
             raise ConfigError(
                 "TCP sockets of a unit must be on loopback",
                 where=f"{listener.getsockname()[0]}, of the socket unit",
                 hint="ListenStream=127.0.0.1:8000; beyond loopback with the setting listen",
             )
         listener.setblocking(False)
-        found.append(listener)
-    return found
+        (passed.kept if is_kept else passed.of_unit).append(listener)
+    return passed
 
 
 def _is_loopback(listener: socket.socket) -> bool:
@@ -166,7 +228,7 @@ class ListenerCloser:
     """
 
     def __init__(self, listener: socket.socket, *, is_inherited: bool = False) -> None:
-        self._listener = listener
+        self._listener, self._is_inherited = listener, is_inherited
         is_unix = listener.family == socket.AF_UNIX and not is_inherited
         self._path = Path(listener.getsockname()) if is_unix else None
         self._inode = None if self._path is None else _inode(self._path)
@@ -180,6 +242,9 @@ class ListenerCloser:
             with contextlib.suppress(OSError, PenstockError), _locked(self._path.parent):
                 if _inode(self._path) == self._inode:
                     self._path.unlink()
+        if not self._is_inherited:  # a keeper has another descriptor of it, which would listen on
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 

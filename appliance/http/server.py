@@ -54,6 +54,7 @@ class ApiServer:
         limits: ClientLimits | None = None,
         *,
         inherited: Sequence[socket.socket] = (),
+        is_restart: bool = False,
     ) -> None:
         """Take the listeners over; nothing is accepted before start().
 
@@ -63,10 +64,11 @@ class ApiServer:
             policy: without one only root and the daemon's user are known.
             limits: shorter ones for tests.
             inherited: the listeners that another daemon will continue to serve.
+            is_restart: clients wait on the listeners of a daemon that has died.
         """
         self._app = app
         self._listeners = listeners
-        self._inherited = inherited
+        self._inherited, self._is_restart = inherited, is_restart
         self._closers = [
             ListenerCloser(listener, is_inherited=listener in inherited) for listener in listeners
         ]
@@ -106,10 +108,10 @@ class ApiServer:
     async def start(self) -> None:
         """Return when connections are accepted.
 
-        On inherited listeners a POST waits for open(), so that clients do not notice a restart. On
-        other listeners the API tells them to retry.
+        On inherited listeners, and after a restart, a POST waits for open(), so that clients do not
+        notice it. Otherwise the API tells them to retry.
         """
-        if not self._inherited:
+        if not self._inherited and not self._is_restart:
             self.open()
         self._turned_away = RejectedConnections()
         # Uvicorn gets no sockets: its accepting knows no limits.

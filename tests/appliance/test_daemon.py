@@ -9,10 +9,13 @@ import pytest
 
 from appliance import daemon, process
 from appliance.configuration.config import ServeConfig
+from appliance.http.listeners import PassedSockets
 from appliance.log.writer import RequestLog
 from engine.errors import PenstockError
 from tests.appliance.model_folder import make_model
 from tests.fakes import until
+
+NOTHING_PASSED = PassedSockets([], [])
 
 
 def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:
@@ -53,7 +56,7 @@ async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
 
     config = config_of(make_model(tmp_path / "m").parent, tmp_path)
     monkeypatch.setattr(daemon, "read_in_thread", read)
-    one = daemon._Daemon(config, lambda: config, None, [], -1)
+    one = daemon._Daemon(config, lambda: config, None, NOTHING_PASSED, -1)
     monkeypatch.setattr(one, "_start_workers", lambda plan: setattr(one, "_plan", plan))
     one._request_log = RequestLog(tmp_path / "log.db")
     try:
@@ -75,7 +78,7 @@ async def test_who_may_do_what_is_what_was_checked(tmp_path, monkeypatch):
     config.state_dir.mkdir()
     policy, placed, _ = await asyncio.to_thread(daemon.check, config)
     keys.unlink()
-    one = daemon._Daemon(config, lambda: config, placed, [], -1)
+    one = daemon._Daemon(config, lambda: config, placed, NOTHING_PASSED, -1)
     bound = []
 
     def bind(policy):
@@ -93,7 +96,7 @@ async def test_a_start_that_is_silent_for_long_says_what_it_waits_for(
 ):
     monkeypatch.setattr(daemon, "SILENT_S", 0.001)
     caplog.set_level("INFO", "penstock")
-    one = daemon._Daemon(config_of(tmp_path, tmp_path), lambda: None, None, [], -1)
+    one = daemon._Daemon(config_of(tmp_path, tmp_path), lambda: None, None, NOTHING_PASSED, -1)
     awaited = ["worker a (starting)"]
     one._supervisor = SimpleNamespace(awaited=lambda _: list(awaited), is_started=False)
     hashed = asyncio.Event()

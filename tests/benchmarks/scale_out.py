@@ -198,7 +198,7 @@ def idle(folder: Path, rounds: int) -> None:
         processes = {"frontend": made.frontend.pid}
         for number, appliance in enumerate(made.appliances):
             processes[f"adapter {number}"] = appliance.adapter.pid
-            processes[f"daemon {number}"] = appliance.daemon.process.pid
+            processes[f"daemon {number}"] = appliance.daemon.pid
         time.sleep(5)
         found = {name: psutil.Process(pid) for name, pid in processes.items()}
         before = {name: process.cpu_times() for name, process in found.items()}

@@ -123,7 +123,7 @@ def stop_all_workers(subject: Subject, rng: Random) -> Iterator[None]:
 
 @kind("daemon")
 def stop_the_daemon(subject: Subject, rng: Random) -> Iterator[None]:
-    pids = [subject.daemon.process.pid]
+    pids = [subject.daemon.pid]
     _signal(pids, signal.SIGSTOP)
     try:
         yield
@@ -176,7 +176,7 @@ def drain_and_resume(subject: Subject, rng: Random) -> Iterator[None]:
 @kind("operator")
 def many_reloads(subject: Subject, rng: Random) -> Iterator[None]:
     for _ in range(20):
-        _signal([subject.daemon.process.pid], signal.SIGHUP)
+        _signal([subject.daemon.pid], signal.SIGHUP)
         time.sleep(0.02)
     yield
 
@@ -478,7 +478,7 @@ def _num_fds(pid: int) -> int:
 
 @kind("limits")
 def no_descriptors(subject: Subject, rng: Random) -> Iterator[None]:
-    pid = subject.daemon.process.pid
+    pid = subject.daemon.pid
     with _limited(pid, resource.RLIMIT_NOFILE, _num_fds(pid) + rng.randrange(3)):
         yield
 
@@ -508,7 +508,7 @@ def no_memory_at_workers(subject: Subject, rng: Random) -> Iterator[None]:
 
 @kind("limits")
 def no_memory_at_the_daemon(subject: Subject, rng: Random) -> Iterator[None]:
-    pid = subject.daemon.process.pid
+    pid = subject.daemon.pid
     subject.may_end += 1
     try:
         room = _address_space(pid) + rng.choice([1 << 20, 8 << 20])
@@ -525,7 +525,7 @@ def _can_limit_threads(_: Subject) -> bool:
 @kind("limits", _can_limit_threads)
 def no_threads(subject: Subject, rng: Random) -> Iterator[None]:
     group = PIDS / f"faults-{os.getpid()}-{threading.get_ident()}"
-    daemon_pid = subject.daemon.process.pid
+    daemon_pid = subject.daemon.pid
     group.mkdir()
     try:
         for pid in [daemon_pid, *subject.worker_pids()]:

@@ -251,7 +251,7 @@ class Subject:
             frame = self.frame() or {"workers": []}
             return [w["pid"] for w in frame["workers"] if w["state"] == "ready" and w["pid"]]
         with contextlib.suppress(psutil.Error):
-            return [child.pid for child in psutil.Process(self.daemon.process.pid).children()]
+            return [child.pid for child in psutil.Process(self.daemon.pid).children()]
         return []
 
     def is_ready(self) -> bool:
@@ -272,7 +272,7 @@ class Subject:
     def shared_bytes(self) -> int:
         """Add up the anonymous shared memory that the daemon has open."""
         sizes = {}
-        for link in Path(f"/proc/{self.daemon.process.pid}/fd").iterdir():
+        for link in Path(f"/proc/{self.daemon.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if "memfd:" in os.readlink(link):
                     status = link.stat()

@@ -31,6 +31,7 @@ import appliance.process
 import engine.offload.disk
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
+from appliance.http.listeners import PassedSockets
 from engine.errors import InvariantViolated
 from engine.offload import slab_files
 from tests.sweep.simulated_worker import PoolMemory, WorkerProcess, spawner
@@ -222,7 +223,7 @@ class Machine:
         policy = AccessPolicy.from_config(self.config)
         stacks_fd = os.dup(2)
         self.daemon = daemon = appliance.daemon._Daemon(
-            self.config, lambda: self.config, None, [], stacks_fd
+            self.config, lambda: self.config, None, PassedSockets([], []), stacks_fd
         )
         self._running = self._process.run(self.loop.create_task, daemon.run(policy))
         self._running.add_done_callback(lambda _: os.close(stacks_fd))

@@ -1,0 +1,199 @@
+"""Keep the daemon's listening sockets, and start it again after a crash, as systemd does.
+
+Without a service manager `penstock serve` is the keeper, and the daemon is its child. The keeper
+speaks systemd's protocols, so the daemon has one way for both: FDSTORE messages to NOTIFY_SOCKET
+give descriptors to the keeper, and LISTEN_FDS gives them to the next daemon.
+Owns: the kept descriptors; the daemon's process and its process group.
+Invariant: signals and exit codes pass as if there were one process, and the daemon never outlives
+its keeper. A daemon that was never ready is not started again.
+Never: reads a setting, or imports the daemon.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from types import FrameType
+from typing import NoReturn
+
+from appliance import process
+
+MAX_FAILED = 5
+"""Maximum crashes in a row of daemons that were not ready."""
+LEFT_S = 10.0
+"""Maximum seconds to wait for the end of a dead daemon's workers."""
+FIRST_PASSED_FD = 3
+"""The constant SD_LISTEN_FDS_START."""
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_POLL_S = 0.01
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+_PASSED_ON = (*_ENDING, signal.SIGHUP, signal.SIGUSR1)
+_MAX_FDS = 253
+
+
+def keep_daemon() -> None:
+    """Return in the process that is to be the daemon: a child, unless a manager keeps this one."""
+    started_by_manager = (os.environ.get(name) for name in ("LISTEN_PID", "SYSTEMD_EXEC_PID"))
+    if str(os.getpid()) in started_by_manager or "NOTIFY_SOCKET" in os.environ:
+        return
+    if (status := _Keeper().run()) is not None:
+        _end_as(status)
+
+
+class _Keeper:
+    """One `penstock serve`, through all its daemons."""
+
+    def __init__(self) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._channel.bind("")  # the kernel chooses an abstract name
+        self._kept: list[tuple[str, int]] = []
+        """Name and descriptor."""
+        self._pid = 0
+        """The daemon; 0: none runs."""
+        self._ended_by = 0
+        """The first signal that asked for the end; 0: none."""
+        self._is_ready, self._num_failed = False, MAX_FAILED
+        self._prctl = ctypes.CDLL(None).prctl
+        self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._handlers = {each: signal.signal(each, self._pass_on) for each in _PASSED_ON}
+        self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
+
+    def run(self) -> int | None:
+        """Start daemons until one was the last; return its wait status, or None in a daemon."""
+        is_restart = False
+        while True:
+            if self._fork():
+                if is_restart:  # a new interpreter, perhaps of a newer version
+                    self._exec()
+                return None
+            self._prctl(_PR_SET_NAME, b"penstock-keeper")
+            status = self._watch()
+            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            if number in (0, *_PASSED_ON) or self._ended_by:
+                return status
+            self._end_workers()
+            self._num_failed = 0 if self._is_ready else self._num_failed + 1
+            is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
+            _tell(f"the daemon was killed by {signal.Signals(number).name}", is_restart)
+            if not is_restart:
+                return status
+
+    def _fork(self) -> bool:
+        """Start a daemon; return True in its process."""
+        keeper = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+        ended_by = self._ended_by
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:
+                os._exit(1)
+            os.setpgid(0, 0)  # a signal to the group comes once, from the keeper
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the group is in the background
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            os.environ["NOTIFY_SOCKET"] = "@" + self._channel.getsockname()[1:].decode()
+        elif ended_by:
+            _send(self._pid, ended_by)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
+        return self._pid == 0
+
+    def _exec(self) -> None:
+        """Become a new interpreter, with the kept descriptors from FIRST_PASSED_FD on."""
+        above = FIRST_PASSED_FD + len(self._kept)
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for _, fd in self._kept]
+        for number, fd in enumerate(copies, FIRST_PASSED_FD):
+            os.dup2(fd, number)
+        os.environ["LISTEN_PID"] = str(os.getpid())
+        os.environ["LISTEN_FDS"] = str(len(copies))
+        os.environ["LISTEN_FDNAMES"] = ":".join(name for name, _ in self._kept)
+        os.execv(sys.executable, sys.orig_argv)
+
+    def _watch(self) -> int:
+        """Take what the daemon sends until it ends; return its wait status."""
+        poll, ended = select.poll(), os.pidfd_open(self._pid)
+        poll.register(self._channel, select.POLLIN)
+        poll.register(ended, select.POLLIN)
+        while self._channel.fileno() in {fd for fd, _ in poll.poll()}:
+            self._take()
+        os.close(ended)
+        status = os.waitpid(self._pid, 0)[1]
+        self._last_pid, self._pid = self._pid, 0
+        return status
+
+    def _take(self) -> None:
+        """Take one message; one of another process is dropped."""
+        room = socket.CMSG_SPACE(struct.calcsize("3i")) + socket.CMSG_SPACE(4 * _MAX_FDS)
+        data, parts, _, _ = self._channel.recvmsg(4096, room, socket.MSG_CMSG_CLOEXEC)
+        fds, sender = array.array("i"), 0
+        for _, kind, value in parts:
+            if kind == socket.SCM_RIGHTS:
+                fds.frombytes(value)
+            else:
+                sender = struct.unpack_from("i", value)[0]
+        lines = data.decode(errors="replace").split("\n") if sender == self._pid else []
+        fields = dict(line.partition("=")[::2] for line in lines)
+        name, given = fields.get("FDNAME", ""), list(fds)
+        if "FDSTORE" in fields:
+            self._kept += [(name, fd) for fd in given]
+            given = []
+        elif "FDSTOREREMOVE" in fields:
+            given += [fd for kept, fd in self._kept if kept == name]
+            self._kept = [each for each in self._kept if each[0] != name]
+        for fd in given:
+            os.close(fd)
+        self._is_ready |= fields.get("READY") == "1"
+
+    def _end_workers(self) -> None:
+        """End what the dead daemon left, and wait: the next one needs its memory and cores."""
+        end_s = time.monotonic() + LEFT_S
+        _send(-self._last_pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < end_s:
+                if os.waitpid(-self._last_pid, os.WNOHANG)[0] == 0:
+                    time.sleep(_POLL_S)
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        if number in _ENDING:
+            self._ended_by = self._ended_by or number
+        _send(self._pid, number)
+
+    def _pause(self, *_: object) -> None:
+        """Stop with the daemon, as Ctrl-Z asks, and go on with it."""
+        _send(-self._pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _send(-self._pid, signal.SIGCONT)
+
+
+def _send(pid: int, number: int) -> None:
+    """Send a signal to a process or, negative, to a group; 0: none runs."""
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
+            os.kill(pid, number)
+
+
+def _tell(about: str, is_restart: bool) -> None:
+    text = f"{about}; starting it again" if is_restart else f"{about}; not started again"
+    line = process.lines(text, logging.ERROR, to_journal=process.is_journal())
+    os.write(2, f"{line}\n".encode())
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process as that one has ended."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)  # the first process of a container survives that

@@ -1,0 +1,207 @@
+"""The keeper: exit codes and signals pass through it, descriptors outlive a crash, nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.daemons import is_alive
+
+DAEMON = """
+import os, signal, socket, subprocess, sys, time
+from appliance.keeper import keep_daemon
+
+keep_daemon()
+from appliance.process import notify
+
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+folder, *lives = sys.argv[1:]
+with open(f"{folder}/said", "a+") as said:
+    def say(*words):
+        print(*words, file=said, flush=True)
+    said.seek(0)
+    action = lives[said.read().count("pid ")]
+    say("pid", os.getpid(), action)
+    number = action.rpartition("=")[2]
+    if action.startswith("exit"):
+        sys.exit(int(number))
+    if action.startswith("ready"):
+        notify(READY=1)
+    if action.startswith(("kill", "ready")):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), int(number))
+    if action == "leave":  # a worker that would outlive it, and holds a lock
+        left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        say("left", left.pid)
+        os.dup(left.stdin.fileno())
+        notify(READY=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "listen":
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{folder}/s")
+        listener.listen()
+        refused = socket.socket(socket.AF_UNIX)
+        notify(listener.fileno(), FDSTORE=1, FDNAME="mine")
+        notify(refused.fileno(), FDSTORE=1, FDNAME="taken back")
+        notify(FDSTOREREMOVE=1, FDNAME="taken back")
+        if not os.fork():  # not the daemon
+            notify(refused.fileno(), FDSTORE=1, FDNAME="of another")
+            os._exit(0)
+        os.wait()
+        notify(READY=1)
+        say("listening")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "answer":
+        names = os.environ["LISTEN_FDNAMES"]
+        say("given", os.environ["LISTEN_FDS"], names, os.environ["LISTEN_PID"] == str(os.getpid()))
+        socket.socket(fileno=3).accept()[0].sendall(b"late")
+    if action == "signals":
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, lambda number, _: say("got", signal.Signals(number).name))
+        say("waiting")
+        while "got SIGTERM" not in open(f"{folder}/said").read():
+            time.sleep(0.01)
+"""
+
+
+class Kept:
+    """A daemon of the script above, and what its lives said."""
+
+    def __init__(self, folder: Path, *lives: str) -> None:
+        self._said = folder / "said"
+        script = folder / "daemon.py"
+        script.write_text(DAEMON)
+        environ = {k: v for k, v in os.environ.items() if k not in ("NOTIFY_SOCKET", "LISTEN_PID")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(folder), *lives],
+            env={**environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def said(self) -> list[str]:
+        return self._said.read_text().splitlines() if self._said.exists() else []
+
+    def wait_for(self, *words: str) -> list[str]:
+        """Wait until a line begins with these; return the rest of it."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for line in self.said():
+                if line.split()[: len(words)] == list(words):
+                    return line.split()[len(words) :]
+            time.sleep(0.01)
+        raise AssertionError((words, self.said()))
+
+    def wait(self) -> int:
+        self.stderr = self.process.communicate(timeout=60)[1].decode()
+        return self.process.returncode
+
+    def lives(self) -> list[str]:
+        return [line.split()[2] for line in self.said() if line.startswith("pid ")]
+
+
+@pytest.fixture
+def keep(tmp_path):
+    made: list[Kept] = []
+
+    def start(*lives: str) -> Kept:
+        made.append(Kept(tmp_path, *lives))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.process.kill()
+        each.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("action", "code"), [("exit=78", 78), ("kill=9", -9), ("kill=15", -15), ("ready=2", -2)]
+)
+def test_an_exit_passes_through_and_so_does_the_death_of_a_daemon_that_was_never_ready(
+    keep, action, code
+):
+    kept = keep(action)
+    assert kept.wait() == code
+    assert kept.lives() == [action]
+
+
+def test_a_crash_loop_ends_and_the_last_exit_code_too(keep):
+    kept = keep("ready=9", "kill=11", "ready=6", *["kill=9"] * 5)
+    assert kept.wait() == -signal.SIGKILL
+    assert len(kept.lives()) == 8
+    assert kept.stderr.count("starting it again") == 7
+    (kept._said).unlink()
+    again = keep("ready=9", "exit=3")
+    assert again.wait() == 3
+
+
+def test_a_client_waits_for_the_next_daemon_and_only_what_the_daemon_gave_is_kept(keep, tmp_path):
+    kept = keep("listen", "answer")
+    kept.wait_for("listening")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(60)
+        client.connect(str(tmp_path / "s"))
+        assert client.recv(10) == b"late"
+    assert kept.wait_for("given") == ["1", "mine", "True"]
+    assert kept.wait() == 0
+
+
+def test_what_a_dead_daemon_left_has_ended_before_the_next_one_starts(keep):
+    kept = keep("leave", "exit=0")
+    assert kept.wait() == 0
+    (pid,) = kept.wait_for("left")
+    assert not is_alive(int(pid))
+
+
+def test_a_signal_reaches_the_daemon_once_also_one_to_the_whole_group(keep):
+    kept = keep("signals")
+    kept.wait_for("waiting")
+    kept.process.send_signal(signal.SIGHUP)
+    kept.wait_for("got", "SIGHUP")
+    os.killpg(kept.process.pid, signal.SIGINT)
+    kept.wait_for("got", "SIGINT")
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.wait() == 0
+    told = [line.split()[1] for line in kept.said() if line.startswith("got")]
+    assert told == ["SIGHUP", "SIGINT", "SIGTERM"]
+
+
+def test_ctrl_z_stops_the_daemon_too_and_it_goes_on_with_its_keeper(keep):
+    kept = keep("signals")
+    kept.wait_for("waiting")
+    both = [psutil.Process(kept.process.pid), *psutil.Process(kept.process.pid).children()]
+    kept.process.send_signal(signal.SIGTSTP)
+    wait_until(lambda: {each.status() for each in both} == {"stopped"})
+    kept.process.send_signal(signal.SIGCONT)
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.wait() == 0
+
+
+def test_the_daemon_does_not_outlive_its_keeper(keep):
+    kept = keep("signals")
+    kept.wait_for("waiting")
+    (daemon,) = psutil.Process(kept.process.pid).children()
+    kept.process.kill()
+    wait_until(lambda: not is_alive(daemon.pid))
+
+
+def test_a_service_managers_process_is_the_daemon_itself(tmp_path):
+    environ = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "n")}
+    script = "import os; from appliance.keeper import keep_daemon; before = os.getpid(); "
+    script += "keep_daemon(); raise SystemExit(os.getpid() != before)"
+    assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == 0
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
