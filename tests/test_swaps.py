@@ -7,11 +7,12 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import psutil
 import pytest
 
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.daemons import ALONE, is_alive
+from tests.daemons import ALONE, Daemon, is_alive
 from tests.test_exactness import assert_same, prompts
 
 
@@ -307,6 +308,63 @@ def test_a_swap_and_back_computes_only_the_last_unfinished_block_again(
             ((kept, num_bytes),) = tier["other_models"].items()
             assert kept.split()[0] == (first if model == "small" else "small")
             assert num_bytes > 0
+    assert daemon.stop() == 0
+
+
+FAULTY_DISK = (
+    "-c",
+    "import os, pathlib, time\nfrom appliance.cli import main\n"
+    "from engine.offload import disk\n"
+    "folder, write = pathlib.Path(os.environ['DISK']), disk.Slabs.write\n"
+    "def faulty(*args):\n"
+    "    while (says := (folder / 'disk').read_text()) == 'hangs':\n"
+    "        (folder / 'hung').touch()\n"
+    "        time.sleep(0.02)\n"
+    "    if says == 'is full':\n"
+    "        raise OSError(28, 'No space left on device')\n"
+    "    return write(*args)\n"
+    "disk.Slabs.write = faulty\n"
+    "main()",
+)
+"""A daemon whose disk is full, or hangs, while a file says so; it makes the file `hung` then."""
+
+
+def test_a_disk_that_fails_while_a_model_makes_room_costs_its_blocks_alone(
+    start_daemon, tiny_llama, other, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Daemon, "program", FAULTY_DISK)
+    (prompt,), disk = prompts([300], seed=3), tmp_path / "disk"
+    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
+    args = (*ALONE, *settings(tmp_path, text), "--ssd-cache", "64MiB")
+
+    def start():
+        disk.write_text("works")
+        env = {"DISK": str(tmp_path)}
+        return start_daemon(*args, folder=tmp_path / "d", model=tiny_llama, env=env).wait_ready()
+
+    def ask(daemon, model):
+        """Ask a model, perhaps after a swap; the reply is right, and says what was cached."""
+        reply = daemon.complete(prompt, model=model, max_tokens=12, ignore_eos=True)
+        assert_same(prompt, reply["choices"][0]["token_ids"], oracles[model], 12)
+        return reply["usage"]["prompt_tokens_details"]
+
+    daemon = start()
+    first = daemon.state()["model"]
+    oracles = {first: load_oracle(tiny_llama), "small": load_oracle(other)}
+    ask(daemon, first)
+    disk.write_text("is full")
+    ask(daemon, "small")
+    disk.write_text("works")
+    assert ask(daemon, first) == {"cached_tokens": 0, "cache_miss": "token 0: evicted"}
+    disk.write_text("hangs")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(daemon.complete, prompt, model="small")
+        daemon.wait_for((tmp_path / "hung").exists)
+        daemon.kill()
+        assert isinstance(asked.exception(), httpx.HTTPError)
+    daemon = start()
+    ask(daemon, first)
+    daemon.assert_all_free()
     assert daemon.stop() == 0
 
 

@@ -1,7 +1,10 @@
 """Two models under load, one served at a time: what a swap takes, and that no request is lost.
 
 usage: python -m tests.benchmarks.swaps FIRST OTHER [--seconds 60] [--clients 8] [--min-stay 5]
-       [--tokens 32] [--prompt 64]
+       [--tokens 32] [--prompt 64] [--turns 7] [--keep-resident 2]
+
+With --turns one client asks both models in turn with one prompt, over an SSD cache: each turn's
+swap, the time of its request and how many tokens of the prompt were cached.
 
 One daemon knows both folders. Each client asks one after the other, by turns for the first model
 and for the other, so that somebody always waits for the one that is not served; each reply is
@@ -84,6 +87,33 @@ def run(options: argparse.Namespace) -> dict:
         }
 
 
+def turns(options: argparse.Namespace) -> dict:
+    """Ask both models in turn with one prompt: what each swap took, and what was cached."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder) / "penstock.toml"
+        table = f'[models.other]\nmodel = "{options.other.resolve()}"\n'
+        resident = f'keep_resident = {options.keep_resident}\nkeep_alive = "forever"\n'
+        settings.write_text(f"min_stay = 0\n{resident}{table}")
+        more = ("--config", str(settings), "--ssd-cache", "1GiB")
+        daemon = Daemon(Path(folder) / "d", *more, model=options.first).wait_ready()
+        names = (daemon.state()["model"], "other")
+        prompt, rows = [(i * 7 + i // 250) % 250 for i in range(options.prompt)], []
+        for turn in range(options.turns):
+            began_s = time.monotonic()
+            usage = daemon.complete(prompt, model=names[turn % 2], max_tokens=1)["usage"]
+            rows.append(
+                {
+                    "swap_ms": daemon.state()["swaps"]["last_swap_ms"],
+                    "request_ms": round((time.monotonic() - began_s) * 1e3),
+                    "cached": usage["prompt_tokens_details"]["cached_tokens"],
+                }
+            )
+        daemon.stop()
+        swaps = sorted(row["swap_ms"] for row in rows[2:])
+        median = {"median": statistics.median(swaps), "min": swaps[0], "max": swaps[-1]}
+        return {"keep_resident": options.keep_resident, "swap_ms": median, "turns": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("first", type=Path)
@@ -93,7 +123,10 @@ def main() -> None:
     parser.add_argument("--min-stay", type=float, default=5)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=64)
-    print(json.dumps(run(parser.parse_args()), indent=1))
+    parser.add_argument("--turns", type=int, default=0)
+    parser.add_argument("--keep-resident", type=int, default=1)
+    options = parser.parse_args()
+    print(json.dumps(turns(options) if options.turns else run(options), indent=1))
 
 
 if __name__ == "__main__":

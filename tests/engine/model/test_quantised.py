@@ -108,18 +108,23 @@ def test_forms_with_scales_of_float32_whatever_the_rows_length(level, form):
                 assert torch.allclose(linear(x).double(), expected, rtol=limit, atol=atol)
 
 
+def nvfp4_parts(num_rows, depth, place, generator):
+    """Random parts of NVFP4, whose matrix has a factor or a divisor besides."""
+    codes = torch.randint(0, 16, (num_rows, depth), generator=generator).to(torch.int8)
+    shape = (num_rows, depth // 16, 1)
+    scales = torch.randint(1, 127, shape, generator=generator).to(torch.uint8)
+    factors = torch.ones(num_rows, 1, 2)
+    factors[..., place] = 300.0 if place else 0.0031
+    return Parts(codes, scales, is_float4=True, row_factors=factors.view(torch.uint8))
+
+
 @each_level
 @pytest.mark.parametrize("place", [0, 1], ids=["multiplied", "divided"])
 def test_small_floats_whose_scales_have_a_scale(level, place):
     kernels, _ = load_kernels(level)
     generator = torch.Generator().manual_seed(place)
     for depth in (16, 48, 704):
-        codes = torch.randint(0, 16, (37, depth), generator=generator).to(torch.int8)
-        scales = torch.randint(1, 127, (37, depth // 16, 1), generator=generator).to(torch.uint8)
-        factors = torch.ones(37, 1, 2)
-        factors[..., place] = 300.0 if place else 0.0031
-        factors = factors.view(torch.uint8)
-        parts = Parts(codes, scales, is_float4=True, row_factors=factors)
+        parts = nvfp4_parts(37, depth, place, generator)
         panels = panels_of(parts, FORMS["nvfp4"])
         assert panels.shape == panels_shape("nvfp4", 37, depth)
         linear = CompiledLinear(kernels, [Weight(panels, None, "nvfp4_panels", (37, depth))], [])
