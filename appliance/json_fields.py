@@ -16,7 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from engine.errors import NOT_JSON, RequestError
+from engine.errors import RequestError
+from engine.wire.not_json import NOT_JSON
 
 Json = dict[str, Any]
 T = TypeVar("T")

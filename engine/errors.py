@@ -26,10 +26,6 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-NOT_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)
-"""What msgspec raises for bytes that it cannot decode."""
 _FILE_EXIT_CODES = {
     **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), 2),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), 4),

@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.api import openai_bodies as chats
 from appliance.json_fields import Json, invalid_type, invalid_value, required, unsupported
-from engine.errors import NOT_JSON
+from engine.wire.not_json import NOT_JSON
 
 Message = dict[str, Any]
 

@@ -30,7 +30,8 @@ from appliance.api.respond import Reply
 from appliance.api.wire import appliance_of, arrival_of, client_request_id, json_response, require
 from appliance.fleet.swaps import IncomingRequest
 from appliance.request import Role
-from engine.errors import NOT_JSON, RequestError
+from engine.errors import RequestError
+from engine.wire.not_json import NOT_JSON
 
 MAX_INLINE_BYTES = 16 << 10
 """Larger bodies are decoded in a thread."""

@@ -30,8 +30,9 @@ from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
 from appliance.json_fields import Json, check, renamed, required, undeclared, unsupported
 from appliance.request import ModelInfo, Request
-from engine.errors import NOT_JSON, RequestError
+from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
+from engine.wire.not_json import NOT_JSON
 
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 _FILE_EDITOR: Json = {

@@ -47,8 +47,9 @@ from appliance.json_fields import (
 from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
 from appliance.request import ModelInfo, Request, Role
-from engine.errors import NOT_JSON, ConfigError, RequestError, Unavailable
+from engine.errors import ConfigError, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
+from engine.wire.not_json import NOT_JSON
 
 _READ = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty")
 _READ_TOO = ("frequency_penalty", "repeat_penalty")

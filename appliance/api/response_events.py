@@ -19,8 +19,9 @@ from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
 from appliance.json_fields import Json
 from appliance.request import Request
-from engine.errors import NOT_JSON, RequestError
+from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
+from engine.wire.not_json import NOT_JSON
 
 _ECHOED: Json = {
     "previous_response_id": None,

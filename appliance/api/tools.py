@@ -20,7 +20,7 @@ import msgspec
 from appliance.api import openai_bodies as chats
 from appliance.formats.tool_format import OutputFormat
 from appliance.json_fields import check, invalid_type, invalid_value
-from engine.errors import NOT_JSON, RequestError
+from engine.errors import RequestError
 from engine.text.grammar import (
     GrammarError,
     calls_grammar,
@@ -31,6 +31,7 @@ from engine.text.grammar import (
     validate,
 )
 from engine.text.tokenizer import Tokenizer
+from engine.wire.not_json import NOT_JSON
 
 
 @dataclass(frozen=True, slots=True)

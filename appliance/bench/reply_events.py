@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.errors import NOT_JSON
+from engine.wire.not_json import NOT_JSON
 
 MAX_HEAD_BYTES = 1 << 16
 

@@ -16,7 +16,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from engine.errors import NOT_JSON, ConfigError, FileError
+from engine.errors import ConfigError, FileError
+from engine.wire.not_json import NOT_JSON
 
 _A_FILE = "Mooncake published traces in this form"
 

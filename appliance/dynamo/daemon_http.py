@@ -17,7 +17,7 @@ import h11
 import msgspec
 
 from appliance.dynamo.outputs import LostError
-from engine.errors import NOT_JSON
+from engine.wire.not_json import NOT_JSON
 
 _READ_BYTES = 1 << 16
 CONNECT_S = 5.0

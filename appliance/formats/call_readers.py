@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 from appliance.formats.text_reading import ObjectScanner, Step, TextReading, drop
-from engine.errors import NOT_JSON
+from engine.wire.not_json import NOT_JSON
 
 
 def types_of(schema: object) -> set[str]:

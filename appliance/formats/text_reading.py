@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.errors import NOT_JSON
+from engine.wire.not_json import NOT_JSON
 
 T = TypeVar("T")
 Step = Generator[None, None, T]

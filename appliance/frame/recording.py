@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from appliance.frame.protocol import FRAME_VERSION, Frame
-from engine.errors import NOT_JSON, PenstockError, file_exit_code
+from engine.errors import PenstockError, file_exit_code
+from engine.wire.not_json import NOT_JSON
 
 APPLICATION_ID = 0x50454E52  # "PENR", for file(1)
 RECORDING_VERSION = 1

@@ -24,8 +24,8 @@ import msgspec
 from appliance.frame.latency import in_order
 from appliance.frame.protocol import RequestFrame, computed_at_end
 from appliance.request import Peer, Request
-from engine.errors import NOT_JSON
 from engine.schedule.sequence import FinishReason, Sequence
+from engine.wire.not_json import NOT_JSON
 
 MAX_CLIENT_RID_CHARS = 128
 _WORST_LAST = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)

@@ -19,8 +19,9 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.errors import NOT_JSON, ChannelClosed, ChannelGarbled
+from engine.errors import ChannelClosed, ChannelGarbled
 from engine.wire.messages import Command, Report
+from engine.wire.not_json import NOT_JSON
 
 Expected = TypeVar("Expected", bound=Command)
 Message = TypeVar("Message")
