@@ -138,6 +138,6 @@ class ProfileStore:
                 with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)) as db:
                     migration.apply(Database(db))
                     yield db
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             hint = "`penstock profile clear` starts a new one."
             raise ProfileUnusable(str(error), where=str(self.path), hint=hint) from error

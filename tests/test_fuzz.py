@@ -10,7 +10,7 @@ from tests.fuzz.__main__ import feed, fuzz
 from tests.fuzz.mutations import mutated
 from tests.fuzz.parsers import PARSERS, Parser
 
-INPUTS_PER_SHARE = 150
+INPUTS_PER_SHARE = 76
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -19,6 +19,7 @@ from sqlite_utils import Database
 
 from appliance.log.query import (
     BUSY_TIMEOUT_MS,
+    SQLITE_ERRORS,
     DamagedLog,
     log_error,
     look_at,
@@ -65,7 +66,7 @@ def open_log(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_size_limit = 67108864")
         connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         _migrate(Database(connection, execute_plugins=False), path)
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         connection.close()
         wrong = log_error("cannot use the request log", error, path)
         if isinstance(wrong, DamagedLog):
@@ -84,7 +85,7 @@ def abandon(connection: sqlite3.Connection) -> None:
     The write-ahead log is first merged into the old file: the -wal stays at the path, and SQLite
     would use its pages for the new file there.
     """
-    with contextlib.suppress(sqlite3.Error):
+    with contextlib.suppress(*SQLITE_ERRORS):
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     connection.close()
 

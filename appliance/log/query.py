@@ -327,14 +327,18 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
         return [dict(row) for row in db.execute(f"SELECT * FROM ({sql}) ORDER BY {order}", values)]
 
 
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What sqlite3 raises: of a damaged file also that a text, or its own message, is no UTF-8."""
+
+
 class DamagedLog(PenstockError):
     """The file is not an SQLite database, or damaged; a retry cannot help."""
 
     exit_code = 8
 
 
-def log_error(what: str, error: sqlite3.Error, path: Path) -> PenstockError:
-    """Make the error for an error of SQLite; DamagedLog if the file's bytes are wrong.
+def log_error(what: str, error: Exception, path: Path) -> PenstockError:
+    """Make the error for one of SQLITE_ERRORS; DamagedLog if the file's bytes are wrong.
 
     Args:
         what: what failed, as `cannot read the request log`.
@@ -343,7 +347,8 @@ def log_error(what: str, error: sqlite3.Error, path: Path) -> PenstockError:
     """
     what, about = f"{what}: {error}", str(error)
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # the rest says where
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    is_garbled = isinstance(error, UnicodeDecodeError)
+    if is_garbled or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DamagedLog(what, where=str(path), hint=RECOVER)
     if about.startswith("no such"):
         hint = "is it a request log? `penstock serve` upgrades an older one"
@@ -360,14 +365,14 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
     Raises:
         FileError: the file is missing or unreadable.
-        PenstockError: instead of every sqlite3.Error; see log_error().
+        PenstockError: instead of SQLITE_ERRORS; see log_error().
     """
     check_file(path, os.R_OK)
     try:
         with closing(_connect(path)) as db:
             db.row_factory = sqlite3.Row
             yield db
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         raise log_error("cannot read the request log", error, path) from error
 
 

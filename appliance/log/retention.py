@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from appliance.log.query import (
+    SQLITE_ERRORS,
     log_time,
 )
 from engine.units import size_text
@@ -146,7 +147,7 @@ class Upkeep:
         """Do one step if it is due; return the deleted rows at the end of a round.
 
         Raises:
-            sqlite3.Error: the round is over, and the next is due in an hour.
+            SQLITE_ERRORS: the round is over, and the next is due in an hour.
         """
         if self._round is None:
             if self.due_in_s > 0:
@@ -156,7 +157,7 @@ class Upkeep:
             self._round = prune_steps(db, self._limits, datetime.now(UTC))
         try:
             step = next(self._round, None)
-        except sqlite3.Error:
+        except SQLITE_ERRORS:
             self._round = None
             raise
         if step is not None:

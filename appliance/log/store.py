@@ -16,6 +16,7 @@ from pathlib import Path
 
 from appliance.log.query import (
     BUSY_TIMEOUT_MS,
+    SQLITE_ERRORS,
     check_file,
     log_error,
     reading,
@@ -123,7 +124,7 @@ def prune(
             for step in prune_steps(db, limits, now):
                 total += step
                 time.sleep(PAUSE_S)
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         raise log_error("cannot prune the request log", error, path) from error
     return total
 

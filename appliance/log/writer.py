@@ -31,6 +31,7 @@ from appliance.frame.recording import (
 )
 from appliance.log.log_file import abandon, file_id, open_log, remove_backups, set_aside
 from appliance.log.query import (
+    SQLITE_ERRORS,
     DamagedLog,
     EventQuery,
     RowQuery,
@@ -306,7 +307,7 @@ class RequestLog:
                 self._is_first_run = db.execute("SELECT 1 FROM runs").fetchone() is None
                 self.crash = end_crashed_run(db, self._open.answered, self._open.cut)
             self._run_id = insert_run(self._connection, self._run)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise log_error("cannot write the request log", error, self.path) from error
 
     def set_limits(self, limits: RetentionLimits) -> None:
@@ -504,7 +505,7 @@ class RequestLog:
                         "UPDATE runs SET stopped_at = ?, stop_reason = ? WHERE run_id = ?",
                         (utc_now(), stop_reason, self._run_id),
                     )
-        except (sqlite3.Error, ConfigError, DamagedLog) as error:
+        except (*SQLITE_ERRORS, ConfigError, DamagedLog) as error:
             self._recorder.reset()  # its template may have gone with the transaction
             if not self._is_failing:
                 _LOG.error("%s: cannot write, will keep trying: %s", self.path, error)
@@ -548,7 +549,7 @@ class RequestLog:
 
     def _leave_damaged(self, error: Exception) -> None:
         """Set a damaged file aside; the next row makes a new one."""
-        if isinstance(error, sqlite3.Error):
+        if isinstance(error, SQLITE_ERRORS):
             error = log_error("cannot write", error, self.path)
         if not isinstance(error, DamagedLog):
             return
@@ -578,7 +579,7 @@ class RequestLog:
         """Do one step of pruning, if due."""
         try:
             pruned = self._upkeep.step(self._connection)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             _LOG.warning("%s: not pruned, will try again in an hour: %s", self.path, error)
             if file_id(self.path) == self._file_id:
                 self._leave_damaged(error)

@@ -10,6 +10,7 @@ Never: knows requests, and never loads a tokenizer from outside the folder.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ class Tokenizer:
                 hint="save the checkpoint with a fast tokenizer (transformers: save_pretrained)",
             )
         try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            _check_merges(text)
+            backend = tokenizers.Tokenizer.from_str(text)
         # tokenizers raises plain Exception for whatever its JSON reader or a model refuses.
         except Exception as error:
             raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(path)) from error
@@ -207,7 +210,19 @@ def _byte_of(character: str) -> bytes:
     return bytes((code,))
 
 
+_HAS_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"(?!")')
 _HIDDEN_BYTES = bytes((*range(0x21), *range(0x7F, 0xA1), 0xAD))
+
+
+def _check_merges(text: str) -> None:
+    """Refuse merges that lack the prefix which their model cuts off: `tokenizers` would abort."""
+    if _HAS_PREFIX.search(text) is None:
+        return
+    model = json.loads(text)["model"]
+    for merge in model.get("merges") or []:
+        right = merge.split(" ")[-1] if isinstance(merge, str) else merge[-1]
+        if not right.startswith(model.get("continuing_subword_prefix") or ""):
+            raise ValueError(f"a merge with {right[:40]!r}, which lacks the continuing prefix")
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:

@@ -250,7 +250,7 @@ def _slabs() -> Parser:
             if contents is not None:
                 list(check_records(found, contents))
 
-    return Parser(parse, [heads], share=4)
+    return Parser(parse, [heads], share=12)
 
 
 def _messages(kinds: list[msgspec.Struct]) -> list[bytes]:
@@ -273,7 +273,9 @@ def _commands() -> Parser:
             ours.shutdown(socket.SHUT_WR)
             WorkerChannel(theirs).receive(wait=True)
 
-    return Parser(parse, _messages([admit, Release(1, 1), extend, copy]), (ChannelClosed,), share=8)
+    return Parser(
+        parse, _messages([admit, Release(1, 1), extend, copy]), (ChannelClosed,), share=20
+    )
 
 
 def _reports() -> Parser:
@@ -291,7 +293,7 @@ def _reports() -> Parser:
             await channel.receive()
 
     return Parser(lambda data: loop().run_until_complete(receive(data)), _messages(kinds),
-                  (ChannelClosed,), share=8)  # fmt: skip
+                  (ChannelClosed,), share=20)  # fmt: skip
 
 
 def _open_requests() -> Parser:
@@ -304,7 +306,7 @@ def _open_requests() -> Parser:
         (folder / "requests.open").write_bytes(data)
         OpenRequests(folder / "requests.db")
 
-    return Parser(parse, [example], fragments=[b"\n", b"\xff", b"{", b'"'], share=4)
+    return Parser(parse, [example], fragments=[b"\n", b"\xff", b"{", b'"'], share=12)
 
 
 # frames and recordings
@@ -317,7 +319,7 @@ def _packed_frames() -> Parser:
     def parse(data: bytes) -> None:
         packer.unpack(data, at="2026-11-23T00:00:00.000Z", seq=1, uptime_ms=1)
 
-    return Parser(parse, examples, (ValueError,), share=8)
+    return Parser(parse, examples, (ValueError,), share=20)
 
 
 def _frame_templates() -> Parser:
@@ -403,7 +405,7 @@ def _reply_events() -> Parser:
                 reader.feed(data[start : start + 50], start)
         reader.close()
 
-    return Parser(parse, [head + chunked, head + sized], share=8)
+    return Parser(parse, [head + chunked, head + sized], share=20)
 
 
 # HTTP

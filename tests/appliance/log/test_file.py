@@ -184,6 +184,28 @@ def test_a_damaged_log_that_its_folder_holds_fast_is_set_aside_once_the_folder_l
     assert log.close()
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_log_whose_schema_is_no_text_any_more_is_kept_and_a_new_one_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_running: bool
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
+    write(path, row("old"))
+    garbled = path.read_bytes().replace(b"CREATE TABLE", b"CREATE \xcfABLE")
+    log = None
+    if is_running:
+        log = start(path)
+        path.unlink()
+    path.write_bytes(garbled)
+    log = log or start(path)
+    log.record(row("cmpl-1"))
+    assert log.flush(60)
+    assert rids(log.rows(RowQuery())) == ["cmpl-1"]
+    assert [event.code for event in log.said] == ["log.damaged"]
+    assert log.close()
+    (kept,) = damaged_logs(path)
+    assert kept.read_bytes() == garbled
+
+
 @pytest.mark.parametrize("where", ["the header", "_sqlite_migrations", "runs", "requests"])
 def test_a_log_found_damaged_at_start_is_kept_a_new_one_goes_on_and_that_is_said(
     path: Path, monkeypatch: pytest.MonkeyPatch, where: str

@@ -163,6 +163,25 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     assert error.value.where == str(folder / name)
 
 
+def test_merges_without_the_prefix_that_their_model_cuts_off_are_refused(tmp_path):
+    """`tokenizers` would cut a letter in two, and end the process when it tells of that."""
+    path = save(byte_level(), tmp_path) / "tokenizer.json"
+    values = json.loads(path.read_text())
+    pieces = ["a", "\u0120", "b", "#b", "ab"]
+    values["model"] |= {
+        "vocab": {piece: number for number, piece in enumerate(pieces)},
+        "merges": [["a", "#b"]],
+        "continuing_subword_prefix": "#",
+    }
+    values["added_tokens"], values["post_processor"] = [], None
+    path.write_text(json.dumps(values))
+    assert Tokenizer.from_folder(tmp_path).vocab_size == len(pieces)
+    values["model"]["merges"] += [["a", "\u0120"]]
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="prefix"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
