@@ -27,7 +27,8 @@ SHAPES = {  # key heads, value heads, key_dim, value_dim, tokens of the convolut
     "one head": (1, 1, 5, 3, 2),
     "as published": (1, 2, 128, 128, 4),
 }
-DTYPES = [torch.float32, torch.bfloat16]
+MODELS = [("qwen3_next", torch.bfloat16), ("qwen3_5_text", torch.float32)]
+"""Projections grouped by key head, and one for each kind."""
 TOLERANCES = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -114,9 +115,8 @@ def shape(request):
 
 
 @each_level
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
-def test_the_kernel_computes_what_torch_does(tmp_path, level, dtype, family, shape):
+@pytest.mark.parametrize(("family", "dtype"), MODELS)
+def test_the_kernel_computes_what_torch_does(tmp_path, level, family, dtype, shape):
     layer = Layer(tmp_path, family, shape, dtype, level)
     for parts in ([(0, 0, 90), (1, 0, 1)], [(1, 1, 7), (0, 90, 91), (2, 40, 75)]):
         before = layer.pool.clone()
@@ -131,13 +131,12 @@ def test_the_kernel_computes_what_torch_does(tmp_path, level, dtype, family, sha
 
 
 @each_level
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
-def test_any_cut_and_any_neighbours_leave_the_same_bits(tmp_path, level, dtype, family, shape):
+@pytest.mark.parametrize(("family", "dtype"), MODELS)
+def test_any_cut_and_any_neighbours_leave_the_same_bits(tmp_path, level, family, dtype, shape):
     layer, rng = Layer(tmp_path, family, shape, dtype, level), Random(1)
     whole, state = layer.step((0, 0, NUM_TOKENS)), layer.values(0)
     some = [sorted(rng.sample(range(1, NUM_TOKENS), 5)) for _ in range(3)]
-    for cuts in (range(1, NUM_TOKENS), *some):
+    for cuts in (range(1, 70), *some):
         for first, end in pairwise((0, *cuts, NUM_TOKENS)):
             beside = [(1, 9, 9 + rng.randint(1, 40)), (2, 3, 4)][: rng.randint(0, 2)]
             num_threads = rng.choice([1, 3])
