@@ -1,5 +1,8 @@
-"""A sample of the sweep; `python -m tests.sweep` kills each process at each event."""
+"""A sample of the sweep, and what it stands on; `python -m tests.sweep` is all of it."""
 
+import asyncio
+import gc
+import socket
 import subprocess
 import sys
 
@@ -7,9 +10,11 @@ import pytest
 
 from tests.sweep.planted import BUGS, ROOT
 from tests.sweep.scenarios import SCENARIOS
+from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
 
-NUM_RUNS = 4
-GROUPS = [list(SCENARIOS)[start::4] for start in range(4)]
+NUM_RUNS = 3
+NUM_GROUPS = 2
+GROUPS = [list(SCENARIOS)[start::NUM_GROUPS] for start in range(NUM_GROUPS)]
 
 
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
@@ -28,3 +33,46 @@ def test_a_planted_bug_replaces_one_place(name):
     bug = BUGS[name]
     assert (ROOT / bug.file).read_text().count(bug.right) == 1
     assert set(bug.scenarios) <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_killed_process_does_nothing_any_more(is_killed):
+    """Its timers, tasks, sockets and threads are deaf; left alone, each of them does its work."""
+    loop, process, done = VirtualLoop(1, lambda *_: None), Process("any"), []
+    ours, theirs = socket.socketpair()
+
+    async def waits():
+        try:
+            await asyncio.sleep(2)
+        finally:
+            done.append("unwound")
+
+    async def calls_a_thread():
+        await loop.run_in_executor(None, done.append, "thread")
+
+    coroutines = [waits(), calls_a_thread()]
+
+    async def kill_and_look():
+        tasks = [process.run(loop.create_task, coroutine) for coroutine in coroutines]
+        process.run(loop.call_later, 2, done.append, "timer")
+        process.run(loop.add_reader, ours, done.append, "socket")
+        await asyncio.sleep(0)
+        process.is_dead = is_killed
+        theirs.send(b"1")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        loop.remove_reader(ours)
+        await asyncio.sleep(1)
+        tasks[0].cancel()
+        await asyncio.sleep(2)
+        gc.collect()
+        for task in tasks:
+            task._log_destroy_pending = False
+        return set(done)
+
+    with virtual_time(loop), ours, theirs:
+        seen = loop.run_until_complete(kill_and_look())
+    for coroutine in coroutines:
+        coroutine.close()
+    loop.close()
+    assert seen == (set() if is_killed else {"unwound", "thread", "timer", "socket"})

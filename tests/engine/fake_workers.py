@@ -71,6 +71,7 @@ class FakeWorker:
         self.own_cpus = list(cpus)
         self.may_write = lambda pool, block_id: True
         self.breaks = False
+        self.eos_token_ids = ()
         self.tokens_per_step = 1
         """That a decoding sequence yields at most."""
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -92,7 +93,7 @@ class FakeWorker:
         command = self.inbox.popleft()
         match command:
             case Admit():
-                self.running[command.seq_id] = WorkerRequest.of(command, (), now_ns)
+                self.running[command.seq_id] = WorkerRequest.of(command, self.eos_token_ids, now_ns)
             case Release(seq_id, generation, reason):
                 running = self.running.get(seq_id)
                 if running is not None and running.generation == generation:
@@ -199,18 +200,23 @@ class FakeWorker:
         if running.records is not None:
             self.memory.pop((self.pool, block_id, RECORD), None)
 
+    def record_of(self, place, token_ids):
+        return place, token_ids
+
     def turn_record(self, running, end):
         """Read the record of all earlier tokens, write that of those up to `end` elsewhere."""
         blocks = running.record_blocks
         for place, block_id in enumerate(blocks.read):
-            before = (place, running.token_ids[: running.num_computed_tokens])
+            before = self.record_of(place, running.token_ids[: running.num_computed_tokens])
             assert self.memory[self.pool, block_id, RECORD] == before
         assert not set(blocks.read) & set(blocks.written)
         for place, block_id in enumerate(blocks.written):
             assert self.may_write(self.pool, block_id), "a record that others can find is written"
             for offset in range(self.block_size):
                 self.memory.pop((self.pool, block_id, offset), None)
-            self.memory[self.pool, block_id, RECORD] = (place, running.token_ids[:end])
+            self.memory[self.pool, block_id, RECORD] = self.record_of(
+                place, running.token_ids[:end]
+            )
 
     def read(self, running):
         """The tokens that its context is of, as its blocks have them."""

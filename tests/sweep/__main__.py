@@ -19,21 +19,29 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.checkpoints import make_checkpoint
-from tests.sweep.machine import DAEMON, DISK_FAULTS, Machine, Outcome
+from tests.sweep.machine import DAEMON, DISK_FAULTS, LOADING, WORKERS, Call, Machine, Outcome
 from tests.sweep.replies import Said, read
 from tests.sweep.scenarios import SCENARIOS
 from tests.sweep.virtual_loop import Process
 
 STOPS_S = (0.3, 3, 60, 900)
+EVENTS_PER_COLLAPSE = 3
+"""Of the events, each third one meets the death of all workers."""
+MOST_TRIED = 40
+"""Events at which faults are tried again when a failure is shrunk."""
+RUNS_OF_A_CHILD, AT_ONCE = 32, 4
+"""A killed daemon's files stay open in the process that simulated it."""
 RUN_S = 120
 """Real seconds of a run, at most."""
 
@@ -43,7 +51,8 @@ class Fault(NamedTuple):
 
     at: int
     what: str
-    """The worker that is killed, `WORKER:SECONDS` for one that is stopped, or a disk's fault."""
+    """What is killed, a worker, the daemon or all workers; `WORKER:SECONDS` if stopped; or a disk's
+    fault."""
 
 
 class Run(NamedTuple):
@@ -52,10 +61,17 @@ class Run(NamedTuple):
     scenario: str
     seed: int
     faults: tuple[Fault, ...] = ()
+    calls: tuple[str, ...] = ()
+    """The scenario's calls that are made; empty: all."""
 
     def __str__(self) -> str:
         faults = "".join(f" --at {each.at} --fault {each.what}" for each in self.faults)
-        return f"python -m tests.sweep {self.scenario!r} --seed {self.seed}{faults}"
+        calls = f" --calls {','.join(self.calls)!r}" if self.calls else ""
+        return f"python -m tests.sweep {self.scenario!r} --seed {self.seed}{faults}{calls}"
+
+    @property
+    def undisturbed(self) -> Run:
+        return self._replace(faults=())
 
 
 @dataclass(slots=True)
@@ -72,17 +88,22 @@ class Seen:
     num_faults: int = 0
     workers: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    cpu_s: float = 0.0
 
     @property
     def kills_daemon(self) -> bool:
         return any(fault.what == DAEMON for fault in self.run.faults)
 
 
-def model_folder() -> Path:
+def model_folder(family: str) -> Path:
     """Make a tiny checkpoint once, of which the daemon reads shape and tokenizer."""
-    folder = Path(tempfile.gettempdir()) / f"penstock-sweep-model-{os.getuid()}"
-    if not (folder / "tokenizer.json").exists():
-        make_checkpoint(folder, max_position_embeddings=2048)
+    folder = Path(tempfile.gettempdir()) / f"penstock-sweep-models-{os.getuid()}" / family
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            make_checkpoint(Path(made) / family, family, max_position_embeddings=2048)
+            with contextlib.suppress(OSError):  # another process has made it meanwhile
+                (Path(made) / family).rename(folder)
     return folder
 
 
@@ -97,11 +118,12 @@ def execute(run: Run) -> Seen:
 
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="sweep-", dir=shm if shm.is_dir() else None))
-    num_files = _num_files()
+    num_files, began_s = _num_files(), time.process_time()
     signal.alarm(RUN_S)
     try:
-        machine = Machine(model_folder(), folder, run.seed, scenario.options, on_event)
-        outcome = machine.run(scenario.calls())
+        models = [model_folder(family) for family in scenario.models]
+        machine = Machine(models, folder, run.seed, scenario.options, on_event)
+        outcome = machine.run(calls_of(run))
         seen.workers = sorted({worker.name for worker in machine.workers})
         _note(seen, outcome)
         del machine, outcome
@@ -113,7 +135,17 @@ def execute(run: Run) -> Seen:
     finally:
         signal.alarm(0)
         shutil.rmtree(folder, ignore_errors=True)
+    seen.cpu_s = time.process_time() - began_s
     return seen
+
+
+def calls_of(run: Run) -> list[Call]:
+    """Return the calls of a run; one that waits for a call that is left out waits for none."""
+    calls = [
+        call for call in SCENARIOS[run.scenario].calls() if not run.calls or call.name in run.calls
+    ]
+    names = {call.name for call in calls}
+    return [replace(call, after=call.after if call.after in names else None) for call in calls]
 
 
 def _num_files() -> int:
@@ -121,8 +153,9 @@ def _num_files() -> int:
 
 
 def _note(seen: Seen, outcome: Outcome) -> None:
-    if not seen.run.faults and not outcome.has_shown(SCENARIOS[seen.run.scenario].shows):
-        seen.problems.append(f"no row with {SCENARIOS[seen.run.scenario].shows}")
+    run, wanted = seen.run, SCENARIOS[seen.run.scenario].shows
+    if not (run.faults or run.calls or outcome.has_shown(wanted)):
+        seen.problems.append(f"no row with {wanted}")
     for name, reply in outcome.replies.items():
         said: Said = read(reply)
         seen.said[name], seen.statuses[name] = said.as_tuple(), reply.status
@@ -149,23 +182,31 @@ def differences(calm: Seen, seen: Seen) -> list[str]:
                 found.append(f"{name}: {theirs!r} and {whole!r} begin differently")
         elif not is_whole:
             found.append(f"{name}: {seen.said.get(name)} instead of {said}")
+    return found + _wrong_rows(calm, seen, may_differ)
+
+
+def _wrong_rows(calm: Seen, seen: Seen, may_differ: frozenset[str]) -> list[str]:
+    """Compare the log's rows; a client that was told to come again has one for each time."""
+    rows = [row for row in seen.rows if row[1] != LOADING]
     num_answered = sum(status == 200 for status in seen.statuses.values())
     if seen.kills_daemon:
-        if not num_answered <= len(seen.rows) <= len(calm.rows):
-            found.append(f"{len(seen.rows)} rows for {num_answered} replies")
-    elif len(seen.rows) != len(calm.rows):
-        found.append(f"{len(seen.rows)} rows instead of {len(calm.rows)}")
-    elif not may_differ and seen.rows != calm.rows:
-        found.append(f"rows {seen.rows} instead of {calm.rows}")
-    return found
+        if not num_answered <= len(rows) <= len(calm.rows):
+            return [f"{len(rows)} rows for {num_answered} replies"]
+    elif len(rows) != len(calm.rows):
+        return [f"{len(rows)} rows instead of {len(calm.rows)}"]
+    elif not may_differ and rows != calm.rows:
+        return [f"rows {rows} instead of {calm.rows}"]
+    return []
 
 
 def plans(calm: Seen, every: int, num_drawn: int) -> Iterator[Run]:
-    """Kill each worker at each event; then two kills, stops and faults of the disk by seed."""
+    """Kill each process at each event, all workers at some; then two faults of any kind by seed."""
     name, seed = calm.run.scenario, calm.run.seed
     first, last = calm.num_at_ready + 1, calm.num_events
     for at, worker in itertools.product(range(first, last + 1, every), [*calm.workers, DAEMON]):
         yield Run(name, seed, (Fault(at, worker),))
+    for at in range(first, last + 1, every * EVENTS_PER_COLLAPSE):
+        yield Run(name, seed, (Fault(at, WORKERS),))
     drawn = random.Random(f"{name} {seed}")
     stops = [f"{worker}:{stop_s}" for worker in calm.workers for stop_s in STOPS_S]
     disk = DISK_FAULTS if "ssd_cache" in SCENARIOS[name].options else ()
@@ -179,18 +220,23 @@ def plans(calm: Seen, every: int, num_drawn: int) -> Iterator[Run]:
 def sweep(args: argparse.Namespace) -> int:
     """Run all; print a line for each scenario and failure; return the number of failures."""
     num_failures = num_runs = 0
-    model_folder()
+    names = args.scenario or list(SCENARIOS)
+    for family in sorted({family for name in names for family in SCENARIOS[name].models}):
+        model_folder(family)
+    _warm_up(names[0])
     with _pool(args.jobs) as pool:
-        for name in args.scenario or SCENARIOS:
+        for name in names:
             calm, same = pool.map(execute, [Run(name, args.seed)] * 2)
             problems = differences(calm, calm) + differences(calm, same)
             if problems or calm.num_events != same.num_events:
                 print(f"{calm.run}: undisturbed: {problems or 'two runs differ'}", flush=True)
                 num_failures += 1
+                if args.first:
+                    break
                 continue
             runs = list(plans(calm, args.every, args.drawn))
-            if args.sample is not None:
-                runs = random.Random(f"{name} {args.seed}").sample(runs, args.sample)
+            random.Random(f"{name} {args.seed}").shuffle(runs)
+            runs = runs[: args.sample]
             num_runs += len(runs)
             num_failures += _sweep_one(pool, calm, runs, ends_at_first=args.first)
             if num_failures and args.first:
@@ -201,38 +247,97 @@ def sweep(args: argparse.Namespace) -> int:
 
 def _sweep_one(pool: Pool, calm: Seen, runs: list[Run], *, ends_at_first: bool) -> int:
     """Do all disturbed runs of one scenario; return how many showed something."""
-    began_s, num_faults, num_bad = time.monotonic(), 0, 0
-    for seen in pool.imap_unordered(execute, runs, chunksize=4):
-        num_faults += seen.num_faults
+    began_s, num_faults, num_bad, cpu_s = time.monotonic(), 0, 0, 0.0
+    for seen in pool.imap_unordered(execute, runs, chunksize=AT_ONCE):
+        num_faults, cpu_s = num_faults + seen.num_faults, cpu_s + seen.cpu_s
         if found := differences(calm, seen):
             num_bad += 1
             print(f"{seen.run}\n    {found[0][:1500]}", flush=True)
+            if num_bad == 1 and not ends_at_first:
+                smallest, found = shrink(pool, seen.run, found)
+                print(f"smallest: {smallest}\n    {found[0][:1500]}", flush=True)
             if ends_at_first:
                 break
     print(
         f"{calm.run.scenario}: {calm.num_events - calm.num_at_ready} events, "
-        f"{len(calm.workers)} workers, {len(runs)} runs, {num_faults} faults, "
-        f"{num_bad} failures, {time.monotonic() - began_s:.0f} s",
+        f"{len(calm.workers) + 1} processes, {len(runs)} runs, {num_faults} faults, "
+        f"{num_bad} failures, {cpu_s:.0f} CPU s, {time.monotonic() - began_s:.0f} s",
         flush=True,
     )
     return num_bad
 
 
+def shrink(pool: Pool, run: Run, found: list[str]) -> tuple[Run, list[str]]:
+    """Leave out faults and calls while the run still fails; return what is left, and what it shows.
+
+    Without a call the other events have other numbers, so the faults are tried at many of them.
+    """
+    has_shrunk = True
+    while has_shrunk:
+        has_shrunk = False
+        for smaller in _smaller(run):
+            if (failing := _failing(pool, smaller)) is not None:
+                (run, found), has_shrunk = failing, True
+                break
+    return run, found
+
+
+def _smaller(run: Run) -> Iterator[Run]:
+    """Yield the run without each of its faults, then without each of its calls."""
+    if len(run.faults) > 1:
+        yield from (run._replace(faults=(fault,)) for fault in run.faults)
+    names = tuple(call.name for call in calls_of(run))
+    if len(names) > 1:
+        for name in names:
+            yield run._replace(calls=tuple(each for each in names if each != name))
+
+
+def _failing(pool: Pool, run: Run) -> tuple[Run, list[str]] | None:
+    """Find a run with these calls and kinds of faults that fails; None: none is found."""
+    calm = pool.apply(execute, (run.undisturbed,))
+    if found := differences(calm, calm):
+        return calm.run, found
+    if not run.faults:
+        return None
+    first, last = calm.num_at_ready + 1, calm.num_events
+    step = max((last - first) // MOST_TRIED, 1)
+    began_at = run.faults[0].at
+    tried = [run] + [
+        run._replace(faults=tuple(Fault(f.at - began_at + at, f.what) for f in run.faults))
+        for at in range(first, last + 1, step)
+    ]
+    for seen in pool.imap(execute, tried, chunksize=AT_ONCE):
+        if found := differences(calm, seen):
+            return seen.run, found
+    return None
+
+
 @contextlib.contextmanager
 def _pool(num_jobs: int) -> Iterator[Pool]:
     fork = multiprocessing.get_context("fork")
-    with fork.Pool(num_jobs, _begin, maxtasksperchild=40) as pool:
+    with fork.Pool(num_jobs, _begin, maxtasksperchild=RUNS_OF_A_CHILD // AT_ONCE) as pool:
         yield pool
+
+
+def _warm_up(scenario: str) -> None:
+    """Import and read here, once, what all runs need."""
+    logging.disable(logging.CRITICAL)
+    execute(Run(scenario, 1))
+    gc.collect()
+    gc.freeze()
 
 
 def _begin() -> None:
     logging.disable(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None  # tasks of killed processes are dropped at the end
+    # tasks of killed processes are dropped at the end, and a failed run leaves its log's thread
+    sys.unraisablehook = threading.excepthook = lambda _: None
+    warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _too_long)
+    gc.disable()  # it would run at times that no seed decides
 
 
 def _too_long(*_: object) -> None:
-    raise AssertionError(f"it took {RUN_S} real seconds")
+    raise KeyboardInterrupt(f"it took {RUN_S} real seconds")  # which no callback catches
 
 
 def main() -> int:
@@ -242,16 +347,18 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="of the events, each Nth")
     parser.add_argument("--drawn", type=int, default=40, help="runs with two faults, by seed")
     parser.add_argument("--sample", type=int, help="only so many runs, by seed")
-    parser.add_argument("--first", action="store_true", help="end with the first failure")
+    parser.add_argument("--first", action="store_true", help="end with the first failure, as it is")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--at", type=int, action="append", default=[])
     parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--calls", help="of the scenario's calls only these, with commas")
     args = parser.parse_args()
-    if args.at:
-        calm = execute(Run(args.scenario[0], args.seed))
-        faults = tuple(map(Fault, args.at, args.fault))
+    if args.at or args.calls:
+        calls = tuple(args.calls.split(",")) if args.calls else ()
+        run = Run(args.scenario[0], args.seed, tuple(map(Fault, args.at, args.fault)), calls)
+        calm = execute(run.undisturbed)
         logging.basicConfig(level=logging.INFO)
-        found = differences(calm, execute(Run(args.scenario[0], args.seed, faults)))
+        found = differences(calm, execute(run))
         print("\n".join(found) or "nothing differs")
         return bool(found)
     return bool(sweep(args))

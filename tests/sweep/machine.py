@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +35,28 @@ from appliance.http.access import AccessPolicy
 from appliance.http.listeners import PassedSockets
 from engine.errors import InvariantViolated
 from engine.offload import slab_files
-from tests.sweep.simulated_worker import PoolMemory, WorkerProcess, spawner
+from engine.text.tokenizer import Tokenizer
+from tests.sweep.simulated_worker import WorkerProcess, spawner
 from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
 
 DISK_FAULTS = ("EIO", "ENOSPC", "flipped", "torn")
-DAEMON = "daemon"
+DAEMON, WORKERS = "daemon", "workers"
 RESTART_S, RETRY_S = 0.1, 0.02
+LONGEST_RETRY_S = 5.0
 LOADING = 503
+DEFAULTS = {
+    "ssd_cache": "off",
+    "model_aliases": ("any",),
+    "max_model_len": 1024,
+    "speculate": 0,
+    "kv_memory_bytes": 4 << 20,
+}
 PAGE_BYTES = 4096
 LONGEST_S = 300.0
 """Virtual time after which everything must have ended."""
+
+
+Row = tuple[str, int, int, str]
 
 
 @dataclass(slots=True)
@@ -77,7 +90,7 @@ class Outcome:
     """All that is to be seen of a run from outside, and what was found inside."""
 
     replies: dict[str, Reply] = field(default_factory=dict)
-    rows: list[tuple[str, int, int, str]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     """Of the log: endpoint, status, output tokens, finish reason."""
     facts: list[dict[str, int]] = field(default_factory=list)
     """Of each row what scenarios are made for, such as preemptions."""
@@ -95,7 +108,8 @@ class Machine:
     """One machine with one daemon.
 
     Args:
-        model: folder of a checkpoint, of which the tokenizer and shape are read.
+        models: folders of checkpoints, of which tokenizer and shape are read: the first one's,
+            and the others' by name.
         folder: for socket, log and state.
         seed: of the order of events.
         options: settings of the daemon.
@@ -104,21 +118,21 @@ class Machine:
 
     def __init__(
         self,
-        model: Path,
+        models: list[Path],
         folder: Path,
         seed: int,
         options: dict[str, Any],
         on_event: Callable[[Machine, int, Process], None] = lambda *_: None,
     ) -> None:
         self.folder, self.workers = folder, list[WorkerProcess]()
-        self.loop = VirtualLoop(seed, lambda number, process: on_event(self, number, process))
-        self.config = ServeConfig(
-            model=model,
-            socket=folder / "s",
-            state_dir=folder,
-            **{"ssd_cache": "off", "model_aliases": ("any",)} | options,
+        self.loop = VirtualLoop(
+            seed, lambda number, process: on_event(self, number, process), self._look_inside
         )
-        self._memory = PoolMemory()
+        first, *others = (
+            ServeConfig(model=model, socket=folder / "s", state_dir=folder, **DEFAULTS | options)
+            for model in models
+        )
+        self.config = replace(first, models={str(each.model.name): each for each in others})
         self._random = random.Random(seed)
         self.problems: list[str] = []
         self.daemon: Any = None
@@ -127,17 +141,19 @@ class Machine:
         self._files_before = set(map(int, os.listdir("/proc/self/fd")))
         self._clients: set[socket.socket] = set()
         self._booting: asyncio.Task[None] | None = None
+        self._lives: list[Process] = []
+        """All lives of the daemon: what a killed one held stays held."""
         self._is_stopping = False
 
     def run(self, calls: list[Call]) -> Outcome:
         """Start, serve all calls, stop."""
-        with self._patched(), virtual_time(self.loop):
+        with contextlib.closing(self.loop), self._patched(), virtual_time(self.loop):
             replies = self.loop.run_until_complete(self._serve(calls))
-        outcome = Outcome(
-            replies, *self._rows(), self.num_at_ready, self.loop.num_events, self.problems
-        )
-        self.loop.close()
-        return outcome
+        rows, facts, endings = self._logged()
+        num_killed = len(self._lives) - 1
+        if endings != ["crash"] * num_killed + ["clean"]:
+            self.problems.append(f"{num_killed} daemons were killed, and the runs ended {endings}")
+        return Outcome(replies, rows, facts, self.num_at_ready, self.loop.num_events, self.problems)
 
     def suffer(self, what: str) -> bool:
         """Let something fail: see Fault. False: there is nothing to fail."""
@@ -146,8 +162,10 @@ class Machine:
             return True
         if what == DAEMON:
             return self.kill_daemon()
+        if what == WORKERS:
+            return sum(map(self.suffer, sorted({worker.name for worker in self.workers}))) > 0
         name, _, stop_s = what.partition(":")
-        for worker in self.workers:
+        for worker in reversed(self.workers):
             if worker.name == name and not worker.is_dead:
                 worker.stop(float(stop_s)) if stop_s else worker.kill()
                 return True
@@ -156,7 +174,7 @@ class Machine:
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
         processes = SimpleNamespace(
-            Popen=spawner(self.loop, lambda: self._memory, self.workers),
+            Popen=spawner(self.loop, self._may_write, self.workers),
             DEVNULL=subprocess.DEVNULL,
             TimeoutExpired=subprocess.TimeoutExpired,
         )
@@ -171,6 +189,7 @@ class Machine:
             ),
             mock.patch.object(slab_files.Slabs, "write", self._failing(slab_files.Slabs.write)),
             mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),
+            mock.patch.object(Tokenizer, "from_folder", _read_tokenizer),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
             mock.patch.object(secrets, "token_bytes", drawn.randbytes),
             mock.patch.object(secrets, "randbits", drawn.getrandbits),
@@ -219,29 +238,28 @@ class Machine:
 
     async def _boot(self) -> None:
         """Start a daemon, and wait until it is ready."""
-        self._process, self._memory = Process("daemon"), PoolMemory()
+        self._lives.append(Process(DAEMON))
         policy = AccessPolicy.from_config(self.config)
         stacks_fd = os.dup(2)
         self.daemon = daemon = appliance.daemon._Daemon(
             self.config, lambda: self.config, None, PassedSockets([], []), stacks_fd
         )
-        self._running = self._process.run(self.loop.create_task, daemon.run(policy))
+        self._running = self._lives[-1].run(self.loop.create_task, daemon.run(policy))
         self._running.add_done_callback(lambda _: os.close(stacks_fd))
         while not daemon._is_ready:
             if self._running.done():
                 self._running.result()
             await asyncio.sleep(0.01)
-        self._look_inside()
         self._booting = None
 
     def kill_daemon(self) -> bool:
         """End the daemon as SIGKILL does; another one starts soon. False: none is ready."""
         if self._booting is not None or self._is_stopping:
             return False
-        self._process.is_dead = True
+        self._lives[-1].is_dead = True
         lost_log, path = self.daemon._request_log, str(self.config.log_path)
         lost_log._commit = lambda *_: threading.Event().wait()  # its thread is gone
-        kept = self._files_before | {worker.fileno for worker in self.workers}
+        kept = self._files_before.union(*(worker.files for worker in self.workers))
         kept |= {client.fileno() for client in self._clients} | {self.loop._csock.fileno()}
         kept |= {self.loop._ssock.fileno(), -1}
         watched = self.loop._selector.get_map()
@@ -267,18 +285,19 @@ class Machine:
         await self._boot()
 
     def _look_inside(self) -> None:
-        """Check the router's invariants after each report, and who writes which block."""
-        service, router = self.daemon._service, self.daemon._router
-        reported = service.worker_reported
+        """Check the router's invariants."""
+        router = getattr(self.daemon, "_router", None)
+        if router is None or self._lives[-1].is_dead or self.problems:
+            return
+        try:
+            router.check_invariants()
+        except InvariantViolated as error:
+            self.problems.append(f"event {self.loop.num_events}: {error}")
 
-        def worker_reported(worker: str, report: Any) -> None:
-            reported(worker, report)
-            try:
-                router.check_invariants()
-            except InvariantViolated as error:
-                self.problems.append(str(error))
-
-        service.worker_reported = worker_reported
+    def _may_write(self, pool: str, block_id: int) -> bool:
+        """Say whether no other request can find this block."""
+        pools = self.daemon._router.ledger.pools
+        return pool not in pools or block_id not in pools[pool].index
 
     async def _quiet(self) -> None:
         """Wait until nothing is held any more."""
@@ -304,8 +323,10 @@ class Machine:
         body = json.dumps(call.body).encode()
         head = f"POST {call.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        while not await self._ask(call, reply, head.encode() + body):  # noqa: ASYNC110
-            await asyncio.sleep(RETRY_S)
+        wait_s = RETRY_S
+        while not await self._ask(call, reply, head.encode() + body):
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
         ended[call.name].set()
 
     async def _ask(self, call: Call, reply: Reply, request: bytes) -> bool:
@@ -334,16 +355,22 @@ class Machine:
         reply.status = int(said.split()[1]) if said else 0
         return reply.status != LOADING
 
-    def _rows(self) -> tuple[list[tuple[str, int, int, str]], list[dict[str, int]]]:
+    def _logged(self) -> tuple[list[Row], list[dict[str, int]], list[str]]:
+        """Read requests, what they counted, and how each of the daemon's runs ended."""
         with contextlib.closing(sqlite3.connect(self.config.log_path)) as db:
             db.row_factory = sqlite3.Row
             found = list(db.execute("SELECT * FROM requests ORDER BY id"))
+            endings = [row["stop_reason"] for row in db.execute("SELECT * FROM runs")]
         facts = [{name: row[name] or 0 for name in _FACTS} for row in found]
-        return [tuple(row[name] for name in _COLUMNS) for row in found], facts
+        return [tuple(row[name] for name in _COLUMNS) for row in found], facts, endings
 
 
 _COLUMNS = ("endpoint", "http_status", "completion_tokens", "finish_reason")
 _FACTS = ("preemptions", "cached_tokens", "restored_tokens", "handoff_blocks")
+
+
+_read_tokenizer = functools.cache(Tokenizer.from_folder)
+"""Once per process: reading it takes longer than a run."""
 
 
 def _damage(path: Path, *, is_torn: bool) -> None:

@@ -48,7 +48,7 @@ BUGS = {
         "engine/schedule/router.py",
         "            if sequence.generation != entry.generation or sequence.worker != worker:\n",
         "            if sequence.worker != worker and False:\n",
-        ("crowd",),
+        ("2x2 crowd", "2x2 peer crowd", "crowd"),
     ),
     "a preempted sequence keeps its progress": Bug(
         "engine/schedule/router.py",
@@ -152,6 +152,12 @@ BUGS = {
         "        job.num_done, job.is_void, job.error = len(job.copy.pairs), False, None\n",
         ("DRAM",),
     ),
+    "a killed process goes on": Bug(
+        "tests/sweep/virtual_loop.py",
+        "        if process is not None and process.is_dead:\n            process.graveyard",
+        "        if False:\n            process.graveyard",
+        ("alias",),
+    ),
     "a stream is told its last tokens twice": Bug(
         "appliance/service.py",
         "        request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))\n",
@@ -163,7 +169,7 @@ BUGS = {
 }
 
 
-def find(name: str, every: int = 3) -> str | None:
+def find(name: str) -> str | None:
     """Sweep a copy of the tree with the bug; return the first line that shows it."""
     bug = BUGS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +180,7 @@ def find(name: str, every: int = 3) -> str | None:
         path.write_text(path.read_text().replace(bug.right, bug.wrong))
         for scenario in bug.scenarios:
             command = [sys.executable, "-m", "tests.sweep", scenario, "--first"]
-            command += ["--every", str(every)]
+            command += ["--jobs", "1"]
             swept = subprocess.run(
                 command, cwd=tree, capture_output=True, text=True, check=False, timeout=1800
             )

@@ -87,15 +87,20 @@ def _take(found: dict[str, Any], said: Said, *, streams: bool) -> None:
         said.errors.append(str(code))
     kind = str(found.get("type", ""))
     if kind == "content_block_delta":
-        said.texts[0] += found["delta"].get("text", "")
+        said.texts[0] += found["delta"].get("text", found["delta"].get("partial_json", ""))
     elif kind == "response.output_text.delta":
         said.texts[0] += found["delta"]
     elif "choices" in found:
         for choice in found["choices"]:
             message = choice.get("delta") or choice.get("message") or {}
             said.texts[choice["index"]] += choice.get("text") or message.get("content") or ""
+            for tool_call in message.get("tool_calls") or ():
+                function = tool_call["function"]
+                said.texts[choice["index"]] += function.get("name") or ""
+                said.texts[choice["index"]] += function.get("arguments") or ""
     elif kind == "message" and isinstance(found.get("content"), list):
-        said.texts[0] += "".join(part.get("text", "") for part in found["content"])
+        parts = [part.get("text") or json.dumps(part.get("input", "")) for part in found["content"]]
+        said.texts[0] += "".join(parts)
     elif "response" in found and isinstance(found["response"], str):
         said.texts[0] += found["response"]
     elif isinstance(found.get("message"), dict) and isinstance(

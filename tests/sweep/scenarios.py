@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from appliance.configuration.wanted_workers import parse_place
 from tests.sweep.machine import Call
 
 STORY = "Once upon a time there was a machine that was told to end at any moment. "
+GUESSES = {"speculate": "auto"}
+OTHER = RECURRENT = "qwen3_next"
 BLOCK_TOKENS = 64
 BLOCK_BYTES = 48 << 10
 
@@ -29,6 +32,8 @@ class Scenario:
     """The column of the log that some row of an undisturbed run counts in."""
     may_differ: frozenset[str] = field(default_factory=frozenset)
     """Calls whose replies depend on timing: their clients leave, or a queue is full."""
+    models: tuple[str, ...] = ("llama",)
+    """Families of the models, the first one's first; others are named by theirs."""
 
 
 def prompt(number: int, num_letters: int = 150) -> str:
@@ -48,6 +53,42 @@ def of_blocks(name: str, letters: str, **more: Any) -> Call:
     return Call(name, "/v1/completions", {"prompt": [*ids, 33], "max_tokens": 6}, **more)
 
 
+def tool_calls() -> list[Call]:
+    look = {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}
+    asked = {"messages": [{"role": "user", "content": "~" + prompt(3, 60)}]}
+    chat = asked | {"tools": [{"type": "function", "function": look}], "max_tokens": 90}
+    tool = {"name": "look", "input_schema": {"type": "object"} | look["parameters"]}
+    message = asked | {"tools": [tool], "max_tokens": 90, "model": "any"}
+    path = "/v1/chat/completions"
+    return [
+        Call("streamed", path, chat | {"stream": True}),
+        Call("several", path, chat | {"n": 2, "seed": 5, "user": "b"}, at_s=0.01),
+        Call("messages", "/v1/messages", message),
+        completion("plain", 2, 20, at_s=0.02),
+    ]
+
+
+def several_choices() -> list[Call]:
+    """Choices of several users at once."""
+    return [
+        completion(f"user {i}", i, 14 + i, n=1 + i % 3, seed=i, user=f"user {i}", at_s=0.004 * i)
+        for i in range(5)
+    ]
+
+
+def swaps() -> list[Call]:
+    """Ask for another model while requests of the first are under way, and the first again."""
+    other = {"model": OTHER}
+    return [
+        completion("first", 1, 25),
+        completion("other", 2, 15, at_s=0.02, **other),
+        completion("also first", 3, 25, at_s=0.03),
+        completion("other again", 4, 15, after="other", **other),
+        completion("first again", 5, 10, at_s=0.1, after="other"),
+        completion("at last", 6, 8, after="first again", **other),
+    ]
+
+
 def two_users() -> list[Call]:
     return [
         completion("streamed", 1, 20),
@@ -58,9 +99,9 @@ def two_users() -> list[Call]:
 
 def choices() -> list[Call]:
     return [
-        completion("three", 1, 15, n=3),
+        completion("three", 1, 15, n=3, seed=5),
         completion("stopped", 2, 60, at_s=0.01, stop=["q", "Z", "~"]),
-        completion("best", 3, 10, at_s=0.02, n=2, stream=False),
+        completion("best", 3, 10, at_s=0.02, n=2, seed=7, stream=False),
     ]
 
 
@@ -106,9 +147,12 @@ def conversations() -> list[Call]:
     ]
 
 
-def crowd() -> list[Call]:
-    """More than the pools can hold: some are preempted."""
-    return [completion(f"user {i}", i, 110, letters=100 + 60 * i, at_s=0.002 * i) for i in range(5)]
+def crowd(max_tokens: int = 140) -> list[Call]:
+    """Short prompts and long replies, which need more blocks than there are: some are preempted."""
+    return [
+        completion(f"user {i}", i, max_tokens, letters=40 + 10 * i, at_s=0.002 * i)
+        for i in range(5)
+    ]
 
 
 def many() -> list[Call]:
@@ -146,12 +190,33 @@ SCENARIOS = {
     ),
     "slow readers": Scenario(_split("peer"), slow_readers),
     "conversations": Scenario(_split("shm"), conversations, "cached_tokens"),
-    "crowd": Scenario(_split("alias") | room(15, 512), crowd, "preemptions"),
-    "crowd peer": Scenario(_split("peer") | room(24, 512), crowd, "preemptions"),
+    "crowd": Scenario(_split("alias") | GUESSES | room(9, 256), crowd, "preemptions"),
+    "crowd peer": Scenario(_split("peer") | GUESSES | room(19, 256), crowd, "preemptions"),
     "DRAM": Scenario(
         _split("alias") | room(20) | {"dram_cache": 4 << 20}, again, "restored_tokens"
     ),
     "SSD": Scenario(_split("alias") | room(20) | {"ssd_cache": 64 << 20}, again, "restored_tokens"),
+    "tool calls": Scenario(_split("shm"), tool_calls),
+    "several choices": Scenario(_split("peer"), several_choices),
+    "slow readers of guesses": Scenario(_split("shm") | GUESSES, slow_readers),
+    "swaps": Scenario(_split("alias") | {"min_stay_s": 0.2}, swaps, models=("llama", OTHER)),
+    "parked": Scenario(
+        _split("shm") | {"min_stay_s": 0.2, "keep_resident": 2}, swaps, models=("llama", OTHER)
+    ),
+    "recurrent": Scenario(_split("alias"), conversations, "cached_tokens", models=(RECURRENT,)),
+    "recurrent peer": Scenario(_split("peer"), conversations, "cached_tokens", models=(RECURRENT,)),
+    "recurrent crowd": Scenario(
+        _split("shm") | room(26, 256), partial(crowd, 110), "preemptions", models=(RECURRENT,)
+    ),
+    "2x2 crowd": Scenario(
+        _split("alias", "2x2 forced") | GUESSES | room(10, 256), crowd, "preemptions"
+    ),
+    "2x2 shm crowd": Scenario(
+        _split("shm", "2x2 forced") | GUESSES | room(30, 256), crowd, "preemptions"
+    ),
+    "2x2 peer crowd": Scenario(
+        _split("peer", "2x2 forced") | GUESSES | room(24, 256), crowd, "preemptions"
+    ),
     "SSD peer": Scenario(
         _split("peer") | room(48) | {"ssd_cache": 64 << 20}, again, "cached_tokens"
     ),

@@ -9,11 +9,14 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import subprocess
 import time
+import zlib
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from engine.errors import ChannelClosed
@@ -37,34 +40,80 @@ VOCABULARY = 126
 FIRST_ID = 33
 TOKEN_BYTES = 4
 COPIED_PER_S = 4e9
+STEP_S = 0.0007
+CALLS_A_TOOL = 126
+"""The id in a chat (`~`) that makes the reply one tool call."""
+TOOL_CALL = b'<tool_call>\n{"name": "look", "arguments": {"at": "####"}}\n</tool_call>'
+"""Each # is a digit that depends on everything before it."""
+TURN_ID, LINE_END_ID, END_ID = 298, 10, 297
+MOST_SEEDS = 1000
+"""Seeds that the daemon draws are larger."""
+GUESSED_AT_ONCE = 4
+"""Tokens of a step if speculation is on."""
 
 
 def letter_after(token_ids: list[int]) -> int:
-    """Return the id of one printable character, a function of everything before it."""
-    return FIRST_ID + next_token(token_ids) % (VOCABULARY - FIRST_ID)
+    """Return the next id, a function of everything before it: a printable character mostly."""
+    drawn = next_token(token_ids)
+    if CALLS_A_TOOL in token_ids and TURN_ID in token_ids:
+        turn = len(token_ids) - token_ids[::-1].index(TURN_ID)
+        num_written = len(token_ids) - token_ids.index(LINE_END_ID, turn) - 1
+        if num_written >= len(TOOL_CALL):
+            return END_ID
+        letter = TOOL_CALL[num_written]
+        return ord("0") + drawn % 10 if letter == ord("#") else letter
+    return FIRST_ID + drawn % (VOCABULARY - FIRST_ID)
+
+
+Place = tuple[str, int, int | str]
+"""Pool, block, and the token's offset or RECORD."""
+MayWrite = Callable[[str, int], bool]
 
 
 class PoolMemory:
     """Read and write tokens where their KV would be: in the memory of the pools, by block.
 
-    A token takes the first bytes of its share of the block; what nobody wrote is 0.
+    Tokens lie at the beginning of their block, a record's part behind them; unwritten, they are 0.
     """
 
     def __init__(self) -> None:
         self._pools: dict[str, tuple[int, int]] = {}
+        self._block_size = 0
 
-    def add(self, pool: PoolSpec) -> None:
+    def add(self, pool: PoolSpec, block_size: int) -> None:
         """Find a pool's memory, and the bytes of its blocks."""
+        self._block_size = block_size
         if pool.fd is not None:
-            self._pools[pool.name] = pool.fd, os.fstat(pool.fd).st_size // pool.num_blocks
+            block_bytes = os.fstat(pool.fd).st_size // pool.num_blocks
+            self._pools[pool.name] = os.dup(pool.fd), block_bytes
 
-    def __setitem__(self, place: tuple[str, int, int], token: int) -> None:
+    @property
+    def files(self) -> set[int]:
+        """Its own descriptors, which outlive the daemon."""
+        return {fd for fd, _ in self._pools.values()}
+
+    def close(self) -> None:
+        for fd in self.files:
+            os.close(fd)
+        self._pools.clear()
+
+    def __setitem__(self, place: Place, token: int) -> None:
         os.pwrite(*self._at(place, token.to_bytes(TOKEN_BYTES, "little")))
 
-    def __getitem__(self, place: tuple[str, int, int]) -> int:
+    def __getitem__(self, place: Place) -> int:
         return int.from_bytes(os.pread(*self._at(place, TOKEN_BYTES)), "little")
 
     get = __getitem__
+
+    def pop(self, place: Place, _: None) -> None:
+        """Overwrite what is there."""
+        self[place] = 0
+
+    def tokens(self, pool: str, block_id: int, count: int) -> tuple[int, ...]:
+        """Read the first tokens of a block at once."""
+        _, count_bytes, start = self._at((pool, block_id, 0), count * TOKEN_BYTES)
+        read = os.pread(self._pools[pool][0], count_bytes, start)
+        return struct.unpack(f"<{count}I", read)
 
     def copy_block(self, source: tuple[str, int], target: tuple[str, int]) -> None:
         """Copy all bytes of a block."""
@@ -72,22 +121,40 @@ class PoolMemory:
         block = os.pread(from_fd, block_bytes, source[1] * block_bytes)
         os.pwrite(to_fd, block, target[1] * block_bytes)
 
-    def _at(self, place: tuple[str, int, int], what: Any) -> tuple[int, Any, int]:
+    def _at(self, place: Place, what: Any) -> tuple[int, Any, int]:
         name, block_id, offset = place
         fd, block_bytes = self._pools[name]
+        offset = self._block_size if isinstance(offset, str) else offset
         return fd, what, block_id * block_bytes + offset * TOKEN_BYTES
+
+
+class _Worker(FakeWorker):
+    """A fake worker whose tokens depend on the seed, too, where a client sets one."""
+
+    def read(self, running: Any) -> list[int]:
+        """Return the tokens in its blocks, behind the seed."""
+        seed, size = running.sampling.seed, self.block_size
+        read = [seed] if seed < MOST_SEEDS else []
+        for start in range(0, running.num_computed_tokens, size):
+            count = min(running.num_computed_tokens - start, size)
+            read += self.memory.tokens(self.pool, running.block_table[start // size], count)
+        return read
+
+    def record_of(self, place: int, token_ids: list[int]) -> int:
+        """Return a record's part in few bytes."""
+        return zlib.crc32(repr((place, token_ids)).encode())
 
 
 class WorkerProcess(Process):
     """What the supervisor takes for a `subprocess.Popen`."""
 
-    def __init__(self, loop: VirtualLoop, memory: PoolMemory, sock: socket.socket) -> None:
+    def __init__(self, loop: VirtualLoop, may_write: MayWrite, sock: socket.socket) -> None:
         super().__init__("worker")
-        self._loop, self._memory = loop, memory
+        self._loop, self._memory, self._may_write = loop, PoolMemory(), may_write
         self._channel, self._socket = WorkerChannel(sock), sock
         self._code: int | None = None
         self._exited = loop.create_future()
-        self._fake: FakeWorker | None = None
+        self._fake: _Worker | None = None
         self._is_ticking = False
         self._stopped_until_s = 0.0
         self._probes: dict[str, float] = {}
@@ -95,8 +162,9 @@ class WorkerProcess(Process):
         self.run(loop.add_reader, sock, self._read)
 
     @property
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    def files(self) -> set[int]:
+        """Its own descriptors."""
+        return {self._socket.fileno()} | self._memory.files
 
     def poll(self) -> int | None:
         return self._code
@@ -120,6 +188,7 @@ class WorkerProcess(Process):
         self.is_dead = True
         self._loop.remove_reader(self._socket)
         self._socket.close()
+        self._memory.close()
 
         def exited() -> None:
             self._code = code
@@ -143,26 +212,31 @@ class WorkerProcess(Process):
 
     def _take(self, command: Command) -> None:
         if isinstance(command, Setup):
-            self.name = command.worker
-            for pool in (command.pool, *command.other_pools):
-                self._memory.add(pool)
-            self._fake = FakeWorker(
-                command.worker,
-                command.pool.name,
-                self._memory,
-                max_num_batched_tokens=command.max_num_batched_tokens,
-                cpus=command.cpus,
-                block_size=command.block_size,
-                next_token=letter_after,
-            )
-            self._probes = {pool.name: COPIED_PER_S for pool in command.other_pools}
-            self._fake.copy_block = self._memory.copy_block
-            self._later(0.05, partial(self._send, WeightsLoaded()))
+            self._set_up(command)
         elif isinstance(command, WeightsComplete):
             self._later(0.05, partial(self._send, Ready("simulated", probes=self._probes)))
         elif self._fake is not None:
             self._fake.inbox.append(command)
             self._wake()
+
+    def _set_up(self, command: Setup) -> None:
+        self.name = f"{command.worker}@{Path(command.model_dir).name}"
+        for pool in (command.pool, *command.other_pools):
+            self._memory.add(pool, command.block_size)
+        fake = self._fake = _Worker(
+            command.worker,
+            command.pool.name,
+            self._memory,
+            max_num_batched_tokens=command.max_num_batched_tokens,
+            cpus=command.cpus,
+            block_size=command.block_size,
+            next_token=letter_after,
+        )
+        fake.eos_token_ids = (END_ID,)
+        fake.tokens_per_step = 1 if command.max_drafted == 0 else GUESSED_AT_ONCE
+        fake.copy_block, fake.may_write = self._memory.copy_block, self._may_write
+        self._probes = {pool.name: COPIED_PER_S for pool in command.other_pools}
+        self._later(0.05, partial(self._send, WeightsLoaded()))
 
     def _send(self, report: Report) -> None:
         try:
@@ -177,25 +251,39 @@ class WorkerProcess(Process):
     def _wake(self) -> None:
         if not self._is_ticking:
             self._is_ticking = True
-            self._later(0.001, self._tick)
+            self._later(STEP_S, self._tick)
 
     def _tick(self) -> None:
-        """Take commands, copy some blocks, run one step, and report."""
+        """Take commands, copy some blocks, and run one step."""
         fake, now_ns = self._fake, time.monotonic_ns()
         assert fake is not None
-        if (left_s := self._stopped_until_s - self._loop.time()) > 0:
-            self._later(left_s, self._tick)
+        if self._waits_for_sigcont(self._tick):
             return
-        self._is_ticking = False
         while fake.inbox:
             fake.receive(now_ns)
         has_copied = fake.copy(now_ns, most=self._loop.random.randint(1, 3))
         fake.step(now_ns)
-        is_busy = has_copied or bool(fake.outbox)
+        if has_copied or fake.outbox:
+            self._later(STEP_S, self._report)
+        else:
+            self._is_ticking = False
+
+    def _report(self) -> None:
+        """Say what the step did: what the daemon has decided meanwhile crosses with it."""
+        fake = self._fake
+        assert fake is not None
+        if self._waits_for_sigcont(self._report):
+            return
+        self._is_ticking = False
+        self._send(fake.outbox.popleft())
         while fake.outbox and self._loop.count(self):
             self._send(fake.outbox.popleft())
-        if is_busy:
-            self._wake()
+        self._wake()
+
+    def _waits_for_sigcont(self, call: Callable[[], None]) -> bool:
+        if (left_s := self._stopped_until_s - self._loop.time()) > 0:
+            self._later(left_s, call)
+        return left_s > 0
 
 
 class _Waitable:
@@ -205,14 +293,12 @@ class _Waitable:
         self.as_waited = wait
 
 
-def spawner(
-    loop: VirtualLoop, memory: Callable[[], PoolMemory], started: list[WorkerProcess]
-) -> Any:
+def spawner(loop: VirtualLoop, may_write: MayWrite, started: list[WorkerProcess]) -> Any:
     """Return what starts workers in place of subprocess.Popen."""
 
     def popen(command: list[str], **_: Any) -> WorkerProcess:
         fd = int(command[command.index("--channel-fd") + 1])
-        worker = WorkerProcess(loop, memory(), socket.socket(fileno=os.dup(fd)))
+        worker = WorkerProcess(loop, may_write, socket.socket(fileno=os.dup(fd)))
         started.append(worker)
         return worker
 

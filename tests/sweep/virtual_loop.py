@@ -61,14 +61,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     Args:
         seed: of the order.
         on_event: called before each event, with its number and the process that takes it.
+        after_event: called after each event of a timer or a socket.
     """
 
-    def __init__(self, seed: int, on_event: Callable[[int, Process], None]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        on_event: Callable[[int, Process], None],
+        after_event: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(_Selector())
         self.now_ns = START_NS
         self.random = random.Random(seed)
         self.num_events = 0
-        self._on_event = on_event
+        self._on_event, self._after_event = on_event, after_event
         self._num_turns = 0
         self.set_task_factory(_make_task)
 
@@ -141,6 +147,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             return
         self.now_ns += round(SHORTEST_S * 1e9)
         handle._run()
+        if is_event:
+            self._after_event()
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
