@@ -19,6 +19,7 @@ import sqlite3
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ import appliance.daemon
 import appliance.fleet.supervisor
 import appliance.process
 import engine.offload.disk
+from appliance.api import fair_threads
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
 from appliance.http.listeners import PassedSockets
@@ -183,6 +185,8 @@ class Machine:
         with (
             mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
             mock.patch.object(appliance.process, "threading", threads),
+            mock.patch.object(appliance.daemon, "standing_threads", _unused_threads),
+            mock.patch.object(fair_threads, "standing_threads", _unused_threads),
             mock.patch.object(engine.offload.disk, "Thread", _Never),
             mock.patch.object(
                 engine.offload.disk.Disk, "begin", lambda disk, job: self._begin(disk, job)
@@ -384,6 +388,11 @@ def _damage(path: Path, *, is_torn: bool) -> None:
             damaged = page[: len(page) // 2].ljust(len(page), b"\0")
             file.seek(start)
             file.write(damaged if is_torn else bytes([page[0] ^ 1]) + page[1:])
+
+
+def _unused_threads(*_: Any) -> ThreadPoolExecutor:
+    """Return threads that never start, as the loop does their work."""
+    return ThreadPoolExecutor(1)
 
 
 class _Never:
