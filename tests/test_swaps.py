@@ -335,20 +335,19 @@ def test_a_disk_that_fails_while_a_model_makes_room_costs_its_blocks_alone(
     monkeypatch.setattr(Daemon, "program", FAULTY_DISK)
     (prompt,), disk = prompts([300], seed=3), tmp_path / "disk"
     text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
-    args = (*ALONE, *settings(tmp_path, text), "--ssd-cache", "64MiB")
 
-    def start():
+    def start(model, *more):
         disk.write_text("works")
-        env = {"DISK": str(tmp_path)}
-        return start_daemon(*args, folder=tmp_path / "d", model=tiny_llama, env=env).wait_ready()
+        args, env = (*ALONE, *more, "--ssd-cache", "64MiB"), {"DISK": str(tmp_path)}
+        return start_daemon(*args, folder=tmp_path / "d", model=model, env=env).wait_ready()
 
     def ask(daemon, model):
-        """Ask a model, perhaps after a swap; the reply is right, and says what was cached."""
+        """Ask a model, perhaps after a swap; its reply is right, and says what was cached."""
         reply = daemon.complete(prompt, model=model, max_tokens=12, ignore_eos=True)
         assert_same(prompt, reply["choices"][0]["token_ids"], oracles[model], 12)
         return reply["usage"]["prompt_tokens_details"]
 
-    daemon = start()
+    daemon = start(tiny_llama, *settings(tmp_path, text))
     first = daemon.state()["model"]
     oracles = {first: load_oracle(tiny_llama), "small": load_oracle(other)}
     ask(daemon, first)
@@ -362,8 +361,13 @@ def test_a_disk_that_fails_while_a_model_makes_room_costs_its_blocks_alone(
         daemon.wait_for((tmp_path / "hung").exists)
         daemon.kill()
         assert isinstance(asked.exception(), httpx.HTTPError)
-    daemon = start()
-    ask(daemon, first)
+    daemon = start(other)  # its blocks were stored when the disk worked again
+    oracles[other.name] = oracles["small"]
+    told = ask(daemon, other.name)
+    ssd = daemon.fresh_state()["ssd"]
+    if not ssd["declined_loads"] and not ssd["missed_deadlines"]:
+        assert told["cached_tokens"] == 256
+    assert list(ssd["other_models"]) in ([], [f"{first} in float32"])
     daemon.assert_all_free()
     assert daemon.stop() == 0
 
