@@ -54,8 +54,6 @@ class Daemon:
         self.folder = folder
         self.socket = folder / "p.sock"
         self.stderr_path = folder / "stderr.txt"
-        given = args[args.index("--state-dir") + 1] if "--state-dir" in args else None
-        self._state_dir = Path(given or folder / "state")
         command = [sys.executable, *self.program, "serve"]
         own = {"--socket": self.socket, "--state-dir": folder / "state", "--ssd-cache": "off"}
         for flag, value in own.items():
@@ -196,8 +194,9 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """The daemon itself, whose keeper is `process`; known also of one that hangs."""
-        return int((self._state_dir / "lock").read_text().split()[0])
+        """The daemon itself; `process` is its keeper, unless NOTIFY_SOCKET names another one."""
+        children = psutil.Process(self.process.pid).children()
+        return next((one.pid for one in children if "serve" in one.cmdline()), self.process.pid)
 
     def kill(self) -> None:
         """End everything by SIGKILL, and wait: the daemon ends a moment after its keeper."""
