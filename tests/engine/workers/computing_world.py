@@ -60,11 +60,16 @@ class LoopWorker:
 def load(folder, family, dtype="float32", **options):
     """The model as it is served, and as transformers has it."""
     make_checkpoint(folder, family, dtype, **options)
+    return transformer_of(folder, dtype), load_oracle(folder)
+
+
+def transformer_of(folder, dtype="float32"):
+    """The model as a worker loads it."""
     checkpoint = Checkpoint.open(folder)
     layout = weights_layout(checkpoint, dtype)
     arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
     weights = load_weights(checkpoint, dtype, arena, arena and (0, 1), lambda *_: None)
-    return Transformer(checkpoint.config, weights, dtype), load_oracle(folder)
+    return Transformer(checkpoint.config, weights, dtype)
 
 
 def world_of(arm, transformer, num_blocks=500, kind=World, **options):
