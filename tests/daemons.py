@@ -36,7 +36,7 @@ MANY = {
 }
 """Pools of the workers' own, and several workers of a role, who may have to share cores."""
 DOORS = ("socket", "tcp")
-READY_S = 60.0
+READY_S = 180.0
 LOADING_POLL_S = 0.1
 """Asking takes both sides a few milliseconds, which loading needs more."""
 
@@ -108,7 +108,7 @@ class Daemon:
             base_url=f"{'http://localhost' if key is None else self.tcp_url}/v1",
             api_key=key or "-",
             max_retries=0,
-            http_client=httpx.Client(transport=transport, timeout=60),
+            http_client=httpx.Client(transport=transport, timeout=120),
         )
 
     def is_listening(self) -> bool:
@@ -118,7 +118,7 @@ class Daemon:
     def get_status(self, path: str) -> int:
         return self.http.get(path).status_code
 
-    def wait_for(self, condition, timeout_s: float = 30.0, poll_s: float = 0.02):
+    def wait_for(self, condition, timeout_s: float = 120.0, poll_s: float = 0.02):
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             assert self.process.poll() is None, f"the daemon ended:\n{self.stderr}"
@@ -160,10 +160,10 @@ class Daemon:
             pools = self.state()["pools"]
             return all(pool["num_blocks"] == pool["free"] + pool["cached"] for pool in pools)
 
-        self.wait_for(is_free, 60)
+        self.wait_for(is_free)
         self.fresh_state()
         # a worker that was killed may still be loading: ready is what comes next, never a violation
-        self.wait_for(lambda: self.get_status("/ready") == 200, 60)
+        self.wait_for(lambda: self.get_status("/ready") == 200)
         assert "invariant.violated" not in self.stderr
 
     def requests(self) -> list[dict]:
@@ -179,7 +179,7 @@ class Daemon:
     def log_rows(self, limit: int = 1000) -> list[dict]:
         return self.http.get(f"/v1/penstock/log?limit={limit}").json()["data"]
 
-    def stop(self, timeout_s: float = 30.0) -> int:
+    def stop(self, timeout_s: float = 120.0) -> int:
         """SIGTERM and wait; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

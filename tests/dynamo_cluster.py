@@ -100,7 +100,7 @@ class Appliance:
                 process.send_signal(signal.SIGCONT)
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

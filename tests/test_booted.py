@@ -97,7 +97,7 @@ def settings(machine):
 def asked(machine, path):
     """The reply to a GET, from here: the command would take the cores from a daemon that starts."""
     transport = httpx.HTTPTransport(uds=machine.socket)
-    with httpx.Client(transport=transport, base_url="http://localhost", timeout=30) as http:
+    with httpx.Client(transport=transport, base_url="http://localhost", timeout=120) as http:
         return http.get(path)
 
 
@@ -187,7 +187,7 @@ def test_a_killed_worker_is_noticed_by_nobody(machine):
     machine.wait_for(lambda: is_decoding(machine))
     workers = asked(machine, "/v1/penstock/state").json()["workers"]
     tell(machine, "KILL", *[worker["pid"] for worker in workers])
-    out, err = stream.communicate(timeout=60)
+    out, err = stream.communicate(timeout=120)
     assert stream.returncode == 0, err
     assert len(out) > 100
     machine.wait_for(lambda: is_ready(machine))
@@ -215,7 +215,7 @@ def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(machine, setti
         limits = httpx.Limits(max_keepalive_connections=int(keeps_alive))
         transport = httpx.HTTPTransport(uds=machine.socket, limits=limits)
         answers = []
-        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as http:
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=120) as http:
             while not is_over:
                 body = {"prompt": "Hello", "max_tokens": 2}
                 answers.append(http.post("/v1/completions", json=body).status_code)
@@ -231,7 +231,7 @@ def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(machine, setti
         machine.wait_for(lambda: is_ready(machine))
         is_over = True
         answers = [answer for asker in askers for answer in asker.result()]
-    _, said = stream.communicate(timeout=60)
+    _, said = stream.communicate(timeout=120)
     assert "is stopping" in said
     assert stream.returncode == 7
     assert set(answers) == {200}

@@ -40,7 +40,7 @@ def daemon(start_daemon, tiny_llama, tmp_path):
     daemon.key = keys["laptop"]
     headers = {"Authorization": f"Bearer {daemon.key}", "X-Request-Id": f"{PROMPT} {daemon.key}"}
     body = {"prompt": PROMPT, "max_tokens": 2}
-    reply = httpx.post(f"{daemon.tcp_url}/v1/completions", json=body, headers=headers, timeout=60)
+    reply = httpx.post(f"{daemon.tcp_url}/v1/completions", json=body, headers=headers, timeout=120)
     assert reply.status_code == 200
     assert daemon.log_rows()[0]["client_rid"]
     daemon.wait_for(lambda: daemon.state()["seq"] > 6)  # frames are written some at a time

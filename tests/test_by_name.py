@@ -72,7 +72,7 @@ def test_what_is_in_the_cache_needs_no_hub(hub, start_daemon, tmp_path):
 def test_a_name_that_leads_nowhere_ends_the_start(hub, tmp_path, name, words, code):
     env = environ(hub, tmp_path) | {"PENSTOCK_MODEL": name}
     daemon = Daemon(tmp_path / "d", env=env)
-    assert daemon.process.wait(30) == code
+    assert daemon.process.wait(120) == code
     assert words in daemon.stderr
     daemon.http.close()
 
@@ -83,6 +83,6 @@ def test_a_daemon_that_is_told_to_stop_ends_the_download_with_it(hub, start_daem
     daemon.wait_for(daemon.is_listening)
     daemon.wait_for(lambda: "iB at" in daemon.http.get("/ready").text)
     daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(60) == 0
+    assert daemon.process.wait(120) == 0
     hub.chunk_pause.set()
     assert not daemon.socket.exists()

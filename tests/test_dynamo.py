@@ -187,7 +187,7 @@ def test_an_adapter_that_is_told_to_end_leaves_first_and_lets_its_streams_end(ru
         replies, wanted = under_way(running, pool)
         ended.adapter.terminate()
         assert [text_of(one.result()) for one in replies] == wanted
-    assert ended.adapter.wait(60) == 0
+    assert ended.adapter.wait(120) == 0
     assert "told to end" in ended.told
 
 

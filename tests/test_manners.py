@@ -28,7 +28,7 @@ def standing(tiny_llama, tmp_path_factory):
         dead.bind(str(folder / "p.sock"))
         dead.close()
         manager.bind(str(folder / "notify"))
-        manager.settimeout(60)
+        manager.settimeout(120)
         env = {"NOTIFY_SOCKET": str(folder / "notify")}
         daemon = Daemon(folder, "--kv-memory", "1MiB", model=tiny_llama, env=env)
         daemon.wait_for(daemon.is_listening)
@@ -66,36 +66,36 @@ def test_workers_are_pinned_to_different_cores(standing):
         is_apart = sum(map(len, used)) == len(set.union(*used)) or os.cpu_count() == 1
         return set(said) == {"prefill", "decode"} and is_as_said and is_apart
 
-    standing.wait_for(is_pinned, 10)
+    standing.wait_for(is_pinned)
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_refused(standing, start_daemon, tiny_llama):
     assert stat.S_IMODE(standing.socket.stat().st_mode) == 0o660
     second = start_daemon(*ALONE, "--socket", str(standing.socket), model=tiny_llama)
-    assert second.process.wait(30) != 0
+    assert second.process.wait(120) != 0
     assert "socket" in second.stderr
     assert standing.get_status("/health") == 200
 
 
 def test_a_second_daemon_on_the_same_state_directory_is_refused(standing, start_daemon, tiny_llama):
     second = start_daemon(*ALONE, "--state-dir", str(standing.folder / "state"), model=tiny_llama)
-    assert second.process.wait(30) == 9
+    assert second.process.wait(120) == 9
     assert "a daemon runs already" in second.stderr
     assert standing.get_status("/ready") == 200
 
 
 def test_a_full_queue_answers_429_and_recovers(standing):
-    daemon, prompts = standing, [[1, 2, 3]] * 350
+    daemon = standing
+    body = {"prompt": [[1, 2, 3]] * 350, "max_tokens": 2, "ignore_eos": True}
+    pids = [worker["pid"] for worker in daemon.state()["workers"]]
     with ThreadPoolExecutor(2) as pool:
-        filler = pool.submit(
-            daemon.http.post,
-            "/v1/completions",
-            json={"prompt": prompts, "max_tokens": 40, "ignore_eos": True},
-        )
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # so that the queue is certainly full
+        filler = pool.submit(daemon.http.post, "/v1/completions", json=body)
         daemon.wait_for(lambda: daemon.state()["queue"]["queued"] > 200)
-        big = daemon.http.post(
-            "/v1/completions", json={"prompt": prompts, "max_tokens": 5, "ignore_eos": True}
-        )
+        big = daemon.http.post("/v1/completions", json=body)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
         assert big.status_code == 429
         assert big.json()["error"]["code"] == "queue_full"
         assert 1 <= int(big.headers["retry-after"]) <= 120
@@ -110,7 +110,7 @@ def test_an_operator_drains_and_resumes_but_sigterm_drains_to_the_end(
 ):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(60)
+        manager.settimeout(120)
         env = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
         daemon = start_daemon(*ALONE, model=tiny_llama, env=env).wait_ready()
         pid = daemon.worker_pid("colocated")
@@ -132,7 +132,7 @@ def test_an_operator_drains_and_resumes_but_sigterm_drains_to_the_end(
             assert len(reply.result()["choices"][0]["token_ids"]) == 1500
         while b"STOPPING=1" not in manager.recv(4096):
             pass
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(120) == 0
     assert not daemon.socket.exists()
     assert daemon.stderr.splitlines()[-1] == "penstock: stopped"
 
@@ -159,7 +159,7 @@ def test_a_second_sigterm_stops_at_once_with_a_reply_to_each_client(start_daemon
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["code"] == "draining"
         assert streamed.result()[-1]["error"]["code"] == "draining"
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(120) == 0
     assert not is_alive(pid)
 
 
@@ -172,7 +172,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_a_drain(start_daemon, tiny
         client.connect(str(daemon.socket))
         client.sendall(head.encode() + body)
         daemon.wait_live()
-        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"] == 0, 60)
+        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"] == 0)
         assert daemon.stop() == 0
 
 

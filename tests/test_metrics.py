@@ -76,7 +76,7 @@ def test_a_dead_worker_is_an_alert_until_it_is_back(daemon):
     os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
     (alert,) = daemon.wait_for(lambda: daemon.state()["alerts"])
     assert (alert["code"], alert["subject"]) == ("worker.down", "decode")
-    daemon.wait_for(lambda: not daemon.state()["alerts"], 60)
+    daemon.wait_for(lambda: not daemon.state()["alerts"])
     events = daemon.http.get("/v1/penstock/events?limit=50").json()["data"]
     told = [event["severity"] for event in events if event["code"] == "worker.down"]
     assert told == ["info", "error"]

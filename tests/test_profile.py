@@ -19,7 +19,7 @@ def test_what_a_daemon_has_measured_its_next_start_knows(start_daemon, tmp_path)
         asked = {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}
         reply = daemon.http.post("/v1/completions", json=asked)
         assert reply.status_code == 200
-    daemon.wait_for(is_over, 90)
+    daemon.wait_for(is_over)
     daemon.stop()
     rows = ProfileStore(tmp_path / "d" / "state").rows()
     assert {"prompt_ms", "decode_ms"} <= {row.key.what for row in rows}

@@ -31,14 +31,14 @@ def run_streams(daemon, prompts, max_tokens, on_started=None):
             assert "error" not in event, event
             for choice in event["choices"]:
                 if not tokens and choice["token_ids"]:
-                    begun.wait(60)
+                    begun.wait(120)
                 tokens += choice["token_ids"]
                 finish_reason = choice["finish_reason"] or finish_reason
         return tokens, finish_reason
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         futures = [pool.submit(one, prompt) for prompt in prompts]
-        begun.wait(60)
+        begun.wait(120)
         if on_started is not None:
             on_started()
         return [future.result() for future in futures]
@@ -286,7 +286,7 @@ def test_the_others_serve_on_while_a_worker_cannot_be_started_and_that_is_said(
         os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
         assert len(reply.result()["choices"][0]["token_ids"]) == 1500
     told = "worker decode died 4 times in a row"
-    daemon.wait_for(lambda: told in daemon.http.get("/ready").text, 120)
+    daemon.wait_for(lambda: told in daemon.http.get("/ready").text)
     ready = daemon.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
     assert "prefill" in ready.json()["reason"]

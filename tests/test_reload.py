@@ -80,7 +80,7 @@ def test_a_new_key_opens_the_door_after_a_reload(start_daemon, tiny_llama, tmp_p
 def test_systemd_is_told_when_a_reload_begins_and_ends(start_daemon, tiny_llama, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(30)
+        systemd.settimeout(120)
         env = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
         daemon, _ = start(start_daemon, tiny_llama, tmp_path, "", **env)
         told = []
@@ -102,4 +102,4 @@ def test_a_daemon_in_a_terminal_ends_with_it(start_daemon, tiny_llama):
     daemon = start_daemon(*ALONE, model=tiny_llama, preexec_fn=take_terminal).wait_ready()
     os.close(terminal)
     os.close(leader)  # the window is closed: the kernel sends SIGHUP
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(120) == 0

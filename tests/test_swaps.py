@@ -216,7 +216,7 @@ def test_a_stop_in_the_middle_of_a_swap_leaves_no_process_behind(
         daemon.process.send_signal(signal.SIGTERM)
         reply = told.result()
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
-    assert daemon.process.wait(60) == 0
+    assert daemon.process.wait(120) == 0
     assert [pid for pid in pids if is_alive(pid)] == []
 
 
@@ -276,7 +276,7 @@ def test_who_waits_for_a_swap_holds_a_place_only_as_long_as_its_client_stays(
 def test_a_table_that_cannot_be_served_ends_the_start(start_daemon, tiny_llama, tmp_path):
     text = f'[models.small]\nmodel = "{tmp_path / "nowhere"}"\n'
     daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama)
-    assert daemon.process.wait(30) == 78
+    assert daemon.process.wait(120) == 78
     assert f"models.small: {tmp_path}/nowhere: no model here" in daemon.stderr
 
 

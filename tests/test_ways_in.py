@@ -10,7 +10,7 @@ from tests.daemons import ALONE, make_keys
 
 def test_tcp_without_keys_is_refused_before_anything_starts(start_daemon, tiny_llama):
     daemon = start_daemon("--listen", "127.0.0.1:0", model=tiny_llama)
-    assert daemon.process.wait(30) == 78
+    assert daemon.process.wait(120) == 78
     assert "API keys" in daemon.stderr
     assert "penstock keys add" in daemon.stderr
 

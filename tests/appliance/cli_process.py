@@ -81,7 +81,7 @@ class Typist:
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
             self._process.kill()
-        self.exit_code = self._process.wait(30)
+        self.exit_code = self._process.wait(120)
         os.close(self._ours)
 
     def type(self, text: str, *, shows: str = "") -> None:

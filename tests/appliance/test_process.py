@@ -117,7 +117,7 @@ def manager(
     name = str(tmp_path / "notify") if request.param == "path" else f"@penstock-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(name.replace("@", "\0", 1))
-        listening.settimeout(60)
+        listening.settimeout(120)
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         yield listening
 
@@ -182,7 +182,7 @@ def test_a_disk_that_hangs_is_told_of_once_and_left_behind(hanging: threading.Ev
     assert [("/x" in one, "0.05 s" in one, "0.2 s" in one) for one in told] == [(True, True, True)]
     assert late.empty()
     hanging.set()
-    assert late.get(timeout=60)
+    assert late.get(timeout=120)
 
 
 def test_standing_threads_work_where_no_other_can_be_started(
@@ -208,7 +208,7 @@ def test_nobody_who_stops_waits_for_a_disk(hanging: threading.Event) -> None:
 
     asyncio.run(read())
     hanging.set()
-    assert late.get(timeout=60)
+    assert late.get(timeout=120)
 
 
 def test_a_slow_disk_is_waited_for_as_long_as_its_thread_computes(

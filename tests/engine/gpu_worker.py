@@ -92,7 +92,7 @@ class GpuWorker:
 
     def report(self, kind):
         """The next report, which has to be of this kind."""
-        self.sockets[0].settimeout(60)
+        self.sockets[0].settimeout(120)
         (report,) = reports_in(self.sockets[0], at_least=1)
         assert isinstance(report, kind)
         return report
@@ -129,7 +129,7 @@ class GpuWorker:
 
     def copied(self):
         """The number of a copy, and its pairs, when all of it has been done."""
-        self.sockets[0].settimeout(60)
+        self.sockets[0].settimeout(120)
         while not self.copies or not self.copies[-1].is_last:
             self.copies += reports_in(self.sockets[0], at_least=1)
         done, self.copies = self.copies, []

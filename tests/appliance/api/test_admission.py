@@ -60,7 +60,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
     def slow(body):
         if len(body) > generation.MAX_INLINE_BYTES:
             entered.append(len(body))
-            assert gate.wait(60)
+            assert gate.wait(120)
         return decode_object(body)
 
     monkeypatch.setattr(endpoints, "decode_object", slow)
@@ -135,7 +135,7 @@ class Desk:
     def _work(self, what: str) -> Callable[[], str]:
         def work() -> str:
             self.begun.append(what)
-            assert self._gates[what].wait(60)
+            assert self._gates[what].wait(120)
             return what
 
         return work

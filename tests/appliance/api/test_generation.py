@@ -223,7 +223,7 @@ async def test_others_are_served_while_a_large_reply_is_written(
 
     def held_up(*args, **fields):
         is_writing.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(120)
         return real(*args, **fields)
 
     monkeypatch.setattr(replies, name, held_up)

@@ -113,12 +113,12 @@ class Running:
 
     def __enter__(self):
         self._thread.start()
-        assert self._is_ready.wait(30)
+        assert self._is_ready.wait(120)
         return self
 
     def __exit__(self, *_):
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(120)
         self._loop.close()
 
 

@@ -120,7 +120,7 @@ async def test_one_peers_recordings_leave_room_for_others(tmp_path: Path) -> Non
     may_be_made = threading.Event()
 
     def record(span: object) -> IO[bytes]:
-        may_be_made.wait(60)
+        may_be_made.wait(120)
         return (tmp_path / "made").open("rb")
 
     appliance.log_recording = record

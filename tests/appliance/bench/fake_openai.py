@@ -51,7 +51,7 @@ class FakeOpenAI:
 
     def __enter__(self) -> FakeOpenAI:
         self._thread.start()
-        assert self._listening.wait(60)
+        assert self._listening.wait(120)
         return self
 
     def __exit__(

@@ -110,7 +110,7 @@ def test_following_prints_the_old_and_then_each_new_row_once(
     assert running.stdout is not None
     lines = [json.loads(running.stdout.readline())["id"] for _ in range(2)]
     running.terminate()
-    rest, notes = running.communicate(timeout=30)
+    rest, notes = running.communicate(timeout=120)
     assert lines == ["cmpl-1", "cmpl-9"]
     assert (running.returncode, rest, notes) == (143, b"", b"")
 

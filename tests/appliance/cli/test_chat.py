@@ -196,7 +196,7 @@ def test_run_waits_while_the_model_loads(daemon: FakeDaemon, environ: dict[str, 
         time.sleep(0.01)
     del daemon.script.replies[ASK]
     daemon.script.replies[state] = (200, {"state": "ready"})
-    shown, _ = running.communicate(timeout=30)
+    shown, _ = running.communicate(timeout=120)
     assert (running.returncode, shown) == (0, b"Hello\n")
 
 
@@ -213,7 +213,7 @@ def test_run_waits_for_a_daemon_that_has_started_and_does_not_listen_yet(
         time.sleep(1.0)
         with FakeDaemon(tmp_path / "p.sock") as daemon:
             daemon.script.events = [chat_event("Hello", "stop"), DONE]
-            assert run.communicate(timeout=60)[0] == b"Hello\n"
+            assert run.communicate(timeout=120)[0] == b"Hello\n"
     (tmp_path / "p.sock").unlink(missing_ok=True)
     assert penstock(environ, "run", "Hello").returncode == 3, "one that is dead is not waited for"
 
@@ -327,7 +327,7 @@ def test_a_signal_cancels_on_the_server(
     assert running.stdout is not None
     assert running.stdout.read(3) == b"one"  # streamed: the daemon is still at it
     running.send_signal(number)
-    rest, notes = running.communicate(timeout=30)
+    rest, notes = running.communicate(timeout=120)
     assert (running.returncode, rest, notes) == (exit_code, b"\n", b"cancelled after 3 tok\n")
     assert daemon.script.asked_for(f"POST /v1/requests/{RID}/cancel") == [{}]
     assert daemon.script.told_reader.is_set()  # it was cancelled before it was hung up on
@@ -344,7 +344,7 @@ def test_a_reader_that_leaves_cancels_on_the_server(
     assert running.stderr is not None
     with running.stderr as notes:
         assert notes.read() == b""
-    assert running.wait(30) == 141
+    assert running.wait(120) == 141
     assert daemon.script.cancelled.is_set()
 
 

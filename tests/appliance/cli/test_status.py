@@ -126,7 +126,7 @@ def test_a_watch_ends_with_the_first_signal(daemon: FakeDaemon, environ: dict[st
     assert running.stdout is not None
     assert running.stdout.readline()
     running.send_signal(signal.SIGINT)
-    rest, notes = running.communicate(timeout=30)
+    rest, notes = running.communicate(timeout=120)
     assert (running.returncode, rest, notes) == (130, b"", b"")
 
 

@@ -360,7 +360,7 @@ async def test_while_no_other_worker_is_ready_a_back_off_is_short() -> None:
     await asyncio.sleep(0.01)
     assert not pausing.done()
     b.state = "restarting"
-    await asyncio.wait_for(pausing, 60)
+    await asyncio.wait_for(pausing, 120)
     a.num_failed_starts = b.num_failed_starts = MAX_FAILED_STARTS
     lost = asyncio.create_task(supervisor._pause(a))
     await asyncio.sleep(supervisor_file.ALONE_BACKOFF_S / 100 + supervisor_file.BACKOFF_CHECK_S)
@@ -382,13 +382,13 @@ async def test_a_worker_is_restarted_where_no_descriptor_is_left() -> None:
     await supervisor.run()
     with no_descriptor_left() as taken:
         for _ in range(3):
-            pid = await asyncio.wait_for(pids.get(), 60)
+            pid = await asyncio.wait_for(pids.get(), 120)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 await until(lambda dead=pid: worker.pid != dead)
                 taken.append(os.dup(0))  # whoever else wants one takes what the death freed
-        assert await asyncio.wait_for(pids.get(), 60) is not None
+        assert await asyncio.wait_for(pids.get(), 120) is not None
     assert worker.num_failed_starts == 0
     await supervisor.stop()
 

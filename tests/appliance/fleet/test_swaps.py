@@ -422,11 +422,11 @@ def test_everybody_who_stays_is_served_by_the_model_they_named(
             for one in leaving[:-1]:
                 one.set_result(None)
             leaving = leaving[-1:]
-        served = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        served = await asyncio.wait_for(asyncio.gather(*tasks), 120)
         for got, (name, _, leaves) in zip(served, asked, strict=True):
             assert got == name or (leaves and not got)
         assert len(house.served) <= len(asked)
-        assert await asyncio.wait_for(house.request("b"), 60) == "b"  # nobody has kept a place
+        assert await asyncio.wait_for(house.request("b"), 120) == "b"  # nobody has kept a place
         house.running.cancel()
 
     asyncio.run(play())

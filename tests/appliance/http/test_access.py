@@ -133,7 +133,7 @@ def connect_with_groups(path, groups):
         accepted, _ = listener.accept()
         with accepted:
             who = credentials_of(accepted)
-    assert client.wait(60) == 0
+    assert client.wait(120) == 0
     assert who.pid == client.pid
     return who
 

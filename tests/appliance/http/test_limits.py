@@ -764,7 +764,7 @@ async def test_where_no_descriptor_is_left_an_idle_connection_gives_its_own_up(
             await until(lambda: "Too many open files" in caplog.text)
             client.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             answer = asyncio.get_running_loop().sock_recv(client, 65536)
-            received = await asyncio.wait_for(answer, 60)
+            received = await asyncio.wait_for(answer, 120)
         finally:
             for fd in spare:
                 os.close(fd)

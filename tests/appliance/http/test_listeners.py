@@ -148,7 +148,7 @@ def test_of_daemons_that_race_for_a_stale_socket_one_wins(tmp_path):
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
     for racer in racers:
-        racer.communicate(timeout=60)
+        racer.communicate(timeout=120)
     assert sorted(verdicts) == [b"lost"] * 5 + [b"won"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["api.sock"]
 

@@ -195,7 +195,7 @@ def test_a_hub_that_gives_nothing_more_is_given_up_and_what_came_is_kept(
     hub.cuts[WEIGHTS] = [400_000, 0, 0, 0, 0, 0]
     hasty = "from appliance.models import hub; hub.RETRY_PAUSE_S = 0; hub.main('owner/name')"
     ended = subprocess.run(
-        [sys.executable, "-c", hasty], env=environ, cwd=ROOT, capture_output=True, timeout=60
+        [sys.executable, "-c", hasty], env=environ, cwd=ROOT, capture_output=True, timeout=120
     )
     assert "400000 of" in json.loads(ended.stdout.splitlines()[-1])["error"]["what"]
     assert penstock(environ, "models", "pull", "owner/name").returncode == 0
@@ -291,14 +291,14 @@ def test_a_process_of_its_own_says_how_far_it_is(
 ) -> None:
     command = [sys.executable, "-m", "appliance.models.hub"]
     ended = subprocess.run(
-        [*command, "owner/name"], env=environ, cwd=ROOT, capture_output=True, timeout=60, check=True
+        [*command, "owner/name"], env=environ, cwd=ROOT, capture_output=True, check=True
     )
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert lines[-1] == {"folder": str(snapshot(tmp_path))}
     total = (source / WEIGHTS).stat().st_size
     assert lines[-2]["done_bytes"] == lines[-2]["total_bytes"] == total
     refused = subprocess.run(
-        [*command, "owner/none"], env=environ, cwd=ROOT, capture_output=True, timeout=60
+        [*command, "owner/none"], env=environ, cwd=ROOT, capture_output=True, timeout=120
     )
     assert refused.returncode == 1
     assert "no such model" in json.loads(refused.stdout)["error"]["what"]

@@ -52,7 +52,7 @@ class Harness:
 
     def do(self, job):
         self.disk.begin(job)
-        assert self.reports.get(timeout=60) is job
+        assert self.reports.get(timeout=120) is job
         return job
 
     def store(self, *numbers):
@@ -233,7 +233,7 @@ def test_after_kill_minus_nine_what_is_there_is_whole_or_found_out(tmp_path, num
         disk.begin(
             job := CopyJob(life=1, copy=Copy(n, "ssd", "kv", [(0, 0)], None), entries=[entry])
         )
-        assert reports.get(timeout=60) is job
+        assert reports.get(timeout=120) is job
         index.end_load(entry, is_sound=not job.is_damaged)
         if job.error is None:
             num_sound += 1

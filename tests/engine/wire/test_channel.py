@@ -131,7 +131,7 @@ def test_a_waiting_receive_wakes_up_for_a_command(pair):
     thread.start()
     body = msgspec.msgpack.encode(WeightsComplete())
     ours.sendall(len(body).to_bytes(4, "little") + body)
-    thread.join(5)
+    thread.join(120)
     assert received == [WeightsComplete()]
 
 

@@ -107,7 +107,7 @@ def test_a_pool_that_is_mapped_anew_takes_what_comes_after_and_nothing_before():
 
     def answer():
         copier.work(time.monotonic_ns() + 60_000_000_000)
-        return sent.get(timeout=60)
+        return sent.get(timeout=120)
 
     def copy(number, pairs):
         copier.take(Copy(number, "own", "decode", pairs, None), None)
@@ -189,7 +189,7 @@ def test_what_a_copy_took_is_told_by_the_devices_clock_unless_the_host_was_late(
     pools = {"a": torch.rand(3, *SHAPE), "b": torch.zeros(3, *SHAPE)}
     copier = Copier(pools, 4, sent.put, SimpleNamespace(beside=beside))
     copier.take(Copy(1, "a", "b", [(1, 2)], None), None)
-    assert sent.get(timeout=60).link_ns == told_ns
+    assert sent.get(timeout=120).link_ns == told_ns
 
 
 def test_a_devices_link_is_tried_with_bytes_enough_to_hide_what_one_copy_costs(monkeypatch):
@@ -224,5 +224,5 @@ def test_memory_of_another_worker_is_let_go_of_before_that_is_said():
     copier = Copier(started.pools, 4, lambda report: sent.put((report, list(closed))), FakeDevice())
     copier.take(Copy(1, "own", "other", [(1, 2)], None), None)
     copier.remap("other", None)
-    assert sent.get(timeout=60)[0].num_pairs == 1
-    assert sent.get(timeout=60) == (Unmapped("other"), ["closed"])
+    assert sent.get(timeout=120)[0].num_pairs == 1
+    assert sent.get(timeout=120) == (Unmapped("other"), ["closed"])

@@ -339,7 +339,7 @@ def test_blocks_are_written_into_the_pool_of_another_device(checkpoint, expected
         entries = decode.run(admit([token], computed, seq_id=2))
         assert [token, *(t for e in entries for t in e.token_ids)] == expected
         prefill.run(MapPool("decode", None))
-        prefill.sockets[0].settimeout(60)
+        prefill.sockets[0].settimeout(120)
         assert reports_in(prefill.sockets[0], at_least=1) == [Unmapped("decode")]
 
 
