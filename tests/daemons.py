@@ -135,8 +135,7 @@ class Daemon:
         return self.wait_for(lambda: (s := self.state())["seq"] > seq and s)
 
     def worker_pid(self, name: str) -> int:
-        workers = {w["name"]: w["pid"] for w in self.fresh_state()["workers"]}
-        return workers[name]
+        return {w["name"]: w["pid"] for w in self.state()["workers"]}[name]
 
     def complete(self, prompt, **fields) -> dict:
         body = {"prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}

@@ -283,7 +283,7 @@ class FakeAppliance:
         sequence.where = Ended()
 
 
-async def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+async def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait for something to become true; the bound only keeps a broken test from hanging."""
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110 - tests look on from outside

@@ -27,7 +27,7 @@ def ask(daemon, prompt, max_tokens, **fields):
     return outputs, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.fixture(scope="module", params=["alias", "shm", "1x1", "2x2"])
+@pytest.fixture(scope="module", params=["alias", "shm", "2x2"])
 def arm(request):
     return request.param
 
@@ -101,7 +101,7 @@ def test_salts_and_users_are_set_apart(daemon, arm):
 
 def test_warm_turns_while_roles_change_and_workers_die(daemon, arm, served):
     if arm == "shm":
-        pytest.skip("one of each kind is enough: one pool, two, and several of a role")
+        pytest.skip("one pool, and several pools with several workers of a role, are enough")
     _, oracle = served
     conversations = prompts([150, 70, 200], seed=11)
     for turn, roles in enumerate(["static", "colocated", "elastic", "static"]):
@@ -125,12 +125,11 @@ def assert_greedy(prompt, output, oracle):
     assert float(behind.max()) < MAX_MARGIN
 
 
-@pytest.mark.parametrize("arm", ["1x1", "shm"])
-def test_an_answer_that_only_the_decode_pool_has_is_fetched(arm, tmp_path):
+def test_an_answer_that_only_the_decode_pool_has_is_fetched(tmp_path):
     options = {**SLOW, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     folder = make_checkpoint(tmp_path / "model", max_position_embeddings=2048, **options)
     oracle = load_oracle(folder)
-    daemon = Daemon(tmp_path / "d", *{**ARMS, **MANY}[arm], model=folder).wait_ready()
+    daemon = Daemon(tmp_path / "d", *MANY["1x1"], model=folder).wait_ready()
     (prompt,) = prompts([100], seed=4)
     for turn in range(3):
         (output,), num_cached = ask(daemon, prompt, 200)
@@ -138,22 +137,22 @@ def test_an_answer_that_only_the_decode_pool_has_is_fetched(arm, tmp_path):
         assert num_cached == (len(prompt) - 10) // 64 * 64 * (turn > 0)
         prompt = [*prompt, *output, *prompts([9], seed=turn)[0]]
     assert daemon.fresh_state()["totals"]["prefix_cache_fetches"] == 7 * 64 - 64
+    pid = daemon.worker_pid("decode")
     with ThreadPoolExecutor(1) as pool:
         again = pool.submit(ask, daemon, prompt, 20)
-        os.kill(daemon.worker_pid("decode"), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         ((output,), _) = again.result()
     assert_greedy(prompt, output, oracle)
     daemon.assert_all_free()
     assert daemon.stop() == 0
 
 
-@pytest.mark.parametrize("arm", ["alias", "1x1"])
-def test_in_bfloat16_nothing_that_was_sent_is_lost_repeated_or_altered(arm, tmp_path):
+def test_in_bfloat16_nothing_that_was_sent_is_lost_repeated_or_altered(tmp_path):
     options = {"num_key_value_heads": 4, "max_position_embeddings": 2048}
     folder = make_checkpoint(tmp_path / "model", dtype="bfloat16", **options)
     block_bytes = Checkpoint.open(folder).config.kv_block_bytes(64, "bfloat16")
-    options = ["--max-model-len", "512", "--kv-memory", str((22, 28)[arm == "1x1"] * block_bytes)]
-    daemon = Daemon(tmp_path / "d", *{**ARMS, **MANY}[arm], *options, model=folder).wait_ready()
+    options = ["--max-model-len", "512", "--kv-memory", str(28 * block_bytes)]
+    daemon = Daemon(tmp_path / "d", *MANY["1x1"], *options, model=folder).wait_ready()
     asked = prompts([5, 200, 64, 130], seed=9)
     tokenizer = Tokenizer.from_folder(folder)
     for turn in range(3):  # cold, warm, warm; two of them under a death

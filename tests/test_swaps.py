@@ -28,10 +28,21 @@ def settings(tmp_path, text):
     return ["--config", str(path)]
 
 
-def start_with(other, start_daemon, first, tmp_path):
-    """A daemon that serves the first model, knows the other as `small`, and swaps at once."""
-    text = f'min_stay = 0\n[models.small]\nmodel = "{other}"\n'
-    return start_daemon(*ALONE, *settings(tmp_path, text), model=first).wait_ready()
+NAMES = ("small", "killed", "twice", "last")
+"""The other model's, one for each test in which it fails: it is left alone for a while then."""
+
+
+@pytest.fixture(scope="module")
+def swapping(tiny_llama, other, tmp_path_factory):
+    """A daemon that serves the first model, knows the other by its names, and swaps at once."""
+    folder = tmp_path_factory.mktemp("swapping")
+    text = "min_stay = 0\n" + "".join(f'[models.{name}]\nmodel = "{other}"\n' for name in NAMES)
+    daemon = Daemon(folder, *ALONE, *settings(folder, text), model=tiny_llama).wait_ready()
+    daemon.first = daemon.state()["model"]
+    yield daemon
+    if daemon.process.poll() is None:
+        daemon.assert_all_free()
+    assert daemon.stop() == 0
 
 
 def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, tmp_path):
@@ -89,21 +100,6 @@ def test_two_models_under_load_lose_no_request(start_daemon, tiny_llama, other, 
     assert daemon.stop() == 0
 
 
-def test_a_worker_that_dies_after_a_swap_comes_back_on_the_new_model(
-    start_daemon, tiny_llama, other, tmp_path
-):
-    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
-    (prompt,) = prompts([200], seed=8)
-    with ThreadPoolExecutor(1) as pool:
-        daemon.complete(prompt, model="small", max_tokens=1)
-        body = {"model": "small", "max_tokens": 200, "ignore_eos": True}
-        reply = pool.submit(daemon.complete, prompt, **body)
-        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
-        os.kill(daemon.worker_pid("colocated"), signal.SIGKILL)
-        assert_same(prompt, reply.result()["choices"][0]["token_ids"], load_oracle(other), 200)
-    assert daemon.stop() == 0
-
-
 def test_a_model_that_has_become_bad_is_an_error_and_the_old_one_goes_on(
     start_daemon, tiny_llama, other, tmp_path
 ):
@@ -139,9 +135,12 @@ def refused(daemon, code="swap_failed", model="small"):
     return reply.json()["error"]["message"]
 
 
-def swapping_in(daemon):
-    """Wait until workers of another model are coming up; their pids."""
-    old = {worker["pid"] for worker in daemon.state()["workers"]}
+def pids_of(daemon):
+    return {worker["pid"] for worker in daemon.state()["workers"]} - {None}
+
+
+def swapping_in(daemon, old):
+    """Wait until workers of another model are coming up in place of old ones; their pids."""
 
     def coming():
         state = daemon.state()
@@ -151,15 +150,13 @@ def swapping_in(daemon):
     return daemon.wait_for(coming)
 
 
-def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(
-    start_daemon, tiny_llama, other, tmp_path
-):
-    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
-    first = daemon.state()["model"]
+def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(swapping, tiny_llama):
+    daemon, first = swapping, swapping.first
+    num_swaps, old = daemon.state()["swaps"]["num_swaps"], pids_of(daemon)
     (prompt,) = prompts([40], seed=9)
     with ThreadPoolExecutor(2) as pool:
-        told = pool.submit(refused, daemon)
-        pid = min(swapping_in(daemon))
+        told = pool.submit(refused, daemon, model="killed")
+        pid = min(swapping_in(daemon, old))
         # Who comes meanwhile, for the model that was there or for any, waits and is served.
         waiting = pool.submit(daemon.complete, prompt, model=first, max_tokens=24, ignore_eos=True)
         os.kill(pid, signal.SIGKILL)
@@ -169,21 +166,17 @@ def test_a_worker_killed_in_the_middle_of_a_swap_brings_the_old_model_back(
     assert_same(prompt, reply["choices"][0]["token_ids"], load_oracle(tiny_llama), 24)
     codes = [event["code"] for event in daemon.fresh_state()["events"]]
     assert codes.index("model.swap_failed") < codes.index("model.back")
-    assert "killed by SIGKILL" in refused(daemon), "it is not tried again at once"
-    assert daemon.state()["swaps"]["num_swaps"] == 0
-    daemon.assert_all_free()
-    assert daemon.stop() == 0
+    assert "killed by SIGKILL" in refused(daemon, model="killed"), "it is not tried again at once"
+    assert daemon.state()["swaps"]["num_swaps"] == num_swaps
 
 
-def test_a_worker_killed_on_the_way_back_too_ends_nothing(
-    start_daemon, tiny_llama, other, tmp_path
-):
-    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
-    first = daemon.state()["model"]
+def test_a_worker_killed_on_the_way_back_too_ends_nothing(swapping):
+    daemon, first, num_back = swapping, swapping.first, num_events(swapping, "model.back")
+    old = pids_of(daemon)
     (prompt,) = prompts([40], seed=9)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(refused, daemon)
-        coming = swapping_in(daemon)
+        told = pool.submit(refused, daemon, model="twice")
+        coming = swapping_in(daemon, old)
         before = children(daemon)
         os.kill(min(coming), signal.SIGKILL)
         # frames come once a second, in which a small model may be back already
@@ -191,28 +184,39 @@ def test_a_worker_killed_on_the_way_back_too_ends_nothing(
             daemon.wait_for(lambda: min(children(daemon) - before, default=None)), signal.SIGKILL
         )
         assert "killed by SIGKILL" in told.result()
-    daemon.wait_for(lambda: has_event(daemon, "model.back"))
-    assert has_event(daemon, "model.back_failed")
+    daemon.wait_for(lambda: num_events(daemon, "model.back") > num_back)
+    assert num_events(daemon, "model.back_failed")
     assert daemon.complete(prompt, model=first, max_tokens=4)["model"] == first
-    assert daemon.stop() == 0
 
 
 def children(daemon):
     return {child.pid for child in psutil.Process(daemon.pid).children()}
 
 
-def has_event(daemon, code):
-    return any(event["code"] == code for event in daemon.fresh_state()["events"])
+def num_events(daemon, code):
+    return sum(event["code"] == code for event in daemon.state()["events"])
 
 
-def test_a_stop_in_the_middle_of_a_swap_leaves_no_process_behind(
-    start_daemon, tiny_llama, other, tmp_path
-):
-    daemon = start_with(other, start_daemon, tiny_llama, tmp_path)
+def test_a_worker_that_dies_after_a_swap_comes_back_on_the_new_model(swapping, other):
+    daemon, oracle = swapping, load_oracle(other)
+    (prompt,) = prompts([200], seed=8)
     with ThreadPoolExecutor(1) as pool:
-        body = {"model": "small", "prompt": "a"}
+        daemon.complete(prompt, model="small", max_tokens=1)
+        pid = daemon.worker_pid("colocated")
+        body = {"model": "small", "max_tokens": 200, "ignore_eos": True}
+        reply = pool.submit(daemon.complete, prompt, **body)
+        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
+        os.kill(pid, signal.SIGKILL)
+        assert_same(prompt, reply.result()["choices"][0]["token_ids"], oracle, 200)
+
+
+def test_a_stop_in_the_middle_of_a_swap_leaves_no_process_behind(swapping):
+    """The last test of its daemon."""
+    daemon, old = swapping, pids_of(swapping)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": "last", "prompt": "a"}
         told = pool.submit(daemon.http.post, "/v1/completions", json=body)
-        pids = swapping_in(daemon)
+        pids = swapping_in(daemon, old)
         daemon.process.send_signal(signal.SIGTERM)
         reply = told.result()
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")

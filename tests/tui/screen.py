@@ -60,7 +60,7 @@ async def console_at(
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
     """Wait for something that comes through a real socket."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await pilot.pause(0.02)
 

@@ -116,7 +116,7 @@ async def raw(served, head: str) -> tuple[str, bytes]:
     """Head and body of the reply to a request written by hand."""
     reader, writer = await served.connect()
     writer.write(f"{head}\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         reply = await reader.read()
     head, _, body = reply.partition(b"\r\n\r\n")
     return head.decode().lower(), body

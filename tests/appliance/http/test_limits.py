@@ -40,7 +40,7 @@ def post(body=COMPLETION, path="/v1/completions", extra=""):
 async def read_all(reader) -> bytes:
     """All that comes until the other side closes, politely or not."""
     received = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         with contextlib.suppress(ConnectionError):
             while part := await reader.read(65536):
                 received += part
@@ -131,7 +131,7 @@ async def watch(running, key):
         f"GET /v1/penstock/stream HTTP/1.1\r\nHost: localhost\r\n"
         f"Authorization: Bearer {key}\r\n\r\n".encode()
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         status = int((await reader.readline()).split()[1])
     return status, reader, writer
 
@@ -209,7 +209,7 @@ async def test_the_frames_of_a_key_end_when_it_is_revoked(running, appliance):
     process, writer = await running.connect()
     writer.write(b"GET /v1/penstock/stream HTTP/1.1\r\nHost: x\r\n\r\n")
     _status, reader, _ = await watch(running, running.key)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await reader.readuntil(b'"seq":')
         # The same name, another key: it may have been replaced because it was stolen.
         (key,) = running.policy.keys
@@ -286,7 +286,7 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(runni
     size = MAX_BODY_BYTES + 1
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
     writer.write(head.encode())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
     writer.write(b"x" * 1000)
     assert b"body_too_large" in await read_all(reader)
@@ -304,7 +304,7 @@ async def test_a_chunk_that_says_it_is_too_large_is_refused_before_it_comes(
     writer.write(head + before)
     await writer.drain()
     writer.write(b"%x\r\n" % size + begun)
-    async with asyncio.timeout(10):  # its rest may take longer
+    async with asyncio.timeout(120):  # its rest may take longer
         assert b" 413 " in await reader.readline()
         assert b'"code":"body_too_large"' in await reader.readuntil(b"}}")
     assert not appliance.submitted
@@ -339,7 +339,7 @@ async def test_who_holds_more_half_sent_bodies_than_is_left_for_others_is_refuse
     held = [await half_sent(patient, MAX_BODY_BYTES, tcp=True) for _ in range(2)]
     await until(lambda: arriving["key:ann"] > 1.8 * MAX_BODY_BYTES)
     reader, _ = await half_sent(patient, MAX_BODY_BYTES, tcp=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert b" 503 " in await reader.readline()
         assert b'"code":"busy"' in await reader.readuntil(b"}}")
     for size in (10, access.UNCOUNTED_BYTES, MAX_BODY_BYTES - 100):
@@ -360,7 +360,7 @@ async def test_small_bodies_get_in_however_many_others_are_half_sent(patient, mo
     assert reply.status_code == 200
     for reader, writer in readers:
         writer.write(b" " * 10)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             assert b" 400 " in await reader.readline()
     assert not patient.server._gate.arriving_bytes
 
@@ -408,7 +408,7 @@ async def test_a_head_that_trickles_in_is_cut(running):
 async def test_a_second_request_has_its_own_time(running):
     reader, writer = await running.connect()
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await reader.readuntil(b'"ok"}')
     writer.write(b"GET /hea")
     assert code_of(await read_all(reader)) == (400, "request_timeout")
@@ -446,7 +446,7 @@ async def test_a_body_that_goes_on_after_its_reply_is_not_listened_to_for_long(r
 
     task = asyncio.create_task(flood())
     assert b" 404 " in await read_all(reader)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await task
 
 
@@ -464,7 +464,7 @@ async def test_a_refusal_before_the_body_is_read_whatever_the_connection_header_
         writer.write(whole[1000:])  # more than buffers take: it is read, or this ends in a reset
         await writer.drain()
         refusal = (401, "invalid_api_key") if tcp else (413, "body_too_large")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             assert code_of(await reader.read()) == refusal
         writer.close()
         await until(lambda: not any(one._is_lingering for one in running.server._connections))
@@ -488,7 +488,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_cancelled(runn
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     writer.write(post(json.dumps(body).encode()))
-    await until(lambda: appliance.closed, 30)
+    await until(lambda: appliance.closed)
     assert appliance.submitted[0].cancelled_by == "client"
     assert appliance.closed[0][1] == 499
     assert not reader.at_eof()
@@ -632,7 +632,7 @@ async def test_who_has_shown_no_key_gives_way_the_oldest_first(narrow):
     assert status == 200
     assert code_of(await read_all(keyless[0])) == (503, "too_many_connections")
     assert not keyless[1].at_eof()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await frames.readuntil(b'"seq":2')
 
 
@@ -672,7 +672,7 @@ async def test_an_idle_connection_gives_way_to_a_new_one(narrow, monkeypatch):
         reader, writer = await narrow.connect(tcp=True)
         key = f"Authorization: Bearer {narrow.key}"
         writer.write(f"GET /ready HTTP/1.1\r\nHost: localhost\r\n{key}\r\n\r\n".encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await reader.readuntil(b'"ready"}')
         idle.append(reader)
     connections = narrow.server._connections

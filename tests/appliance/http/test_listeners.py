@@ -322,7 +322,7 @@ async def test_a_stream_ends_with_the_role_that_opened_it(served, tmp_path):
         frames = reply.aiter_lines()
         assert await anext(frames)
         let_in(line.replace("operator", "user"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             async for _ in frames:
                 pass
 
