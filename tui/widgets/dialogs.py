@@ -31,6 +31,8 @@ _WIDTH = 72
 """Maximum width of lines inside the frame."""
 _EDGES = 4
 """Cells of a row for the frame and its blanks."""
+_MIN_BESIDE = 8
+"""Minimum cells beside a dialog; with fewer left it fills the row."""
 
 
 class Dialog(ModalScreen[str]):
@@ -66,7 +68,8 @@ class Dialog(ModalScreen[str]):
     def repaint(self) -> None:
         """Draw the changes, as high as the lines and the terminal allow."""
         page = self.query_one(Panel)
-        width = min(_WIDTH, self.size.width - _EDGES)
+        fills_row = self.size.width < _WIDTH + _EDGES + _MIN_BESIDE
+        width = self.size.width - _EDGES if fills_row else _WIDTH
         page.styles.width = width + _EDGES
         page.styles.height = len(self._paint(width)) + self.frame_height
         page.repaint()
