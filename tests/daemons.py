@@ -135,7 +135,12 @@ class Daemon:
         return self.wait_for(lambda: (s := self.state())["seq"] > seq and s)
 
     def worker_pid(self, name: str) -> int:
-        return {w["name"]: w["pid"] for w in self.state()["workers"]}[name]
+        """A worker's process, once it has one."""
+
+        def pid() -> int | None:
+            return {w["name"]: w["pid"] for w in self.state()["workers"]}[name]
+
+        return self.wait_for(pid)
 
     def complete(self, prompt, **fields) -> dict:
         body = {"prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
