@@ -64,8 +64,8 @@ BUGS = {
     ),
     "blocks count as copied when they are sent": Bug(
         "engine/schedule/copies.py",
-        "        num_arrived = transfer.done[-1]\n",
-        "        num_arrived = transfer.sent[-1]\n",
+        "is not None and transfer.done[-1] < transfer.num_blocks\n",
+        "is not None and transfer.sent[-1] < transfer.num_blocks\n",
         ("peer", "shm"),
     ),
     "a slot is used again before its block has left": Bug(
@@ -169,7 +169,7 @@ BUGS = {
 }
 
 
-def find(name: str) -> str | None:
+def find(name: str, num_runs: int = 400) -> str | None:
     """Sweep a copy of the tree with the bug; return the first line that shows it."""
     bug = BUGS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +180,7 @@ def find(name: str) -> str | None:
         path.write_text(path.read_text().replace(bug.right, bug.wrong))
         for scenario in bug.scenarios:
             command = [sys.executable, "-m", "tests.sweep", scenario, "--first"]
-            command += ["--jobs", "1"]
+            command += ["--jobs", "1", "--sample", str(num_runs)]
             swept = subprocess.run(
                 command, cwd=tree, capture_output=True, text=True, check=False, timeout=1800
             )

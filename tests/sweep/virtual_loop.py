@@ -81,6 +81,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now_ns / 1e9
 
+    def add_signal_handler(self, *_: Any) -> None:
+        """Leave signals to the real process: a simulated one gets none."""
+
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         """Do a thread's work some time later, whole, as one event."""
         called = func.args[0] if isinstance(func, functools.partial) and func.args else func
