@@ -13,7 +13,7 @@ from tests.faults.questions import Question
 from tests.faults.wire import Manner, Reply
 
 ROOT = Path(__file__).parent.parent
-MINUTES = 0.3
+MINUTES = 0.2
 PATH = "/v1/completions"
 
 

@@ -54,7 +54,7 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.rng = Random(options.seed)
-        args = ["--kv-memory", "160MiB", "--transport", options.transport]
+        args = ["--kv-memory", "96MiB", "--transport", options.transport]
         args += ["--roles", "elastic"]
         if "x" in options.roles:
             args += ["--place", f"{options.roles} forced"]

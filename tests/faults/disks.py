@@ -22,7 +22,7 @@ class Disk:
     """
 
     def __init__(self, folder: Path, size_bytes: int, *, may_mount: bool) -> None:
-        self.folder = folder
+        self.folder, self._size_bytes = folder, size_bytes
         folder.mkdir(parents=True)
         self.kind = "folder"
         if may_mount and _is_ok("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "t", folder):
@@ -52,19 +52,32 @@ class Disk:
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
         """Leave no room."""
+        if self.kind == "tmpfs":  # to fill it would take memory
+            used = shutil.disk_usage(self.folder).used
+            _is_ok("mount", "-o", f"remount,size={used}", self.folder)
+            try:
+                yield
+            finally:
+                _is_ok("mount", "-o", f"remount,size={self._size_bytes}", self.folder)
+            return
         filler = self.folder / FILLER
         try:
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                size, part = 0, 64 << 20
-                while part >= 4096:
-                    try:
-                        os.posix_fallocate(file.fileno(), size, part)  # nothing is written
-                        size += part
-                    except OSError:
-                        part //= 2
+                self._fill(file.fileno())
             yield
         finally:
             filler.unlink(missing_ok=True)
+
+    @staticmethod
+    def _fill(fd: int) -> None:
+        """Take all room for a file, to which nothing is written."""
+        size, part = 0, 64 << 20
+        while part >= 4096:
+            try:
+                os.posix_fallocate(fd, size, part)
+                size += part
+            except OSError:
+                part //= 2
 
     @contextlib.contextmanager
     def read_only(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from tests.faults.wire import Door, ask
 from tests.starter.lessons import Document, Writer
 from tests.sweep.replies import Said, read
 
-FACTS = (2, 8, 25, 50, 80)
+FACTS = (2, 8, 25, 40, 60)
 """Of a document; a fact takes some 12 tokens."""
 MODEL = "penstock-starter-1"
 LONG_TOKENS = 300
