@@ -53,7 +53,7 @@ class Disk:
     def full(self) -> Iterator[None]:
         """Leave no room."""
         if self.kind == "tmpfs":  # to fill it would take memory
-            used = shutil.disk_usage(self.folder).used
+            used = max(4096, shutil.disk_usage(self.folder).used)
             _is_ok("mount", "-o", f"remount,size={used}", self.folder)
             try:
                 yield
