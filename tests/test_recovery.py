@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -211,6 +212,10 @@ def test_decode_worker_killed_in_the_handoff(daemon, arm):
     wait_restarted(daemon, "decode", pid)
 
 
+def unfinished(daemon):
+    return [r["id"] for r in daemon.requests() if r["finish_reason"] is None]
+
+
 def test_a_daemon_killed_under_load_comes_back_and_its_clients_wait(
     start_daemon, tiny_llama, tmp_path
 ):
@@ -234,8 +239,9 @@ def test_a_daemon_killed_under_load_comes_back_and_its_clients_wait(
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         first.wait_for(lambda: len(first.requests()) == 24)
-        known = {r["id"] for r in first.requests()}
-        live = [r["id"] for r in first.requests() if r["finish_reason"] is None]
+        # what the workers had sent before they stood still is read first
+        first.wait_for(lambda: unfinished(first) == (time.sleep(0.3), unfinished(first))[1])
+        known, live = {r["id"] for r in first.requests()}, unfinished(first)
         os.kill(killed, signal.SIGKILL)
         first.wait_for(lambda: not is_alive(killed))
         # these connections wait in the backlogs, and their requests for the model
