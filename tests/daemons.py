@@ -36,6 +36,8 @@ MANY = {
 }
 """Pools of the workers' own, and several workers of a role, who may have to share cores."""
 DOORS = ("socket", "tcp")
+LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 1}
+"""A reply that takes its time: drawn, since speculation shortens repetition."""
 READY_S = 180.0
 LOADING_POLL_S = 0.1
 """Asking takes both sides a few milliseconds, which loading needs more."""
@@ -63,9 +65,7 @@ class Daemon:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
         names = ("CACHE_HOME", "CONFIG_HOME", "RUNTIME_DIR")
         dirs = {f"XDG_{name}": str(folder / name.lower()) for name in names}
-        # a tiny model repeats itself: with guesses its long replies would end before what tests do
-        quiet = {"PENSTOCK_MEASURE": "0", "PENSTOCK_SPECULATE": "off"}
-        self.env = {**inherited, **dirs, **quiet, **(env or {})}
+        self.env = {**inherited, **dirs, "PENSTOCK_MEASURE": "0", **(env or {})}
         with self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*command, *args],

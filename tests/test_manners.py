@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.daemons import ALONE, Daemon, is_alive
-
-LONG = {"max_tokens": 1500, "ignore_eos": True}
+from tests.daemons import ALONE, LONG, Daemon, is_alive
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +145,7 @@ def test_a_second_sigterm_stops_at_once_with_a_reply_to_each_client(start_daemon
     daemon = start_daemon(*ALONE, model=tiny_llama).wait_ready()
     pid = daemon.worker_pid("colocated")
     with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(
-            daemon.http.post, "/v1/completions", json={"prompt": "a", "temperature": 0, **LONG}
-        )
+        whole = pool.submit(daemon.http.post, "/v1/completions", json={"prompt": "a", **LONG})
         streamed = pool.submit(lambda: list(daemon.stream("b", **LONG)))
         daemon.wait_live(2)
         os.kill(pid, signal.SIGSTOP)  # it hangs: only the second signal can end this
@@ -165,7 +161,7 @@ def test_a_second_sigterm_stops_at_once_with_a_reply_to_each_client(start_daemon
 
 def test_a_client_that_does_not_read_does_not_hold_up_a_drain(start_daemon, tiny_llama):
     daemon = start_daemon(*ALONE, model=tiny_llama).wait_ready()
-    request = {"prompt": "a", "stream": True, "logprobs": 20, "temperature": 0, **LONG}
+    request = {"prompt": "a", "stream": True, "logprobs": 20, **LONG}
     body = json.dumps(request).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket(socket.AF_UNIX) as client:

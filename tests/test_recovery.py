@@ -15,7 +15,7 @@ import pytest
 
 from appliance.configuration.address import UnixAddress
 from tests.appliance.cli_process import penstock
-from tests.daemons import ALONE, ARMS, is_alive, make_keys
+from tests.daemons import ALONE, ARMS, LONG, is_alive, make_keys
 
 
 def run_streams(daemon, prompts, max_tokens, on_started=None):
@@ -49,13 +49,6 @@ def role_worker(arm, role):
     return "colocated" if arm == "colocated" else role
 
 
-def kill_worker(daemon, name):
-    pid = daemon.worker_pid(name)
-    os.kill(pid, signal.SIGKILL)
-    daemon.wait_for(lambda: not is_alive(pid))
-    return pid
-
-
 def wait_restarted(daemon, name, old_pid):
     daemon.wait_for(
         lambda: any(
@@ -75,16 +68,13 @@ def settled_roles(daemon, arm):
         daemon.http.post("/v1/penstock/roles", json={"roles": "elastic"}).raise_for_status()
 
 
-LONG = {"max_tokens": 1500, "ignore_eos": True}
-
-
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(daemon, is_stream):
     num_rows = len(daemon.log_rows())
     body = httpx.Request(
         "POST",
         "http://localhost/v1/completions",
-        json={"prompt": "hello", "temperature": 0, "stream": is_stream, **LONG},
+        json={"prompt": "hello", "stream": is_stream, **LONG},
     )
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body.content)}\r\n\r\n"
@@ -149,13 +139,11 @@ def undisturbed(daemon):
 
 
 def assert_survives_the_death_of(daemon, name, undisturbed):
-    killed = []
-    got = run_streams(
-        daemon, PROMPTS, 60, on_started=lambda: killed.append(kill_worker(daemon, name))
-    )
+    pid = daemon.worker_pid(name)
+    got = run_streams(daemon, PROMPTS, 60, on_started=lambda: os.kill(pid, signal.SIGKILL))
     assert got == undisturbed
     assert daemon.get_status("/health") == 200
-    wait_restarted(daemon, name, killed[0])
+    wait_restarted(daemon, name, pid)
     daemon.assert_all_free()
     state = daemon.fresh_state()
     assert any(e["code"] == "worker.died" and name in e["message"] for e in state["events"])
@@ -278,7 +266,7 @@ def test_the_others_serve_on_while_a_worker_cannot_be_started_and_that_is_said(
     daemon = start_daemon(*ARMS["alias"], model=model).wait_ready()
     pid = daemon.worker_pid("decode")
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(daemon.complete, "a", max_tokens=1500, ignore_eos=True)
+        reply = pool.submit(daemon.complete, "a", **LONG)
         daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
         shutil.rmtree(model)
         os.kill(pid, signal.SIGKILL)
