@@ -13,6 +13,7 @@ from appliance.frame.figures import (
     count,
     duration,
     fine_ratio,
+    guesses,
     joules,
     plain,
     quantiles,
@@ -59,7 +60,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     totals = frame.get("totals") or {}
     lines.append(("totals", _totals_text(totals)))
     if totals.get("drafts"):
-        lines.append(("guesses", _guesses_text(totals)))
+        lines.append(("guesses", "; ".join(guesses(totals))))
     lines += [("power", _device_text(device)) for device in frame.get("devices") or ()]
     if frame.get("energy"):
         lines.append(("energy", _energy_text(frame["energy"])))
@@ -221,19 +222,6 @@ def _totals_text(totals: Row) -> str:
         f"{counts}; {count(totals.get('prompt_tokens'))} tokens in,"
         f" {count(totals.get('output_tokens'))} out"
     )
-
-
-def _guesses_text(totals: Row) -> str:
-    """Describe speculation: `1.9 tokens per step; own text 81 % right, by place 90 83 71`."""
-    per_step = totals["decode_step_tokens"] / max(totals["decode_steps"], 1)
-    parts = [f"{per_step:.1f} tokens per step"]
-    for each in totals["drafts"]:
-        places = zip(each["right"], each["guessed"], strict=True)
-        by_place = " ".join(f"{100 * right / guessed:.0f}" for right, guessed in places)
-        share = 100 * sum(each["right"]) / sum(each["guessed"])
-        name = each["drafter"].replace("_", " ")
-        parts.append(f"{name} {share:.0f} % right, by place {by_place}")
-    return "; ".join(parts)
 
 
 def _device_text(device: Row) -> str:

@@ -68,7 +68,7 @@ def verify(
     with daemon(*options, "--speculate", "7") as where:
         client = Client(where, timeout_s=_TIMEOUT_S)
         texts["speculated"] = [_text(client, prompt, tokens, "guessed") for prompt in prompts]
-    if weights == "stored" and path.is_dir():
+    if weights == "stored" and kv_dtype == "auto" and path.is_dir():  # else it rounds elsewhere
         texts |= _by_transformers(path, state["dtype"], prompts, tokens)
     rows = compare(texts, [len(prompt) for prompt in prompts])
     terminal.write(terminal.listing("verify", listings.TEXTS, output).render(rows))

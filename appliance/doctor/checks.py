@@ -42,7 +42,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import find_gguf
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, PenstockError
-from engine.kernels.cpu import load_kernels
+from engine.kernels.cpu import has_kernels, load_kernels
 from engine.profile.product_variants import choose_variants
 from engine.units import part_text, size_text, without_figures
 
@@ -67,6 +67,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     state_dir = None if isinstance(found, PenstockError) else found.state_dir
     is_bitwise = isinstance(found, config.ServeConfig) and found.exact == "bitwise"
     yield _kernels(state_dir, checkpoint, is_bitwise=is_bitwise)
+    if not isinstance(found, PenstockError) and (why := _no_speculation(found, checkpoint)):
+        yield Finding("speculation", "ok", f"off ({why})")
     yield _cores()
     yield from _devices(Devices.of_machine())
     yield _dynamo()
@@ -185,6 +187,16 @@ def _kernels(
     if model is not None and (share := _quantised_ratio(model)) > 0.5:
         about += f" (says little about this model: {share:.0%} of its bytes are quantised)"
     return Finding("kernels", "ok", about)
+
+
+def _no_speculation(found: config.ServeConfig, model: Checkpoint | None) -> str | None:
+    """Say why no worker on CPUs would guess tokens; None: they do."""
+    if found.max_drafted == 0:
+        return "speculate is off"
+    if not has_kernels():
+        return "no compiled kernels"
+    has_records = model is not None and None in model.config.kv_layers
+    return "recurrent layers" if has_records else None
 
 
 def _quantised_ratio(model: Checkpoint) -> float:

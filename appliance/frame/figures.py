@@ -335,6 +335,19 @@ def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def guesses(totals: Mapping[str, Any]) -> list[str]:
+    """Describe speculation: `1.9 tokens per step`, then a text for each drafter."""
+    per_step = totals["decode_step_tokens"] / max(totals["decode_steps"], 1)
+    texts = [f"{per_step:.1f} tokens per step"]
+    for each in totals["drafts"]:
+        places = zip(each["right"], each["guessed"], strict=True)
+        by_place = " ".join(f"{100 * right / guessed:.0f}" for right, guessed in places)
+        share = 100 * sum(each["right"]) / sum(each["guessed"])
+        name = each["drafter"].replace("_", " ")
+        texts.append(f"{name} {share:.0f} % right, by place {by_place}")
+    return texts
+
+
 def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List the route of a request and its delays, with labels; empty texts are left out later."""
     preemptions, waits_for = request.get("preemptions"), request.get("waits_for")

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from appliance.frame.protocol import (
+    DraftFrame,
     Frame,
     HolderFrame,
     LinkFrame,
@@ -28,9 +29,6 @@ INTERNAL = {
     "seq": "a gap in it is told as frames missed",
     "totals.accepted": "the sum of what is shown",
     "totals.cached_tokens": "of ended requests; shown are those of all that were placed",
-    "totals.decode_steps": "status and /metrics have it, as the next two",
-    "totals.decode_step_tokens": "likewise",
-    "totals.drafts": "likewise; a request shows its own",
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
     "requests.computed_tokens": "as a share while it is prefilled",
     "latency.ttft_over_usual": "an alert of the daemon when it is large",
@@ -88,6 +86,9 @@ def rich() -> Frame:
             has_prefix_cache=True,
             prefix_cache_queries=1000,
             prefix_cache_hits=400,
+            decode_steps=1000,
+            decode_step_tokens=3000,
+            drafts=[DraftFrame("own_text", [100], [90])],
         ),
         swaps=SwapsFrame(
             ["small"], "small", 3, 2, 2100.0, [ResidentFrame("small", 5 << 20, until)], until

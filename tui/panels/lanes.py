@@ -23,6 +23,7 @@ from appliance.frame.protocol import (
     WayFrame,
     WorkerFrame,
 )
+from appliance.frame.tier_frames import fields
 from tui.history import Samples
 from tui.lines import (
     Line,
@@ -338,6 +339,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
         *_routes(frame, width),
         *_predictions(frame, width),
         *_trials(frame, width),
+        *_guesses(frame, width),
         *_models(frame, width),
     ]
     if frame.transport is None:
@@ -532,6 +534,14 @@ def _trials(frame: Frame, width: int) -> list[Line]:
     """List the choices of the machine's profile, with their figures."""
     lines = [line for trial in frame.trials for line in wrap(trial, width)]
     return [rule("TRIALS", width, "chosen by the machine's profile"), *lines] if lines else []
+
+
+def _guesses(frame: Frame, width: int) -> list[Line]:
+    """List the sources of guessed tokens, with the share that was right."""
+    totals = fields(frame.totals) | {"drafts": list(map(fields, frame.totals.drafts))}
+    per_step, *sources = fig.guesses(totals)
+    lines = [line for source in sources for line in wrap(source, width)]
+    return [rule("GUESSES", width, per_step), *lines] if lines else []
 
 
 def _predictions(frame: Frame, width: int) -> list[Line]:

@@ -1,9 +1,12 @@
 """verify computes fixed prompts in every way, and says where texts part and by how much."""
 
+import contextlib
 import json
 
 import pytest
+import typer
 
+from appliance.cli import verify as verb
 from appliance.cli.verify import Text, compare
 from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint
@@ -40,43 +43,40 @@ def test_a_text_that_parts_is_told_with_its_place_and_margin():
     assert (same["equal_tokens"], same["margin"], same["result"]) == (3, None, "equal")
 
 
-def test_verify_ends_with_1_where_a_text_differs(monkeypatch, tmp_path, capsys):
-    import typer
+class Client:
+    """Answers with one text where the prompt is computed alone, and with another elsewhere."""
 
-    from appliance.cli import verify as verb
+    def __init__(self, *_args, **_options):
+        pass
 
-    class Answering:
-        def __enter__(self):
-            return "nowhere"
+    def get(self, path):
+        if path == "/v1/models":
+            return {"data": [{"max_model_len": 20}]}
+        return {"model": "m", "dtype": "bfloat16", "workers": [{"device": "cpu 0"}]}
 
-        def __exit__(self, *_):
-            return None
+    def post(self, path, body):
+        if path == "/tokenize":
+            return {"tokens": list(range(100))}
+        if path != "/v1/completions":
+            return {}
+        tokens = [1, 2] if body["cache_salt"] == "verify alone" else [1, 3]
+        best = [{"a": -0.1, "b": -0.3}] * 2
+        choice = {"token_ids": tokens, "logprobs": {"top_logprobs": best}}
+        return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}
 
-    class Client:
-        def __init__(self, *_args, **_options):
-            pass
 
-        def get(self, path):
-            if path == "/v1/models":
-                return {"data": [{"max_model_len": 20}]}
-            return {"model": "m", "dtype": "bfloat16", "workers": [{"device": "cpu 0"}]}
-
-        def post(self, path, body):
-            if path == "/tokenize":
-                return {"tokens": list(range(100))}
-            if path != "/v1/completions":
-                return {}
-            tokens = [1, 2] if body["cache_salt"] == "verify alone" else [1, 3]
-            best = [{"a": -0.1, "b": -0.3}] * 2
-            choice = {"token_ids": tokens, "logprobs": {"top_logprobs": best}}
-            return {
-                "choices": [choice],
-                "usage": {"prompt_tokens_details": {"cached_tokens": 0}},
-            }
-
-    (tmp_path / "m.gguf").touch()
-    monkeypatch.setattr(verb, "daemon", lambda *_: Answering())
+@pytest.fixture
+def answered(monkeypatch):
+    """Verify asks no daemon and no transformers; yields its calls of the latter."""
+    asked = []
+    monkeypatch.setattr(verb, "daemon", lambda *_: contextlib.nullcontext("nowhere"))
     monkeypatch.setattr(verb, "Client", Client)
+    monkeypatch.setattr(verb, "_by_transformers", lambda *about: asked.append(about) or {})
+    return asked
+
+
+def test_verify_ends_with_1_where_a_text_differs(answered, tmp_path, capsys):
+    (tmp_path / "m.gguf").touch()
     with pytest.raises(typer.Exit) as ended:
         verb.verify(str(tmp_path / "m.gguf"), tokens=2)
     assert ended.value.exit_code == 1
@@ -84,3 +84,12 @@ def test_verify_ends_with_1_where_a_text_differs(monkeypatch, tmp_path, capsys):
     assert told[-1].count(" 1/1") == 1
     assert told[-1].count(" 0/1") == 3
     assert any("2.0e-01" in line for line in told)
+    assert not answered
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"weights": "q8"}])
+def test_only_what_is_computed_as_stored_is_compared_with_transformers(answered, tmp_path, options):
+    make_checkpoint(tmp_path)
+    with pytest.raises(typer.Exit):
+        verb.verify(str(tmp_path), tokens=2, **options)
+    assert len(answered) == (not options)

@@ -72,8 +72,7 @@ class Model:
         batch = batch_of(sequences, tables, block_size)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(5, 290, batch.positions.shape, generator=generator)
-        ends = torch.tensor([new for _, new in sequences]).cumsum(0) - 1
-        batch = replace(batch, input_ids=ids, logit_rows=ends.tolist())
+        batch = replace(batch, input_ids=ids, logit_rows=list(range(len(ids))))
         batch = replace(batch, records=self._records_of(sequences, first, seed % 2))
         logits = self.recorded.forward(batch, self.pools[0])
         assert torch.equal(logits, self.plain.forward(batch, self.pools[1]))
@@ -104,6 +103,18 @@ def test_a_growing_sequence_is_decoded_as_without_graphs(folders, family):
     for context in range(5, 75):
         model.assert_same([(context, 1)], seed=context)
     assert 1 <= model.num_graphs <= 5  # one for each power of two that its table passes
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_steps_with_guesses_are_recorded_by_their_number_of_tokens(folders, family):
+    model = Model(folders[family])
+    model.assert_same([(0, 40)])
+    widths = (1, 2, 4, 8)
+    for seed in range(3):
+        for width in widths:
+            model.assert_same([(30, width)], seed)
+            model.assert_same([(30, width), (9, 1)], seed)
+    assert model.num_graphs == 2 * len(widths)
 
 
 @settings(deadline=None, max_examples=15)
