@@ -38,6 +38,8 @@ MANY = {
 DOORS = ("socket", "tcp")
 LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 1}
 """A reply that takes its time: drawn, since speculation shortens repetition."""
+STEP_BY_STEP = ["--speculate", "off"]
+"""For tests that need replies of equal length to last equally long, or a short one to last."""
 READY_S = 180.0
 LOADING_POLL_S = 0.1
 """Asking takes both sides a few milliseconds, which loading needs more."""

@@ -13,7 +13,7 @@ import pytest
 
 from engine.checkpoint.checkpoint import Checkpoint
 from tests.checkpoints import GEMMA4_E, GEMMA4_MOE, load_oracle, make_checkpoint
-from tests.daemons import ARMS, MANY, Daemon
+from tests.daemons import ARMS, MANY, STEP_BY_STEP, Daemon
 
 MAX_MARGIN = 1e-4
 STARTED = {"alias": ("llama",), "shm": ("llama", "phi3")}
@@ -247,7 +247,7 @@ def test_many_workers_that_die_one_after_the_other_while_roles_change(arm, made,
 @pytest.mark.parametrize("arm", list(TINY_POOLS))
 def test_a_pool_that_is_too_small_for_all(arm, made, tmp_path_factory):
     folder, oracle = made("llama")
-    options = [*ARMS[arm], "--max-model-len", "512"]
+    options = [*ARMS[arm], *STEP_BY_STEP, "--max-model-len", "512"]
     block_bytes = Checkpoint.open(folder).config.kv_block_bytes(64, "float32")
     options += ["--kv-memory", str(TINY_POOLS[arm] * block_bytes)]
     daemon = Daemon(tmp_path_factory.mktemp(arm), *options, model=folder).wait_ready()

@@ -9,7 +9,7 @@ import pytest
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.daemons import ALONE, ARMS, MANY, Daemon
+from tests.daemons import ALONE, ARMS, MANY, STEP_BY_STEP, Daemon
 from tests.test_exactness import MAX_MARGIN, assert_same, make_served, prompts
 
 SLOW = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
@@ -151,7 +151,7 @@ def test_in_bfloat16_nothing_that_was_sent_is_lost_repeated_or_altered(tmp_path)
     options = {"num_key_value_heads": 4, "max_position_embeddings": 2048}
     folder = make_checkpoint(tmp_path / "model", dtype="bfloat16", **options)
     block_bytes = Checkpoint.open(folder).config.kv_block_bytes(64, "bfloat16")
-    options = ["--max-model-len", "512", "--kv-memory", str(28 * block_bytes)]
+    options = [*STEP_BY_STEP, "--max-model-len", "512", "--kv-memory", str(28 * block_bytes)]
     daemon = Daemon(tmp_path / "d", *MANY["1x1"], *options, model=folder).wait_ready()
     asked = prompts([5, 200, 64, 130], seed=9)
     tokenizer = Tokenizer.from_folder(folder)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.daemons import ALONE, Daemon, is_alive
+from tests.daemons import ALONE, STEP_BY_STEP, Daemon, is_alive
 from tests.test_exactness import assert_same, prompts
 
 
@@ -25,7 +25,7 @@ def other(tmp_path_factory):
 def settings(tmp_path, text):
     path = tmp_path / "penstock.toml"
     path.write_text(text)
-    return ["--config", str(path)]
+    return ["--config", str(path), *STEP_BY_STEP]
 
 
 NAMES = ("small", "killed", "twice", "last")

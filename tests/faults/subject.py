@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from tests.benchmarks.hostile import Held
-from tests.daemons import Daemon, is_alive, make_keys
+from tests.daemons import STEP_BY_STEP, Daemon, is_alive, make_keys
 from tests.faults.disks import Disk
 from tests.faults.wire import Door, ask, get
 
@@ -43,7 +43,14 @@ class Subject:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._options = ["--listen", f"127.0.0.1:{port}", "--api-keys", str(path), *options]
+        self._options = [
+            *STEP_BY_STEP,
+            "--listen",
+            f"127.0.0.1:{port}",
+            "--api-keys",
+            str(path),
+            *options,
+        ]
         self._options += ["--state-dir", str(self.state.folder), "--exact", "bitwise"]
         self._options += ["--ssd-dir", str(self.ssd.folder), "--ssd-cache", "64MiB"]
         self.door = Door(str(folder / "d" / "p.sock"))
