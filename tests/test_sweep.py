@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.sweep import __main__
 from tests.sweep.planted import BUGS, ROOT
 from tests.sweep.scenarios import SCENARIOS
 from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
@@ -33,6 +34,35 @@ def test_a_planted_bug_replaces_one_place(name):
     bug = BUGS[name]
     assert (ROOT / bug.file).read_text().count(bug.right) == 1
     assert set(bug.scenarios) <= set(SCENARIOS)
+
+
+def test_a_failure_is_shrunk_to_the_fewest_faults_and_calls(monkeypatch):
+    """Here a run fails if decode dies at event 30 or later while `whole` is answered."""
+
+    def execute(run):
+        names = [call.name for call in __main__.calls_of(run)]
+        num_events = 20 * len(names)
+        killed_at = [fault.at for fault in run.faults if fault.what == "decode"]
+        fails = "whole" in names and any(30 <= at <= num_events for at in killed_at)
+        problems = ["it fails"] if fails else []
+        return __main__.Seen(run, num_at_ready=5, num_events=num_events, problems=problems)
+
+    class Here:
+        def apply(self, call, args):
+            return call(*args)
+
+        def imap(self, call, runs, chunksize):
+            return map(call, runs)
+
+    monkeypatch.setattr(__main__, "execute", execute)
+    faults = __main__.Fault(12, "prefill"), __main__.Fault(45, "decode")
+    shrunk, found = __main__.shrink(Here(), __main__.Run("alias", 1, faults), ["it fails"])
+    assert found == ["it fails"]
+    assert [fault.what for fault in shrunk.faults] == ["decode"]
+    assert "whole" in shrunk.calls
+    assert len(shrunk.calls) == 2  # one call has 20 events, too few
+    line = "python -m tests.sweep 'alias' --seed 1 --at {} --fault decode --calls '{}'"
+    assert str(shrunk) == line.format(shrunk.faults[0].at, ",".join(shrunk.calls))
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
