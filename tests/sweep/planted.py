@@ -64,8 +64,9 @@ BUGS = {
     ),
     "blocks count as copied when they are sent": Bug(
         "engine/schedule/copies.py",
-        "is not None and transfer.done[-1] < transfer.num_blocks\n",
-        "is not None and transfer.sent[-1] < transfer.num_blocks\n",
+        "        transfer.sent[number] += len(pairs)\n",
+        "        transfer.sent[number] += len(pairs)\n"
+        "        transfer.done[number] = transfer.sent[number]\n",
         ("peer", "shm"),
     ),
     "a slot is used again before its block has left": Bug(
