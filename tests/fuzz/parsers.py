@@ -334,7 +334,7 @@ def _frame_templates() -> Parser:
 
 def _frames() -> Parser:
     decoder = msgspec.json.Decoder(Frame)
-    errors = (msgspec.MsgspecError, ValueError, FeedIncompatible)
+    errors = (msgspec.MsgspecError, ValueError, RecursionError, FeedIncompatible)
     return Parser(
         lambda data: decode_frame(decoder, data), [msgspec.json.encode(busy())], errors,
         is_json=True, share=4,
