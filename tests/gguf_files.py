@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "glm": "chatglm",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """By family. Only what the format can say of each can be converted."""
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
@@ -52,6 +54,11 @@ _NUMBERS = {
     "expert_count": ("num_local_experts", "num_experts"),
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
 _FLOATS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -81,6 +88,9 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     said = _config(config, arch) | _tokenizer(folder, config)
     if arch == "gemma4":
         said |= _gemma4_config(config)
+    if arch in ("qwen35", "qwen35moe"):
+        inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        said |= {f"{arch}.ssm.inner_size": inner}
     if arch == "mistral3":
         said |= _mistral3_config(config["rope_parameters"])
     said |= {key.replace("__", "."): value for key, value in metadata.items()}
@@ -88,6 +98,8 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
         _add(writer, key, value)
     stored = load_file(folder / "model.safetensors")
     tensors = {name: each.float().numpy() for name, each in stored.items()}
+    if arch in ("qwen35", "qwen35moe"):
+        tensors = _as_qwen35(tensors, config)
     for name in [name for name in tensors if "gate_up_proj" in name and "mlp.experts." in name]:
         _unstack(tensors, name)
     named = _named(tensors, config, arch)
@@ -102,6 +114,38 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _as_qwen35(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Put value heads in turn, one of each key head; decays as they are used; norms from 1 on."""
+    num_keys = config["linear_num_key_heads"]
+    all_keys = 2 * num_keys * config["linear_key_head_dim"]
+
+    def in_turn(values: np.ndarray, size: int) -> np.ndarray:
+        heads = values.reshape(num_keys, -1, size, *values.shape[1:])
+        return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(values.shape)
+
+    found, size = {}, config["linear_value_head_dim"]
+    for name, values in tensors.items():
+        name = name.replace("model.language_model.", "model.")
+        part = name.partition("linear_attn.")[2]
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            values = values.squeeze()
+            values = np.concatenate([values[:all_keys], in_turn(values[all_keys:], size)])
+        elif part == "in_proj_z.weight":
+            values = in_turn(values, size)
+        elif part == "out_proj.weight":
+            values = np.ascontiguousarray(in_turn(values.T, size).T)
+        elif part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+            values = in_turn(values, 1)
+        if part == "A_log":
+            values = -np.exp(values)
+        if part == "dt_bias":
+            name = name.replace("dt_bias", "dt_proj.bias")
+        if name.endswith("norm.weight") and part != "norm.weight":
+            values = values + 1
+        found[name] = values
+    return found
 
 
 def _unstack(tensors: dict[str, np.ndarray], name: str) -> None:

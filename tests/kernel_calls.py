@@ -258,6 +258,7 @@ def delta(kernels: Any, r: Random, m: Memory, threads: int) -> None:
             m.values(conv_size * width, FLOAT32),
             *(m.values(heads * ratio, FLOAT32) for _ in range(2)),
             m.values(value_dim, FLOAT32),
+            *r.choice([(ratio, 1), (1, heads)]),
         ]
     )
     qkv, places = m.values(tokens * width, kind), (0, heads * key_dim, 2 * heads * key_dim)

@@ -29,6 +29,10 @@ class GatedDeltaConfig:
     conv_size: int
     """Tokens that the convolution sees, the newest included."""
     layers: frozenset[int]
+    is_output_tiled: bool = False
+    """The output projection takes one value head of each key head in turn.
+
+    Otherwise it takes all of the first key head's, then all of the second's."""
 
     @classmethod
     def from_keys(cls, keys: JsonKeys, num_layers: int) -> GatedDeltaConfig:
@@ -60,6 +64,7 @@ class GatedDeltaConfig:
             value_dim=keys.integer("linear_value_head_dim"),
             conv_size=keys.integer("linear_conv_kernel_dim"),
             layers=frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+            is_output_tiled=keys.flag("linear_output_tiled"),
         )
 
     @property

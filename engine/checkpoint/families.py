@@ -522,7 +522,7 @@ FAMILY_BY_NAME = {family.name: family for family in _ROWS}
 FAMILY_BY_ARCHITECTURE = {family.architecture: family for family in _ROWS}
 
 
-_GATED_DELTA_GGUF = "its Gated DeltaNet layers are read from safetensors files, not from GGUF yet"
+_GATED_DELTA_GGUF = "GGUF files of Qwen3-Next are not read; its safetensors files are"
 _STREAMS = "its layers compute four streams of tokens side by side and mix them (AltUp)"
 _CHUNKED = "no kernel here supports its attention, which ends at chunk borders"
 _SIGMOID = "no kernel here has its router, a corrected sigmoid, or its shared experts"
@@ -532,7 +532,6 @@ UNSERVED = {
     "gemma3n": _STREAMS,
     "llama4": _CHUNKED,
     "qwen3next": _GATED_DELTA_GGUF,
-    "qwen35": _GATED_DELTA_GGUF,
     "glm4moelite": _LATENT,
     "glm4moe": _SIGMOID,
     "deepseekv2": _LATENT,

@@ -85,6 +85,7 @@ GATED_DELTA: dict[str, Any] = {
     "linear_num_value_heads": 32,
     "layer_types": None,
     "full_attention_interval": 4,
+    "linear_output_tiled": False,
 }
 """Keys of families whose layers are partly Gated DeltaNet: `linear_attention` in layer_types."""
 

@@ -356,6 +356,11 @@ _KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
 }
 """GGUF's key after the architecture's name, by config.json's key."""
 _SAMPLING = {
@@ -379,6 +384,9 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 _JOINED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 """Queries, keys and values, which some files have as the rows of one tensor."""
@@ -401,8 +409,21 @@ _WHOLE_NAMES = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
 }
-"""A layer's tensors without the ending `weight` or `bias`."""
+"""A layer's tensors without the ending `weight` or `bias`, or of one row."""
+_DELTA = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
+"""A Gated DeltaNet layer's tensors."""
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -528,6 +549,26 @@ def _of_layers(model: GgufModel, suffix: str, num_layers: int) -> list[int]:
     return values
 
 
+def _qwen35(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
+    """Read the shape of Gated DeltaNet layers; blocks of drafts, at the end, are left out."""
+    arch, heads = _arch(model), keys.get("linear_num_value_heads")
+    inner = model.integer(f"{arch}.ssm.inner_size")
+    if not inner or type(heads) is not int or inner % heads:
+        needed = "a multiple of ssm.time_step_rank is needed"
+        raise model.bad(f"{arch}.ssm.inner_size", needed)
+    num_drafting = model.integer(f"{arch}.nextn_predict_layers") or 0
+    num_layers = min(keys["num_hidden_layers"] - num_drafting, _MAX_LAYERS)
+    num_kv = model.metadata.get(f"{arch}.attention.head_count_kv")
+    own = {"num_key_value_heads": max(num_kv)} if isinstance(num_kv, array) and num_kv else {}
+    is_delta = [f"blk.{layer}.ssm_a" in model.tensors for layer in range(num_layers)]
+    return own | {
+        "num_hidden_layers": num_layers,
+        "linear_value_head_dim": inner // heads,
+        "linear_output_tiled": True,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_delta],
+    }
+
+
 def _olmo(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     """Olmo 3 is Olmo 2 with windows, whose layers rotate as the others do, but are not scaled."""
     if not keys.get("sliding_window"):
@@ -553,6 +594,13 @@ def _mistral3(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+_QWEN35: dict[str, Any] = {
+    "norm_shift": -1.0,
+    "before_mlp": "post_attention_norm",
+    "by_layer": ("num_key_value_heads",),
+    "more": _qwen35,
+}
+
 _ARCHITECTURES = {
     "llama": _Architecture("llama", is_interleaved=True, more=_llama),
     "qwen2": _Architecture("qwen2"),
@@ -568,6 +616,8 @@ _ARCHITECTURES = {
     "gemma4": _Architecture(
         "gemma4_text", by_layer=("intermediate_size", "num_key_value_heads"), more=_gemma4
     ),
+    "qwen35": _Architecture("qwen3_5_text", **_QWEN35),
+    "qwen35moe": _Architecture("qwen3_5_moe_text", **_QWEN35),
     "phi3": _Architecture("phi3"),
     "smollm3": _Architecture("smollm3", is_interleaved=True),
     "granite": _Architecture("granite", is_interleaved=True),
@@ -658,9 +708,10 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
         shift = row.norm_shift if stem.endswith("norm") else 0.0
         return None if found is None else replace(found, name=name, shift=shift)
     number, own_name = layer.groups()
+    if own_name.startswith("linear_attn."):
+        return _of_delta(model, name, number, own_name.removeprefix("linear_attn."))
     if own_name in _WHOLE_NAMES:
-        found = model.tensors.get(f"blk.{number}.{_WHOLE_NAMES[own_name]}")
-        return None if found is None else replace(found, name=name)
+        return _of_whole_name(model, name, number, own_name)
     stem, _, kind = own_name.rpartition(".")
     for place, gguf_norm in (*_NORMS.items(), ("before_mlp", row.before_mlp)):
         if stem == getattr(family.norms, place):
@@ -686,6 +737,41 @@ def named(model: GgufModel, family: Family, name: str) -> TensorInfo | None:
         turned_rows = model.integer(f"{_arch(model)}.rope.dimension_count") or 0
         turned_rows = turned_rows if turned_rows < head_rows else 0
     return replace(found, name=name, shift=shift, head_rows=head_rows, turned_rows=turned_rows)
+
+
+def _of_whole_name(model: GgufModel, name: str, number: str, own_name: str) -> TensorInfo | None:
+    found = model.tensors.get(f"blk.{number}.{_WHOLE_NAMES[own_name]}")
+    if found is not None and own_name.endswith(".weight"):
+        found = replace(found, shape=(1, found.shape[-1]))
+    return None if found is None else replace(found, name=name)
+
+
+def _of_delta(model: GgufModel, name: str, number: str, own_name: str) -> TensorInfo | None:
+    """Find a tensor of a Gated DeltaNet layer, with the rows of its value heads in our order.
+
+    The file has the first value head of each key head, then the second of each. The columns of
+    the output projection stay so: blocks of codes may reach over several heads.
+    """
+    found = model.tensors.get(f"blk.{number}.{_DELTA.get(own_name, own_name)}")
+    if found is None:
+        return None
+    found = replace(found, name=name, is_negative_exp=own_name == "A_log")
+    if own_name == "conv1d.weight" and len(found.shape) == 2:
+        found = replace(found, shape=(found.shape[0], 1, found.shape[1]))
+    names = ("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", "ssm.state_size")
+    sizes = [model.integer(f"{_arch(model)}.{each}") or 0 for each in names]
+    num_keys, num_values, inner, key_dim = sizes
+    if own_name in ("norm.weight", "out_proj.weight") or not num_keys or num_values <= num_keys:
+        return found
+    has_keys = own_name in ("in_proj_qkv.weight", "conv1d.weight")
+    first = 2 * num_keys * key_dim if has_keys else 0
+    is_wide = has_keys or own_name == "in_proj_z.weight"
+    size = inner // num_values if is_wide else 1
+    heads = (
+        key + num_keys * place for key in range(num_keys) for place in range(num_values // num_keys)
+    )
+    runs = [(first + head * size, size) for head in heads]
+    return replace(found, row_runs=(*([(0, first)] if first else []), *runs))
 
 
 def _num_heads(model: GgufModel, stem: str) -> int:

@@ -86,6 +86,10 @@ class TensorInfo:
     """The first of `head_rows` that are interleaved; 0: all of them."""
     shift: float = 0.0
     """What is added to each stored value."""
+    row_runs: tuple[tuple[int, int], ...] = ()
+    """Stored rows in the model's order, as runs: first row and count. Empty: they are in order."""
+    is_negative_exp: bool = False
+    """Each stored value is -exp of what the model wants."""
     strides: tuple[int, int] | None = None
     """Distances in items (values, or blocks without their scales): between rows, and between a
     row's items. None: rows lie end to end."""
@@ -97,7 +101,8 @@ class TensorInfo:
     @property
     def is_plain(self) -> bool:
         """True if the stored bytes are the values, in order."""
-        changed = self.head_rows or self.shift or self.strides is not None
+        is_moved = self.head_rows or self.row_runs or self.strides is not None
+        changed = is_moved or self.shift or self.is_negative_exp
         return not self.is_quantised and not changed
 
     @property

@@ -27,6 +27,7 @@ struct layer {
     int64_t conv;             /* float32 [conv_size, all queries, then keys, then values] */
     int64_t decay, step_bias; /* float32 [num_value_heads] */
     int64_t norm;             /* float32 [value_dim] */
+    int64_t out_key_step, out_step; /* heads of the output: from a key head to the next, and within */
 };
 
 typedef struct {
@@ -281,7 +282,7 @@ INLINE void write_outputs(const step *s, const work *w, int64_t value_head, int6
 {
     const struct layer *l = s->layer;
     const float *norm = (const float *)(uintptr_t)l->norm;
-    const int64_t number = w->head * l->ratio + value_head;
+    const int64_t number = w->head * l->out_key_step + value_head * l->out_step;
     for (int64_t t = 0; t < count; t++) {
         const float *from = w->outputs + t * w->value_width;
         const float square = dot(from, from, w->value_width) / (float)l->value_dim;

@@ -86,6 +86,7 @@ class GatedDelta:
                 *(config.num_key_heads, ratio, config.key_dim, config.value_dim, config.conv_size),
                 *(self._number * config.layer_values, *strides, *steps),
                 *(constant.data_ptr() for constant in constants),
+                *((1, config.num_key_heads) if config.is_output_tiled else (ratio, 1)),
             ]
         )
 
@@ -141,6 +142,9 @@ class GatedDelta:
             row += count
         scale = heads.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
         normed = heads.mul_(scale).mul_(self._norm).mul_(F.silu(z.float().view_as(heads)))
+        if config.is_output_tiled:
+            shape = (len(normed), config.num_key_heads, -1, config.value_dim)
+            normed = normed.view(shape).transpose(1, 2)
         return normed.flatten(1)
 
     def _ungrouped(self, made: list[torch.Tensor]) -> list[torch.Tensor]:

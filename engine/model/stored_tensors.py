@@ -111,6 +111,8 @@ class Stored:
             values = self._parts(first, end, None).values()
         else:
             values = self._stored_rows(first, end).view(getattr(torch, self.info.dtype))
+        if self.info.is_negative_exp:
+            return values.float().neg().log()
         return values.float() + self.info.shift if self.info.shift else values
 
     def parts(self, first: int, end: int, form: str | None) -> Parts:
@@ -132,7 +134,7 @@ class Stored:
         if self.info.strides is not None:
             return self._strided_rows(first, end)
         stored = self._data.view(self.num_rows, -1)
-        if self.info.head_rows:
+        if self.info.head_rows or self.info.row_runs:
             return stored[self._wanted(first, end)]
         rows = stored[first:end]
         item_bytes = 1 if self.info.is_quantised else rows.shape[1] // self.depth
@@ -140,6 +142,9 @@ class Stored:
 
     def _wanted(self, first: int, end: int) -> torch.Tensor:
         """Numbers of the stored rows that the model wants as its rows [first, end)."""
+        if self.info.row_runs:
+            runs = [torch.arange(start, start + count) for start, count in self.info.row_runs]
+            return torch.cat(runs)[first:end]
         wanted, size = torch.arange(first, end), self.info.head_rows
         if not size:
             return wanted

@@ -9,7 +9,7 @@ import pytest
 from engine.model import backend
 from engine.offload.cache_memory import CacheMemory
 from engine.wire.messages import Stepped
-from tests.checkpoints import GATED_DELTA_NETS
+from tests.checkpoints import GATED_DELTA_NETS, load_oracle, make_checkpoint
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.offload.test_arena import ArenaWorld
 from tests.engine.offload.tiered_world import TieredWorld
@@ -21,8 +21,10 @@ from tests.engine.workers.computing_world import (
     forget_pools,
     load,
     prompts_of,
+    transformer_of,
     world_of,
 )
+from tests.gguf_files import write_gguf
 
 ARMS = ("colocated", "alias", "peer", "shm", "2x1 peer")
 
@@ -151,3 +153,15 @@ def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(when, model)
     world.run()
     assert_right(world, oracle, sequence)
     assert world.scheduled[sequence.seq_id] == sequence.num_tokens - 1
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_a_gguf_file_says_what_its_folder_says(kernels, tmp_path, monkeypatch):
+    """Its value heads lie in another order, also where the output's columns are quantised."""
+    if kernels == "torch":
+        monkeypatch.setattr(backend, "find_kernels", lambda *_: (None, "torch"))
+    make_checkpoint(tmp_path / "hf", "qwen3_5_moe_text")
+    transformer = transformer_of(write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf"))
+    world = world_of("alias", transformer)
+    sequences = [world.sequence(prompt=p, max_tokens=9) for p in prompts_of(5, 33, 70)]
+    finish(world, load_oracle(tmp_path / "hf"), *sequences)
