@@ -74,3 +74,12 @@ async def resize(console: Console, pilot: Pilot[None], width: int, height: int) 
         return len(lines) == height and (width < 40 or lines[-1].endswith("? for more"))
 
     await until(pilot, is_drawn)
+
+
+async def settled(console: Console, pilot: Pilot[None]) -> str:
+    """Return the screen once it no longer changes: a busy machine draws it in parts."""
+    seen = [grid(console)]
+    while len(seen) < 5 or len(set(seen[-5:])) > 1:
+        await pilot.pause(0.02)
+        seen.append(grid(console))
+    return seen[-1]

@@ -10,7 +10,7 @@ from textual.events import MouseScrollDown, MouseScrollUp
 
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
-from tests.tui.screen import console_at, grid, resize, until
+from tests.tui.screen import console_at, grid, resize, settled, until
 from tui import feed
 from tui.widgets.console_messages import FinishedArrived, FrameArrived, LinkLost
 from tui.widgets.dialogs import Confirm, Detail
@@ -254,7 +254,7 @@ async def test_frames_keep_coming_under_a_dialog(busy):
 
 async def test_a_live_resize_lays_the_screen_out_anew(busy):
     async with console_at(120, 40, busy) as (console, pilot):
-        large = grid(console)
+        large = await settled(console, pilot)
         for width, height in ((60, 16), (39, 9), (80, 24), (120, 40)):
             await resize(console, pilot, width, height)
             lines = grid(console).splitlines()
