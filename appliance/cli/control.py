@@ -237,11 +237,14 @@ def stop(
         return
     if model is not None and served not in names:
         raise NoSuchModel(f"the daemon serves {served}", where=model)
-    if not isinstance(client.address, UnixAddress) or client.address.listener_pid() != pid:
+    if not isinstance(client.address, UnixAddress):
+        about = "stop works over the daemon's Unix socket only"
+        raise UsageError(about, where=str(client.address), hint="use it without --host, there")
+    if client.address.listener_pid() != pid:
         raise UsageError(
             "the daemon was not started by a command on this machine",
             where=str(client.address),
-            hint="systemctl stop penstock.socket penstock.service, or stop it on its machine",
+            hint="systemctl stop penstock.socket penstock.service",
         )
     try:
         process = os.pidfd_open(pid)

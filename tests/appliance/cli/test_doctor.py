@@ -245,7 +245,7 @@ def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:
     ended = penstock(environ, "doctor")
     named = [line[5:20].strip() for line in ended.stdout.splitlines() if line[:1] != " "]
     assert named[:3] == ["packages", "kernels", "cores"]
-    assert named[-1] == "daemon"
+    assert "daemon" in named  # after it come other daemons that use the same cores
 
 
 def test_devices_lists_the_cores_and_reports_no_figure_that_it_has_not(
