@@ -256,46 +256,44 @@ def a_full_pool_that_is_cancelled(subject: Subject, rng: Random) -> Iterator[Non
 
 @kind("clients")
 def readers_that_do_not_read(subject: Subject, rng: Random) -> Iterator[None]:
-    opened = []
-    for _ in range(12):
-        with contextlib.suppress(OSError):
-            connection = subject.door.connect()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            opened.append(connection)
-            body = long_body(rng, num_facts=3)
-            connection.sendall(subject.door.request("POST", "/v1/completions", body, None))
-    try:
+    with _held() as opened:
+        for _ in range(12):
+            with contextlib.suppress(OSError):
+                connection = subject.door.connect()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                opened.append(connection)
+                body = long_body(rng, num_facts=3)
+                connection.sendall(subject.door.request("POST", "/v1/completions", body, None))
         yield
-    finally:
-        for connection in opened:
-            reset(connection)
 
 
 @kind("clients")
 def senders_that_hesitate(subject: Subject, rng: Random) -> Iterator[None]:
-    opened = []
-    for _ in range(40):
-        door = rng.choice(subject.doors)
-        with contextlib.suppress(OSError):
-            connection = door.connect()
-            opened.append(connection)
-            data = door.request("POST", "/v1/completions", long_body(rng), None)
-            connection.sendall(data[: rng.randrange(len(data))])
-    try:
+    with _held() as opened:
+        for _ in range(40):
+            door = rng.choice(subject.doors)
+            with contextlib.suppress(OSError):
+                opened.append(connection := door.connect())
+                data = door.request("POST", "/v1/completions", long_body(rng), None)
+                connection.sendall(data[: rng.randrange(len(data))])
         yield
-    finally:
-        for connection in opened:
-            reset(connection)
 
 
 @kind("clients")
 def many_idle_connections(subject: Subject, rng: Random) -> Iterator[None]:
-    opened = []
-    for _ in range(200):
-        with contextlib.suppress(OSError):
-            opened.append(rng.choice(subject.doors).connect(2.0))
-    try:
+    with _held() as opened:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                opened.append(rng.choice(subject.doors).connect(2.0))
         yield
+
+
+@contextlib.contextmanager
+def _held() -> Iterator[list[socket.socket]]:
+    """Keep connections open, and reset them at the end."""
+    opened: list[socket.socket] = []
+    try:
+        yield opened
     finally:
         for connection in opened:
             reset(connection)
