@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from tests.clients.scripted_model import COMMAND, DONE, MARK, STYLES, Script, template, write
+from tests.clients.scripted_model import COMMAND, DONE, END, MARK, STYLES, Script, template, write
 from tests.daemons import ALONE
 
 PARAMETERS = {
@@ -59,6 +60,22 @@ def test_a_call_is_made_and_its_result_is_answered_by_each_api(start_daemon, tmp
         text, calls = way([{"role": "user", "content": f"It said {MARK}."}])
         assert calls == []
         assert DONE in text
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_draw_leaves_a_reply(style):
+    """Temperature 1 draws each next piece with all but a billionth of the probability."""
+    script = Script(style)
+    embedding, head = script.embedding_and_head()
+    for name, chain in script.chains.items():
+        if name == "call":
+            continue  # the server's grammar says what follows
+        tokens = [script.id_of(text) for text in (f"<|say:{name}|>", *chain, END)]
+        points = embedding[tokens[:-1]].astype(np.float64)
+        logits = points / np.sqrt(np.mean(points**2, axis=1, keepdims=True)) @ head.T
+        likelihood = np.exp(logits - logits.max(axis=1, keepdims=True))
+        likelihood /= likelihood.sum(axis=1, keepdims=True)
+        assert (likelihood[range(len(points)), tokens[1:]] > 1 - 1e-9).all()
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -32,7 +32,7 @@ TOOLS = ("Bash", "bash", "exec_command", "shell_command", "run_shell_command", "
 KEYS = ("command", "cmd")
 """What their argument may be called."""
 END, LEAST_PIECE, WIDTH, VOCABULARY = "<|im_end|>", 6, 128, 6000
-SURE, LIKELY, POSSIBLE, LAST, LEAST = 6.0, 5.0, 4.0, 3.0, 2.0
+SURE, LIKELY, POSSIBLE, LAST, LEAST = 12.0, 10.0, 8.0, 6.0, 4.0
 """How strongly a token is said: of each pair the second is not drawn at any usual temperature."""
 
 
@@ -119,7 +119,11 @@ class Script:
         for text in (">", "]"):  # with which a call ends
             head[self.id_of(text), 0] = LAST
         quoted, between, *free = range(1, WIDTH)
+        said = {self._as_bytes(piece) for piece in itertools.chain(*self.chains.values())}
+        said.update(map(self._as_bytes, self.command))
         for token, index in self._vocab.items():
+            if token in said:
+                continue  # a piece that ends with a blank leads to the next piece alone
             if token.endswith('"'):
                 embedding[index, quoted] = 1
             elif token[-1] in "Ġ:{,[" or token in map(self._as_bytes, (*TOOLS, *KEYS)):
