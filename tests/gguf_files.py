@@ -36,10 +36,12 @@ ARCHITECTURES = {
     "glm": "chatglm",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
+    "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
 """By family. Only what the format can say of each can be converted."""
+_GATED_DELTA = ("qwen3next", "qwen35", "qwen35moe")
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
 _NUMBERS = {
     "embedding_length": "hidden_size",
@@ -71,13 +73,16 @@ _FLOATS = {
 }
 
 
-def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> Path:
+def write_gguf(
+    folder: Path, path: Path, kind: str = "F32", *, is_early: bool = False, **metadata: Any
+) -> Path:
     """Write a checkpoint's config, weights and tokenizer as one file; returns its path.
 
     Args:
         folder: in Hugging Face form, of one safetensors file.
         path: of the file to write.
         kind: of matrices, by the format's name; vectors are F32.
+        is_early: as the first converters of Qwen3-Next wrote it, which kept `in_proj_qkvz` whole.
         metadata: more of it, by keys with `__` for `.`; None leaves a key out.
     """
     from safetensors.torch import load_file
@@ -88,7 +93,7 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     said = _config(config, arch) | _tokenizer(folder, config)
     if arch == "gemma4":
         said |= _gemma4_config(config)
-    if arch in ("qwen35", "qwen35moe"):
+    if arch in _GATED_DELTA:
         inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         said |= {f"{arch}.ssm.inner_size": inner}
     if arch == "mistral3":
@@ -98,8 +103,8 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
         _add(writer, key, value)
     stored = load_file(folder / "model.safetensors")
     tensors = {name: each.float().numpy() for name, each in stored.items()}
-    if arch in ("qwen35", "qwen35moe"):
-        tensors = _as_qwen35(tensors, config)
+    if arch in _GATED_DELTA:
+        tensors = _as_gated_delta(tensors, config, arch, is_early=is_early)
     for name in [name for name in tensors if "gate_up_proj" in name and "mlp.experts." in name]:
         _unstack(tensors, name)
     named = _named(tensors, config, arch)
@@ -116,19 +121,27 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     return path
 
 
-def _as_qwen35(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Put value heads in turn, one of each key head; decays as they are used; norms from 1 on."""
+def _as_gated_delta(
+    tensors: dict[str, np.ndarray], config: dict[str, Any], arch: str, *, is_early: bool
+) -> dict[str, np.ndarray]:
+    """Write decays as they are used, and norms from 1 on; reorder the heads.
+
+    In Qwen 3.5 the value heads are in turn, one of each key head. Qwen3-Next has the queries of all
+    heads, then their keys, values and output gates, where checkpoints have these head by head.
+    """
     num_keys = config["linear_num_key_heads"]
     all_keys = 2 * num_keys * config["linear_key_head_dim"]
 
     def in_turn(values: np.ndarray, size: int) -> np.ndarray:
+        if arch == "qwen3next":
+            return values
         heads = values.reshape(num_keys, -1, size, *values.shape[1:])
         return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(values.shape)
 
     found, size = {}, config["linear_value_head_dim"]
     for name, values in tensors.items():
         name = name.replace("model.language_model.", "model.")
-        part = name.partition("linear_attn.")[2]
+        stem, _, part = name.partition("linear_attn.")
         if part in ("in_proj_qkv.weight", "conv1d.weight"):
             values = values.squeeze()
             values = np.concatenate([values[:all_keys], in_turn(values[all_keys:], size)])
@@ -138,6 +151,14 @@ def _as_qwen35(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[s
             values = np.ascontiguousarray(in_turn(values.T, size).T)
         elif part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
             values = in_turn(values, 1)
+        elif part == "in_proj_qkvz.weight" and not is_early:
+            by_head = values.reshape(num_keys, -1, values.shape[-1])
+            sizes = [config["linear_key_head_dim"]] * 2
+            sizes.append(size * config["linear_num_value_heads"] // num_keys)
+            parts = np.split(by_head, np.cumsum(sizes), 1)
+            *qkv, values = (each.reshape(-1, values.shape[-1]) for each in parts)
+            found[f"{stem}linear_attn.in_proj_qkv.weight"] = np.concatenate(qkv)
+            name = f"{stem}linear_attn.in_proj_z.weight"
         if part == "A_log":
             values = -np.exp(values)
         if part == "dt_bias":

@@ -242,7 +242,7 @@ def _delta_shapes(
         "in_proj_qkvz": delta.conv_width + values,
         "in_proj_ba": 2 * num_heads,
     }
-    for part in config.family.delta_projections:
+    for part in delta.projections:
         yield f"{prefix}{part}.weight", (sizes[part], hidden)
     yield f"{prefix}conv1d.weight", (delta.conv_width, 1, delta.conv_size)
     yield f"{prefix}dt_bias", (num_heads,)

@@ -29,18 +29,29 @@ class GatedDeltaConfig:
     conv_size: int
     """Tokens that the convolution sees, the newest included."""
     layers: frozenset[int]
+    projections: tuple[str, ...]
+    """The stored projections of a layer: for the heads, then for betas and steps."""
     is_output_tiled: bool = False
     """The output projection takes one value head of each key head in turn.
 
     Otherwise it takes all of the first key head's, then all of the second's."""
 
     @classmethod
-    def from_keys(cls, keys: JsonKeys, num_layers: int) -> GatedDeltaConfig:
+    def from_keys(
+        cls, keys: JsonKeys, num_layers: int, projections: tuple[str, ...]
+    ) -> GatedDeltaConfig | None:
         """Read the keys of family.GATED_DELTA.
+
+        Args:
+            keys: of config.json.
+            num_layers: of the model.
+            projections: as the family stores them; none: it has no such layers.
 
         Raises:
             CheckpointError: a layer is of an unknown kind, or full attention is missing.
         """
+        if not projections:
+            return None
         kinds = keys.get("layer_types", None)
         if kinds is None:
             interval = keys.integer("full_attention_interval")
@@ -64,6 +75,9 @@ class GatedDeltaConfig:
             value_dim=keys.integer("linear_value_head_dim"),
             conv_size=keys.integer("linear_conv_kernel_dim"),
             layers=frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+            projections=("in_proj_qkv", "in_proj_z", *projections[1:])
+            if projections[0] == "in_proj_qkvz" and keys.flag("linear_split_qkvz")
+            else projections,
             is_output_tiled=keys.flag("linear_output_tiled"),
         )
 

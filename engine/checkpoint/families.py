@@ -522,7 +522,6 @@ FAMILY_BY_NAME = {family.name: family for family in _ROWS}
 FAMILY_BY_ARCHITECTURE = {family.architecture: family for family in _ROWS}
 
 
-_GATED_DELTA_GGUF = "GGUF files of Qwen3-Next are not read; its safetensors files are"
 _STREAMS = "its layers compute four streams of tokens side by side and mix them (AltUp)"
 _CHUNKED = "no kernel here supports its attention, which ends at chunk borders"
 _SIGMOID = "no kernel here has its router, a corrected sigmoid, or its shared experts"
@@ -531,7 +530,6 @@ _LATENT = "its keys and values are compressed, which the KV pool does not suppor
 UNSERVED = {
     "gemma3n": _STREAMS,
     "llama4": _CHUNKED,
-    "qwen3next": _GATED_DELTA_GGUF,
     "glm4moelite": _LATENT,
     "glm4moe": _SIGMOID,
     "deepseekv2": _LATENT,

@@ -86,6 +86,7 @@ GATED_DELTA: dict[str, Any] = {
     "layer_types": None,
     "full_attention_interval": 4,
     "linear_output_tiled": False,
+    "linear_split_qkvz": False,
 }
 """Keys of families whose layers are partly Gated DeltaNet: `linear_attention` in layer_types."""
 

@@ -417,6 +417,8 @@ _DELTA = {
     "in_proj_z.weight": "attn_gate.weight",
     "in_proj_b.weight": "ssm_beta.weight",
     "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_qkvz.weight": "ssm_in.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
     "conv1d.weight": "ssm_conv1d.weight",
     "dt_bias": "ssm_dt.bias",
     "A_log": "ssm_a",
@@ -451,6 +453,8 @@ class _Architecture:
     """Keys that may have one value for each layer, which `more` reads."""
     truncates_yarn: bool = True
     """The borders of YaRN's ramp are whole dimensions."""
+    has_tiled_heads: bool = False
+    """Gated DeltaNet: one value head of each key head follow each other."""
     more: _More = lambda _model, _keys: {}
     """Keys that follow from others, or that the format takes as known."""
 
@@ -549,7 +553,7 @@ def _of_layers(model: GgufModel, suffix: str, num_layers: int) -> list[int]:
     return values
 
 
-def _qwen35(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
+def _gated_delta(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     """Read the shape of Gated DeltaNet layers; blocks of drafts, at the end, are left out."""
     arch, heads = _arch(model), keys.get("linear_num_value_heads")
     inner = model.integer(f"{arch}.ssm.inner_size")
@@ -564,7 +568,8 @@ def _qwen35(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     return own | {
         "num_hidden_layers": num_layers,
         "linear_value_head_dim": inner // heads,
-        "linear_output_tiled": True,
+        "linear_output_tiled": _row(model).has_tiled_heads,
+        "linear_split_qkvz": not any(name.endswith(".ssm_in.weight") for name in model.tensors),
         "layer_types": ["linear_attention" if each else "full_attention" for each in is_delta],
     }
 
@@ -594,12 +599,13 @@ def _mistral3(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-_QWEN35: dict[str, Any] = {
+_QWEN3_NEXT: dict[str, Any] = {
     "norm_shift": -1.0,
     "before_mlp": "post_attention_norm",
     "by_layer": ("num_key_value_heads",),
-    "more": _qwen35,
+    "more": _gated_delta,
 }
+_QWEN35 = _QWEN3_NEXT | {"has_tiled_heads": True}
 
 _ARCHITECTURES = {
     "llama": _Architecture("llama", is_interleaved=True, more=_llama),
@@ -616,6 +622,7 @@ _ARCHITECTURES = {
     "gemma4": _Architecture(
         "gemma4_text", by_layer=("intermediate_size", "num_key_value_heads"), more=_gemma4
     ),
+    "qwen3next": _Architecture("qwen3_next", **_QWEN3_NEXT),
     "qwen35": _Architecture("qwen3_5_text", **_QWEN35),
     "qwen35moe": _Architecture("qwen3_5_moe_text", **_QWEN35),
     "phi3": _Architecture("phi3"),
@@ -749,8 +756,8 @@ def _of_whole_name(model: GgufModel, name: str, number: str, own_name: str) -> T
 def _of_delta(model: GgufModel, name: str, number: str, own_name: str) -> TensorInfo | None:
     """Find a tensor of a Gated DeltaNet layer, with the rows of its value heads in our order.
 
-    The file has the first value head of each key head, then the second of each. The columns of
-    the output projection stay so: blocks of codes may reach over several heads.
+    Files of Qwen 3.5 have the first value head of each key head, then the second of each. The
+    columns of the output projection stay so: blocks of codes may reach over several heads.
     """
     found = model.tensors.get(f"blk.{number}.{_DELTA.get(own_name, own_name)}")
     if found is None:
@@ -758,6 +765,8 @@ def _of_delta(model: GgufModel, name: str, number: str, own_name: str) -> Tensor
     found = replace(found, name=name, is_negative_exp=own_name == "A_log")
     if own_name == "conv1d.weight" and len(found.shape) == 2:
         found = replace(found, shape=(found.shape[0], 1, found.shape[1]))
+    if not _row(model).has_tiled_heads:
+        return found
     names = ("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", "ssm.state_size")
     sizes = [model.integer(f"{_arch(model)}.{each}") or 0 for each in names]
     num_keys, num_values, inner, key_dim = sizes

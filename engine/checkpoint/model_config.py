@@ -152,7 +152,7 @@ class ModelConfig:
         has_bias = keys.flag("use_bias")  # of some families, for all matrices
         has_attention_bias = keys.flag("attention_bias", has_bias)
         rotated = _rotated_layers(keys, num_layers)
-        delta = GatedDeltaConfig.from_keys(keys, num_layers) if family.delta_projections else None
+        delta = GatedDeltaConfig.from_keys(keys, num_layers, family.delta_projections)
         recurrent = delta.layers if delta is not None else frozenset[int]()
         windows = (None,) * num_layers if delta else _sliding_windows(keys, family, rotated)
         if family.is_rotated_in_windows_only and keys.get("sliding_window", None) is not None:

@@ -46,9 +46,11 @@ class GatedDelta:
         self._number = sorted(config.delta.layers).index(layer)
         """Its place among the layers that keep a state."""
         prefix = f"{config.family.prefix}model.layers.{layer}.linear_attn."
-        names = config.family.delta_projections
-        self._is_fused = len(names) == 2
-        """Rows of the projections are grouped by key head."""
+        names = config.delta.projections
+        self._has_grouped_heads = "in_proj_qkvz" in names
+        """Queries, keys, values and output gates lie together for each key head."""
+        self._has_grouped_steps = "in_proj_ba" in names
+        """Betas and steps lie together for each key head."""
         self._project = [linears.make(weights, [prefix + name], kind=name) for name in names]
         self._output = linears.make(weights, [f"{prefix}out_proj"])
         conv = weights[f"{prefix}conv1d.weight"].values.float()
@@ -72,19 +74,17 @@ class GatedDelta:
         config = self._config
         ratio = config.num_value_heads // config.num_key_heads
         inner = ratio * config.value_dim
-        if self._is_fused:
+        strides, steps = (config.conv_width, config.all_values), (config.key_dim, inner, inner)
+        if self._has_grouped_heads:
             width = 2 * config.key_dim + 2 * inner
-            all_heads = config.num_key_heads * width
-            strides = (all_heads, all_heads, 2 * config.num_value_heads)
-            steps = (width, width, width, 2 * ratio)
-        else:
-            strides = (config.conv_width, config.all_values, config.num_value_heads)
-            steps = (config.key_dim, inner, inner, ratio)
+            strides, steps = (config.num_key_heads * width,) * 2, (width,) * 3
+        num_grouped = 1 + self._has_grouped_steps
         constants = (self._conv, self._decay, self._step_bias, self._norm)
         return torch.tensor(
             [
                 *(config.num_key_heads, ratio, config.key_dim, config.value_dim, config.conv_size),
-                *(self._number * config.layer_values, *strides, *steps),
+                *(self._number * config.layer_values, *strides),
+                *(num_grouped * config.num_value_heads, *steps, num_grouped * ratio),
                 *(constant.data_ptr() for constant in constants),
                 *((1, config.num_key_heads) if config.is_output_tiled else (ratio, 1)),
             ]
@@ -97,15 +97,13 @@ class GatedDelta:
         config, kv, plan = self._config, step.kv, step.plan
         ratio = config.num_value_heads // config.num_key_heads
         addresses, itemsize = [each.data_ptr() for each in made], made[0].element_size()
-        if self._is_fused:  # of a key head: its query, key, values, output gates; betas and steps
+        places = [0, config.all_keys, 2 * config.all_keys]
+        if self._has_grouped_heads:
             places = [0, config.key_dim, 2 * config.key_dim]
             places.append(2 * config.key_dim + ratio * config.value_dim)
-            inputs = [addresses[0] + itemsize * place for place in places]
-            inputs += [addresses[1], addresses[1] + itemsize * ratio]
-        else:
-            places = [0, config.all_keys, 2 * config.all_keys]
-            inputs = [addresses[0] + itemsize * place for place in places]
-            inputs += addresses[1:]
+        inputs = [addresses[0] + itemsize * place for place in places] + addresses[1:]
+        if self._has_grouped_steps:
+            inputs.append(inputs[-1] + itemsize * ratio)
         out = backend.take("delta", len(made[0]), config.all_values, made[0].dtype)
         backend.kernels.delta(
             out.data_ptr(),
@@ -149,16 +147,21 @@ class GatedDelta:
 
     def _ungrouped(self, made: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return queries, keys and values side by side, output gates, betas and steps."""
-        if not self._is_fused:
-            return made
-        config, num_tokens = self._config, len(made[0])
+        config = self._config
         ratio = config.num_value_heads // config.num_key_heads
         inner = ratio * config.value_dim
-        by_head, gates = (part.view(num_tokens, config.num_key_heads, -1) for part in made)
-        q, k, v, z = torch.split(by_head, [config.key_dim, config.key_dim, inner, inner], -1)
-        b, a = torch.split(gates, ratio, -1)
-        q, k, v, z, b, a = (part.reshape(num_tokens, -1) for part in (q, k, v, z, b, a))
-        return [torch.cat((q, k, v), -1), z, b, a]
+
+        def parts(grouped: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+            by_head = grouped.view(len(grouped), config.num_key_heads, -1)
+            return [part.flatten(1) for part in torch.split(by_head, sizes, -1)]
+
+        heads, steps = made[:-1], made[-1:]
+        if self._has_grouped_heads:
+            q, k, v, z = parts(made[0], [config.key_dim, config.key_dim, inner, inner])
+            heads = [torch.cat((q, k, v), -1), z]
+        if self._has_grouped_steps:
+            steps = parts(made[-1], [ratio, ratio])
+        return [*heads, *steps]
 
 
 def convolve(

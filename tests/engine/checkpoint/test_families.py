@@ -164,6 +164,7 @@ def delta_of(oracle):
         oracle.linear_value_head_dim,
         oracle.linear_conv_kernel_dim,
         frozenset(i for i, k in enumerate(oracle.layer_types) if k == "linear_attention"),
+        FAMILY_BY_NAME[oracle.model_type].delta_projections,
     )
 
 

@@ -156,12 +156,16 @@ def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(when, model)
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])
-def test_a_gguf_file_says_what_its_folder_says(kernels, tmp_path, monkeypatch):
-    """Its value heads lie in another order, also where the output's columns are quantised."""
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next", "qwen3_next, early"])
+def test_a_gguf_file_says_what_its_folder_says(family, kernels, tmp_path, monkeypatch):
+    """Rows of its projections lie in another order, in Qwen 3.5 columns of the output's, too."""
     if kernels == "torch":
         monkeypatch.setattr(backend, "find_kernels", lambda *_: (None, "torch"))
-    make_checkpoint(tmp_path / "hf", "qwen3_5_moe_text")
-    transformer = transformer_of(write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf"))
+    family, _, early = family.partition(", ")
+    options = {"mlp_only_layers": []} if family == "qwen3_next" else {}
+    make_checkpoint(tmp_path / "hf", family, **options)
+    file = write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", is_early=bool(early))
+    transformer = transformer_of(file)
     world = world_of("alias", transformer)
     sequences = [world.sequence(prompt=p, max_tokens=9) for p in prompts_of(5, 33, 70)]
     finish(world, load_oracle(tmp_path / "hf"), *sequences)
