@@ -21,8 +21,6 @@ from engine.profile.prompt_steps import may_gain
 from engine.schedule.copies import Copies
 from engine.schedule.core_lending import Cores, Cpus, shares
 from engine.schedule.elastic import (
-    Outcome,
-    Outcomes,
     PairChoice,
     PredictionKind,
     Situation,
@@ -30,6 +28,7 @@ from engine.schedule.elastic import (
     WorkerLoad,
     choose,
 )
+from engine.schedule.outcomes import Outcome, Outcomes
 from engine.schedule.sequence import Phase, Sequence
 from engine.schedule.step_times import (
     StepLoad,

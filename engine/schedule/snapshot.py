@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from engine.cache.blocks import Ledger
 from engine.schedule.block_allocator import BlockAllocator
-from engine.schedule.elastic import PredictionKind, PredictionRecord, Slo
+from engine.schedule.elastic import PredictionKind, Slo
 from engine.schedule.links import LinkState
+from engine.schedule.outcomes import PredictionRecord
 from engine.schedule.prompt_waits import PromptWait
 from engine.schedule.queue import FairQueue
 from engine.schedule.roles_in_force import Roles

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from appliance.telemetry.frame_parts import way_frames
-from engine.schedule.elastic import PredictionKind, PredictionRecord, Slo
+from engine.schedule.elastic import PredictionKind, Slo
+from engine.schedule.outcomes import PredictionRecord
 from engine.schedule.snapshot import RolesSnapshot
 from engine.schedule.step_times import size_class
 from engine.schedule.worker_routes import Pair

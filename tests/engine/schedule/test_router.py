@@ -3,7 +3,8 @@ import random
 import pytest
 
 from engine.errors import InvariantViolated, QueueFull, RequestError
-from engine.schedule.elastic import Outcome, PairChoice
+from engine.schedule.elastic import PairChoice
+from engine.schedule.outcomes import Outcome
 from engine.schedule.recovery import MAX_SUSPICIONS
 from engine.schedule.roles_in_force import ROLES
 from engine.schedule.sequence import FinishReason, Phase, Waiting
