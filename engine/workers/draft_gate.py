@@ -4,8 +4,8 @@ A guessed token costs time, whether it is right or not. The gate compares the to
 expected to yield with the time that such steps have taken on this worker, and takes guesses only
 where they make tokens come sooner.
 
-Owns: how often guesses were right, by the length of the match behind them; how long decode steps
-with guesses took, in steps of the same sequences without.
+Owns: how often guesses were right, by the length of the match behind them; the times of the newest
+decode steps by cores, sequences, context and guessed tokens.
 Invariant: a step has at most MAX_ROWS rows with guesses: within these a row's bits do not depend on
 its neighbours on any CPU.
 Never: looks at tokens; its choice changes when tokens come, never which.
@@ -13,8 +13,14 @@ Never: looks at tokens; its choice changes when tokens come, never which.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.profile.facts import Fact
+from engine.schedule.step_times import SHALLOW
 
 MAX_ROWS = 16
 MAX_GATED_SEQUENCES = 4
@@ -25,19 +31,36 @@ WIDTHS = 1, 3, 7
 """Numbers of guessed tokens: with the last known token, as many as decode graphs are kept for."""
 MIN_GAIN = 1.05
 """Tokens a second with guesses to those without, from which on guesses are computed."""
+MIN_STEPS = 3
+"""Steps of a kind before their time counts: the first ones record graphs."""
 PLAIN_EVERY = 64
-"""Steps with guesses between two without, which the others are compared with."""
+"""Steps with guesses between two without, which keep the comparison up to date."""
+RETRY_AFTER = 512
+"""Steps with refused guesses after which the times of steps with guesses are measured anew."""
 _FIRST_ROW_COST = 0.15
-"""Time of a guessed token in plain steps, until some were timed."""
-_NEWEST_SHARE = 0.2
-_MAX_OUTLIER = 3.0
-_SECOND_CHANCE = 0.01
-"""Share by which a refused width's cost returns to its first value, step by step."""
+"""Time of a guessed token in plain steps, until MIN_STEPS were timed."""
+_MIN_MS = 1e-3
 _FORGETTING = 0.95
 _NUM_FIRST_TRIES = 3.0
 _MATCH_CLASSES = (3, 5, 9, 17)
 _FIRST_CHANCES = (0.3, 0.4, 0.6, 0.75, 0.85)
 """Chance of a guessed token by class of match, before any was checked."""
+
+
+class StepKind(NamedTuple):
+    """What decode steps have in common whose times with and without guesses are compared."""
+
+    num_cores: int
+    num_sequences: int
+    """Each has one row besides its guess."""
+    context_class: int
+    """Grows by one where the sequences' mean context doubles; 0: hardly any."""
+
+    @classmethod
+    def of(cls, contexts: Sequence[int], num_cores: int) -> StepKind:
+        """Describe a step of sequences with these positions before its tokens."""
+        mean = sum(contexts) // len(contexts)
+        return cls(num_cores, len(contexts), (mean // SHALLOW).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,10 @@ class _Chances:
         return (self.num_right[of_class] + _NUM_FIRST_TRIES * first) / num_tried
 
 
+def _no_facts() -> list[Fact]:
+    return [Fact() for _ in range(MAX_ROWS.bit_length())]
+
+
 class DraftGate:
     """One worker's gate.
 
@@ -82,60 +109,50 @@ class DraftGate:
         """Sequences of the largest step that has guesses."""
         self._chances: dict[int, _Chances] = {}
         self._of_all = _Chances()
-        self._plain_of: tuple[int, ...] = ()
-        """The sequences, and the number of cores, of the plain steps that were timed last."""
-        self._plain_ms = 0.0
+        self._times: defaultdict[StepKind, list[Fact]] = defaultdict(_no_facts)
+        """Milliseconds of the newest steps, by the bits of the number of guessed tokens."""
         self._num_since_plain = 0
-        self._costs: dict[tuple[int, int, int], float] = {}
-        """Time of a step in plain steps by cores, sequences and class of guessed tokens."""
+        self._num_refused = 0
 
-    def widths(
-        self, candidates: Sequence[Candidate], seq_ids: Sequence[int], num_cores: int
-    ) -> list[int]:
+    def widths(self, candidates: Sequence[Candidate], kind: StepKind) -> list[int]:
         """Choose for each candidate how many of its tokens a step computes.
 
         Args:
             candidates: the guesses, at most one per sequence.
-            seq_ids: the sequences of a decode step, each with one row besides its guess.
-            num_cores: that compute it.
+            kind: of the step, which has no prompts.
         """
-        num_sequences, widths = len(seq_ids), [0] * len(candidates)
-        room = MAX_ROWS - num_sequences
+        widths, room = [0] * len(candidates), MAX_ROWS - kind.num_sequences
         if self._most is not None:
             return _fixed(candidates, self._most, room)
-        is_timed = self._plain_of == (*seq_ids, num_cores) and self._num_since_plain < PLAIN_EVERY
+        times = self._times[kind]
+        is_timed = len(times[0].samples) >= MIN_STEPS and self._num_since_plain < PLAIN_EVERY
         if room < 1 or not is_timed:
             return widths
+        plain_ms = times[0].typical
         chances = [self._chance(each) for each in candidates]
-        num_tokens, num_used = float(num_sequences), 0
+        num_tokens, num_used = float(kind.num_sequences), 0
         best_rate = num_tokens * MIN_GAIN
         for index in sorted(range(len(candidates)), key=lambda i: -chances[i]):
             most = min(candidates[index].num_tokens, room - num_used)
-            for width in (each for each in WIDTHS if each <= most):
+            best_tokens = num_tokens
+            for width in WIDTHS:
+                if width > most:
+                    break
                 expected = num_tokens + expected_accepted(chances[index], width)
-                rate = expected / self._cost(num_cores, num_sequences, num_used + width)
+                rate = expected / _cost(times, num_used + width, plain_ms)
                 if rate > best_rate:
-                    best_rate, widths[index] = rate, width
-            num_tokens += expected_accepted(chances[index], widths[index])
+                    best_rate, best_tokens, widths[index] = rate, expected, width
+            num_tokens = best_tokens
             num_used += widths[index]
-        if not num_used:
-            self._forgive(num_cores, num_sequences)
+        self._num_refused += not num_used
+        if self._num_refused >= RETRY_AFTER:
+            self._num_refused, times[1:] = 0, _no_facts()[1:]
         return widths
 
-    def observe_step(
-        self, seq_ids: Sequence[int], num_drafted: int, num_cores: int, elapsed_ms: float
-    ) -> None:
+    def observe_step(self, kind: StepKind, num_drafted: int, elapsed_ms: float) -> None:
         """Learn from the time of a decode step without prompts."""
-        of = *seq_ids, num_cores
-        if not num_drafted:
-            is_first = of != self._plain_of or self._num_since_plain >= PLAIN_EVERY
-            self._plain_ms = _moved(elapsed_ms if is_first else self._plain_ms, elapsed_ms)
-            self._plain_of, self._num_since_plain = of, 0
-        elif of == self._plain_of:
-            self._num_since_plain += 1
-            key = num_cores, len(seq_ids), num_drafted.bit_length()
-            known = self._costs.get(key, _first_cost(num_drafted))
-            self._costs[key] = _moved(known, max(elapsed_ms / self._plain_ms, 1.0))
+        self._num_since_plain = self._num_since_plain + 1 if num_drafted else 0
+        self._times[kind][num_drafted.bit_length()].observe(max(elapsed_ms, _MIN_MS))
 
     def observe_guess(self, candidate: Candidate, num_drafted: int, num_accepted: int) -> None:
         """Learn how much of a guess was right."""
@@ -154,37 +171,24 @@ class DraftGate:
         own = self._chances.get(candidate.seq_id)
         return of_all if own is None else own.of(of_class, of_all)
 
-    def _cost(self, num_cores: int, num_sequences: int, num_drafted: int) -> float:
-        key = num_cores, num_sequences, num_drafted.bit_length()
-        return self._costs.get(key) or _first_cost(num_drafted)
 
-    def _forgive(self, num_cores: int, num_sequences: int) -> None:
-        for width in WIDTHS:
-            key = num_cores, num_sequences, width.bit_length()
-            excess = self._costs.get(key, 0.0) - _first_cost(width)
-            if excess > 0:
-                self._costs[key] -= _SECOND_CHANCE * excess
+def _cost(times: list[Fact], num_drafted: int, plain_ms: float) -> float:
+    """Return the time of a step with guessed tokens, in plain steps."""
+    fact = times[num_drafted.bit_length()]
+    if len(fact.samples) < MIN_STEPS:
+        return 1 + _FIRST_ROW_COST * num_drafted
+    return max(fact.typical / plain_ms, 1.0)
 
 
 def expected_accepted(chance: float, num_drafted: int) -> float:
     """Return how many of the tokens are right, if each has this chance after a right one."""
-    total, product = 0.0, 1.0
-    for _ in range(num_drafted):
-        product *= chance
-        total += product
-    return total
+    if chance == 1:
+        return float(num_drafted)
+    return chance * (1 - chance**num_drafted) / (1 - chance)
 
 
 def _class_of(num_matched: int) -> int:
-    return sum(num_matched >= least for least in _MATCH_CLASSES)
-
-
-def _first_cost(num_drafted: int) -> float:
-    return 1 + _FIRST_ROW_COST * num_drafted
-
-
-def _moved(known: float, newest: float) -> float:
-    return known + _NEWEST_SHARE * (min(newest, _MAX_OUTLIER * known) - known)
+    return bisect_right(_MATCH_CLASSES, num_matched)
 
 
 def _fixed(candidates: Sequence[Candidate], most: int, room: int) -> list[int]:

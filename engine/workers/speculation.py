@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.workers.draft_gate import Candidate, DraftGate
+from engine.workers.draft_gate import Candidate, DraftGate, StepKind
 from engine.workers.drafts import MAX_DRAFT, Drafts, Guess
 from engine.workers.worker_request import WorkerRequest
 
@@ -32,8 +32,8 @@ class Speculation:
         self._block_size = block_size
         self._candidates: dict[int, Candidate] = {}
         """The guesses that the step under way computes, by sequence."""
-        self._step: tuple[list[int], int] | None = None
-        """The sequences of that step and the cores that compute it; None: it has prompts."""
+        self._step: StepKind | None = None
+        """The kind of that step; None: its time says nothing about guesses."""
         self._num_drafted = 0
 
     def draft(self, planned: Planned, num_cores: int) -> None:
@@ -42,8 +42,7 @@ class Speculation:
         is_decode = all(running.is_decoding for running, _ in planned)
         if not planned or not is_decode or len(planned) > self._gate.max_sequences:
             return
-        seq_ids = [running.seq_id for running, _ in planned]
-        self._step = seq_ids, num_cores
+        self._step = StepKind.of([r.num_computed_tokens for r, _ in planned], num_cores)
         guesses = [(r, guess) for r, _ in planned if (guess := self._guess(r)) is not None]
         if not guesses:
             return
@@ -51,7 +50,7 @@ class Speculation:
             Candidate(running.seq_id, len(guess.token_ids), guess.num_matched)
             for running, guess in guesses
         ]
-        widths = self._gate.widths(candidates, seq_ids, num_cores)
+        widths = self._gate.widths(candidates, self._step)
         for (running, guess), candidate, width in zip(guesses, candidates, widths, strict=True):
             if width:
                 running.draft, running.drafter = guess.token_ids[:width], guess.drafter
@@ -67,8 +66,7 @@ class Speculation:
     def timed(self, elapsed_ms: float) -> None:
         """Learn how long the step took."""
         if self._step is not None:
-            seq_ids, num_cores = self._step
-            self._gate.observe_step(seq_ids, self._num_drafted, num_cores, elapsed_ms)
+            self._gate.observe_step(self._step, self._num_drafted, elapsed_ms)
 
     def end(self, running: WorkerRequest) -> None:
         """Keep the text of a sequence that the worker drops."""

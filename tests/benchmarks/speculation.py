@@ -1,12 +1,13 @@
 """How fast replies come with and without speculation, asked in turn through the socket.
 
 usage: python -m tests.benchmarks.speculation MODEL [--rounds 8] [--tokens 160] [--batch 8]
-       [--kinds edit,quote,prose] [--peer PYTHON]
+       [--kinds edit,quote,prose,drawn] [--peer PYTHON]
 
 Two daemons serve MODEL, with `--speculate off` and `auto`, on all cores. Kinds of text: `edit`, a
 function written again with one change; `quote`, a paragraph of a document; `prose`, which has
-nothing to copy. Each round asks both for the same text, one after the other, alone and (prose)
-in a batch. PYTHON has llama-cpp-python, which reads MODEL's file alone, with and without its prompt
+nothing to copy but its own repetitions; `drawn`, prose at temperature 1, which hardly repeats
+itself. Each round asks both for the same text, one after the other, alone and (prose) in a batch.
+PYTHON has llama-cpp-python, which reads MODEL's file alone, with and without its prompt
 lookup. Printed: tokens a second after the first token, and the ratio by pairs with the interval
 of its median (95 %, bootstrap). Replies of both daemons must be equal.
 """
@@ -66,12 +67,13 @@ def prompt_of(kind: str, number: int) -> str:
     return f"Number {number + 1}: a story about a {name} that nobody had seen before.\n\nOnce"
 
 
-def ask(address: str, prompt: str, num_tokens: int) -> tuple[float, str]:
+def ask(address: str, prompt: str, num_tokens: int, temperature: int = 0) -> tuple[float, str]:
     """Return tokens a second after the first, and the text."""
     body = {
         "prompt": prompt,
         "max_tokens": num_tokens,
-        "temperature": 0,
+        "temperature": temperature,
+        "seed": 7,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--kinds", default="edit,quote,prose")
+    parser.add_argument("--kinds", default="edit,quote,prose,drawn")
     parser.add_argument("--peer")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -191,11 +193,12 @@ def main() -> None:
             for number, prompt in enumerate(prompts):
                 texts = ["", ""]
                 for index in (0, 1) if number % 2 else (1, 0):
-                    rate, texts[index] = ask(arms[index], prompt, options.tokens)
+                    is_drawn = int(kind == "drawn")
+                    rate, texts[index] = ask(arms[index], prompt, options.tokens, is_drawn)
                     rates[index].append(rate)
                 assert texts[0] == texts[1], (kind, number)
             report(kind, *rates)
-            if options.peer:
+            if options.peer and kind != "drawn":
                 args = options.peer, options.model, prompts, options.tokens
                 plain = peer(*args, 0)
                 for num_guessed in (3, 7):

@@ -4,30 +4,37 @@ import pytest
 
 from engine.workers.draft_gate import (
     MAX_ROWS,
+    MIN_STEPS,
     PLAIN_EVERY,
+    RETRY_AFTER,
     Candidate,
     DraftGate,
+    StepKind,
     expected_accepted,
 )
 
-
-def gate_of(costs, num_sequences=1):
-    """A gate that has timed steps: milliseconds by guessed tokens."""
-    gate, seq_ids = DraftGate(), list(range(num_sequences))
-    for _ in range(30):
-        for num_drafted, elapsed_ms in costs.items():
-            gate.observe_step(seq_ids, num_drafted, 2, elapsed_ms)
-    gate.observe_step(seq_ids, 0, 2, costs[0])
-    return gate
-
-
-def widths(gate, *candidates, num_sequences=1):
-    return gate.widths(candidates, range(num_sequences), 2)
-
-
+CORES, CONTEXT = 2, 300
+ALONE = StepKind.of([CONTEXT], CORES)
 LONG = Candidate(0, 7, 32)
 CHEAP = {0: 10.0, 1: 10.5, 3: 12.0, 7: 15.0}
 DEAR = {0: 10.0, 1: 20.0, 3: 40.0, 7: 80.0}
+
+
+def observe(gate, costs, kind=ALONE, count=32):
+    for _ in range(count):
+        for num_drafted, elapsed_ms in reversed(costs.items()):
+            gate.observe_step(kind, num_drafted, elapsed_ms)
+
+
+def gate_of(costs, kind=ALONE):
+    """A gate that has timed steps: milliseconds by guessed tokens."""
+    gate = DraftGate()
+    observe(gate, costs, kind)
+    return gate
+
+
+def widths(gate, *candidates, kind=ALONE):
+    return gate.widths(candidates, kind)
 
 
 def test_cheap_rows_are_used_and_dear_ones_not():
@@ -51,45 +58,78 @@ def test_each_length_of_match_has_chances_of_its_own():
     assert widths(gate, LONG) == [7]
 
 
-def test_a_step_without_guesses_is_timed_first_and_now_and_then():
+def test_steps_without_guesses_are_timed_first_and_now_and_then():
     gate = DraftGate()
-    assert widths(gate, LONG) == [0]
-    gate.observe_step([0], 0, 2, 10.0)
+    for _ in range(MIN_STEPS):
+        assert widths(gate, LONG) == [0]
+        gate.observe_step(ALONE, 0, 10.0)
     count = 0
     while widths(gate, LONG) != [0]:
-        gate.observe_step([0], 7, 2, 12.0)
+        gate.observe_step(ALONE, 7, 12.0)
         count += 1
     assert count == PLAIN_EVERY
-    gate.observe_step([0], 0, 2, 10.0)
+    gate.observe_step(ALONE, 0, 10.0)
     assert widths(gate, LONG) == [7]
-    assert gate.widths([LONG], [0, 1], 2) == [0], "another step is timed anew"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        StepKind.of([CONTEXT, CONTEXT], CORES),
+        StepKind.of([CONTEXT], 1),
+        StepKind.of([16 * CONTEXT], CORES),
+    ],
+)
+def test_costs_are_those_of_this_batch_context_and_number_of_cores(other):
+    gate = gate_of(CHEAP)
+    assert widths(gate, LONG, kind=other) == [0], "not timed yet"
+    observe(gate, DEAR, other)
+    assert widths(gate, LONG, kind=other) == [0]
+    assert widths(gate, LONG) == [7]
+
+
+@pytest.mark.parametrize(("before", "after", "chosen"), [(CHEAP, DEAR, 0), (DEAR, CHEAP, 7)])
+def test_the_newest_steps_count(before, after, chosen):
+    gate = gate_of(before)
+    observe(gate, after)
+    assert widths(gate, LONG) == [chosen]
+
+
+def test_single_slow_steps_change_nothing():
+    gate = gate_of(CHEAP)
+    for num_drafted, elapsed_ms in CHEAP.items():
+        for _ in range(5):
+            gate.observe_step(ALONE, num_drafted, 50 * elapsed_ms)
+    gate.observe_step(ALONE, 0, CHEAP[0])
+    assert widths(gate, LONG) == [7]
 
 
 def test_what_was_dear_once_is_tried_again():
     gate = gate_of(DEAR)
-    steps = 0
-    while widths(gate, LONG) == [0]:
-        gate.observe_step([0], 0, 2, 10.0)
-        steps += 1
-        assert steps < 2000
-    assert steps > 20
+    for _ in range(RETRY_AFTER):
+        assert widths(gate, LONG) == [0]
+        gate.observe_step(ALONE, 0, 10.0)
+    for _ in range(MIN_STEPS):
+        assert widths(gate, LONG) == [7]
+        gate.observe_step(ALONE, 7, DEAR[7])
+    assert widths(gate, LONG) != [7]
 
 
 def test_a_batch_is_only_slowed_by_what_it_gains():
-    costs = {each: 10.0 * (1 + each / 20) for each in (0, 1, 3, 7)}
-    gate = gate_of(costs, num_sequences=8)
+    kind = StepKind.of([CONTEXT] * 8, CORES)
+    gate = gate_of({each: 10.0 * (1 + each / 20) for each in (0, 1, 3, 7)}, kind)
     sure, unsure = Candidate(0, 7, 32), Candidate(1, 7, 3)
     for _ in range(30):
         gate.observe_guess(sure, 7, 7)
         gate.observe_guess(unsure, 7, 0)
-    chosen = widths(gate, unsure, sure, num_sequences=8)
+    chosen = widths(gate, unsure, sure, kind=kind)
     assert chosen == [0, 7]
     assert sum(chosen) + 8 <= MAX_ROWS
 
 
 def test_a_number_is_taken_wherever_there_is_a_guess():
     gate = DraftGate(most=3)
-    assert widths(gate, LONG, Candidate(1, 2, 3), num_sequences=2) == [3, 1]
+    assert widths(gate, LONG, Candidate(1, 2, 3), kind=StepKind.of([9, 9], 1)) == [3, 1]
 
 
 @pytest.mark.parametrize(("chance", "expected"), [(0.0, 0.0), (1.0, 7.0), (0.5, 1 - 0.5**7)])
