@@ -52,10 +52,17 @@ class Texts:
         reply.raise_for_status()
         return reply.json()["choices"][0]["token_ids"]
 
+    def ready_decode_worker(self):
+        """The process of the decode worker; None while it is not ready."""
+        workers = self.daemon.fresh_state()["workers"]
+        return next(
+            (w["pid"] for w in workers if w["name"] == "decode" and w["state"] == "ready"), None
+        )
+
     def killed(self, number):
         """The same text, whose decode worker is killed in the middle of it."""
         tokens, is_killed = [], False
-        pid = self.daemon.wait_for(lambda: self.daemon.worker_pid("decode"), 60)
+        pid = self.daemon.wait_for(self.ready_decode_worker, timeout_s=300)
         body = self.body(number, f"killed {number}") | {"stream": True}
         with self.daemon.http.stream("POST", "/v1/completions", json=body, timeout=300) as reply:
             for line in reply.iter_lines():
@@ -67,7 +74,6 @@ class Texts:
                 if not is_killed and len(tokens) >= self.num_tokens // 8:
                     os.kill(pid, signal.SIGKILL)
                     is_killed = True
-        self.daemon.wait_ready()
         assert is_killed
         return tokens
 
@@ -90,7 +96,7 @@ def compare(texts, asked):
         batch = list(pool.map(lambda n: texts.text(n, "batch"), numbers))
     print(told("at once", cold, batch), flush=True)
     killed = [texts.killed(n) for n in numbers[: asked.kills]]
-    recovered = texts.daemon.state()["totals"]["recovered_sequences"]
+    recovered = texts.daemon.fresh_state()["totals"]["recovered_sequences"]
     print(told("killed", cold[: asked.kills], killed), f"({recovered} recovered)", flush=True)
 
 
