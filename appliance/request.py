@@ -277,6 +277,8 @@ class ModelInfo:
     are not on this machine yet."""
     facts: ModelFacts | None = None
     """What the model's files say of it; None: they are still being fetched."""
+    has_records: bool = False
+    """Its layers are partly recurrent: a cached prefix holds only where a record was kept."""
 
     def is_called(self, name: str) -> bool:
         """Say whether a client's name for a model means this one."""

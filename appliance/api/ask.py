@@ -61,6 +61,8 @@ class Chat:
     variables: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    marks: tuple[tuple[int, int], ...] = ()
+    """Where the client expects other chats to part: a message, and characters of its content."""
 
     @property
     def echo(self) -> str:
@@ -74,10 +76,18 @@ class Chat:
         first = next((i for i, one in enumerate(self.messages) if one["role"] != "system"), 0)
         users = (i for i, one in enumerate(self.messages) if one["role"] == "user" and i > first)
         kept = self.messages[:first]
-        return [replace(self, messages=[*kept, *self.messages[start:]]) for start in users]
+        turns_left = (self.messages[start:] for start in users)
+        return [replace(self, messages=[*kept, *rest], marks=()) for rest in turns_left]
 
-    def render(self, tokenizer: Tokenizer, output_format: OutputFormat) -> turns.Rendered:
+    def render(
+        self, tokenizer: Tokenizer, output_format: OutputFormat, *, is_real: bool = True
+    ) -> turns.Rendered:
         """Render the prompt; a template may be slow, so call it in a thread.
+
+        Args:
+            tokenizer: has the template.
+            output_format: of the model.
+            is_real: the form that the template takes is remembered for such chats.
 
         Raises:
             RequestError: there is no template, or it refuses.
@@ -95,10 +105,11 @@ class Chat:
         }
         if tokenizer.chat_template is None:
             return turns.Rendered(tokenizer.render_chat(messages, **options))
+        known = tokenizer.chat_template.known_forms
         rendered = turns.render(
             messages,
             lambda form: tokenizer.render_chat(form, **options),
-            tokenizer.chat_template.known_forms,
+            known if is_real else dict(known),
             has_tools=bool(tools),
         )
         return rendered._replace(changes=(*changes, *rendered.changes))

@@ -36,6 +36,17 @@ def read_messages(messages: Sequence[chats.ChatMessage]) -> list[Message]:
     ]
 
 
+def marks_of(messages: Sequence[chats.ChatMessage]) -> tuple[tuple[int, int], ...]:
+    """List cache marks: the index of a message, and characters of its content up to the mark."""
+    return tuple(
+        (index, len(_content(one.content[: place + 1], "", is_last=False)))
+        for index, one in enumerate(messages)
+        if isinstance(one.content, list)
+        for place, part in enumerate(one.content)
+        if isinstance(part, chats.TextPart) and part.cache_control is not None
+    )
+
+
 def left_out(param: str, kind: str, *, is_last: bool) -> str:
     """Write in the place of an image that one was there; in the user's newest turn refuse it.
 

@@ -26,6 +26,8 @@ from appliance.api.openai_bodies import (
 
 class TextBlock(Struct, tag_field="type", tag="text"):
     text: str
+    cache_control: dict[str, Any] | None = None
+    """Other prompts go on differently behind this block."""
 
 
 class ImageBlock(Struct, tag_field="type", tag="image"):

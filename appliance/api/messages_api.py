@@ -111,10 +111,7 @@ def _chat_ask(values: Json, body: bodies.CountTokensRequest, model: ModelInfo, *
 def _messages(body: bodies.CountTokensRequest) -> list[chats.ChatMessage]:
     """Write the conversation as a chat: results of tools are messages of their own."""
     messages: list[chats.ChatMessage] = []
-    system = body.system or ""
-    if not isinstance(system, str):
-        system = "\n".join(block.text for block in system)
-    if system := BILLING_LINE.sub("", system):
+    if system := _system(body.system or ""):
         messages.append(chats.ChatMessage(role="system", content=system))
     for index, turn in enumerate(body.messages):
         if isinstance(turn, bodies.AssistantTurn):
@@ -125,10 +122,24 @@ def _messages(body: bodies.CountTokensRequest) -> list[chats.ChatMessage]:
     return messages
 
 
+def _system(said: str | list[bodies.TextBlock]) -> chats.Content:
+    """Leave out the line that changes with every request."""
+    if isinstance(said, str):
+        return BILLING_LINE.sub("", said)
+    parts = [_part(block) for block in said]
+    if parts:
+        parts[0].text = BILLING_LINE.sub("", parts[0].text)
+    return [*parts] if not parts or parts[0].text else [*parts[1:]]
+
+
+def _part(block: bodies.TextBlock) -> chats.TextPart:
+    return chats.TextPart(block.text, block.cache_control)
+
+
 def _said(
     turn: bodies.UserTurn | bodies.SystemTurn, where: str, *, is_last: bool
 ) -> list[chats.ChatMessage]:
-    """Join texts between results by line breaks, as in a chat."""
+    """Put texts between results together, as parts of one message."""
     role: chats.Role = "user" if isinstance(turn, bodies.UserTurn) else "system"
     if isinstance(turn.content, str):
         return [chats.ChatMessage(role=role, content=turn.content)]
@@ -139,10 +150,12 @@ def _said(
             messages.append(chats.ChatMessage(role="tool", content=result, tool_call_id=call_id))
             continue
         text = _text(block, f"{where}.content[{index}]", is_last=is_last)
-        if messages and messages[-1].role == role:
-            messages[-1].content = f"{messages[-1].content}\n{text}"
+        part = _part(block) if isinstance(block, bodies.TextBlock) else chats.TextPart(text)
+        before = messages[-1].content if messages and messages[-1].role == role else None
+        if isinstance(before, list):
+            before.append(part)
         else:
-            messages.append(chats.ChatMessage(role=role, content=text))
+            messages.append(chats.ChatMessage(role=role, content=[part]))
     return messages or [chats.ChatMessage(role=role, content="")]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from appliance.api.ask import Ask, Chat
-from appliance.api.chat_messages import read_messages
+from appliance.api.chat_messages import marks_of, read_messages
 from appliance.api.model_choice import check_model
 from appliance.api.openai_bodies import (
     OWN_VARIABLES,
@@ -147,6 +147,7 @@ def read_chat(body: ChatRequest) -> Chat:
         variables={**documents, **_effort(body.reasoning_effort), **variables},
         add_generation_prompt=begins,
         continue_final_message=continues,
+        marks=marks_of(body.messages),
     )
 
 

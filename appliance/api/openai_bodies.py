@@ -195,6 +195,8 @@ class CompletionRequest(Generated, kw_only=True):
 
 class TextPart(Struct, tag_field="type", tag="text"):
     text: str
+    cache_control: dict[str, Any] | None = None
+    """Anthropic's mark: other prompts go on differently behind this part."""
 
 
 class RefusalPart(Struct, tag_field="type", tag="refusal"):

@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask, Chat
+from appliance.api.branches import branches
 from appliance.api.prompts import infill_of
 from appliance.api.stream import PromptEcho
 from appliance.api.tools import Constraint
@@ -47,6 +48,8 @@ class Prepared:
     """One for each prompt, if the ask wants them repeated."""
     changes: tuple[str, ...]
     """What was changed of the messages for the chat template."""
+    branches: tuple[int, ...] = ()
+    """Numbers of a chat's tokens after which other chats may continue differently."""
 
 
 def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
@@ -69,6 +72,9 @@ def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
     bad_words = _bad_words(ask, tokenizer, model)
     scope = None if hasher is None else hasher.scope(ask.cache_salt, user)
     prefixes = [None if hasher is None else hasher.chain(one, scope) for one in ids]
+    parts_at = tuple[int, ...]()
+    if ask.chat and model.has_records and hasher is not None:
+        parts_at = branches(ask.chat, ids[0], tokenizer, model.output_format)
     predicted = _predicted(ask, tokenizer, model)
     sampling = partial(ask.sampling, grammar=grammar, bad_words=bad_words)
     specs = [
@@ -76,7 +82,7 @@ def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
         for one in ids
         for choice in range(ask.num_choices)
     ]
-    return Prepared("\n".join(texts) or None, ids, prefixes, specs, echoes, changes)
+    return Prepared("\n".join(texts) or None, ids, prefixes, specs, echoes, changes, parts_at)
 
 
 def request_of(http: HttpRequest, ask: Ask, prepared: Prepared) -> Request:
@@ -97,6 +103,7 @@ def request_of(http: HttpRequest, ask: Ask, prepared: Prepared) -> Request:
                 spec=spec,
                 stamps=Stamps(arrived_ns=arrival.arrived_ns, tokenized_ns=tokenized_ns),
                 prefix=prefix.copy() if prefix is not None and choice else prefix,
+                branches=prepared.branches,
             )
         )
     is_cut = any(spec.sampling.max_tokens < (ask.max_tokens or 0) for spec in prepared.specs)

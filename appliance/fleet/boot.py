@@ -648,4 +648,5 @@ def model_info(plan: BootPlan, tokenizer: Tokenizer) -> ModelInfo:
         folder=str(plan.checkpoint.folder),
         others=plan.others,
         facts=facts,
+        has_records=plan.placement.record_blocks > 0,
     )

@@ -191,6 +191,8 @@ class Sequence:
     stamps: Stamps
     prefix: PrefixChain | None = None
     """The hashes of its full blocks; None: it neither finds others' blocks nor leaves its own."""
+    branches: tuple[int, ...] = ()
+    """Numbers of prompt tokens after which other prompts may continue differently."""
     num_cached_tokens: int = 0
     """Prompt tokens found computed when it was first placed; before that, at the last lookup."""
     num_restored_tokens: int = 0

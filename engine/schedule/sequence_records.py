@@ -109,14 +109,16 @@ class SequenceRecords:
     def _borders(self, sequence: Sequence, kv_pool: BlockPool, num_found: int) -> list[int]:
         """List where snapshots would be of use, the best first.
 
-        That is the end of the prompt's last full block, for what continues it, and where blocks
-        end that others have left without a record: a third prompt may well begin so.
+        That is the end of the prompt's last full block, for what continues it; where its template
+        or client says that others part from it; and where blocks end that others have left without
+        a record: a third prompt may well begin so.
         """
         if sequence.prefix is None or sequence.sampling.prompt_logprobs is not None:
             return []
         size, index = kv_pool.block_size, kv_pool.index
         hashes = sequence.prefix.hashes[: (sequence.num_prompt_tokens - 1) // size]
-        places = dict.fromkeys((len(hashes), len(index.blocks(hashes))))
+        said = (num_tokens // size for num_tokens in sequence.branches)
+        places = dict.fromkeys((len(hashes), *said, len(index.blocks(hashes))))
         return [
             place * size
             for place in places

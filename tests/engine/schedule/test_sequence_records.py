@@ -63,6 +63,30 @@ def test_a_third_prompt_goes_on_from_where_the_second_branched_off():
             assert sequence.cache_miss.reason == "token 0: no snapshot"
 
 
+def test_a_second_prompt_goes_on_from_where_the_first_said_that_others_part():
+    world = world_of("alias")
+    common = list(range(100, 130))
+    first = world.sequence(prompt=[*common, *range(500, 540)])
+    first.branches = (len(common),)
+    world.finish(first)
+    second = world.sequence(prompt=[*common, *range(600, 640)])
+    world.finish(second)
+    assert second.num_cached_tokens == 28
+    third = world.sequence(prompt=[*first.prompt_token_ids, 7, 8])
+    world.finish(third)
+    assert third.num_cached_tokens == 68  # its prompt's last full block
+
+
+def test_a_prompt_beside_the_first_waits_for_the_part_that_they_share():
+    world = world_of("alias")
+    prompts = [[*range(100, 130), *range(i, i + 40)] for i in (500, 600)]
+    sequences = [world.sequence(prompt=prompt) for prompt in prompts]
+    for sequence in sequences:
+        sequence.branches = (30,)
+    world.finish(*sequences)
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0, 28]
+
+
 def test_a_record_is_never_copied_into_a_snapshot():
     """Where a prompt was computed by the decode worker, its pool has a snapshot of its own."""
     world = world_of("peer")
