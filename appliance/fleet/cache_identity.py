@@ -31,7 +31,7 @@ log = logging.getLogger("penstock")
 
 KEY_NAME = "prefix.key"
 WEIGHTS_NAME = "weights.json"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Increase it whenever the bytes of a block change their meaning or rounding."""
 MAX_REMEMBERED = 1024
 _PART_BYTES = 64 << 20

@@ -33,7 +33,7 @@ MIN_RECORDS = 2
 
 
 SNAPSHOT_SHARE = 0.25
-"""The largest share of a pool's blocks for snapshots; the oldest unused one is dropped first."""
+"""The largest share of a pool's blocks for snapshots; what saves the least is dropped first."""
 
 
 class BlockState(StrEnum):
@@ -160,10 +160,9 @@ class BlockPool:
         """
         index, most = self.index, int(self.capacity * SNAPSHOT_SHARE)
         while (len(index.snapshots) + 1) * len(record) > most:
-            unused = (r for r in index.snapshots.values() if self.state(r[0]) is BlockState.CACHED)
-            if (oldest := next(unused, None)) is None:
+            if not (dropped := index.cheapest_snapshot()):
                 return False
-            self.forget(oldest[0])
+            self.forget(dropped[0])
         return index.publish_snapshot(record, border, user)
 
     def check_invariants(self) -> None:

@@ -16,19 +16,20 @@ from engine.wire.cache_scope import CacheScope
 
 KEY_BYTES = 32
 HASH_BYTES = 16
+_PLACE_BYTES = 4
 
 Hash = bytes
 """The hash of a block, or of a chain's root."""
 
 
 def record_hashes(border: Hash, num_blocks: int) -> list[Hash]:
-    """Hash the blocks of the record that a chain leaves at a border, named by its last hash."""
-    return [
-        blake2b(
-            border, digest_size=HASH_BYTES, salt=place.to_bytes(8, "little"), person=b"record"
-        ).digest()
-        for place in range(num_blocks)
-    ]
+    """Name the blocks of the record that a chain leaves at a border, which its last hash names."""
+    return [border + place.to_bytes(_PLACE_BYTES, "little") for place in range(num_blocks)]
+
+
+def border_of(block_hash: Hash) -> Hash | None:
+    """Return the border whose record a block is of; None: it holds keys and values."""
+    return block_hash[:HASH_BYTES] if len(block_hash) == HASH_BYTES + _PLACE_BYTES else None
 
 
 class PrefixHasher:

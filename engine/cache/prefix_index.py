@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.cache.hashes import Hash, record_hashes
+from engine.cache.hashes import Hash, border_of, record_hashes
 from engine.errors import InvariantViolated
 
 
@@ -28,8 +28,29 @@ class _Hashed:
     user: str
     released_at: int | None = None
     """When its last user released it; None while it is in use."""
-    border: Hash | None = None
-    """The border of its snapshot; None: it holds keys and values."""
+
+    @property
+    def border(self) -> Hash | None:
+        """The border of its snapshot; None: it holds keys and values."""
+        return border_of(self.hash)
+
+
+@dataclass(slots=True)
+class _Worth:
+    """What a snapshot saves, in blocks of prompt that need not be computed again."""
+
+    num_saved: int
+    """Blocks of its chain since the snapshot before it, when it was taken."""
+    before: Hash | None
+    """The border of that snapshot; None: the chain's beginning."""
+    when_used: int = 0
+    """The rank of the last snapshot dropped before its last use; the older of equals goes first.
+
+    Since that rank grows, snapshots that save much are dropped in the end, too."""
+
+    @property
+    def rank(self) -> int:
+        return self.when_used + self.num_saved
 
 
 class PrefixIndex:
@@ -48,6 +69,9 @@ class PrefixIndex:
         self.num_evicted = 0
         self.snapshots: dict[Hash, list[int]] = {}
         """The blocks of each snapshot, by the hash of the block before it."""
+        self._worths: dict[Hash, _Worth] = {}
+        self._last_dropped = 0
+        """The highest rank of a snapshot that was dropped for another one."""
         self._now = 0
 
     def __len__(self) -> int:
@@ -117,10 +141,44 @@ class PrefixIndex:
         parent = border
         for block_id, block_hash in zip(record, record_hashes(border, len(record)), strict=True):
             self.publish(block_id, block_hash, parent, user)
-            self._hashed[block_id].border = border
             parent = block_hash
+        self._worths[border] = self._worth(border)
         self.snapshots[border] = list(record)
         return True
+
+    def _worth(self, border: Hash) -> _Worth:
+        """Walk back from a border to the snapshot before it, as far as its blocks are here."""
+        count, before = 0, border
+        while (block_id := self._blocks.get(before)) is not None:
+            before = self._hashed[block_id].parent
+            count += 1
+            if before in self.snapshots:
+                return _Worth(count, before, self._last_dropped)
+        return _Worth(count, None, self._last_dropped)
+
+    def cheapest_snapshot(self) -> list[int]:
+        """Choose the unused snapshot to drop for another one; its blocks, none if all are in use.
+
+        All snapshots have the same size, so that what they save ranks them. A last use long ago
+        counts for less (GreedyDual): each choice raises the ranks of what is used later.
+        """
+        unused = (
+            b for b, r in self.snapshots.items() if self._hashed[r[0]].released_at is not None
+        )
+        border = min(unused, key=lambda each: self._worths[each].rank, default=None)
+        if border is None:
+            return []
+        self._last_dropped = max(self._last_dropped, self._worths[border].rank)
+        return self.snapshots[border]
+
+    def _forget_snapshot(self, border: Hash) -> None:
+        """Remove a snapshot; what it saved is now saved by the next ones on its chain."""
+        if self.snapshots.pop(border, None) is None:
+            return
+        gone = self._worths.pop(border)
+        for worth in self._worths.values():
+            if worth.before == border:
+                worth.num_saved, worth.before = worth.num_saved + gone.num_saved, gone.before
 
     def publish(self, block_id: int, block_hash: Hash, parent: Hash, user: str) -> bool:
         """Give a hash to a full, computed block in use.
@@ -140,7 +198,7 @@ class PrefixIndex:
         hashed = self._hashed.pop(block_id)
         del self._blocks[hashed.hash]
         if hashed.border is not None:
-            self.snapshots.pop(hashed.border, None)
+            self._forget_snapshot(hashed.border)
         self.held[hashed.user] -= 1
         if not self.held[hashed.user]:
             del self.held[hashed.user]
@@ -154,6 +212,8 @@ class PrefixIndex:
         hashed = self._hashed[block_id]
         self._now += 1
         hashed.released_at = self._now
+        if hashed.border is not None:
+            self._worths[hashed.border].when_used = self._last_dropped
         self._num_behind[hashed.parent] += 1
         if not self._num_behind[hashed.hash]:
             self._push(block_id, hashed)
@@ -230,6 +290,7 @@ class PrefixIndex:
             "chains": behind != self._num_behind,
             "snapshots": {b for r in self.snapshots.values() for b in r}
             != {b for b, one in hashed.items() if one.border is not None},
+            "what snapshots save": self._worths.keys() != self.snapshots.keys(),
             "tails": any((hashed[b].released_at, b) not in listed for b in tails),
         }
         wrong = [what for what, is_wrong in problems.items() if is_wrong]

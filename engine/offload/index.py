@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.cache.hashes import Hash, border_of
 from engine.errors import InvariantViolated
 from engine.offload.records import RecordHead
 
@@ -21,6 +22,8 @@ HIGH_WATERMARK = 0.95
 """Eviction begins when more than this share of all places is taken..."""
 LOW_WATERMARK = 0.90
 """...and ends at this share."""
+SNAPSHOT_SHARE = 0.5
+"""The largest share of all places for snapshots; the least recently used ones go first."""
 
 
 class RecordPlace(NamedTuple):
@@ -57,6 +60,8 @@ class SlabIndex:
         self.max_age_s = max_age_s
         self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
         """Entries by hash, the least recently used first."""
+        self._snapshots: OrderedDict[Hash, set[bytes]] = OrderedDict()
+        """Hashes of snapshots' blocks by border, the least recently used first."""
         self._busy: dict[RecordPlace, IndexEntry] = {}
         """Entries being read or written, including dropped ones."""
         self._free: deque[RecordPlace] = deque()
@@ -125,12 +130,20 @@ class SlabIndex:
         if other is not None:
             self.drop(other.block_hash)
         entry = IndexEntry(head.block_hash, place, head.number, head.stored_at_s, is_written=True)
-        self._entries[head.block_hash] = entry
+        self._add(entry)
+
+    def _add(self, entry: IndexEntry) -> None:
+        self._entries[entry.block_hash] = entry
+        if (border := border_of(entry.block_hash)) is not None:
+            self._snapshots.setdefault(border, set()).add(entry.block_hash)
 
     def order_by_age(self) -> None:
         """Order the records by their time of storing, once all slabs are added."""
         ordered = sorted(self._entries.values(), key=lambda entry: entry.number)
-        self._entries = OrderedDict((entry.block_hash, entry) for entry in ordered)
+        self._entries.clear()
+        self._snapshots.clear()
+        for entry in ordered:
+            self._add(entry)
 
     def remove_slab(self, slab: int) -> None:
         """Remove a deleted slab and its records."""
@@ -186,6 +199,8 @@ class SlabIndex:
             if block_hash in self._entries:
                 self._entries.move_to_end(block_hash)
                 self._entries[block_hash].is_used = True
+                if (border := border_of(block_hash)) is not None:
+                    self._snapshots.move_to_end(border)
 
     # Reading and writing
 
@@ -198,7 +213,8 @@ class SlabIndex:
         entry = IndexEntry(block_hash, place, self._last_number, now_s, is_used=True)
         self._residue.pop(place, None)
         self._damaged.discard(place)
-        self._entries[block_hash] = self._busy[place] = entry
+        self._busy[place] = entry
+        self._add(entry)
         return entry
 
     def end_store(self, entry: IndexEntry, *, is_written: bool) -> None:
@@ -237,6 +253,10 @@ class SlabIndex:
     def drop(self, block_hash: bytes) -> None:
         """Remove a block from the index; its place is free after its last reader or writer."""
         entry = self._entries.pop(block_hash)
+        if (border := border_of(block_hash)) is not None:
+            self._snapshots[border].remove(block_hash)
+            if not self._snapshots[border]:
+                del self._snapshots[border]
         entry.is_dropped = True
         if entry.place not in self._busy:
             self._release(entry)
@@ -255,9 +275,20 @@ class SlabIndex:
     def evict(self, num_places: int) -> int:
         """Drop the least recently used blocks above the high watermark; return how many.
 
+        Snapshots beyond their share are dropped before, each whole.
+
         Args:
             num_places: existing and possible places.
         """
+        in_snapshots, num_dropped = sum(map(len, self._snapshots.values())), 0
+        while in_snapshots - num_dropped > SNAPSHOT_SHARE * num_places:
+            oldest = next(iter(self._snapshots.values()))
+            num_dropped += len(oldest)
+            self.drop_known(list(oldest))
+        self.num_evicted += num_dropped
+        return num_dropped + self._evict_oldest(num_places)
+
+    def _evict_oldest(self, num_places: int) -> int:
         taken = len(self._entries)
         if taken <= HIGH_WATERMARK * num_places:
             return 0
@@ -317,6 +348,9 @@ class SlabIndex:
 
     def check_invariants(self, being_erased: Iterable[RecordPlace] = ()) -> None:
         """Raise InvariantViolated unless every place is once in use, free, or being erased."""
+        in_snapshots = {each for hashes in self._snapshots.values() for each in hashes}
+        if in_snapshots != {each for each in self._entries if border_of(each) is not None}:
+            raise InvariantViolated("snapshots are not what the index has of them", where="ssd")
         seen: list[RecordPlace] = [entry.place for entry in self._entries.values()]
         seen += [place for place, e in self._busy.items() if e.is_dropped]
         seen += [*self._free, *being_erased]

@@ -101,6 +101,86 @@ def test_nothing_to_evict_is_a_bug():
         index.choose()
 
 
+class Snapshots:
+    """An index of chains whose blocks lie end to end, with snapshots at some of their borders."""
+
+    def __init__(self):
+        self.index = PrefixIndex("kv")
+        self.num_blocks = 0
+
+    def chain(self, first_token, length):
+        hashes = (
+            PrefixHasher(bytes(32), b"", 1).chain(range(first_token, first_token + length)).hashes
+        )
+        fill(self.index, self.num_blocks + 1, hashes)
+        self.num_blocks += length
+        return hashes
+
+    def keep(self, border):
+        record = [self.num_blocks + 1, self.num_blocks + 2]
+        self.num_blocks += 2
+        assert self.index.publish_snapshot(record, border, "")
+        for block_id in reversed(record):
+            self.index.released(block_id)
+        self.index.check_invariants(set(self.index._hashed))
+
+    def use(self, border):
+        for block_id in self.index.snapshots[border]:
+            self.index.taken(block_id)
+        for block_id in reversed(self.index.snapshots[border]):
+            self.index.released(block_id)
+
+    def drop(self):
+        record = self.index.cheapest_snapshot()
+        border = self.index.border_of(record[0])
+        for block_id in record:
+            self.index.taken(block_id)
+            self.index.forget(block_id)
+        return border
+
+
+def test_of_snapshots_the_one_goes_that_saves_the_fewest_blocks():
+    kept = Snapshots()
+    a, b, c = (kept.chain(100 * number, length) for number, length in ((1, 9), (2, 4), (3, 6)))
+    for border in (a[8], b[3], c[5], a[7]):
+        kept.keep(border)
+    assert [kept.drop() for _ in range(3)] == [b[3], c[5], a[7]]
+
+
+def test_where_a_snapshot_has_gone_the_next_on_its_chain_saves_what_it_saved():
+    kept = Snapshots()
+    a, b = kept.chain(100, 9), kept.chain(200, 8)
+    for border in (a[2], a[4], a[8], b[7]):
+        kept.keep(border)
+    # after a[2], the next saves five blocks; then a[8], which saved four, saves all nine
+    assert [kept.drop() for _ in range(3)] == [a[4], a[2], b[7]]
+
+
+def test_what_saves_much_and_is_not_used_goes_in_the_end():
+    kept = Snapshots()
+    large = kept.chain(100, 20)
+    kept.keep(large[-1])
+    gone = []
+    for number in range(2, 8):
+        kept.keep(kept.chain(100 * number, 6)[-1])
+        gone.append(kept.drop())
+    assert gone.index(large[-1]) == 3  # others were dropped that save 18 blocks together
+
+
+def test_a_snapshot_in_use_is_not_dropped_and_one_used_again_goes_later():
+    kept = Snapshots()
+    assert kept.index.cheapest_snapshot() == []
+    a, b, c = (kept.chain(100 * number, 5) for number in (1, 2, 3))
+    for border in (a[-1], b[-1], c[-1]):
+        kept.keep(border)
+    for block_id in kept.index.snapshots[a[-1]]:
+        kept.index.taken(block_id)
+    assert kept.drop() == b[-1]
+    for block_id in reversed(kept.index.snapshots[a[-1]]):
+        kept.index.released(block_id)
+    assert kept.drop() == c[-1]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.sampled_from("ab")), max_size=30)
 )

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.cache.hashes import record_hashes
 from engine.offload.index import (
     HIGH_WATERMARK,
     LOW_WATERMARK,
@@ -82,6 +83,30 @@ def test_the_least_recently_used_goes_first_and_a_tail_before_its_head():
         pass
     assert index.num_leading(chain) < 50
     assert chain[0] not in index or index.num_leading(chain) > 0
+
+
+def record(number):
+    return record_hashes(name(number), 10)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_snapshots_beyond_their_share_go_whole_the_least_recently_used_first(is_restarted):
+    index = SlabIndex()
+    hashes = [name(1), *(each for n in range(3, 7) for each in record(n)), name(2)]
+    if is_restarted:
+        heads = [RecordHead(n, 10, 8, each, bytes(32), 0) for n, each in enumerate(hashes)]
+        index.add_slab(0, 60, enumerate(heads))
+        index.order_by_age()
+    else:
+        index.add_slab(0, 60)
+        stored(index, *hashes)
+    index.check_invariants()
+    index.touch([name(1), *record(3)])
+    assert index.evict(60) == 10
+    assert not any(map(index.is_known, record(4)))
+    assert all(map(index.is_known, (name(1), name(2), *record(3), *record(5), *record(6))))
+    assert index.evict(60) == 0
+    index.check_invariants()
 
 
 def test_nothing_goes_before_the_high_watermark():
