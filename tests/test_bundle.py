@@ -39,7 +39,7 @@ def daemon(start_daemon, tiny_llama, tmp_path):
     daemon = start_daemon(*options, model=tiny_llama).wait_ready()
     daemon.key = keys["laptop"]
     headers = {"Authorization": f"Bearer {daemon.key}", "X-Request-Id": f"{PROMPT} {daemon.key}"}
-    body = {"prompt": PROMPT, "max_tokens": 2}
+    body = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
     reply = httpx.post(f"{daemon.tcp_url}/v1/completions", json=body, headers=headers, timeout=120)
     assert reply.status_code == 200
     assert daemon.log_rows()[0]["client_rid"]
