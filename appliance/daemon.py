@@ -110,7 +110,8 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     handler.setFormatter(Formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    # until there is something to reload; nohup has it ignored already
+    is_under_nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_IGN
     passed = passed_sockets(os.environ)
     config = load_config()
     if about := raise_limit(config.max_connections):
@@ -122,7 +123,9 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     lock_fd = lock_state_dir(config.state_dir, config.socket)
     stacks_fd = wait_for_signal(config.state_dir)
     try:
-        return asyncio.run(_Daemon(config, load_config, placed, passed, stacks_fd).run(policy))
+        daemon = _Daemon(config, load_config, placed, passed, stacks_fd)
+        daemon.ends_with_terminal = has_terminal() and not is_under_nohup
+        return asyncio.run(daemon.run(policy))
     finally:
         os.close(lock_fd)
 
@@ -196,6 +199,7 @@ class _Daemon:
         self._num_signals = 0
         self._stopped_by = ""
         self._has_terminal = has_terminal()
+        self.ends_with_terminal = False
         self._is_ready = False
         self._drain = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -237,6 +241,8 @@ class _Daemon:
                     return 0
                 app.state.appliance = await self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+            if self._has_lost_terminal:  # while it loaded
+                self._on_signal(signal.SIGHUP)
             for endless in (self._make_frames(), self._keep_watch(), self._measure()):
                 stack.callback(asyncio.create_task(endless).cancel)
             await self._serve()
@@ -477,9 +483,13 @@ class _Daemon:
         self._stopped_by = self._stopped_by or number.name
         (self._drain if self._num_signals == 1 else self._stop_now).set()
 
+    @property
+    def _has_lost_terminal(self) -> bool:
+        return self.ends_with_terminal and not has_terminal()
+
     def _on_hangup(self) -> None:
-        """SIGHUP: end with the terminal if that is what is gone, else read the settings again."""
-        if self._has_terminal and not has_terminal():
+        """End with the terminal if that is what SIGHUP tells of, else read the settings again."""
+        if self._has_lost_terminal:
             self._on_signal(signal.SIGHUP)
         else:
             self._reload()

@@ -9,16 +9,39 @@ import socket
 import termios
 
 import httpx
+import pytest
 
 from appliance.http.api_keys import new_key
 from tests.daemons import ALONE
 
 
-def start(start_daemon, tiny_llama, tmp_path, text, **env):
+def start(start_daemon, tiny_llama, tmp_path, text, preexec_fn=None, **env):
     settings = tmp_path / "penstock.toml"
     settings.write_text(text)
-    daemon = start_daemon(*ALONE, model=tiny_llama, env={"PENSTOCK_CONFIG": str(settings), **env})
+    env = {"PENSTOCK_CONFIG": str(settings), **env}
+    daemon = start_daemon(*ALONE, model=tiny_llama, env=env, preexec_fn=preexec_fn)
     return daemon.wait_ready(), settings
+
+
+class Window:
+    """A terminal for a daemon that is to be started."""
+
+    def __init__(self) -> None:
+        self._ends = os.openpty()
+
+    def take(self) -> None:
+        """Called in the daemon's process, before it starts."""
+        os.setsid()
+        fcntl.ioctl(self._ends[1], termios.TIOCSCTTY, 0)
+
+    def take_under_nohup(self) -> None:
+        self.take()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def close(self) -> None:
+        """Close it: the kernel sends SIGHUP."""
+        for fd in self._ends:
+            os.close(fd)
 
 
 def events(daemon, code):
@@ -43,10 +66,14 @@ def test_a_reload_takes_over_what_it_can_and_names_what_it_cannot(
     assert daemon.complete("Hello", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 
-def test_a_wrong_file_changes_nothing_and_is_named_to_the_line(start_daemon, tiny_llama, tmp_path):
-    daemon, settings = start(start_daemon, tiny_llama, tmp_path, "max_queued = 100\n")
+def test_a_wrong_file_changes_nothing_and_is_named_to_the_line_also_under_nohup(
+    start_daemon, tiny_llama, tmp_path
+):
+    """Under nohup the daemon outlives its terminal, whose end is a SIGHUP like another."""
+    window, text = Window(), "max_queued = 100\n"
+    daemon, settings = start(start_daemon, tiny_llama, tmp_path, text, window.take_under_nohup)
     settings.write_text('# twice\nmax_queued = "many"\n')
-    daemon.process.send_signal(signal.SIGHUP)
+    window.close()
     (refused,) = daemon.wait_for(lambda: events(daemon, "config.refused"))
     assert f"{settings}:2: max_queued" in refused
     assert "'many'" in refused
@@ -56,13 +83,10 @@ def test_a_wrong_file_changes_nothing_and_is_named_to_the_line(start_daemon, tin
 def test_a_new_key_opens_the_door_after_a_reload(start_daemon, tiny_llama, tmp_path):
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    text = f'listen = "127.0.0.1:{port}"\napi_keys = "{keys}"\n'
+    text = f'listen = "127.0.0.1:0"\napi_keys = "{keys}"\n'
     daemon, _ = start(start_daemon, tiny_llama, tmp_path, text)
     key, line = new_key("laptop", "viewer")
-    url = f"http://127.0.0.1:{port}/v1/models"
+    url = f"{daemon.tcp_url}/v1/models"
 
     def status():
         return httpx.get(url, headers={"authorization": f"Bearer {key}"}).status_code
@@ -92,14 +116,13 @@ def test_systemd_is_told_when_a_reload_begins_and_ends(start_daemon, tiny_llama,
         assert ended.startswith("READY=1")
 
 
-def test_a_daemon_in_a_terminal_ends_with_it(start_daemon, tiny_llama):
-    leader, terminal = os.openpty()
-
-    def take_terminal():
-        os.setsid()
-        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-
-    daemon = start_daemon(*ALONE, model=tiny_llama, preexec_fn=take_terminal).wait_ready()
-    os.close(terminal)
-    os.close(leader)  # the window is closed: the kernel sends SIGHUP
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_a_daemon_in_a_terminal_ends_with_it(start_daemon, tiny_llama, is_loading):
+    window = Window()
+    daemon = start_daemon(*ALONE, model=tiny_llama, preexec_fn=window.take)
+    daemon.wait_for(daemon.is_listening)
+    if not is_loading:
+        daemon.wait_ready()
+    window.close()
     assert daemon.process.wait(120) == 0
+    assert "Stopping (SIGHUP)" in daemon.stderr
