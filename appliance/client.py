@@ -32,10 +32,6 @@ _CERTIFICATE = "SSL_CERT_FILE=CHAIN.pem trusts a certificate of your own; its na
 _KEY = "set PENSTOCK_API_KEY to a key that `penstock keys add` made"
 JOIN_GROUP = "sudo usermod -aG penstock-users $USER, then log in again"
 """Hint for users without access to the socket."""
-_HINTS_BY_CODE = MappingProxyType(
-    {"draining": "penstock resume takes requests again, unless the daemon was told to stop"}
-)
-"""Hint by the error object's code, which is more exact than the status."""
 _HINTS = MappingProxyType({401: _KEY, 429: _RETRY, 503: _RETRY})
 
 
@@ -69,7 +65,8 @@ class ReplyError(ClientError):
     """The daemon answered with an error object; `status` and `code` are its own."""
 
     def __init__(self, what: str, *, status: int, code: str | None) -> None:
-        super().__init__(what, hint=_HINTS_BY_CODE.get(code or "", _HINTS.get(status, "")))
+        hint = "" if code == "draining" else _HINTS.get(status, "")  # the daemon says what ends it
+        super().__init__(what, hint=hint)
         self.status = status
         self.code = code
         self.exit_code = _EXIT_CODES.get(status, 1)

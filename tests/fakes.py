@@ -164,7 +164,7 @@ class FakeAppliance:
 
     def drain(self, by: str) -> None:
         self.drained_by = by
-        self.unavailable = Unavailable("the appliance is draining", code="draining")
+        self.unavailable = Unavailable("the daemon is draining", code="draining")
 
     def resume(self, by: str) -> None:
         self.resumed_by = by

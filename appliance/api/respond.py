@@ -213,7 +213,7 @@ class Reply:
                 return self._in_its_words(self._ask.cannot_follow(why))
             return _internal(why)
         if FinishReason.ABORT in reasons and self._request.cancelled_by == "drain":
-            return Unavailable("the appliance is stopping", code="draining")
+            return Unavailable("the daemon is stopping", code="draining")
         return None
 
 

@@ -258,11 +258,15 @@ def _read_text() -> str:
 
 
 def _read_line(prompt: str) -> str:
-    if sys.stdout.isatty():
-        return input(prompt)
-    sys.stderr.write(prompt)  # stdout is the model's alone
-    sys.stderr.flush()
-    return input()
+    is_terminal = sys.stdout.isatty()
+    if not is_terminal:
+        sys.stderr.write(prompt)  # stdout is the model's alone
+        sys.stderr.flush()
+    try:
+        return input(prompt if is_terminal else "")
+    except EOFError:
+        terminal.note("")  # Ctrl-D leaves the cursor behind the prompt
+        raise
 
 
 def _lines() -> Iterator[str]:

@@ -106,7 +106,7 @@ def body(model: ChosenModel, settings: Mapping[str, object]) -> dict[str, Any]:
 def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedReply) -> None:
     """Print one completion as it comes, and keep `reply` up to date.
 
-    A reply that filled the model's context is followed by a note. Interrupted, this cancels the
+    A reply that was cut off is followed by a note. Interrupted, this cancels the
     request and raises the interruption again.
 
     Raises:
@@ -122,8 +122,10 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
             raise
     if reply.finish_reason not in ("stop", "length", "tool_calls"):
         raise GenerationFailed(_why_incomplete(client, reply))
-    if reply.finish_reason == "length" and content["max_tokens"] == ROOM_LEFT:
-        terminal.note("penstock: the model's context is full; the reply ends here")
+    if reply.finish_reason == "length":
+        limit = content["max_tokens"]
+        why = "the model's context is full" if limit == ROOM_LEFT else f"max_tokens is {limit}"
+        terminal.note(f"penstock: the reply was cut off: {why}")
 
 
 def print_stats(client: Client, reply: PrintedReply) -> None:

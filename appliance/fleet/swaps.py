@@ -502,7 +502,7 @@ class Swaps(AbstractContextManager[None]):
 
 
 def _draining() -> Unavailable:
-    return Unavailable("the appliance is draining", code="draining")
+    return Unavailable("the daemon is draining", code="draining")
 
 
 def _cannot(name: str, about: str, rest_s: float) -> Unavailable:

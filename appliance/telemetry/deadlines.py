@@ -227,9 +227,9 @@ class Availability:
     def check(self) -> None:
         """Raise Unavailable if no request can be accepted now."""
         if self.is_draining and not self._takes_stragglers:
-            end = "it is shutting down" if self.is_stopping else "an operator's resume ends that"
-            what = f"the appliance is draining and takes no new work; {end}"
-            raise Unavailable(what, code="draining")
+            stopping = "the daemon is stopping and takes no new requests"
+            draining = "the daemon is draining: it takes no new requests until `penstock resume`"
+            raise Unavailable(stopping if self.is_stopping else draining, code="draining")
         if self.is_loading:
             raise Unavailable("the model is still loading", code="model_loading")
         if self._supervisor.is_lost:

@@ -111,7 +111,7 @@ class Typist:
 
     def _wait_for(self, text: str) -> None:
         while text not in self._seen:
-            ready, _, _ = select.select([self._ours], [], [], 30)
+            ready, _, _ = select.select([self._ours], [], [], 120)
             assert ready, f"{text!r} did not come; there is {self._seen!r}"
             new = os.read(self._ours, 4096).decode(errors="replace")
             self._seen += new

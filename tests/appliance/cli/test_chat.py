@@ -53,7 +53,7 @@ def user_says(text: str) -> list[dict[str, str]]:
 
 
 def test_run_prints_only_the_completion(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    daemon.script.events = [text_event("Hel"), text_event("lo\x1b[2J ü", "length"), DONE]
+    daemon.script.events = [text_event("Hel"), text_event("lo\x1b[2J ü", "stop"), DONE]
     options = ("--max-tokens", "8", "--stop", "x", "--seed", "3")
     ended = penstock(environ, "run", "--raw", "Say hello", *options)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -108,14 +108,14 @@ def test_what_a_model_thinks_is_not_its_reply(daemon: FakeDaemon, environ: dict[
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "Hello\n", "")
 
 
-def test_a_reply_that_fills_the_context_is_noted(
-    daemon: FakeDaemon, environ: dict[str, str]
-) -> None:
+def test_a_reply_that_is_cut_off_is_noted(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     daemon.script.events = [chat_event("Hello", "length"), DONE]
     ended = penstock(environ, "run", "p")
     assert (ended.returncode, ended.stdout) == (0, "Hello\n")
     assert "context is full" in ended.stderr
-    assert penstock(environ, "run", "p", "--max-tokens", "1").stderr == ""
+    limited = penstock(environ, "run", "p", "--max-tokens", "7")
+    assert limited.stdout == "Hello\n"
+    assert "max_tokens is 7" in limited.stderr
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_what_was_typed_is_remembered_for_its_owner_alone(
 ) -> None:
     with Typist(environ, "chat") as person:
         person.type("/help", shows="/retry")
-        person.press(b"\x04")
+        person.press(b"\x04", shows="\r\n")  # the shell's prompt gets a line of its own
     history = tmp_path / "state" / "chat_history"
     assert not (tmp_path / ".local").exists()
     assert "/help" in history.read_text()
