@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -156,10 +157,14 @@ def test_in_bfloat16_nothing_that_was_sent_is_lost_repeated_or_altered(tmp_path)
     asked = prompts([5, 200, 64, 130], seed=9)
     tokenizer = Tokenizer.from_folder(folder)
     for turn in range(3):  # cold, warm, warm; two of them under a death
+        begun = threading.Event()
         with ThreadPoolExecutor(4) as pool:
-            replies = [pool.submit(lambda p: list(sent(daemon, p)), prompt) for prompt in asked]
+            replies = [
+                pool.submit(lambda p, begun=begun: list(sent(daemon, p, begun)), prompt)
+                for prompt in asked
+            ]
             if turn < 2:
-                daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
+                assert begun.wait(120)
                 os.kill(daemon.state()["workers"][turn]["pid"], signal.SIGKILL)
             for reply in replies:
                 ids = [i for _, new in reply.result() for i in new]
@@ -171,9 +176,10 @@ def test_in_bfloat16_nothing_that_was_sent_is_lost_repeated_or_altered(tmp_path)
     assert daemon.stop() == 0
 
 
-def sent(daemon, prompt):
-    """Text and token ids of each event of a stream."""
+def sent(daemon, prompt, begun):
+    """Text and token ids of each event of a stream; `begun` is set at the first."""
     for event in daemon.stream(prompt, max_tokens=250, ignore_eos=True):
+        begun.set()
         for choice in event["choices"]:
             yield choice["text"], choice["token_ids"]
 

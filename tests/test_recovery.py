@@ -214,7 +214,7 @@ def test_a_daemon_killed_under_load_comes_back_and_its_clients_wait(
     killed, url = first.pid, first.tcp_url
     pids = [w["pid"] for w in first.state()["workers"]]
     assert len(pids) == 2
-    body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+    body = {"max_tokens": 600, "ignore_eos": True}  # so long that none ends before it is cut
 
     def ask(number):
         fields = {**body, "stream": bool(number % 2), "prompt": [number] * 3}
@@ -235,7 +235,8 @@ def test_a_daemon_killed_under_load_comes_back_and_its_clients_wait(
         # these connections wait in the backlogs, and their requests for the model
         post = partial(httpx.post, f"{url}/v1/completions", timeout=120)
         headers = {"Authorization": f"Bearer {keys['laptop']}"}
-        on_tcp = pool.submit(post, json={"prompt": "again", "max_tokens": 2}, headers=headers)
+        two = {"prompt": "again", "max_tokens": 2, "ignore_eos": True}
+        on_tcp = pool.submit(post, json=two, headers=headers)
         assert first.complete("again", max_tokens=2)["usage"]["completion_tokens"] == 2
         assert on_tcp.result().json()["usage"]["completion_tokens"] == 2
         first.wait_for(lambda: not any(is_alive(pid) for pid in pids))
@@ -296,9 +297,10 @@ def test_the_last_worker_that_cannot_come_back_leaves_nobody_waiting(
     daemon = start_daemon(*ALONE, model=model).wait_ready()
     pid = daemon.worker_pid("colocated")
     with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True}
+        body = {"prompt": "a", "max_tokens": 8}
+        os.kill(pid, signal.SIGSTOP)  # so that the request is certainly there when it dies
         reply = pool.submit(daemon.http.post, "/v1/completions", json=body)
-        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
+        daemon.wait_live()
         shutil.rmtree(model)
         os.kill(pid, signal.SIGKILL)
         assert reply.result().status_code == 503

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,8 @@ from tests.recordings import assert_same
 from tui.replay import Replay
 
 NUM_STREAMED = 6
+MOMENT_MS = 50
+"""A busy machine takes so long to make a frame."""
 
 
 class Incident:
@@ -63,6 +67,7 @@ class Incident:
         ):
             next(reply.iter_lines())
             self.last_id = reply.headers["x-request-id"]
+            os.kill(self.daemon.worker_pid("decode"), signal.SIGSTOP)  # so that it stays under way
             live = self.daemon.fresh_state()
             self.is_cut = self.last_id in {one["id"] for one in live["requests"]}
             self.daemon.http.get("/v1/penstock/recording?since=1h").read()  # what waits is written
@@ -105,12 +110,11 @@ def test_requests_that_had_ended_are_listed_as_they_were(
         was = {one.id: one for one in told.requests if one.phase != "finished"}
         now = {one.id: one for one in shown[told.seq].requests}
         for request_id, past in now.items():
-            if request_id not in was:  # it was tokenized, or it ended or came in that millisecond
-                assert (
-                    past.age_ms < incident.tokenize_ms[request_id] + 5 or past.phase == "decoding"
-                )
+            if request_id not in was:  # it was tokenized, or it ended or came in that moment
+                since_ms = incident.tokenize_ms[request_id] + MOMENT_MS
+                assert past.age_ms < since_ms or past.phase == "decoding"
                 continue
-            assert abs(past.age_ms - was[request_id].age_ms) < 50
+            assert abs(past.age_ms - was[request_id].age_ms) < MOMENT_MS
             # What waits in a worker is not told from what waits in the queue, nor the moment of a
             # handoff from that of the first step after it.
             ways = [phase for phase in PHASES if phase != "paused"]  # nobody is preempted here
@@ -118,7 +122,7 @@ def test_requests_that_had_ended_are_listed_as_they_were(
             assert ranks[0] <= ranks[1] <= ranks[0] + 1
             num_compared += 1
         for request_id in (was.keys() & incident.tokenize_ms.keys()) - now.keys():
-            assert was[request_id].age_ms < 5 or was[request_id].phase == "decoding"
+            assert was[request_id].age_ms < MOMENT_MS or was[request_id].phase == "decoding"
     assert num_compared >= NUM_STREAMED
 
 

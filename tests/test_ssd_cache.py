@@ -41,6 +41,16 @@ def store(daemon, asked, *, times=2):
             ask(daemon, prompt)
 
 
+def store_until(daemon, asked, is_stored):
+    """Ask for prompts again and again: a store that a busy machine gave up is made when used."""
+
+    def is_over():
+        store(daemon, asked, times=1)
+        return is_stored()
+
+    daemon.wait_for(is_over, 240)
+
+
 def assert_loaded(daemon):
     """Everything came from disk, but for what was quicker computed, or late on a busy machine."""
     found = ssd(daemon)
@@ -58,8 +68,7 @@ def test_after_kill_minus_nine_stored_prompts_come_from_disk_with_the_same_token
     model, oracle = served
     asked = prompts(LENGTHS)
     daemon = start(tmp_path, model, *ARMS["shm"])
-    store(daemon, asked)
-    daemon.wait_for(lambda: ssd(daemon)["stored_blocks"] >= NUM_BLOCKS)
+    store_until(daemon, asked, lambda: ssd(daemon)["stored_blocks"] >= NUM_BLOCKS)
     daemon.kill()
     daemon = start(tmp_path, model, *ARMS["shm"])
     for prompt in asked:
@@ -74,9 +83,9 @@ def test_after_kill_minus_nine_a_conversation_goes_on_from_a_stored_recurrent_st
     model, oracle = make_served(tmp_path_factory, "qwen3_5_text")
     (prompt,) = prompts([700])
     daemon = start(tmp_path, model, *ALONE)
-    store(daemon, [prompt])
     first, (pool, *_) = ask(daemon, prompt), daemon.state()["pools"]
-    daemon.wait_for(lambda: ssd(daemon)["blocks"] >= 10 + pool["record_blocks"] > 10)
+    num_blocks = 10 + pool["record_blocks"]
+    store_until(daemon, [prompt], lambda: ssd(daemon)["blocks"] >= num_blocks > 10)
     daemon.kill()
     daemon = start(tmp_path, model, *ALONE)
     turn = [*prompt, *first, *prompts([90], seed=2)[0]]
@@ -101,12 +110,8 @@ def test_what_gpus_have_computed_is_on_disk_after_a_kill(served, tmp_path):
         daemon.wait_for(lambda: ssd(daemon)["state"] == "on")
         return daemon
 
-    def is_stored():  # on a busy machine a store may be given up, and is made when used again
-        store(daemon, asked, times=1)
-        return ssd(daemon)["stored_blocks"] >= NUM_BLOCKS
-
     daemon = start_on_gpus()
-    daemon.wait_for(is_stored, 240)
+    store_until(daemon, asked, lambda: ssd(daemon)["stored_blocks"] >= NUM_BLOCKS)
     daemon.kill()
     daemon = start_on_gpus()
     for prompt in asked:

@@ -200,14 +200,13 @@ def num_events(daemon, code):
 def test_a_worker_that_dies_after_a_swap_comes_back_on_the_new_model(swapping, other):
     daemon, oracle = swapping, load_oracle(other)
     (prompt,) = prompts([200], seed=8)
-    with ThreadPoolExecutor(1) as pool:
-        daemon.complete(prompt, model="small", max_tokens=1)
-        pid = daemon.worker_pid("colocated")
-        body = {"model": "small", "max_tokens": 200, "ignore_eos": True}
-        reply = pool.submit(daemon.complete, prompt, **body)
-        daemon.wait_for(lambda: daemon.state()["queue"]["decoding"])
-        os.kill(pid, signal.SIGKILL)
-        assert_same(prompt, reply.result()["choices"][0]["token_ids"], oracle, 200)
+    daemon.complete(prompt, model="small", max_tokens=1)
+    pid, tokens = daemon.worker_pid("colocated"), []
+    for event in daemon.stream(prompt, model="small", max_tokens=200, ignore_eos=True):
+        if not tokens:
+            os.kill(pid, signal.SIGKILL)
+        tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
+    assert_same(prompt, tokens, oracle, 200)
 
 
 def test_a_stop_in_the_middle_of_a_swap_leaves_no_process_behind(swapping):

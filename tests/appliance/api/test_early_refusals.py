@@ -62,7 +62,7 @@ async def path(full, tmp_path):
 
 
 async def reply_on(reader):
-    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).decode()
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 120)).decode()
     status, *lines = head.strip().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in lines)
     return status, headers, json.loads(await reader.readexactly(int(headers["content-length"])))

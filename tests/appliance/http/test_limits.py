@@ -506,7 +506,7 @@ async def test_a_stream_that_nobody_reads_does_not_pile_up(patient, appliance):
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     writer.write(post(json.dumps(body).encode(), extra="Connection: close\r\n"))
     connections = patient.server._connections
-    await until(lambda: appliance.submitted and appliance.submitted[0].is_finished, 30)
+    await until(lambda: appliance.submitted and appliance.submitted[0].is_finished)
     unread = [connection.transport.get_write_buffer_size() for connection in connections]
     assert 0 < sum(unread) < 200_000, "of about a megabyte"
     writer.transport.resume_reading()

@@ -90,7 +90,7 @@ def test_a_pull_that_was_killed_is_taken_up_by_the_next(
     command = [sys.executable, "-m", "appliance.models.hub", "owner/name"]
     pulling = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        blobs, deadline = snapshot(tmp_path).parents[1] / "blobs", time.monotonic() + 30
+        blobs, deadline = snapshot(tmp_path).parents[1] / "blobs", time.monotonic() + 120
         while not any(path.stat().st_size > 500_000 for path in blobs.glob("*.incomplete")):
             assert time.monotonic() < deadline
             time.sleep(0.02)
