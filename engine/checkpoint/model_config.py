@@ -18,7 +18,8 @@ from typing import NamedTuple
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.checkpoint.family import ExpertNames, Family
-from engine.checkpoint.gguf import GgufModel, config_keys, find_gguf, sampling_keys
+from engine.checkpoint.gguf import GgufModel, find_gguf
+from engine.checkpoint.gguf_models import config_keys, sampling_keys
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.layer_heads import LayerHeads, kv_layers, layer_heads, sampling_defaults
 from engine.checkpoint.quantisation import Quantisation
