@@ -131,7 +131,7 @@ async def test_a_request_for_another_waits_until_the_first_ones_end() -> None:
 
 
 async def test_a_model_stays_for_a_while_so_that_two_users_do_not_thrash() -> None:
-    house = House(min_stay_s=0.2)
+    house = House(min_stay_s=0.5)
     assert await house.request("a") == "a"
     swapped = asyncio.create_task(house.request("b"))
     for _ in range(5):

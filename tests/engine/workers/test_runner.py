@@ -334,6 +334,7 @@ def test_a_model_whose_first_step_yields_no_numbers_is_not_served(bad, monkeypat
     monkeypatch.setattr(runner_file, "_NUMBERS_PATIENCE_S", 0.02)
     with pytest.raises(WorkerFailed, match="NaN or infinity"):
         runner_of([1.0, bad, 0.0]).warm_up(16, 64)
+    monkeypatch.setattr(runner_file, "_NUMBERS_PATIENCE_S", 60.0)
     # what another worker has written there meanwhile is soon gone
     runner_of([bad] * 3, [1.0, 2.0, 0.0]).warm_up(16, 64)
 
