@@ -94,7 +94,7 @@ def serve(
         raise typer.BadParameter("give the model once: as an argument, or with --model")
     model = given["model"] if folder is None else folder
     listen = _listen_address(given["listen"], host, port)
-    flags = {**given, "model": model, "listen": listen, "config": config_file}
+    flags = {**given, "model": model, "listen": listen, "port": port, "config": config_file}
     load_config = partial(config.load, flags)
     with config.named_by_source(flags):
         if check_config:

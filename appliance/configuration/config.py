@@ -200,7 +200,8 @@ class _Sources(NamedTuple):
     def lookup(self, name: str) -> FoundSetting | None:
         """Find the first source that sets it, unparsed; None: the default applies."""
         if (flag := self.flags.get(name)) is not None:
-            return FoundSetting(name, flag, f"--{name.replace('_', '-')}")
+            option = "port" if name == "listen" and self.flags.get("port") else name
+            return FoundSetting(name, flag, f"--{option.replace('_', '-')}")
         if value := self.environ.get(variable(name)):
             return FoundSetting(name, value, variable(name))
         if name in self.table:
@@ -285,7 +286,8 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.enviro
     """Build the daemon's configuration.
 
     Args:
-        flags: from the command line, by setting name, and `config`, the file; None: not given.
+        flags: from the command line, by setting name; `config`, the file; `port`, if it is what
+            set `listen`. None: not given.
         environ: PENSTOCK_* settings, XDG and systemd directories.
 
     Raises:

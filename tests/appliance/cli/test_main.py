@@ -204,6 +204,8 @@ def test_a_wrong_configuration_is_exit_code_78(environ: dict[str, str]) -> None:
     ended = penstock(environ, "serve", "--transport", "shm", "--roles", "colocated")
     assert ended.returncode == 78
     assert "transport" in ended.stderr
+    ended = penstock(environ, "serve", "--port", "99999")
+    assert (ended.returncode, ended.stderr.startswith("penstock: --port: ")) == (78, True)
     ended = penstock(environ, "serve", "--kv-memory", "plenty")
     assert (ended.returncode, ended.stderr) == (
         78,
