@@ -74,6 +74,13 @@ def pytest_collection_finish():
         use_one_thread()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Let a test draw the same numbers, whatever its process ran before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def runtime_folder(tmp_path_factory):
     """Give sockets and claims of cores a folder of their own: a daemon in use is left alone."""
