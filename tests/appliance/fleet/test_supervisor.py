@@ -165,7 +165,7 @@ async def test_a_worker_is_dead_when_its_process_is_gone_and_nothing_waits_for_t
         await asyncio.sleep(0.005)
         turns += worker.channel is None and worker.state == "ready"
     assert died.get_nowait() is False
-    assert turns > 1  # the loop went round while a thread waited
+    assert turns  # the loop went round while a thread waited
     await supervisor.stop()
 
 
