@@ -87,7 +87,7 @@ def detail(found: FoundModel) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "tokenizer_vocabulary": tokenizer.vocab_size,
-        "kv_bytes_per_token": fits.need_of(_as_stored(checkpoint)).kv_bytes_per_token,
+        **fits.of_a_token(fits.need_of(_as_stored(checkpoint))),
         "chat_template": tokenizer.chat_template is not None,
         "tools": not output_format_of(tokenizer).has_preamble,
     }

@@ -170,11 +170,14 @@ def _pool_text(pool: Row) -> str:
     shown = ", ".join(f"{count(pool.get(state))} {state}" for state in states if pool.get(state))
     owners = (pool.get("owners") or ())[:_MAX_OWNERS]
     held = ", ".join(f"{owner.get('user')} {count(owner.get('num_blocks'))}" for owner in owners)
+    snapshots = things(pool.get("snapshots"), "snapshot")
+    has_states = bool(pool.get("record_blocks"))
     return (
         f"{pool.get('name')}: {count(pool.get('free'))} of"
         f" {count(pool.get('num_blocks'))} blocks free"
         f" ({size(pool.get('block_bytes'))} each)"
         + (f", {shown}" if shown else "")
+        + (f"; states: {count(pool.get('records'))} running, {snapshots}" if has_states else "")
         + (f"; held by {held}" if held else "")
     )
 

@@ -75,7 +75,7 @@ def described(config: ModelConfig, need: fits.MemoryNeed) -> dict[str, Any]:
         "num_parameters": need.num_parameters,
         "dtype": config.stored_dtype,
         "max_model_len": need.max_model_len,
-        "kv_bytes_per_token": need.kv_bytes_per_token,
+        **fits.of_a_token(need),
         "kv_bytes_of_a_request": fits.kv_rows(need),
     }
 

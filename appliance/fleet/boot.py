@@ -45,6 +45,7 @@ from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import ProfileUnusable
 from appliance.request import ModelInfo
+from engine.cache.blocks import MIN_RECORDS
 from engine.cache.topology import DRAM
 from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
 from engine.checkpoint.model_config import ModelConfig
@@ -359,6 +360,9 @@ def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[
     weights = plan_weights(checkpoint, dtype, config, placement)
     words = (weights.words, kv_text(dtype, config.kv_dtype))
     about = "".join(f"; {each}" for each in words if each)
+    if placement.record_blocks:
+        size = size_text(MIN_RECORDS * placement.record_blocks * placement.block_bytes)
+        about += f"; {size} of recurrent states per request"
     if num_staging := _num_staging_blocks(config, placement):
         size = size_text(num_staging * placement.block_bytes)
         about += f"; {size} of host memory between GPUs and the SSD cache"

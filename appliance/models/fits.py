@@ -129,6 +129,12 @@ def need_of_file(name: str, size_bytes: int) -> MemoryNeed:
     return MemoryNeed(None, widened, None, None, int(size_bytes * _PACKED_GROWTH))
 
 
+def of_a_token(need: MemoryNeed) -> dict[str, int | None]:
+    """List the bytes of a token's KV and, where a model has some, of a request's states."""
+    states = {"state_bytes_of_a_request": need.state_bytes} if need.state_bytes else {}
+    return {"kv_bytes_per_token": need.kv_bytes_per_token, **states}
+
+
 def kv_rows(need: MemoryNeed) -> dict[str, int]:
     """List the KV bytes of one request, by its length."""
     if need.kv_bytes_per_token is None or need.max_model_len is None:
@@ -192,7 +198,7 @@ def smaller(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, in
         for kind in _USUAL:
             in_file = int(BITS_PER_WEIGHT[kind] * need.num_parameters / 8)
             known.append((f"about {size_text(in_file)} as {kind}", need_of_file(kind, in_file)))
-    least = LEAST_TOKENS * (need.kv_bytes_per_token or 0)
+    least = LEAST_TOKENS * (need.kv_bytes_per_token or 0) + need.state_bytes
     for name, one in known:
         one = replace(one, embedding_bytes=need.embedding_bytes)
         if one.bytes_at(place) < need.bytes_at(place) and spare_bytes(one, place) >= least:

@@ -460,6 +460,16 @@ def test_the_detail_names_the_error():
     assert "worker gone?[2J" in text(lines)
 
 
+def test_the_kv_page_counts_recurrent_states_and_what_each_takes():
+    frame = frames.kv_critical()
+    for pool in frame.pools:
+        pool.record_blocks, pool.records, pool.snapshots, pool.block_bytes = 1, 2, 1, 1 << 15
+    frame.totals.has_prefix_cache = True
+    shown = text(overview.LINED["kv"](View().after(frame), 78, 40))
+    assert "2 running, 1 snapshot " in shown
+    assert "1 block, 32.0 KiB" in shown
+
+
 @pytest.mark.parametrize("page", ["kv", "handoff", "power"])
 @given(st.sampled_from(MAKERS), st.integers(60, 220))
 def test_bars_and_rules_of_a_page_fit(page, make, width):

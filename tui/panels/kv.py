@@ -108,9 +108,10 @@ def _records(pool: PoolFrame, width: int) -> list[Line]:
     """Count a pool's records of recurrent states, where the model keeps some."""
     if not pool.record_blocks:
         return []
-    counts = f"{fig.count(pool.records)} running, {fig.count(pool.snapshots)} snapshots"
-    each = f"{fig.count(pool.record_blocks)} blocks each"
-    return facts(width, [(f"{pool.name}: states", counts), ("a state takes", each)])
+    counts = f"{fig.count(pool.records)} running, {fig.things(pool.snapshots, 'snapshot')}"
+    size = fig.size(pool.record_blocks * pool.block_bytes)
+    each = f"{fig.things(pool.record_blocks, 'block')}, {size}"
+    return facts(width, [(f"{pool.name}: states", counts), ("each takes", each)])
 
 
 def _pools(view: View, frame: Frame, width: int) -> list[Line]:

@@ -201,6 +201,15 @@ def test_what_is_longer_than_the_terminal_goes_on_below_itself(room: int) -> Non
     assert all(line[:9].strip() or line[9] != " " for line in lines), "texts keep their column"
 
 
+def test_a_pools_recurrent_states_are_counted() -> None:
+    (pool,) = FRAME["pools"]
+    kept = {**pool, "record_blocks": 51, "records": 4, "snapshots": 1}
+    assert "; states: 4 running, 1 snapshot;" in status_page.page(
+        {**FRAME, "pools": [kept]}, colour=False
+    )
+    assert "states" not in status_page.page(FRAME, colour=False)
+
+
 def test_what_the_pools_keep_is_told_above_them() -> None:
     assert "int8" not in status_page.page(FRAME, colour=False)
     lines = status_page.page({**FRAME, "kv": "KV is int8; divergence"}, colour=False).splitlines()

@@ -28,6 +28,7 @@ from engine.profile.prompt_steps import MIN_SAMPLES, STEP_TOKENS
 from engine.schedule.step_times import place_of
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GpuSpec
+from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.tiny_tokenizers import byte_level
 
@@ -225,6 +226,13 @@ def test_what_would_compute_attention_is_said_beforehand(gpu, tiny_llama, tmp_pa
     assert "attention on gpu0 by " in check_plan(config(tmp_path, model=tiny_llama))[0]
     on_cores = config(tmp_path, model=tiny_llama, devices="cpu")
     assert "attention" not in check_plan(on_cores)[0]
+
+
+def test_memory_of_recurrent_states_is_said_beforehand(tiny_llama, tmp_path):
+    hybrid = make_checkpoint(tmp_path / "hybrid", "qwen3_5_text")
+    said = check_plan(config(tmp_path, model=hybrid))[0]
+    assert said.partition(" of recurrent states")[0].endswith(" 128 KiB")
+    assert "states" not in check_plan(config(tmp_path, model=tiny_llama))[0]
 
 
 def test_memory_below_the_pools_is_said_beforehand(gpu, tiny_llama, tmp_path):

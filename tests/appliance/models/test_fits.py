@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def test_recurrent_states_count_once_whatever_the_length(tmp_path: Path) -> None
     assert wanted.kv_bytes_per_token == 8 * 2 * 4 * 256 * 2
     rows = fits.kv_rows(wanted)
     assert rows["4,096 tokens"] == 4096 * wanted.kv_bytes_per_token + wanted.state_bytes
+    assert fits.of_a_token(wanted)["state_bytes_of_a_request"] == wanted.state_bytes
+
+
+def test_a_quantised_file_has_to_leave_memory_for_recurrent_states(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    wanted = fits.need_of(ModelConfig.from_folder(tmp_path))
+    files = [("model-Q8_0.gguf", 5 * GIB), ("model-Q4_K_M.gguf", 5 * GIB - wanted.state_bytes)]
+    least = fits.LEAST_TOKENS * (wanted.kv_bytes_per_token or 0)
+    largest = fits.need_of_file(*files[0])
+    box = fits.ServingPlace("box", 0, is_gpu=False)
+    memory = least - fits.spare_bytes(largest, box)  # for the larger file and KV alone
+    assert fits.smaller(wanted, replace(box, memory_bytes=memory), files) == "model-Q4_K_M.gguf"
 
 
 def test_a_quantised_file_that_would_fit_is_named(tmp_path: Path) -> None:

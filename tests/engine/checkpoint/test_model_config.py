@@ -240,8 +240,12 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         ({"architectures": ["Phi4MMForCausalLM"]}, "Phi4MM"),
         ({"architectures": ["Qwen4NextForCausalLM"]}, "Qwen4Next"),
         (
-            {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["mamba"] * 2},
-            "which is 'mamba'",
+            {
+                "model_type": "qwen3_5_text",
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention", "mamba"],
+            },
+            "in layer 1, ",
         ),
         (
             {

@@ -4,6 +4,8 @@ A real router and real workers' loops in one process: cold and cached, over each
 DRAM and SSD, with preemption, and across deaths of workers within prompts and replies.
 """
 
+from functools import cache
+
 import pytest
 
 from engine.model import backend
@@ -26,22 +28,26 @@ from tests.engine.workers.computing_world import (
 )
 from tests.gguf_files import write_gguf
 
-ARMS = ("colocated", "alias", "peer", "shm", "2x1 peer")
-
-
-@pytest.fixture(scope="module", params=GATED_DELTA_NETS)
-def each_family(request, tmp_path_factory):
-    return load(tmp_path_factory.mktemp("model"), request.param)
+FAMILY_OF = {
+    "colocated": "qwen3_5_text",
+    "alias": "qwen3_next",
+    "peer": "qwen3_5_moe_text",
+    "shm": "qwen3_5_text",
+    "2x1 peer": "qwen3_next",
+}
+"""The family that the tests of one arm take, where they do not take all."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return load(tmp_path_factory.mktemp("model"), "qwen3_5_text")
+def models(tmp_path_factory):
+    """A model of each family, loaded once."""
+    return cache(lambda family: load(tmp_path_factory.mktemp("model"), family))
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_cold_and_cached_turns_over_every_transport(arm, each_family):
-    transformer, oracle = each_family
+@pytest.mark.parametrize("arm", FAMILY_OF)
+@pytest.mark.parametrize("family", GATED_DELTA_NETS)
+def test_cold_and_cached_turns_over_every_transport(family, arm, models):
+    transformer, oracle = models(family)
     world = world_of(arm, transformer)
     cold = [world.sequence(prompt=p, max_tokens=9) for p in prompts_of(1, 4, 5, 33, 70)]
     finish(world, oracle, *cold)
@@ -60,8 +66,8 @@ def test_cold_and_cached_turns_over_every_transport(arm, each_family):
 
 
 @pytest.mark.parametrize("arm", ["peer", "shm"])
-def test_a_conversation_goes_on_from_another_pool(arm, model):
-    transformer, oracle = model
+def test_a_conversation_goes_on_from_another_pool(arm, models):
+    transformer, oracle = models(FAMILY_OF[arm])
     world = world_of(arm, transformer)
     world.kill("prefill")
     first = world.sequence(prompt=prompts_of(70, seed=7)[0], max_tokens=9)
@@ -93,8 +99,8 @@ class DramWorld(ArenaWorld):
 
 @pytest.mark.parametrize("kind", [SsdWorld, DramWorld])
 @pytest.mark.parametrize("arm", ["alias", "peer"])
-def test_a_conversation_goes_on_from_a_tier(arm, kind, model):
-    transformer, oracle = model
+def test_a_conversation_goes_on_from_a_tier(arm, kind, models):
+    transformer, oracle = models(FAMILY_OF[arm])
     world = world_of(arm, transformer, kind=kind)
     (prompt,) = prompts_of(70, seed=5)
     for _ in range(2):  # what is used twice is stored
@@ -117,10 +123,10 @@ def test_attention_that_masks_unwritten_positions_meets_no_bytes_of_records(tmp_
 
 
 @pytest.mark.parametrize("arm", ["colocated", "alias"])
-def test_preempted_sequences(arm, model):
-    transformer, oracle = model
+def test_preempted_sequences(arm, models):
+    transformer, oracle = models(FAMILY_OF[arm])
     needed = 2 * transformer.config.record_blocks(BLOCK_SIZE, "float32")
-    world = world_of(arm, transformer, num_blocks=3 * needed + 45)
+    world = world_of(arm, transformer, num_blocks=3 * needed + 60)
     sequences = [world.sequence(prompt=p, max_tokens=60) for p in prompts_of(40, 41, 42, seed=3)]
     finish(world, oracle, *sequences)
     assert world.router.counters.preemptions
@@ -128,17 +134,17 @@ def test_preempted_sequences(arm, model):
 
 @pytest.mark.parametrize("arm", ["alias", "peer", "shm", "2x1 peer"])
 @pytest.mark.parametrize("when", ["prompt", "reply"])
-def test_deaths_within_prompts_and_replies(arm, when, model):
-    transformer, oracle = model
+def test_deaths_within_prompts_and_replies(arm, when, models):
+    transformer, oracle = models(FAMILY_OF[arm])
     world = world_of(arm, transformer)
     sequences = [world.sequence(prompt=p, max_tokens=20) for p in prompts_of(60, 37, seed=4)]
     finish_across_a_death(world, oracle, *sequences, when=when)
 
 
 @pytest.mark.parametrize("when", ["between steps", "within a step"])
-def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(when, model):
+def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(when, models):
     """Records that an unreported step has written are overwritten; the others are untouched."""
-    transformer, oracle = model
+    transformer, oracle = models(FAMILY_OF["alias"])
     world = world_of("alias", transformer)
     (sequence,) = (world.sequence(prompt=p, max_tokens=20) for p in prompts_of(60))
     world.submit(sequence)
