@@ -31,6 +31,9 @@ def branches(
 ) -> tuple[int, ...]:
     """Count the tokens that a chat's prompt shares with chats that part from it at each place.
 
+    Marks between the first turn and the last do not count: each was in the last turn of an earlier
+    request, and tokenizing a long chat again for them costs as much as the chat itself.
+
     Args:
         chat: as it was asked.
         token_ids: its prompt.
@@ -39,8 +42,9 @@ def branches(
     """
     messages, last = chat.messages, len(chat.messages) - 1
     first = next((i for i, one in enumerate(messages) if one["role"] != "system"), last)
+    marks = [mark for mark in chat.marks if mark[0] <= first or mark[0] == last]
     found = []
-    for index, num_chars in dict.fromkeys([(first, 0), *chat.marks[-MAX_MARKS:]]):
+    for index, num_chars in dict.fromkeys([(first, 0), *marks[-MAX_MARKS:]]):
         content = messages[index]["content"]
         if index == last and num_chars == len(content):
             continue  # the prompt's end, where a record is kept in any case

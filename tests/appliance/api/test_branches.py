@@ -75,6 +75,14 @@ def test_a_marked_document_is_a_place_and_the_prompts_end_is_none():
     assert found(one, tokenizer) == (shared - 1,)  # they share the line break behind it, too
 
 
+def test_marks_of_earlier_turns_are_none():
+    tokenizer = tokenizer_of()
+    marked = [user("Hi."), {"role": "assistant", "content": "Hi."}, user([DOCUMENT | MARK])]
+    chat = chat_of(SYSTEM, *marked, {"role": "assistant", "content": "Yes."}, user("Why?"))
+    assert len(chat.marks) == 1
+    assert found(chat, tokenizer) == found(chat_of(SYSTEM, user("Hi.")), tokenizer)
+
+
 def test_a_short_system_prompt_is_none():
     assert (
         found(chat_of({"role": "system", "content": "Be kind."}, user("hi")), tokenizer_of()) == ()
