@@ -15,14 +15,16 @@ from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
 
 NUM_RUNS = 3
 NUM_GROUPS = 2
+LONGEST_S = 600
 GROUPS = [list(SCENARIOS)[start::NUM_GROUPS] for start in range(NUM_GROUPS)]
 
 
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_no_client_notices_what_fails(names):
     command = [sys.executable, "-m", "tests.sweep", *names, "--sample", str(NUM_RUNS)]
+    command += ["--jobs", "1"]
     swept = subprocess.run(
-        [*command, "--jobs", "1"], cwd=ROOT, capture_output=True, text=True, check=False
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONGEST_S
     )
     assert swept.returncode == 0, swept.stdout + swept.stderr
     num_runs = len(names) * NUM_RUNS
@@ -106,3 +108,29 @@ def test_a_killed_process_does_nothing_any_more(is_killed):
         coroutine.close()
     loop.close()
     assert seen == (set() if is_killed else {"unwound", "thread", "timer", "socket"})
+
+
+def test_a_stopped_process_goes_on_where_it_was():
+    """Neither its timers nor its sockets call it before; another's timer does not wait."""
+    loop, process, done = VirtualLoop(1, lambda *_: None), Process("any"), []
+    ours, theirs = socket.socketpair()
+
+    def read():
+        done.append(("socket", theirs.recv(1)))
+
+    async def stop_and_look():
+        loop.stop_process(process, 5)
+        process.run(loop.call_later, 1, done.append, "timer")
+        process.run(loop.add_reader, theirs, read)
+        ours.send(b"1")
+        await asyncio.sleep(4)
+        before = [*done]
+        await asyncio.sleep(2)
+        return before
+
+    with virtual_time(loop), ours, theirs:
+        before = loop.run_until_complete(stop_and_look())
+        loop.remove_reader(theirs)
+    loop.close()
+    assert before == []
+    assert sorted(map(str, done)) == ["('socket', b'1')", "timer"]

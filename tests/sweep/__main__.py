@@ -36,14 +36,16 @@ from tests.sweep.scenarios import SCENARIOS
 from tests.sweep.virtual_loop import Process
 
 STOPS_S = (0.3, 3, 60, 900)
+DAEMON_STOPS_S = (0.002, 0.02, 0.3, 60)
+"""The shortest: workers are a few steps ahead of it, and their messages cross with its commands."""
 EVENTS_PER_COLLAPSE = 3
-"""Of the events, each third one meets the death of all workers."""
+"""Each third event meets the death of all workers, and the next one a stop of the daemon."""
 MOST_TRIED = 40
 """Events at which faults are tried again when a failure is shrunk."""
 RUNS_OF_A_CHILD, AT_ONCE = 32, 4
 """A killed daemon's files stay open in the process that simulated it."""
-RUN_S = 120
-"""Real seconds of a run, at most."""
+RUN_S = 60
+"""CPU seconds of a run, at most: a stopped or starved sweep fails nothing."""
 
 
 class Fault(NamedTuple):
@@ -51,8 +53,8 @@ class Fault(NamedTuple):
 
     at: int
     what: str
-    """What is killed, a worker, the daemon or all workers; `WORKER:SECONDS` if stopped; or a disk's
-    fault."""
+    """What is killed: a worker, the daemon or all workers; `NAME:SECONDS` if it is stopped instead;
+    or what the disk does."""
 
 
 class Run(NamedTuple):
@@ -119,10 +121,11 @@ def execute(run: Run) -> Seen:
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="sweep-", dir=shm if shm.is_dir() else None))
     num_files, began_s = _num_files(), time.process_time()
-    signal.alarm(RUN_S)
+    signal.setitimer(signal.ITIMER_PROF, RUN_S, 1)  # again, in case that some code catches it
     try:
         models = [model_folder(family) for family in scenario.models]
         machine = Machine(models, folder, run.seed, scenario.options, on_event)
+        machine.is_checked = not faults  # until the first one it is the undisturbed run
         outcome = machine.run(calls_of(run))
         seen.workers = sorted({worker.name for worker in machine.workers})
         _note(seen, outcome)
@@ -133,7 +136,7 @@ def execute(run: Run) -> Seen:
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is this run's
         seen.problems.append("".join(traceback.format_exception(error)[-4:]))
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         shutil.rmtree(folder, ignore_errors=True)
     seen.cpu_s = time.process_time() - began_s
     return seen
@@ -200,7 +203,7 @@ def _wrong_rows(calm: Seen, seen: Seen, may_differ: frozenset[str]) -> list[str]
 
 
 def plans(calm: Seen, every: int, num_drawn: int) -> Iterator[Run]:
-    """Kill each process at each event, all workers at some; then two faults of any kind by seed."""
+    """Plan each process's death at each event, some other faults at some, and pairs by seed."""
     name, seed = calm.run.scenario, calm.run.seed
     first, last = calm.num_at_ready + 1, calm.num_events
     for at, worker in itertools.product(range(first, last + 1, every), [*calm.workers, DAEMON]):
@@ -208,6 +211,8 @@ def plans(calm: Seen, every: int, num_drawn: int) -> Iterator[Run]:
     for at in range(first, last + 1, every * EVENTS_PER_COLLAPSE):
         yield Run(name, seed, (Fault(at, WORKERS),))
     drawn = random.Random(f"{name} {seed}")
+    for at in range(first + 1, last + 1, every * EVENTS_PER_COLLAPSE):
+        yield Run(name, seed, (Fault(at, f"{DAEMON}:{drawn.choice(DAEMON_STOPS_S)}"),))
     stops = [f"{worker}:{stop_s}" for worker in calm.workers for stop_s in STOPS_S]
     disk = DISK_FAULTS if "ssd_cache" in SCENARIOS[name].options else ()
     for _ in range(num_drawn):
@@ -332,12 +337,12 @@ def _begin() -> None:
     # tasks of killed processes are dropped at the end, and a failed run leaves its log's thread
     sys.unraisablehook = threading.excepthook = lambda _: None
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     gc.disable()  # it would run at times that no seed decides
 
 
 def _too_long(*_: object) -> None:
-    raise KeyboardInterrupt(f"it took {RUN_S} real seconds")  # which no callback catches
+    raise KeyboardInterrupt(f"it took {RUN_S} CPU seconds")  # which no callback catches
 
 
 def main() -> int:

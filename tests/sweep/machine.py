@@ -139,6 +139,8 @@ class Machine:
         self.problems: list[str] = []
         self.daemon: Any = None
         self.num_at_ready = 0
+        self.is_checked = True
+        """Whether invariants are checked after every event."""
         self._disk_fault = ""
         self._files_before = set(map(int, os.listdir("/proc/self/fd")))
         self._clients: set[socket.socket] = set()
@@ -159,6 +161,7 @@ class Machine:
 
     def suffer(self, what: str) -> bool:
         """Let something fail: see Fault. False: there is nothing to fail."""
+        self.is_checked = True
         if what in DISK_FAULTS:
             self._disk_fault = what
             return True
@@ -167,9 +170,11 @@ class Machine:
         if what == WORKERS:
             return sum(map(self.suffer, sorted({worker.name for worker in self.workers}))) > 0
         name, _, stop_s = what.partition(":")
-        for worker in reversed(self.workers):
-            if worker.name == name and not worker.is_dead:
-                worker.stop(float(stop_s)) if stop_s else worker.kill()
+        if name == DAEMON and (self._booting is not None or self._is_stopping):
+            return False
+        for process in (self._lives[-1], *reversed(self.workers)):
+            if process.name == name and not process.is_dead:
+                self.loop.stop_process(process, float(stop_s)) if stop_s else process.kill()
                 return True
         return False
 
@@ -291,7 +296,7 @@ class Machine:
     def _look_inside(self) -> None:
         """Check the router's invariants."""
         router = getattr(self.daemon, "_router", None)
-        if router is None or self._lives[-1].is_dead or self.problems:
+        if not self.is_checked or router is None or self._lives[-1].is_dead or self.problems:
             return
         try:
             router.check_invariants()

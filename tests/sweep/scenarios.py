@@ -191,6 +191,9 @@ SCENARIOS = {
     "slow readers": Scenario(_split("peer"), slow_readers),
     "conversations": Scenario(_split("shm"), conversations, "cached_tokens"),
     "crowd": Scenario(_split("alias") | GUESSES | room(9, 256), crowd, "preemptions"),
+    "crowd elastic": Scenario(
+        _split("alias", roles="elastic") | GUESSES | room(9, 256), crowd, "preemptions"
+    ),
     "crowd peer": Scenario(_split("peer") | GUESSES | room(19, 256), crowd, "preemptions"),
     "DRAM": Scenario(
         _split("alias") | room(20) | {"dram_cache": 4 << 20}, again, "restored_tokens"

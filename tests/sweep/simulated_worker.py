@@ -156,7 +156,6 @@ class WorkerProcess(Process):
         self._exited = loop.create_future()
         self._fake: _Worker | None = None
         self._is_ticking = False
-        self._stopped_until_s = 0.0
         self._probes: dict[str, float] = {}
         self.wait = _Waitable(self._wait)
         self.run(loop.add_reader, sock, self._read)
@@ -172,15 +171,6 @@ class WorkerProcess(Process):
     def kill(self) -> None:
         """End it now, in the middle of whatever it does."""
         self._end(-signal.SIGKILL)
-
-    def stop(self, seconds: float) -> None:
-        """Let it do nothing for a while, as after SIGSTOP."""
-        self._stopped_until_s = self._loop.time() + seconds
-        self._loop.remove_reader(self._socket)
-        self.run(self._loop.call_later, seconds, self._go_on)
-
-    def _go_on(self) -> None:
-        self._loop.add_reader(self._socket, self._read)
 
     def _end(self, code: int) -> None:
         if self.is_dead:
@@ -257,8 +247,6 @@ class WorkerProcess(Process):
         """Take commands, copy some blocks, and run one step."""
         fake, now_ns = self._fake, time.monotonic_ns()
         assert fake is not None
-        if self._waits_for_sigcont(self._tick):
-            return
         while fake.inbox:
             fake.receive(now_ns)
         has_copied = fake.copy(now_ns, most=self._loop.random.randint(1, 3))
@@ -272,18 +260,11 @@ class WorkerProcess(Process):
         """Say what the step did: what the daemon has decided meanwhile crosses with it."""
         fake = self._fake
         assert fake is not None
-        if self._waits_for_sigcont(self._report):
-            return
         self._is_ticking = False
         self._send(fake.outbox.popleft())
         while fake.outbox and self._loop.count(self):
             self._send(fake.outbox.popleft())
         self._wake()
-
-    def _waits_for_sigcont(self, call: Callable[[], None]) -> bool:
-        if (left_s := self._stopped_until_s - self._loop.time()) > 0:
-            self._later(left_s, call)
-        return left_s > 0
 
 
 class _Waitable:

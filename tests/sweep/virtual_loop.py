@@ -16,7 +16,7 @@ import random
 import selectors
 import time
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 START_NS = 10**15
@@ -39,6 +39,9 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name, self.pid = name, next(self._pids)
         self.is_dead = False
+        self.stopped_until_ns = 0
+        self.held: list[Any] = []
+        """Callbacks that wait for SIGCONT."""
         self.graveyard: list[Any] = []
         """Tasks that nobody may unwind."""
 
@@ -76,6 +79,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.num_events = 0
         self._on_event, self._after_event = on_event, after_event
         self._num_turns = 0
+        self._resumed: list[Any] = []
         self.set_task_factory(_make_task)
 
     def time(self) -> float:
@@ -116,7 +120,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._timer_cancelled_count -= 1
             heapq.heappop(timers)._scheduled = False
         num_before = len(ready)
-        found = self._selector.select(0)
+        ready.extend(self._resumed)
+        self._resumed.clear()
+        found = [each for each in self._selector.select(0) if not self._is_stopped(each)]
         self.random.shuffle(found)
         self._process_events(found)
         if not ready:
@@ -130,6 +136,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         for index in range(len(ready)):
             self._run_handle(ready.popleft(), is_event=index >= num_before)
 
+    def stop_process(self, process: Process, seconds: float) -> None:
+        """Let a process do nothing for a while, as after SIGSTOP: its callbacks wait."""
+        process.stopped_until_ns = until_ns = self.now_ns + round(seconds * 1e9)
+
+        def go_on() -> None:
+            if process.stopped_until_ns == until_ns:  # it has not been stopped again
+                process.stopped_until_ns = 0
+                self._resumed += process.held
+                process.held.clear()
+
+        self.call_later(seconds, go_on, context=Context())
+
+    def _is_stopped(self, found: Any) -> bool:
+        """Say whether a ready socket's process is stopped."""
+        reader_and_writer = found[0].data
+        processes = [handle._context.get(PROCESS) for handle in reader_and_writer if handle]
+        return any(each and each.stopped_until_ns > self.now_ns for each in processes)
+
     def count(self, process: Process) -> bool:
         """Count one event of a process, before which any process may end; False: it has."""
         if not process.is_dead:
@@ -141,6 +165,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if handle._cancelled:
             return
         process = handle._context.get(PROCESS)
+        if process is not None and process.stopped_until_ns > self.now_ns:
+            process.held.append(handle)
+            return
         if process is not None and is_event:
             self.count(process)
             if handle._cancelled:  # by what happened just before it
