@@ -318,7 +318,13 @@ class SsdCache:
                 bytes_per_s = plan.known.profile.usual(key, bytes_per_s)
             if blocks.slots:  # one half after the other
                 bytes_per_s = 1 / (1 / bytes_per_s + 1 / copied_per_s)
-            self._attach(slabs, opened.found, bytes_per_s, blocks, router, copies)
+            try:
+                self._attach(slabs, opened.found, bytes_per_s, blocks, router, copies)
+            except PenstockError as error:
+                slabs.close()
+                self.slabs = None
+                self._off(f"{error}; {error.hint}")
+                return
             self._say_what_is_there(slabs, opened.allowed, plan.placement)
 
     def frame(self) -> TierFrame:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock, Thread
 
+from engine.errors import PenstockError
 from engine.offload.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.offload.slab_files import DamagedError, RecordBuffer, Slabs
 
@@ -65,11 +66,16 @@ class Disk:
         self._writes: SimpleQueue[Job | None] = SimpleQueue()
         queues = [self._reads] * NUM_READERS + [self._writes] * NUM_WRITERS
         self._beginning = Lock()
-        self._threads = [
-            Thread(target=self._run, args=(queue,), name="ssd", daemon=True) for queue in queues
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[Thread] = []
+        try:
+            for queue in queues:
+                thread = Thread(target=self._run, args=(queue,), name="ssd", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError as error:  # no memory is left, or too many threads run
+            self.close(timeout_s=1.0)
+            hint = "free memory, or raise the limit of processes"
+            raise PenstockError(f"no thread for the disk: {error}", hint=hint) from error
 
     def reach(self, pool: str) -> str | None:
         """Return no worker: the disk's threads reach host memory."""

@@ -19,6 +19,7 @@ from appliance.fleet.placement import Placement
 from appliance.fleet.ssd_cache import SsdAllowance, allowance, ssd_forecast
 from engine.cache.topology import Topology
 from engine.errors import PenstockError
+from engine.offload import disk as disk_threads
 from engine.offload.files import BusyError, lock
 from engine.offload.index import RecordPlace
 from engine.offload.slab_files import RecordBuffer
@@ -146,6 +147,43 @@ def test_looking_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def config_of(folder):
+    return SimpleNamespace(ssd_folder=folder, ssd_dir=None, ssd_cache=64 << 20, log_keep_days=1)
+
+
+PLAN = SimpleNamespace(
+    model_id="m",
+    dtype="x",
+    workers=[],
+    arena=None,
+    known=None,
+    num_staging=0,
+    placement=SimpleNamespace(block_bytes=4096, record_blocks=0),
+)
+HASHER = SimpleNamespace(fingerprint=bytes(32))
+NO_WORKERS = SimpleNamespace(workers={})
+
+
+async def test_without_memory_for_its_threads_the_cache_is_done_without(tmp_path, monkeypatch):
+    started = []
+
+    class Scarce(threading.Thread):
+        def start(self):
+            if started:
+                raise RuntimeError("can't start new thread")
+            started.append(self)
+            super().start()
+
+    monkeypatch.setattr(disk_threads, "Thread", Scarce)
+    cache = ssd_cache.SsdCache(config_of(tmp_path / "kv"), lambda *_: None)
+    await cache.open(PLAN, HASHER, SimpleNamespace(tier_host=None), NO_WORKERS, None)
+    assert (cache.frame().state, cache.tier) == ("failed", None)
+    assert "can't start new thread" in cache.frame().reason
+    os.close(lock(tmp_path / "kv"))  # another daemon may have the folder
+    assert [thread.is_alive() for thread in started] == [False]
+    await cache.close()
+
+
 async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, monkeypatch):
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
         monkeypatch.setattr(process, name, value)
@@ -153,14 +191,10 @@ async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, mo
     open_slabs = ssd_cache.Slabs.open
     monkeypatch.setattr(ssd_cache.Slabs, "open", lambda slabs: [open_slabs(slabs), hangs.wait()][0])
     folder = tmp_path / "kv"
-    config = SimpleNamespace(ssd_folder=folder, ssd_dir=None, ssd_cache=64 << 20, log_keep_days=1)
-    cache = ssd_cache.SsdCache(config, lambda _, code, about: seen.update({code: cache.frame()}))
-    placement = SimpleNamespace(block_bytes=4096, record_blocks=0)
-    plan = SimpleNamespace(
-        model_id="m", dtype="x", workers=[], arena=None, num_staging=0, placement=placement
+    cache = ssd_cache.SsdCache(
+        config_of(folder), lambda _, code, about: seen.update({code: cache.frame()})
     )
-    hasher = SimpleNamespace(fingerprint=bytes(32))
-    await cache.open(plan, hasher, None, SimpleNamespace(workers={}), None)
+    await cache.open(PLAN, HASHER, None, NO_WORKERS, None)
     assert seen["ssd.slow"].state == "opening"
     assert f"{folder} does not answer for" in seen["ssd.slow"].reason
     assert (cache.frame().state, cache.tier) == ("failed", None)
