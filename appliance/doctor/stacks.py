@@ -20,7 +20,7 @@ SIGNAL = signal.SIGUSR1
 FILE_NAME = "stacks"
 PATIENCE_S = 2.0
 """Maximum seconds to wait for an answer, which normally takes milliseconds."""
-_SETTLED_S = 0.1
+_SETTLED_S = 0.3
 _POLL_S = 0.02
 
 
