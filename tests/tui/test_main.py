@@ -156,8 +156,9 @@ async def test_once_prints_one_reading(daemon):
 
 
 def test_a_width_that_no_terminal_has_is_not_believed(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "99999999999")
-    assert _width() == 1000
+    with monkeypatch.context() as patch:  # pytest's own report would be as wide
+        patch.setenv("COLUMNS", "99999999999")
+        assert _width() == 1000
 
 
 async def test_once_as_json_is_the_frame_and_nothing_else(daemon):
