@@ -43,7 +43,7 @@ def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):
     with pytest.raises(Unavailable) as refused:
         machine.submit()
     assert (refused.value.status, refused.value.code) == (503, "draining")
-    assert "resume ends that" in str(refused.value)
+    assert "penstock resume" in str(refused.value)
     assert refused.value.retry_after_ms
     assert service.not_ready_reason() == "draining"
     assert machine.frame["state"] == "draining"
