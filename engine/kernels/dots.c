@@ -12,7 +12,8 @@
  *
  * What is always taken from codes is taken from the sums before they begin; minimums and zeros, which
  * differ by row, are multiplied by the sum of the inputs. Codes of 16 rows and 32 values stay in
- * registers while all inputs pass by.
+ * registers while all inputs pass by. One input alone meets four panels at once: each of its integers
+ * is read once for the four, and sums stay in registers. Every way adds in the same order.
  */
 #include "forms.h"
 
@@ -157,36 +158,57 @@ INLINE __m512i loaded_once(const char *from)
     return bytes;
 }
 
-/* Codes of 16 rows and a unit as bytes. */
-INLINE void unpack_unit(__m512i *codes, const char *from, int form)
+/* Codes of 16 rows and a unit, as they lie in memory, where they are read once for all of its values. */
+struct packed {
+    const char *from;
+    __m512i codes; /* of less than four bits */
+    __m512i high;  /* what is above four bits, or the third of three */
+};
+
+INLINE struct packed packed_unit(const char *from, int form)
+{
+    struct packed p = {from, _mm512_setzero_si512(), _mm512_setzero_si512()};
+    if (code_bits(form) < 4)
+        p.codes = loaded_once(from);
+    if (form == Q3_K) /* byte number b of a row begins with bit 4 * b */
+        p.high = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400),
+                                              (__m512i)halves_of(from + CODE_ROWS * WORD_BYTES));
+    if (code_bits(form) > 4 && code_bits(form) < 8)
+        p.high = loaded_once(high_bits(from, form));
+    return p;
+}
+
+/* Vector number w of them as bytes. */
+INLINE __m512i unpack_short(const struct packed *p, int w, int form)
+{
+    const __m512i code = _mm512_and_si512(_mm512_srli_epi32(p->codes, 2 * w), _mm512_set1_epi8(3));
+    if (form != Q3_K)
+        return code;
+    const vec_bits bits = (vec_bits)p->high, bit = w < 2 ? bits << (2 - w) : bits >> (w - 2);
+    return _mm512_or_si512(code, (__m512i)(bit & 0x04040404));
+}
+
+INLINE __m512i unpack_bytes(const char *from, int form)
+{
+    const __m512i columns = _mm512_set_epi8( /* four values of a row, row after row */
+        63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26,
+        10, 57, 41, 25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20,
+        4, 51, 35, 19, 3, 50, 34, 18, 2, 49, 33, 17, 1, 48, 32, 16, 0);
+    const __m512i sign = _mm512_set1_epi8((char)(excess_of(form) ? 0x80 : 0));
+    return _mm512_xor_si512(_mm512_permutexvar_epi8(columns, _mm512_loadu_si512(from)), sign);
+}
+
+/* Vectors number 2 * i and 2 * i + 1. */
+INLINE void unpack_pair(__m512i *codes, const struct packed *p, int i, int form)
 {
     if (code_bits(form) == 8) {
-        const __m512i columns = _mm512_set_epi8( /* four values of a row, row after row */
-            63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42,
-            26, 10, 57, 41, 25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52,
-            36, 20, 4, 51, 35, 19, 3, 50, 34, 18, 2, 49, 33, 17, 1, 48, 32, 16, 0);
-        const __m512i sign = _mm512_set1_epi8((char)(excess_of(form) ? 0x80 : 0));
-#pragma GCC unroll 8
-        for (int i = 0; i < values_of_unit(form) / 4; i++) {
-            codes[i] = _mm512_permutexvar_epi8(columns, _mm512_loadu_si512(from + i * 64));
-            codes[i] = _mm512_xor_si512(codes[i], sign);
-        }
+        codes[0] = unpack_bytes(p->from + i * 128, form);
+        codes[1] = unpack_bytes(p->from + i * 128 + 64, form);
         return;
     }
     if (code_bits(form) < 4) {
-        const __m512i packed = loaded_once(from);
-        __m512i third = _mm512_setzero_si512();
-        if (form == Q3_K) /* byte number b of a row begins with bit 4 * b */
-            third = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400),
-                                                 (__m512i)halves_of(from + CODE_ROWS * WORD_BYTES));
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; w++) {
-            codes[w] = _mm512_and_si512(_mm512_srli_epi32(packed, 2 * w), _mm512_set1_epi8(3));
-            if (form == Q3_K) {
-                const vec_bits bits = (vec_bits)third, bit = w < 2 ? bits << (2 - w) : bits >> (w - 2);
-                codes[w] = _mm512_or_si512(codes[w], (__m512i)(bit & 0x04040404));
-            }
-        }
+        codes[0] = unpack_short(p, 2 * i, form);
+        codes[1] = unpack_short(p, 2 * i + 1, form);
         return;
     }
     const __m512i mask = _mm512_set1_epi8(15);
@@ -195,23 +217,17 @@ INLINE void unpack_unit(__m512i *codes, const char *from, int form)
                       (char)181, (char)197, (char)217, (char)241));
     const __m512i doubled = _mm512_broadcast_i32x4( /* small floats, and 12 more */
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    __m512i high = _mm512_setzero_si512();
-    if (code_bits(form) > 4)
-        high = _mm512_loadu_si512(high_bits(from, form));
-#pragma GCC unroll 4
-    for (int i = 0; i < values_of_unit(form) / 8; i++) {
-        const __m512i packed = loaded_once(from + i * 64);
-        codes[2 * i] = _mm512_and_si512(packed, mask);
-        codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
-        if (is_float4(form) || is_curved(form)) {
-            const __m512i table = is_curved(form) ? curve : doubled;
-            codes[2 * i] = _mm512_shuffle_epi8(table, codes[2 * i]);
-            codes[2 * i + 1] = _mm512_shuffle_epi8(table, codes[2 * i + 1]);
-        }
-        if (code_bits(form) > 4) {
-            codes[2 * i] = _mm512_or_si512(codes[2 * i], fourth_bit(high, 2 * i, form));
-            codes[2 * i + 1] = _mm512_or_si512(codes[2 * i + 1], fourth_bit(high, 2 * i + 1, form));
-        }
+    const __m512i packed = loaded_once(p->from + i * 64);
+    codes[0] = _mm512_and_si512(packed, mask);
+    codes[1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+    if (is_float4(form) || is_curved(form)) {
+        const __m512i table = is_curved(form) ? curve : doubled;
+        codes[0] = _mm512_shuffle_epi8(table, codes[0]);
+        codes[1] = _mm512_shuffle_epi8(table, codes[1]);
+    }
+    if (code_bits(form) > 4) {
+        codes[0] = _mm512_or_si512(codes[0], fourth_bit(p->high, 2 * i, form));
+        codes[1] = _mm512_or_si512(codes[1], fourth_bit(p->high, 2 * i + 1, form));
     }
 }
 
@@ -236,6 +252,18 @@ INLINE void add_bytes(vec *sums, __m512i (*codes)[UNIT / 4], int num_panels,
     }
 }
 
+/* *sum += a unit's dots times scales. */
+INLINE void add_dots(vec *sum, __m512i high, __m512i low, const struct scales *by,
+                     const struct unit *x, int form)
+{
+    const vec dots =
+        (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+    vec total = plus_product(*sum, dots, by->scale * all(x->scale));
+    if (stores_minimum(form) || stores_zero(form))
+        total = plus_product(total, by->minimum, all(x->sum));
+    *sum = total;
+}
+
 /* sums[i * STREAMS + n] += a unit of 16 rows of panel n times that of each input. */
 INLINE void add_units(vec *sums, __m512i (*codes)[UNIT / 4], const struct scales *by, int num_panels,
                       const struct unit *units, int64_t num_inputs, int form)
@@ -256,27 +284,53 @@ INLINE void add_units(vec *sums, __m512i (*codes)[UNIT / 4], const struct scales
                 low[n] = _mm512_dpbusd_epi32(low[n], codes[n][w], _mm512_set1_epi32(x->low[w]));
             }
 #pragma GCC unroll 2
-        for (int n = 0; n < num_panels; n++) {
-            const vec sum = (vec)_mm512_cvtepi32_ps(
-                _mm512_add_epi32(_mm512_slli_epi32(high[n], 8), low[n]));
-            vec total = sums[i * STREAMS + n];
-            total = plus_product(total, sum, by[n].scale * all(x->scale));
-            if (stores_minimum(form) || stores_zero(form))
-                total = plus_product(total, by[n].minimum, all(x->sum));
-            sums[i * STREAMS + n] = total;
-        }
+        for (int n = 0; n < num_panels; n++)
+            add_dots(sums + i * STREAMS + n, high[n], low[n], by + n, x, form);
     }
 }
 
-/* Group number g of TOGETHER panels, or of one; `at` goes on behind it. */
+/* The same of one input and all panels, whose codes are unpacked when they are wanted, so that each
+ * integer of the input is read once for all of them. */
+INLINE void add_unit(vec *sums, const struct packed *packed, const struct scales *by,
+                     const struct unit *x, int form)
+{
+    __m512i high[STREAMS], low[STREAMS];
+#pragma GCC unroll 4
+    for (int n = 0; n < STREAMS; n++) {
+        high[n] = _mm512_setzero_si512();
+        low[n] = _mm512_set1_epi32(x->excess);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < values_of_unit(form) / 8; i++) {
+        const __m512i higher[2] = {_mm512_set1_epi32(x->high[2 * i]),
+                                   _mm512_set1_epi32(x->high[2 * i + 1])};
+        const __m512i lower[2] = {_mm512_set1_epi32(x->low[2 * i]),
+                                  _mm512_set1_epi32(x->low[2 * i + 1])};
+#pragma GCC unroll 4
+        for (int n = 0; n < STREAMS; n++) {
+            __m512i codes[2];
+            unpack_pair(codes, packed + n, i, form);
+#pragma GCC unroll 2
+            for (int w = 0; w < 2; w++) {
+                high[n] = _mm512_dpbusd_epi32(high[n], codes[w], higher[w]);
+                low[n] = _mm512_dpbusd_epi32(low[n], codes[w], lower[w]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < STREAMS; n++)
+        add_dots(sums + n, high[n], low[n], by + n, x, form);
+}
+
+/* Group number g of some panels; `at` goes on behind it. */
 INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char **at,
                       const char **heads, struct scales *factors, int num_panels, int64_t first,
                       int64_t num_inputs, int form)
 {
     const int per_group = group_of(form) / values_of_unit(form);
     const int64_t unit_bytes = code_bytes(form) / per_group, num_units = units_of(form, p->depth);
-    struct scales by[TOGETHER];
-#pragma GCC unroll 2
+    struct scales by[STREAMS];
+#pragma GCC unroll 4
     for (int n = 0; n < num_panels; n++) {
         if (begins_block(form, g)) {
             heads[n] = at[n];
@@ -289,17 +343,27 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
             by[n].scale *= 0.5f;
     }
     for (int j = 0; j < per_group && g * per_group + j < num_units; j++) {
-        __m512i codes[TOGETHER][UNIT / 4];
-#pragma GCC unroll 2
-        for (int n = 0; n < num_panels; n++)
-            unpack_unit(codes[n], at[n] + j * unit_bytes, form);
         const struct unit *units = p->units + (g * per_group + j) * p->num_inputs + first;
+        struct packed packed[STREAMS];
+#pragma GCC unroll 4
+        for (int n = 0; n < num_panels; n++)
+            packed[n] = packed_unit(at[n] + j * unit_bytes, form);
+        if (num_panels == STREAMS) {
+            add_unit(sums, packed, by, units, form);
+            continue;
+        }
+        __m512i codes[TOGETHER][UNIT / 4];
+#pragma GCC unroll 4
+        for (int i = 0; i < values_of_unit(form) / 8; i++)
+#pragma GCC unroll 2
+            for (int n = 0; n < num_panels; n++)
+                unpack_pair(codes[n] + 2 * i, packed + n, i, form);
         if (rounds_inputs(form))
             add_bytes(sums, codes, num_panels, units, num_inputs);
         else
             add_units(sums, codes, by, num_panels, units, num_inputs, form);
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < num_panels; n++) {
         if (first == 0)
             for (int64_t ahead = 0; ahead < group_bytes(form); ahead += 64)
@@ -308,10 +372,34 @@ INLINE void add_group(vec *sums, const struct product *p, int64_t g, const char 
     }
 }
 
+/* One input by STREAMS panels, whose sums stay in registers. */
+INLINE void multiply_one(vec *out, const struct product *p, const char *const *panels, int64_t first,
+                         int form)
+{
+    const int64_t num_groups = groups_of(form, p->depth);
+    const char *at[STREAMS], *heads[STREAMS];
+    struct scales factors[STREAMS];
+    vec sums[STREAMS];
+#pragma GCC unroll 4
+    for (int n = 0; n < STREAMS; n++) {
+        at[n] = heads[n] = panels[n];
+        sums[n] = all(0);
+    }
+    for (int64_t g = 0; g < num_groups; g++)
+        add_group(sums, p, g, at, heads, factors, STREAMS, first, 1, form);
+#pragma GCC unroll 4
+    for (int n = 0; n < STREAMS; n++)
+        out[n] = sums[n];
+}
+
 /* Inputs [first, first + num_inputs) by some panels, to [inputs, STREAMS]. */
 INLINE void multiply_streams(vec *sums, const struct product *p, const char *const *panels,
-                               int num_panels, int64_t first, int64_t num_inputs, int form)
+                             int num_panels, int64_t first, int64_t num_inputs, int form)
 {
+    if (num_inputs == 1 && num_panels == STREAMS && !rounds_inputs(form)) {
+        multiply_one(sums, p, panels, first, form);
+        return;
+    }
     const int64_t num_groups = groups_of(form, p->depth);
     const char *at[STREAMS];
     const char *heads[STREAMS] = {NULL};

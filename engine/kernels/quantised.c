@@ -18,10 +18,24 @@ enum { STREAMS = 2, MAX_INPUTS = 2 };
 enum { STREAMS = 1, MAX_INPUTS = 2 };
 #endif
 
+/* Codes of a byte are unpacked two vectors at a time, which are two values or two halves of one. */
+enum { BYTES_AT_ONCE = VECS == 1 ? 2 : 1 };
+
 /* Codes of 8 bits of LANES rows as numbers. */
 INLINE vec bytes_at(const char *from, int form)
 {
     return form == FP8_128 ? eighths(from) : integers(from, 1);
+}
+
+/* Two vectors of them that follow each other. */
+INLINE void two_at(vec *to, const char *from, int form)
+{
+    if (form == FP8_128) {
+        eighths_of_two(to, from);
+        return;
+    }
+    to[0] = bytes_at(from, form);
+    to[1] = bytes_at(from + LANES, form);
 }
 
 /* Code number j of eight in each lane as a number: an integer, of 4 bits a sign, two of the
@@ -170,17 +184,20 @@ INLINE void multiply_block(const struct block *b, vec (*out)[STREAMS][VECS], int
                         }
             }
         } else {
-#pragma GCC unroll 2
-            for (int k = 0; k < count; k++)
+            for (int k = 0; k < count; k += BYTES_AT_ONCE)
 #pragma GCC unroll 4
                 for (int n = 0; n < STREAMS; n++)
 #pragma GCC unroll 4
-                    for (int v = 0; v < VECS; v++) {
-                        const vec w = bytes_at(at[n] + k * CODE_ROWS + v * LANES, form);
+                    for (int first = 0; first < BYTES_AT_ONCE * VECS; first += 2) {
+                        vec w[2];
+                        two_at(w, at[n] + k * CODE_ROWS + first * LANES, form);
+#pragma GCC unroll 2
+                        for (int j = first; j < first + 2; j++)
 #pragma GCC unroll 4
-                        for (int i = 0; i < num_inputs; i++)
-                            part[i][n][v] =
-                                plus_product(part[i][n][v], w, all(x[i * b->x_stride + k]));
+                            for (int i = 0; i < num_inputs; i++)
+                                part[i][n][j % VECS] =
+                                    plus_product(part[i][n][j % VECS], w[j - first],
+                                                 all(x[i * b->x_stride + k + j / VECS]));
                     }
         }
 #pragma GCC unroll 4

@@ -23,13 +23,15 @@ from engine.model.transformer import Transformer
 from engine.model.weight import Weight, panels_of
 from engine.model.weights import load_weights
 from tests.checkpoints import GATED_DELTA_NETS, make_checkpoint
-from tests.engine.model.test_quantised import blocks_of, packed, parts_of
+from tests.engine.model.test_quantised import blocks_of, nvfp4_parts, packed, parts_of
 from tests.engine.model.test_transformer import Pool
 from tests.engine.references import packed_weight
 from tests.levels import each_level
 
 NUM_INPUTS = 40
 """More than any level has few of."""
+NUM_ROWS = 101
+"""Seven panels: four of them side by side, then three."""
 DEPTHS = (576, 1288, 2560)
 """One that is cut, and one that ends within a vector."""
 SOME = [(0, 1), (39, 40), (3, 5), (7, 10), (0, 15), (5, 21), (4, 21), (10, 39), (0, 30), (0, 40)]
@@ -37,28 +39,34 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def plain(dtype):
-    return lambda depth: Weight.plain(noise((37, depth), 1).to(dtype))
+    return lambda depth: Weight.plain(noise((NUM_ROWS, depth), 1).to(dtype))
 
 
 def of_blocks(kind):
-    return lambda depth: packed(blocks_of(kind, 37, depth // 256 * 256), kind, depth // 256 * 256)
+    return lambda depth: packed(
+        blocks_of(kind, NUM_ROWS, depth // 256 * 256), kind, depth // 256 * 256
+    )
 
 
 def of_parts(form):
     def weight(depth):
         if form == "int8_row":
-            parts = quantised(noise((37, depth), 1), form)
+            parts = quantised(noise((NUM_ROWS, depth), 1), form)
+        elif form == "nvfp4":
+            depth = depth // 16 * 16
+            parts = nvfp4_parts(NUM_ROWS, depth, 0, torch.Generator().manual_seed(0))
         else:
-            parts = parts_of(form, 37, depth)
-        return Weight(panels_of(parts, FORMS[form]), None, f"{form}_panels", (37, depth))
+            parts = parts_of(form, NUM_ROWS, depth)
+        return Weight(panels_of(parts, FORMS[form]), None, f"{form}_panels", (NUM_ROWS, depth))
 
     return weight
 
 
+FORMS_WITH_PARTS = ("nvfp4", "int4_32", "int4_128", "int8_128", "int8_row", "fp8_128")
 WEIGHTS = {
     **{str(dtype)[6:]: plain(dtype) for dtype in (*DTYPES, torch.float16)},
     **{kind: of_blocks(kind) for kind in FORM_BY_KIND if kind != "mxfp4_pairs"},
-    **{f: of_parts(f) for f in ("int4_32", "int4_128", "int8_128", "int8_row", "fp8_128")},
+    **{f: of_parts(f) for f in FORMS_WITH_PARTS},
 }
 
 
@@ -81,7 +89,7 @@ def assert_rows_are_alone(linear, x):
 def test_products_of_every_scheme(level, dtype, scheme):
     for depth in DEPTHS:
         weight = WEIGHTS[scheme](depth)
-        linear = CompiledLinear(load_kernels(level)[0], [weight, weight], [noise(37, 2)] * 2)
+        linear = CompiledLinear(load_kernels(level)[0], [weight, weight], [noise(NUM_ROWS, 2)] * 2)
         assert_rows_are_alone(linear, noise((NUM_INPUTS, weight.shape[1]), 3).to(dtype))
 
 
@@ -89,7 +97,7 @@ def test_products_of_every_scheme(level, dtype, scheme):
 @pytest.mark.parametrize("variant", [WIDENED, DOTS])
 def test_products_of_packed_pairs(level, variant):
     for depth in DEPTHS:
-        weight = packed_weight(Weight.plain(noise((37, depth), 1).bfloat16()))
+        weight = packed_weight(Weight.plain(noise((NUM_ROWS, depth), 1).bfloat16()))
         variants = ProductVariants((1,), (variant,))
         linear = CompiledLinear(load_kernels(level)[0], [weight], [], variants=variants)
         assert_rows_are_alone(linear, noise((NUM_INPUTS, depth), 3).bfloat16())
@@ -154,6 +162,20 @@ HEADS = [(9, 3, 64), (4, 1, 16), (8, 1, 32), (4, 4, 40), (6, 3, 36)]
 )
 def test_attention(level, dtype, heads, window, has_sinks):
     assert_queries_are_alone(Attention(level, dtype, heads, window, has_sinks=has_sinks))
+
+
+@each_level
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_behind_the_window_weigh_nothing(level, dtype):
+    """A tile of keys may reach behind the window; further back not even NaN is noticed."""
+    attention = Attention(level, dtype, HEADS[0], 100)
+    for first in (1200, 1299):
+        expected = attention((0, first, 1300))
+        num_behind, num_far = (first + 1 - 100) // 16, (first + 1 - 100 - 64) // 16
+        attention.kv[0], attention.kv[1] = torch.nan, 1e4
+        near = [1] * (num_behind - num_far)
+        attention.tables[1] = [0] * num_far + near + attention.tables[0][num_behind:]
+        assert attention((1, first, 1300)).equal(expected)
 
 
 @each_level
