@@ -30,6 +30,15 @@ def ask(daemon, prompt):
     return reply["choices"][0]["token_ids"]
 
 
+def chat(daemon, question):
+    """Ask a question under a system prompt of some 200 tokens; count what was cached."""
+    said = {"system": "Answer in a few words. " * 13, "user": question}
+    messages = [{"role": role, "content": content} for role, content in said.items()]
+    body = {"model": "", "messages": messages, "max_tokens": 2}
+    reply = daemon.http.post("/v1/chat/completions", json=body, timeout=120).json()
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 def ssd(daemon):
     return daemon.state()["ssd"]
 
@@ -83,6 +92,7 @@ def test_after_kill_minus_nine_a_conversation_goes_on_from_a_stored_recurrent_st
     model, oracle = make_served(tmp_path_factory, "qwen3_5_text")
     (prompt,) = prompts([700])
     daemon = start(tmp_path, model, *ALONE)
+    assert [chat(daemon, question) for question in ("Why?", "How?")] == [0, 192]
     first, (pool, *_) = ask(daemon, prompt), daemon.state()["pools"]
     num_blocks = 10 + pool["record_blocks"]
     store_until(daemon, [prompt], lambda: ssd(daemon)["blocks"] >= num_blocks > 10)

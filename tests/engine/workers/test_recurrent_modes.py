@@ -48,9 +48,13 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("family", GATED_DELTA_NETS)
 def test_cold_and_cached_turns_over_every_transport(family, arm, models):
     transformer, oracle = models(family)
-    world = world_of(arm, transformer)
+    world = world_of(arm, transformer, num_blocks=900)  # no snapshot is dropped
     cold = [world.sequence(prompt=p, max_tokens=9) for p in prompts_of(1, 4, 5, 33, 70)]
+    cold[3].branches = (22,)
     finish(world, oracle, *cold)
+    said = world.sequence(prompt=[*cold[3].prompt_token_ids[:22], *prompts_of(9, seed=11)[0]])
+    finish(world, oracle, said)
+    assert said.num_cached_tokens == 20
     for first in cold[3:]:
         more = prompts_of(11, seed=first.seq_id)[0]
         prompt = [*first.prompt_token_ids, *world.emitted[first.seq_id], *more]
