@@ -10,19 +10,45 @@ import pytest
 
 from tests.faults.clients import Clients
 from tests.faults.questions import Question
+from tests.faults.secrets import find_secrets
 from tests.faults.wire import Manner, Reply
 
 ROOT = Path(__file__).parent.parent
 MINUTES = 0.2
+LONGEST_S = 600
 PATH = "/v1/completions"
 
 
 def test_no_client_notices_seconds_of_faults():
     command = [sys.executable, "-m", "tests.faults", "--minutes", str(MINUTES), "--seed", "1"]
     command += ["--questions", "9", "--clients", "4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONGEST_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wrong 0" in done.stdout
+    assert ": 0 found" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "secret", ["pst_key", "a private prompt", "a reply of some forty characters, or so"]
+)
+def test_a_secret_in_a_file_is_found(secret, tmp_path):
+    disk = SimpleNamespace(files=lambda: [tmp_path / "requests.db"])
+    subject = SimpleNamespace(
+        keys=["pst_key"],
+        state=disk,
+        ssd=SimpleNamespace(files=list),
+        folder=tmp_path,
+        frames_path=tmp_path / "frames.jsonl",
+        stderr_texts=dict,
+    )
+    reply = "a reply of some forty characters, or so"
+    question = Question(PATH, {}, "a private prompt", ([(0, reply)], [], [], [], True))
+    (tmp_path / "requests.db").write_text("nothing")
+    assert find_secrets(subject, [question]) == []
+    (tmp_path / "frames.jsonl").write_text(f"x{secret}y")
+    assert [line.split(" ")[0] for line in find_secrets(subject, [question])] == ["frames.jsonl"]
 
 
 def reply_of(text, *, is_whole=True, status=200, **changes):

@@ -20,6 +20,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from random import Random
 
+import httpx
+
 from tests.benchmarks.hostile import Held
 from tests.faults.clients import BAD, Clients
 from tests.faults.kinds import KINDS, Kind, write_bundle
@@ -53,7 +55,7 @@ class Soak:
     """One run: faults one after the other, and two at once now and then."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.rng = Random(options.seed)
+        self.rng, self.order = Random(options.seed), Random(options.seed)
         args = ["--kv-memory", "96MiB", "--transport", options.transport]
         args += ["--roles", "elastic"]
         if "x" in options.roles:
@@ -84,7 +86,11 @@ class Soak:
         num_stuck = clients.stop(MAX_RECOVERY_S + 60)
         if num_stuck:
             subject.problems.append(f"{num_stuck} clients still wait for their replies")
-        subject.daemon.assert_all_free()
+        try:
+            subject.daemon.assert_all_free()
+        except (AssertionError, httpx.HTTPError) as error:
+            subject.problems.append(f"not all is free at the end: {error}: {subject.describe()}")
+            subject.kill()
         write_bundle(subject, subject.folder / "bundle.tar.gz")
         after = subject.held(), subject.shared_bytes()
         subject.end()
@@ -93,10 +99,10 @@ class Soak:
     def _plan(self):
         """Draw every kind once in an order of its own, and again; a third come in pairs."""
         while True:
-            for kind in self.rng.sample(self.possible, len(self.possible)):
+            for kind in self.order.sample(self.possible, len(self.possible)):
                 others = [other for other in self.possible if other.touches != kind.touches]
-                pair = others and self.rng.random() < 1 / 3
-                yield [kind, self.rng.choice(others)] if pair else [kind]
+                pair = others and self.order.random() < 1 / 3
+                yield [kind, self.order.choice(others)] if pair else [kind]
 
     def _hurt(self, kinds: list[Kind]) -> None:
         """Do faults for a while, one within the other, and wait for what they hurt to serve."""
@@ -108,6 +114,7 @@ class Soak:
                 stack.enter_context(kind.hurt(self.subject, self.rng))
             time.sleep(self.rng.uniform(0.1, MAX_HELD_S))
         began_s = time.monotonic()
+        self.subject.tell_orders()
         for name in names:
             self.wounds.counts[name] += 1
         for condition, times in (
@@ -117,7 +124,9 @@ class Soak:
             while not condition():
                 if time.monotonic() - began_s > MAX_RECOVERY_S:
                     what = condition.__name__.strip("_")
-                    self.subject.problems.append(f"not {what} {MAX_RECOVERY_S:.0f} s after {names}")
+                    about = f"not {what} {MAX_RECOVERY_S:.0f} s after {names}"
+                    self.subject.problems.append(f"{about}: {self.subject.describe()}")
+                    self.subject.kill()  # so that the rest can be seen
                     break
                 time.sleep(0.1)
             for name in names:
@@ -146,9 +155,8 @@ class Soak:
         problems += [f"{rid} has several rows" for rid in doubled]
         problems += self._growth(before, after)
         problems += self._journal_problems()
-        texts = [question.secret for question in self.questions if question.secret]
-        problems += find_secrets(subject, texts)
         self._print_table(counts, len(clients.outcomes), len(excused), before, after)
+        problems += find_secrets(subject, self.questions)
         return problems
 
     def _growth(self, before, after) -> list[str]:

@@ -132,8 +132,14 @@ def stop_the_daemon(subject: Subject, rng: Random) -> Iterator[None]:
 
 
 @kind("daemon")
-def kill_the_daemon(subject: Subject, rng: Random) -> Iterator[None]:
+def kill_the_daemon_and_its_keeper(subject: Subject, rng: Random) -> Iterator[None]:
     subject.kill()
+    yield
+
+
+@kind("daemon")
+def kill_the_daemon_under_its_keeper(subject: Subject, rng: Random) -> Iterator[None]:
+    subject.kill_under_its_keeper()
     yield
 
 
@@ -170,7 +176,7 @@ def drain_and_resume(subject: Subject, rng: Random) -> Iterator[None]:
     try:
         yield
     finally:
-        subject.tell("/v1/penstock/resume")
+        subject.tell_later("/v1/penstock/resume")
 
 
 @kind("operator")
@@ -190,7 +196,7 @@ def many_role_changes(subject: Subject, rng: Random) -> Iterator[None]:
     try:
         yield
     finally:
-        subject.tell("/v1/penstock/roles", {"roles": before, "slo_ttft_ms": 0})
+        subject.tell_later("/v1/penstock/roles", {"roles": before, "slo_ttft_ms": 0})
 
 
 @kind("operator")

@@ -1,23 +1,36 @@
-"""Look for keys and prompts in everything that the daemon has written or shown."""
+"""Look for keys, prompts and replies in everything that the daemon has written or shown."""
 
 from __future__ import annotations
 
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tests.faults.questions import Question
 from tests.faults.subject import Subject
 
+SHORTEST_REPLY = 24
+"""Characters of a reply that is looked for: a shorter one may be anywhere."""
 
-def find_secrets(subject: Subject, prompts: Iterable[str]) -> list[str]:
-    """Name each file that has a key or a part of a prompt in it."""
+
+def find_secrets(subject: Subject, questions: Iterable[Question]) -> list[str]:
+    """Name each file that has a key, or a part of a prompt or reply, in it; print what was read."""
     wanted = {key.encode(): "a key" for key in subject.keys}
-    wanted |= {text.encode(): "a prompt" for text in prompts}
-    found = []
+    for question in questions:
+        wanted[question.secret.encode()] = "a prompt"
+        replies = [text for text in question.texts.values() if len(text) >= SHORTEST_REPLY]
+        wanted |= {text.encode(): "a reply" for text in replies}
+    wanted.pop(b"", None)
+    found, num_files, num_bytes = [], 0, 0
     for name, content in _contents(subject):
+        num_files, num_bytes = num_files + 1, num_bytes + len(content)
         for text, what in wanted.items():
             if text in content:
                 found.append(f"{name} has {what}: {text!r}")
+    kinds = ", ".join(f"{count} of {what}" for what, count in Counter(wanted.values()).items())
+    where = f"{num_files} files, {num_bytes >> 20} MiB"
+    print(f"looked for secrets in {where}: {kinds}: {len(found)} found")
     return found
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from appliance.doctor.stacks import stacks
+from engine.errors import PenstockError
 from tests.benchmarks.hostile import Held
 from tests.daemons import STEP_BY_STEP, Daemon, is_alive, make_keys
 from tests.faults.disks import Disk
@@ -60,6 +62,7 @@ class Subject:
         self.may_end = 0
         """Of faults at work: those that may end the daemon."""
         self.num_own_ends = 0
+        self._orders: list[tuple[str, Any]] = []
         self._ends: list[list[float]] = []
         self._stops: list[list[float]] = []
         self._excused: list[list[float]] = []
@@ -69,6 +72,8 @@ class Subject:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self.frames_path = folder / "frames.jsonl"
         self._num_lives = 0
+        self._pid, self._seen_s = 0, 0.0
+        """The daemon's process, and when it was last seen."""
         self.daemon = self._started()
 
     # its life
@@ -83,7 +88,9 @@ class Subject:
             self._num_lives += 1
             daemon = Daemon(self.folder / "d", *self._options)
             try:
-                return daemon.wait_ready()
+                daemon.wait_ready()
+                self._pid, self._seen_s = daemon.pid, time.monotonic()
+                return daemon
             except AssertionError as error:
                 daemon.kill()
                 if time.monotonic() > deadline:
@@ -101,10 +108,31 @@ class Subject:
                 early.kill()
             self._start()
 
+    def kill_under_its_keeper(self) -> None:
+        """Kill the daemon alone: its keeper starts the next one."""
+        with self._lock:
+            pids, pid = self.worker_pids(), self.daemon.pid
+            self._ends.append([time.monotonic(), float("inf")])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self._see_end_of(pids)
+            deadline = time.monotonic() + START_S
+            while not self.is_ready():
+                if time.monotonic() > deadline:
+                    self.problems.append(f"its keeper started no other: {self.describe()}")
+                    break
+                time.sleep(0.1)
+            self._pid = self.daemon.pid
+            self._seen_s = self._ends[-1][1] = time.monotonic()
+
     def _kill(self) -> None:
         pids = self.worker_pids()
         self._ends.append([time.monotonic(), float("inf")])
         self.daemon.kill()
+        self._see_end_of(pids)
+
+    def _see_end_of(self, pids: list[int]) -> None:
+        """Wait until the workers of a killed daemon have ended, too."""
         deadline = time.monotonic() + DEATH_S
         while left := [pid for pid in pids if is_alive(pid)]:
             for pid in left:  # a stopped one hears of nothing
@@ -137,11 +165,12 @@ class Subject:
                 span[1] = min(span[1], now_s)
 
     def _watch(self) -> None:
-        """Keep frames, and start a daemon again that has ended by itself."""
+        """Keep frames, and note daemons that end by themselves."""
         while not self._is_over.wait(LOOK_S):
-            if self.daemon.process.poll() is not None and self._lock.acquire(blocking=False):
+            if self._lock.acquire(blocking=False):
                 try:
-                    self._look_at_end()
+                    with contextlib.suppress(psutil.Error):  # it ends at this moment
+                        self._look_at_end()
                 finally:
                     self._lock.release()
             self._look_at_log()
@@ -152,14 +181,21 @@ class Subject:
                 file.write(json.dumps(frame) + "\n")
 
     def _look_at_end(self) -> None:
-        if self.daemon.process.poll() is None or self._is_over.is_set():
+        """Start the keeper again if that has ended, too."""
+        code, now_s = self.daemon.process.poll(), time.monotonic()
+        if self._is_over.is_set():
             return
-        code = self.daemon.process.returncode
+        if code is None and (pid := self.daemon.pid) in (self._pid, self.daemon.process.pid):
+            self._seen_s = now_s if pid == self._pid else self._seen_s
+            return
         self.num_own_ends += 1
         if not self.may_end:
-            self.problems.append(f"the daemon ended with {code}: {self.daemon.stderr[-2000:]}")
-        self._ends.append([time.monotonic() - 2 * LOOK_S, float("inf")])
-        self._start()
+            self.problems.append(f"the daemon ended ({code}): {self.daemon.stderr[-2000:]}")
+        self._ends.append([self._seen_s, float("inf")])
+        if code is None:
+            self._pid, self._ends[-1][1] = pid, now_s
+        else:
+            self._start()
 
     def watch(self) -> None:
         self._watcher.start()
@@ -270,6 +306,21 @@ class Subject:
         """Give an operator's order; the status."""
         return ask(self.door, path, body, method=method, silence_s=8.0).status
 
+    def tell_later(self, path: str, body: Any = None) -> None:
+        """Give an order once no other fault keeps the daemon from taking it."""
+        self._orders.append((path, body))
+
+    def tell_orders(self) -> None:
+        """Give the orders that were put off, each until it is taken."""
+        deadline = time.monotonic() + START_S
+        while self._orders:
+            if self.tell(*self._orders[0]) == 200:
+                self._orders.pop(0)
+            elif time.monotonic() > deadline:
+                self.problems.append(f"{self._orders.pop(0)} was not taken: {self.describe()}")
+            else:
+                time.sleep(0.1)
+
     def held(self) -> dict[str, Held]:
         """Read what each process holds."""
         frame = self.daemon.fresh_state()
@@ -285,6 +336,12 @@ class Subject:
                     status = link.stat()
                     sizes[status.st_ino] = status.st_size
         return sum(sizes.values())
+
+    def describe(self) -> str:
+        """Show what the daemon and its workers do, and what they have said last."""
+        with contextlib.suppress(PenstockError, OSError):
+            return f"{self.daemon.stderr[-2000:]}\n{stacks(self.state.folder)}"
+        return self.daemon.stderr[-2000:]
 
     def stderr_texts(self) -> dict[str, str]:
         """Read the journals of all its lives."""

@@ -74,6 +74,9 @@ from tui.replay import Replay
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 
+MAX_SILENCE_S = 120
+"""Real seconds, which a busy machine needs more of."""
+
 Parse = Callable[[bytes], object]
 
 
@@ -439,7 +442,7 @@ async def _exchange(path: Path, data: bytes) -> bytes:
         with contextlib.suppress(ConnectionError):
             writer.write(data)
             writer.write_eof()
-            reply = await asyncio.wait_for(reader.read(), 20)
+            reply = await asyncio.wait_for(reader.read(), MAX_SILENCE_S)
             heads = reply.split(b"HTTP/1.1 ")[1:]
             assert not reply or heads, reply[:200]
             assert not any(head.startswith(b"500") for head in heads), reply[-500:]

@@ -86,11 +86,11 @@ BUGS = {
         "        if has_blocks:\n",
         ("peer", "shm", "2x1 peer"),
     ),
-    "computed blocks are kept in the wrong pool": Bug(
+    "a cache hit counts a block too many": Bug(
         "engine/schedule/prefix_cache.py",
-        "        if sequence.computed_in != here:\n",
-        "        if sequence.computed_in is None:\n",
-        ("peer", "shm", "2x1 peer"),
+        "        there = min(self._ledger.num_hashed(sequence.seq_id, pool), ",
+        "        there = min(1 + self._ledger.num_hashed(sequence.seq_id, pool), ",
+        ("conversations", "SSD peer"),
     ),
     "a block is published before it is full": Bug(
         "engine/schedule/prefix_cache.py",
