@@ -68,7 +68,7 @@ class Replay:
         self._damaged: set[int] = set()
         try:
             self._index()
-        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        except (sqlite3.Error, ValueError, TypeError, OverflowError, IndexError) as error:
             self._db.close()
             raise RecordingError(f"is a damaged recording: {error}", where=self._where) from error
 

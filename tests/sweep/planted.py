@@ -108,7 +108,7 @@ BUGS = {
         "engine/cache/blocks.py",
         "in kv_pool.index or kv_pool.num_references[table[i]] > 1\n",
         "is None\n",
-        ("conversations", "choices"),
+        ("recurrent", "recurrent crowd"),
     ),
     "a command frees its blocks too early": Bug(
         "engine/cache/blocks.py",

@@ -123,6 +123,7 @@ def _look_for_ends(found: Any, said: Said) -> None:
             if key in _REASONS and value:
                 said.reasons.append(value)
             elif key in _COUNTS and isinstance(value, int) and value:
-                said.counts[key] = value
+                cached = found.get("cache_read_input_tokens") if key == "input_tokens" else 0
+                said.counts[key] = value + (cached or 0)  # which were cached is a matter of time
             elif key not in ("prompt_tokens_details", "input_tokens_details"):
                 _look_for_ends(value, said)

@@ -21,6 +21,7 @@ from engine.schedule.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
 from tests.recordings import assert_same, at, frame_at, make_recording, request_row, write_log
 from tests.tui import frames
+from tui import replay
 from tui.history import HISTORY_FRAMES
 from tui.past_requests import ended, request_at
 from tui.playback import MAX_PAUSE_MS, SPEEDS, Playback, iso, parse_moment, unix_ms
@@ -321,6 +322,12 @@ def test_what_has_no_time_is_damaged_from_the_start(tmp_path: Path, statement: s
     change(path, statement)
     with pytest.raises(RecordingError, match="damaged recording"):
         Replay(path)
+
+
+def test_frames_that_a_damaged_index_hides_are_damaged(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(replay, "_FRAMES", f"{replay._FRAMES} LIMIT 0")
+    with pytest.raises(RecordingError, match="damaged recording"):
+        Replay(make_recording(tmp_path))
 
 
 @pytest.mark.parametrize(
