@@ -160,6 +160,7 @@ class ApiServer:
             await asyncio.wait(self._arriving)
         if self._task is not None:
             self._app.state.stopping.set()
+            self.open()  # requests that wait for the model are answered by the application
             self._config.timeout_graceful_shutdown = cast(int, grace_s)
             self._server.should_exit = True
             self._turned_away.close()

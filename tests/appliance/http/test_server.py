@@ -122,6 +122,19 @@ async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_pat
     await served.close()
 
 
+async def test_a_request_that_waits_for_the_model_is_answered_at_a_stop(appliance, tmp_path, caplog):
+    path = tmp_path / "api.sock"
+    server = ApiServer(build_app(appliance), [bind_socket(path)], is_restart=True)
+    await server.start()
+    served = Served(appliance, path)
+    reply = asyncio.create_task(served.complete())
+    await until(lambda: server._server.server_state.tasks)
+    await server.stop(grace_s=5.0)
+    assert (await reply).status_code == 200
+    assert not caplog.records
+    await served.close()
+
+
 async def test_a_socket_file_of_someone_else_is_left(appliance, tmp_path):
     path = tmp_path / "api.sock"
     server = ApiServer(build_app(appliance), [bind_socket(path)])
