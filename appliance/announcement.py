@@ -33,6 +33,7 @@ def announcement(
     has_template: bool,
     addresses: Sequence[str],
     is_found: bool,
+    command: str = "penstock",
 ) -> Iterator[str]:
     """Say what a ready daemon serves, where and how, in a few lines; `status` has the details.
 
@@ -46,6 +47,7 @@ def announcement(
         has_template: the model can chat.
         addresses: where clients find it.
         is_found: they look at the first of them of themselves.
+        command: what starts a client in a shell.
     """
     note = f" ({model.note})" if model.note else ""
     yield f"serving {model.model_id}{note} in {frame.dtype}"
@@ -68,7 +70,7 @@ def announcement(
         yield f"    {advice}"
     yield f"ready on {', '.join(addresses)}"
     where = "" if is_found else f" --host {shlex.quote(addresses[0])}"
-    yield f"try: penstock run{where} {_first_try(model, has_template)}"
+    yield f"try: {command} run{where} {_first_try(model, has_template)}"
 
 
 def _memory(frame: Frame) -> Iterator[str]:

@@ -67,6 +67,7 @@ from appliance.process import (
     has_terminal,
     notify,
     notify_watchdog,
+    own_command,
     raise_limit,
     read_in_thread,
     standing_threads,
@@ -626,6 +627,7 @@ class _Daemon:
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,
             is_found=_is_looked_for(self._addresses[0]),
+            command=own_command(),
         ):
             log.info("%s", line)
         if self._config.is_open_to_network:

@@ -80,9 +80,10 @@ class _Keeper:
             self._prctl(_PR_SET_NAME, b"penstock-keeper")
             status = self._watch()
             number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            if number:
+                self._end_workers()
             if number in (0, *_PASSED_ON) or self._ended_by:
                 return status
-            self._end_workers()
             self._num_failed = 0 if self._is_ready else self._num_failed + 1
             is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
             _tell(f"the daemon was killed by {signal.Signals(number).name}", is_restart)

@@ -15,12 +15,16 @@ import ctypes
 import logging
 import os
 import resource
+import shlex
+import shutil
 import socket
+import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 from engine.errors import PenstockError
@@ -204,6 +208,13 @@ _ERROR, _WARNING, _INFO, _DEBUG = 3, 4, 6, 7
 """Priorities of syslog(3)."""
 PREFIX = "penstock: "
 """Where there is no journal, which names the unit by itself."""
+
+
+def own_command() -> str:
+    """Return what starts this program in a shell: its path, where it is not on PATH."""
+    program = Path(sys.argv[0])
+    is_hidden = program.name == "penstock" and not shutil.which("penstock")
+    return shlex.quote(str(program)) if is_hidden else "penstock"
 
 
 def is_journal(fd: int = 2, environ: Mapping[str, str] = os.environ) -> bool:

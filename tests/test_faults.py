@@ -31,7 +31,7 @@ def test_no_client_notices_seconds_of_faults():
 
 
 @pytest.mark.parametrize(
-    "secret", ["pst_key", "a private prompt", "a reply of some forty characters, or so"]
+    "secret", ["pst_key", "a private prompt", "a reply that has more than forty characters"]
 )
 def test_a_secret_in_a_file_is_found(secret, tmp_path):
     disk = SimpleNamespace(files=lambda: [tmp_path / "requests.db"])
@@ -43,7 +43,7 @@ def test_a_secret_in_a_file_is_found(secret, tmp_path):
         frames_path=tmp_path / "frames.jsonl",
         stderr_texts=dict,
     )
-    reply = "a reply of some forty characters, or so"
+    reply = "a reply that has more than forty characters"
     question = Question(PATH, {}, "a private prompt", ([(0, reply)], [], [], [], True))
     (tmp_path / "requests.db").write_text("nothing")
     assert find_secrets(subject, [question]) == []

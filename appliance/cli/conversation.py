@@ -124,7 +124,7 @@ class Conversation:
             with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
                 json.dump({"schema": "penstock.chat/1", **content}, file, indent=2)
         except (OSError, ValueError) as error:
-            raise Refused(f"cannot write it: {error}", where=str(path)) from error
+            raise Refused(f"cannot write it: {_why(error)}", where=str(path)) from error
         return path
 
     def load(self, name: str) -> None:
@@ -137,7 +137,7 @@ class Conversation:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise Refused(f"cannot read it: {error}", where=str(path)) from error
+            raise Refused(f"cannot read it: {_why(error)}", where=str(path)) from error
         if not _is_conversation(content):
             raise Refused("not a saved chat", where=str(path))
         self.settings = {k: v for k, v in content["settings"].items() if k in SETTINGS}
@@ -167,3 +167,8 @@ def _is_conversation(content: Any) -> bool:
 def _in_turns(messages: list[Any]) -> list[tuple[str, Any]]:
     """Pair each message with the role that must have written it."""
     return [("user" if i % 2 == 0 else "assistant", msg) for i, msg in enumerate(messages)]
+
+
+def _why(error: Exception) -> object:
+    """Leave out the path of a system's error: the message names it already."""
+    return getattr(error, "strerror", None) or error

@@ -203,9 +203,8 @@ def report(error: PenstockError) -> int:
         if each.hint:
             hints += (hint := f"hint: {printable(each.hint)}")
             note(process.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
-    program = Path(sys.argv[0])
-    if "penstock " in hints and program.name == "penstock" and not shutil.which("penstock"):
-        note(f"hint: penstock is not on PATH; type {printable(str(program))}")
+    if "penstock " in hints and (command := process.own_command()) != "penstock":
+        note(f"hint: penstock is not on PATH; type {printable(command)}")
     return error.exit_code
 
 

@@ -132,9 +132,7 @@ class ServeConfig:
             raise ConfigError(
                 "TCP without API keys is for a port on loopback",
                 where="auth",
-                hint="add --listen 127.0.0.1:8000"
-                if self.listen is None
-                else "leave out --no-auth",
+                hint="add --port 8000" if self.listen is None else "leave out --no-auth",
             )
 
     @property
@@ -201,6 +199,7 @@ class _Sources(NamedTuple):
         """Find the first source that sets it, unparsed; None: the default applies."""
         if (flag := self.flags.get(name)) is not None:
             option = "port" if name == "listen" and self.flags.get("port") else name
+            option = "no-auth" if (name, str(flag).lower()) == ("auth", "false") else option
             return FoundSetting(name, flag, f"--{option.replace('_', '-')}")
         if value := self.environ.get(variable(name)):
             return FoundSetting(name, value, variable(name))

@@ -149,8 +149,13 @@ def open_listeners(
             each.listen(BACKLOG)  # its clients are told of this process, not the dead one
     if path is not None:
         on_unix = on_unix or [bind_socket(path)]
-    if tcp is not None:
-        on_tcp = on_tcp or bind_tcp(*tcp)
+    try:
+        if tcp is not None:
+            on_tcp = on_tcp or bind_tcp(*tcp)
+    except ConfigError:
+        for each in on_unix:
+            ListenerCloser(each).close()  # no file may be left of a daemon that has not started
+        raise
     opened = on_unix + on_tcp
     if set(kept) - set(opened):
         notify(FDSTOREREMOVE=1, FDNAME=KEPT)

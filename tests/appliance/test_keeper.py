@@ -38,12 +38,12 @@ with open(f"{folder}/said", "a+") as said:
     if action.startswith(("kill", "ready")):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), int(number))
-    if action == "leave":  # a worker that would outlive it, and holds a lock
+    if action.startswith("leave"):  # a worker that would outlive it, and holds a lock
         left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         say("left", left.pid)
         os.dup(left.stdin.fileno())
         notify(READY=1)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(number))
     if action == "listen":
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"{folder}/s")
@@ -154,9 +154,12 @@ def test_a_client_waits_for_the_next_daemon_and_only_what_the_daemon_gave_is_kep
     assert kept.wait() == 0
 
 
-def test_what_a_dead_daemon_left_has_ended_before_the_next_one_starts(keep):
-    kept = keep("leave", "exit=0")
-    assert kept.wait() == 0
+@pytest.mark.parametrize(("lives", "code"), [(("leave=9", "exit=0"), 0), (("leave=15",), -15)])
+def test_what_a_dead_daemon_left_has_ended_before_the_next_one_or_the_keepers_end(
+    keep, lives, code
+):
+    kept = keep(*lives)
+    assert kept.wait() == code
     (pid,) = kept.wait_for("left")
     assert not is_alive(int(pid))
 

@@ -84,6 +84,15 @@ def test_connections_fit_in_what_is_left():
 # Lines on stderr have a priority where the journal reads them, and only there.
 
 
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_a_program_off_the_path_is_named_by_its_own(tmp_path, monkeypatch, is_on_path):
+    program = tmp_path / "penstock"
+    program.touch(0o755)
+    monkeypatch.setattr("sys.argv", [str(program), "serve"])
+    monkeypatch.setenv("PATH", str(tmp_path if is_on_path else tmp_path / "other"))
+    assert process.own_command() == ("penstock" if is_on_path else str(program))
+
+
 def test_the_journal_is_known_by_its_stream(tmp_path):
     with (tmp_path / "stream").open("w") as stream:
         found = os.fstat(stream.fileno())

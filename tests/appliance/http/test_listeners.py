@@ -25,7 +25,13 @@ from appliance.configuration.address import TcpAddress
 from appliance.http import listeners, rejected_connections
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys
-from appliance.http.listeners import ListenerCloser, bind_socket, bind_tcp, check_path
+from appliance.http.listeners import (
+    ListenerCloser,
+    bind_socket,
+    bind_tcp,
+    check_path,
+    open_listeners,
+)
 from appliance.http.server import ApiServer
 from appliance.http.tls import tls_context
 from engine.errors import ConfigError, PenstockError
@@ -193,6 +199,13 @@ def test_tcp_is_loopback_and_localhost_is_both_families(host, ends):
         listener.close()
     assert len(ports) == 1
     assert 1 <= len(bound) <= ends
+
+
+def test_a_taken_port_leaves_no_socket_file(tmp_path):
+    path = tmp_path / "api.sock"
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError):
+        open_listeners(path, taken.getsockname(), kept=())
+    assert not path.exists()
 
 
 def test_a_taken_port_is_a_config_error():

@@ -122,7 +122,7 @@ async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_pat
     await served.close()
 
 
-async def test_a_request_that_waits_for_the_model_is_answered_at_a_stop(appliance, tmp_path, caplog):
+async def test_a_waiting_request_is_answered_at_a_stop(appliance, tmp_path, caplog):
     path = tmp_path / "api.sock"
     server = ApiServer(build_app(appliance), [bind_socket(path)], is_restart=True)
     await server.start()
