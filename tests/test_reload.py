@@ -33,6 +33,7 @@ class Window:
         """Called in the daemon's process, before it starts."""
         os.setsid()
         fcntl.ioctl(self._ends[1], termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 
     def take_under_nohup(self) -> None:
         self.take()
