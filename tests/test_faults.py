@@ -16,6 +16,7 @@ from tests.faults.wire import Manner, Reply
 ROOT = Path(__file__).parent.parent
 MINUTES = 0.2
 LONGEST_S = 600
+REPLY = "reply-" * 8
 PATH = "/v1/completions"
 
 
@@ -30,9 +31,7 @@ def test_no_client_notices_seconds_of_faults():
     assert ": 0 found" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "secret", ["pst_key", "a private prompt", "a reply that has more than forty characters"]
-)
+@pytest.mark.parametrize("secret", ["pst_key", "a private prompt", REPLY])
 def test_a_secret_in_a_file_is_found(secret, tmp_path):
     disk = SimpleNamespace(files=lambda: [tmp_path / "requests.db"])
     subject = SimpleNamespace(
@@ -43,8 +42,7 @@ def test_a_secret_in_a_file_is_found(secret, tmp_path):
         frames_path=tmp_path / "frames.jsonl",
         stderr_texts=dict,
     )
-    reply = "a reply that has more than forty characters"
-    question = Question(PATH, {}, "a private prompt", ([(0, reply)], [], [], [], True))
+    question = Question(PATH, {}, "a private prompt", ([(0, REPLY)], [], [], [], True))
     (tmp_path / "requests.db").write_text("nothing")
     assert find_secrets(subject, [question]) == []
     (tmp_path / "frames.jsonl").write_text(f"x{secret}y")
