@@ -125,7 +125,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     stacks_fd = wait_for_signal(config.state_dir)
     try:
         daemon = _Daemon(config, load_config, placed, passed, stacks_fd)
-        daemon.ends_with_terminal = has_terminal() and not is_under_nohup
+        daemon.is_under_nohup = is_under_nohup
         return asyncio.run(daemon.run(policy))
     finally:
         os.close(lock_fd)
@@ -200,7 +200,7 @@ class _Daemon:
         self._num_signals = 0
         self._stopped_by = ""
         self._has_terminal = has_terminal()
-        self.ends_with_terminal = False
+        self.is_under_nohup = False
         self._is_ready = False
         self._drain = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -486,7 +486,7 @@ class _Daemon:
 
     @property
     def _has_lost_terminal(self) -> bool:
-        return self.ends_with_terminal and not has_terminal()
+        return self._has_terminal and not self.is_under_nohup and not has_terminal()
 
     def _on_hangup(self) -> None:
         """End with the terminal if that is what SIGHUP tells of, else read the settings again."""

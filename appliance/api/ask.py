@@ -71,9 +71,15 @@ class Chat:
         is_continued = last["role"] == "assistant" or not self.add_generation_prompt
         return str(last["content"]) if is_continued else ""
 
+    @property
+    def first_turn(self) -> int:
+        """The index of the first message that gives no instructions; without one, the last."""
+        said = (i for i, one in enumerate(self.messages) if one["role"] != "system")
+        return next(said, len(self.messages) - 1)
+
     def shortened(self) -> list[Chat]:
         """Leave out more and more of the oldest turns; the instructions and the last turn stay."""
-        first = next((i for i, one in enumerate(self.messages) if one["role"] != "system"), 0)
+        first = self.first_turn
         users = (i for i, one in enumerate(self.messages) if one["role"] == "user" and i > first)
         kept = self.messages[:first]
         turns_left = (self.messages[start:] for start in users)

@@ -41,7 +41,7 @@ def branches(
         output_format: of the model.
     """
     messages, last = chat.messages, len(chat.messages) - 1
-    first = next((i for i, one in enumerate(messages) if one["role"] != "system"), last)
+    first = chat.first_turn
     marks = [mark for mark in chat.marks if mark[0] <= first or mark[0] == last]
     found = []
     for index, num_chars in dict.fromkeys([(first, 0), *marks[-MAX_MARKS:]]):

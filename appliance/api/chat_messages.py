@@ -8,7 +8,8 @@ Never: knows a template or the tools.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -38,13 +39,17 @@ def read_messages(messages: Sequence[chats.ChatMessage]) -> list[Message]:
 
 def marks_of(messages: Sequence[chats.ChatMessage]) -> tuple[tuple[int, int], ...]:
     """List cache marks: the index of a message, and characters of its content up to the mark."""
-    return tuple(
-        (index, len(_content(one.content[: place + 1], "", is_last=False)))
-        for index, one in enumerate(messages)
-        if isinstance(one.content, list)
-        for place, part in enumerate(one.content)
-        if isinstance(part, chats.TextPart) and part.cache_control is not None
-    )
+    found: list[tuple[int, int]] = []
+    for index, one in enumerate(messages):
+        if isinstance(one.content, list):
+            # each text with the line break behind it
+            ends = accumulate(len(text) + 1 for text in _texts(one.content, "", is_last=False))
+            found += [
+                (index, end - 1)
+                for part, end in zip(one.content, ends, strict=True)
+                if isinstance(part, chats.TextPart) and part.cache_control is not None
+            ]
+    return tuple(found)
 
 
 def left_out(param: str, kind: str, *, is_last: bool) -> str:
@@ -84,14 +89,22 @@ def _content(content: chats.Content | None, where: str, *, is_last: bool) -> str
     """Join the parts of a content by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(
-        part.text
-        if isinstance(part, chats.TextPart)
-        else part.refusal
-        if isinstance(part, chats.RefusalPart)
-        else left_out(f"{where}.content[{index}]", "image_url", is_last=is_last)
-        for index, part in enumerate(content)
-    )
+    return "\n".join(_texts(content, where, is_last=is_last))
+
+
+def _texts(
+    parts: Sequence[chats.TextPart | chats.RefusalPart | chats.ImagePart],
+    where: str,
+    *,
+    is_last: bool,
+) -> Iterator[str]:
+    for index, part in enumerate(parts):
+        if isinstance(part, chats.TextPart):
+            yield part.text
+        elif isinstance(part, chats.RefusalPart):
+            yield part.refusal
+        else:
+            yield left_out(f"{where}.content[{index}]", "image_url", is_last=is_last)
 
 
 def _call(call: chats.ToolCall, where: str) -> Json:
