@@ -1,7 +1,8 @@
-"""Generate with and without speculation, and compare tokens, log-probabilities and KV, bit for bit.
+"""Generate with and without speculation, and compare all that comes of it, bit for bit.
 
     python -m tests.speculated [COUNT] [LEVEL]
 
+Compared are tokens, log-probabilities, KV and the records of recurrent layers after each step, of
 COUNT sequences of each model in KINDS, by the kernels of LEVEL. Sequences differ in how they are
 drawn, in what ends them (stop strings, too, as a reply reads them), in when they arrive, and in
 what interrupts them: moves to another worker, preemption, and a worker's death. With speculation
@@ -32,7 +33,7 @@ from engine.model.weights import load_weights
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.text.grammar import GrammarTokenizer, json_grammar, regex_grammar
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Admit, Release
+from engine.wire.messages import Admit, Records, Release
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.kv_pool import TORCH_DTYPES, block_shape
@@ -46,6 +47,8 @@ from tests.quantised_checkpoints import SHAPE, write_quantised
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 160
+MAX_GROUP = 6
+"""Most sequences at once."""
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["a"]}}},
@@ -82,6 +85,8 @@ KINDS = {
     "experts, quantised at start": Kind("mixtral", "bfloat16", weights="q4"),
     "KV in int8": Kind(dtype="bfloat16", kv_dtype="int8"),
     "int8 and KV in int8": Kind(kv_dtype="int8", weights="int8"),
+    "recurrent": Kind("qwen3_5_text"),
+    "recurrent, experts, bfloat16": Kind("qwen3_next", "bfloat16"),
 }
 
 
@@ -128,6 +133,12 @@ class Generation:
     prediction: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
+    records: list[list[int]] = field(default_factory=list)
+    """Blocks of each; empty: the model keeps none."""
+    valid_record: int = 0
+    kept_record: int | None = None
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The bytes of its valid record, by the number of computed tokens."""
     num_computed: int = 0
     generation: int = 0
     reason: str | None = None
@@ -150,7 +161,21 @@ class Generation:
             block_table=table,
             spec=RunSpec(self.sampling, prediction=self.prediction),
             until_output=until,
+            records=Records(self.records, self.valid_record, [], [], BLOCK_SIZE, self.kept_record)
+            if self.records
+            else None,
         )
+
+    def restart(self) -> None:
+        """Forget what is computed."""
+        self.num_computed, self.valid_record, self.kept_record = 0, 0, None
+
+    def note_record(self, pool: torch.Tensor, entry) -> None:
+        """Note the record that holds after a step, as the daemon and this test do."""
+        self.valid_record = entry.valid_record
+        if self.num_computed % BLOCK_SIZE == 0:
+            self.kept_record = self.valid_record
+        self.states[self.num_computed] = pool[self.records[self.valid_record]].view(torch.uint8)
 
     def take(self, entry) -> bool:
         """Take what a step reports; return whether a stop string has come with it."""
@@ -191,6 +216,7 @@ class Model:
             weights=kind.weights,
         )
         self.transformer = Transformer(self.config, weights, kind.dtype, None, BLOCK_SIZE)
+        self.record_blocks = self.config.record_blocks(BLOCK_SIZE, self.kv_dtype)
         assert self.transformer.keeps_row_bits
         ends = self.config.eos_token_ids
         self.grammars = Grammars(
@@ -199,7 +225,15 @@ class Model:
 
     def pool(self) -> torch.Tensor:
         shape = block_shape(self.config, BLOCK_SIZE, self.kv_dtype)
-        return torch.zeros(NUM_BLOCKS, *shape, dtype=TORCH_DTYPES[self.kv_dtype])
+        num_blocks = NUM_BLOCKS + MAX_GROUP * 3 * self.record_blocks
+        return torch.zeros(num_blocks, *shape, dtype=TORCH_DTYPES[self.kv_dtype])
+
+    def records(self, seq_id: int) -> list[list[int]]:
+        """Return the blocks of a sequence's three records, behind those of all tables."""
+        size = self.record_blocks
+        first = NUM_BLOCKS + (seq_id - 1) * 3 * size
+        starts = range(first, first + 3 * size, size) if size else ()
+        return [list(range(start, start + size)) for start in starts]
 
     def values(self, pool: torch.Tensor) -> torch.Tensor:
         """Return what a pool means, [num_blocks, num_layers, 2, block_size, heads, head_dim]."""
@@ -263,7 +297,7 @@ def drawn_group(rng: random.Random, number: int, tokenizer: Tokenizer) -> list[G
     piece = [rng.randint(40, 120) for _ in range(rng.randint(2, 12))]
     prompt = piece * rng.randint(1, 6)
     group = []
-    for index in range(rng.choice([1, 1, 2, 4, 6])):
+    for index in range(rng.choice([1, 1, 2, 4, MAX_GROUP])):
         sampling = drawn_sampling(rng, number * 100 + index)
         reply = Reply(tokenizer, prompt, sampling, drawn_stop(rng))
         late = rng.choice([0, 0, rng.randint(1, 6)])
@@ -289,6 +323,8 @@ def run(
 ) -> torch.Tensor:
     """Generate a group to its end, over its interruptions; return the pool."""
     pool, tables = model.pool(), tables_of(group)
+    for one in group:
+        one.records = model.records(one.seq_id)
     for what in [*interruptions, "end"]:
         worker = model.worker(pool, most, speculates=speculates)
         by_id, num_steps = {one.seq_id: one for one in group}, 0
@@ -306,13 +342,17 @@ def run(
             for report in worker.step() if worker.worker._running else ():
                 for entry in report.entries:
                     one = by_id[entry.seq_id]
-                    if one.take(entry):
+                    must_stop = one.take(entry)
+                    if one.records:
+                        one.note_record(pool, entry)
+                    if must_stop:
                         worker.tell(Release(one.seq_id, one.generation, "stopped"))
             num_steps += 1
         worker.close()
         if what == "preemption":
             for one in group:
-                one.num_computed = 0 if one.reason is None else one.num_computed
+                if one.reason is None:
+                    one.restart()
     return pool
 
 
@@ -349,6 +389,10 @@ def compare(model: Model, number: int) -> Counter[str]:
     num_common = [min(a.num_computed, b.num_computed) for a, b in zip(plain, group, strict=True)]
     for a, b, common in zip(plain, group, num_common, strict=True):
         assert b.reason is not None, number
+        assert all(state.equal(a.states[at]) for at, state in b.states.items() if at in a.states)
+        num_borders = common // BLOCK_SIZE - len(b.prompt) // BLOCK_SIZE
+        borders = [at for at in b.states if len(b.prompt) < at <= common and at % BLOCK_SIZE == 0]
+        assert not b.records or len(borders) == num_borders, number
         a.num_computed = b.num_computed = common
     assert written(pool, plain).equal(written(other_pool, group)), number
     counts = Counter(interruptions)

@@ -67,7 +67,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     state_dir = None if isinstance(found, PenstockError) else found.state_dir
     is_bitwise = isinstance(found, config.ServeConfig) and found.exact == "bitwise"
     yield _kernels(state_dir, checkpoint, is_bitwise=is_bitwise)
-    if not isinstance(found, PenstockError) and (why := _no_speculation(found, checkpoint)):
+    if not isinstance(found, PenstockError) and (why := _no_speculation(found)):
         yield Finding("speculation", "ok", f"off ({why})")
     yield _cores()
     yield from _devices(Devices.of_machine())
@@ -189,14 +189,11 @@ def _kernels(
     return Finding("kernels", "ok", about)
 
 
-def _no_speculation(found: config.ServeConfig, model: Checkpoint | None) -> str | None:
+def _no_speculation(found: config.ServeConfig) -> str | None:
     """Say why no worker on CPUs would guess tokens; None: they do."""
     if found.max_drafted == 0:
         return "speculate is off"
-    if not has_kernels():
-        return "no compiled kernels"
-    has_records = model is not None and None in model.config.kv_layers
-    return "recurrent layers" if has_records else None
+    return None if has_kernels() else "no compiled kernels"
 
 
 def _quantised_ratio(model: Checkpoint) -> float:

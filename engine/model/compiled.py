@@ -10,7 +10,7 @@ Never: gathers keys or values, masks by adding, chooses blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from engine.checkpoint.model_config import ACTIVATIONS
 from engine.kernels.cpu import BFLOAT16, FLOAT32, INT8, TILES, WIDENED, Kernels, load_kernels
 from engine.model.attention import StepBatch
 from engine.model.buffers import Buffers, Take, fresh
+from engine.model.records import RecordBlocks
 from engine.model.sampler import sample_rows
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
@@ -132,7 +133,7 @@ class CompiledBackend:
             torch.tensor(sequences).view(-1, 3),
             torch.tensor(ids).view(-1, width),
             torch.get_num_threads(),
-            _records_of(batch),
+            records_tensor(batch.records) if batch.records else None,
         )
 
     def plan_of(self, plan: CompiledPlan, _kv: torch.Tensor) -> CompiledPlan:
@@ -342,13 +343,12 @@ class CompiledBackend:
         return out.view(-1, num_heads, head_dim)
 
 
-def _records_of(batch: StepBatch) -> torch.Tensor | None:
-    if not batch.records:
-        return None
-    width = max(1, *(max(len(each.read), len(each.written)) for each in batch.records))
+def records_tensor(records: Sequence[RecordBlocks]) -> torch.Tensor:
+    """Return what kernels read of records, as in CompiledPlan."""
+    width = max(1, *(max(len(each.read), len(each.written)) for each in records))
     rows = [
         [*blocks, *[0] * (width - len(blocks))]
-        for each in batch.records
+        for each in records
         for blocks in (each.read, each.written)
     ]
     return torch.tensor(rows).view(-1, 2, width)

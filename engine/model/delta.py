@@ -12,6 +12,7 @@ Never: keeps anything after a step; chooses a block.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.model_config import ModelConfig
 from engine.model.backend import Backend
-from engine.model.compiled import ELEMENT_TYPES, CompiledBackend
+from engine.model.compiled import ELEMENT_TYPES, MAX_TOKENS, CompiledBackend
 from engine.model.linear import Linears
 from engine.model.records import StepRecords
 from engine.model.weight import Weight
@@ -51,7 +52,10 @@ class GatedDelta:
         """Queries, keys, values and output gates lie together for each key head."""
         self._has_grouped_steps = "in_proj_ba" in names
         """Betas and steps lie together for each key head."""
-        self._project = [linears.make(weights, [prefix + name], kind=name) for name in names]
+        self._take = linears.take
+        own = replace(linears, take=self._take_inputs)
+        self._project = [own.make(weights, [prefix + name], kind=name) for name in names]
+        self._widths = {name: weights[f"{prefix}{name}.weight"].shape[0] for name in names}
         self._output = linears.make(weights, [f"{prefix}out_proj"])
         conv = weights[f"{prefix}conv1d.weight"].values.float()
         self._conv = conv[:, 0].t().contiguous()
@@ -67,7 +71,36 @@ class GatedDelta:
         made = [project(x) for project in self._project]
         if self._backend is None:
             return self._output(self._by_torch(made, step).to(x.dtype))
-        return self._output(self._compiled(self._backend, made, step))
+        plan = step.plan
+        heads = self._compiled(self._backend, made, step.kv, plan.sequences, plan.records)
+        return self._output(heads)
+
+    def write_records(
+        self,
+        kv: torch.Tensor,
+        sequences: torch.Tensor,
+        records: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """Write the last step's records again, of sequences that keep fewer of its tokens.
+
+        The step had at most MAX_TOKENS of them, in this dtype; see CompiledPlan.
+        """
+        backend, num_rows = self._backend, int(sequences[:, :2].sum(1).max())
+        assert backend is not None
+        assert num_rows <= MAX_TOKENS
+        made = [
+            self._take_inputs(name, num_rows, width, dtype) for name, width in self._widths.items()
+        ]
+        self._compiled(backend, made, kv, sequences, records)
+
+    def _take_inputs(
+        self, kind: str, num_tokens: int, width: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Take memory for a projection, which a small step keeps beyond its later layers."""
+        if num_tokens > MAX_TOKENS:
+            return self._take(kind, num_tokens, width, dtype)
+        return self._take(f"{kind} {self._number}", MAX_TOKENS, width, dtype)[:num_tokens]
 
     def _layout_of_layer(self) -> torch.Tensor:
         """Fill struct layer of engine/kernels/delta.c."""
@@ -91,10 +124,15 @@ class GatedDelta:
         )
 
     def _compiled(
-        self, backend: CompiledBackend, made: list[torch.Tensor], step: Any
+        self,
+        backend: CompiledBackend,
+        made: list[torch.Tensor],
+        kv: torch.Tensor,
+        sequences: torch.Tensor,
+        records: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute the layer's heads by one kernel, [num_tokens, all_values]."""
-        config, kv, plan = self._config, step.kv, step.plan
+        config = self._config
         ratio = config.num_value_heads // config.num_key_heads
         addresses, itemsize = [each.data_ptr() for each in made], made[0].element_size()
         places = [0, config.all_keys, 2 * config.all_keys]
@@ -108,16 +146,16 @@ class GatedDelta:
         backend.kernels.delta(
             out.data_ptr(),
             kv.data_ptr(),
-            plan.sequences.data_ptr(),
-            0 if plan.records is None else plan.records.data_ptr(),
+            sequences.data_ptr(),
+            0 if records is None else records.data_ptr(),
             self._layout.data_ptr(),
             *inputs,
             ELEMENT_TYPES[out.dtype],
             len(out),
-            len(plan.sequences),
-            0 if plan.records is None else plan.records.shape[2],
+            len(sequences),
+            0 if records is None else records.shape[2],
             kv[0].nbytes,
-            plan.num_threads,
+            torch.get_num_threads(),
             self._eps,
         )
         return out

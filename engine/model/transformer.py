@@ -13,7 +13,7 @@ Never: samples, allocates blocks, trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,12 +26,19 @@ from engine.kernels.cpu import WIDENED, ProductVariants
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
 from engine.model.buffers import Buffers
-from engine.model.compiled import MAX_TOKENS, CompiledBackend, CpuDecodeGraphs, StepExtras
+from engine.model.compiled import (
+    MAX_TOKENS,
+    CompiledBackend,
+    CpuDecodeGraphs,
+    StepExtras,
+    records_tensor,
+)
 from engine.model.delta import GatedDelta
 from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward, WithSharedExpert
 from engine.model.layer_inputs import LayerInput, LayerInputs
 from engine.model.layers import query_growth, rms_norm, rope_table, soft_cap
 from engine.model.linear import Linear, Linears, choose_linears
+from engine.model.records import RecordBlocks
 from engine.model.weight import Weight, embedded
 
 __all__ = ["StepBatch", "Transformer"]
@@ -116,6 +123,8 @@ class Transformer:
             rope = config.ropes[layer]
             rope_index = None if rope is None else self._ropes.index(rope)
             self._branches += _branches(config, weights, layer, rope_index, self._backend, linears)
+        blocks = (branch.block for branch in self._branches)
+        self._recurrent = [block for block in blocks if isinstance(block, GatedDelta)]
         offset = config.family.norm_offset if config.family.has_offset_last else 0.0
         self._norm_weight = _norm_weight(config, weights, f"{prefix}model.norm", offset)
         head = f"{prefix}lm_head"
@@ -215,6 +224,22 @@ class Transformer:
             logits.div_(config.logit_divisor)
         return logits if config.logit_softcap is None else soft_cap(logits, config.logit_softcap)
 
+    @torch.inference_mode()
+    def write_records(
+        self, rows: Sequence[tuple[int, int]], records: Sequence[RecordBlocks], kv: torch.Tensor
+    ) -> None:
+        """Write records of the last step again, without the tokens that turned out wrong.
+
+        Args:
+            rows: each sequence's first row in the step, and how many rows its record counts.
+            records: what the step has read and written, of each.
+            kv: the pool.
+        """
+        sequences = torch.tensor([(first, count, 0) for first, count in rows])
+        places = records_tensor(records)
+        for layer in self._recurrent:
+            layer.write_records(kv, sequences, places, self.dtype)
+
     def _run_layers(
         self,
         x: torch.Tensor,
@@ -278,7 +303,7 @@ class _Branch:
         self._backend = backend
         self.scalar: float | None = None
         """What the stream is multiplied by behind it; None: nothing."""
-        self._before, self._block, self._after = before, block, after
+        self._before, self.block, self._after = before, block, after
         self.is_all_kernels = True
         if isinstance(block, Experts | DenseAndExperts | WithSharedExpert):
             self.is_all_kernels = block.is_one_kernel
@@ -295,7 +320,7 @@ class _Branch:
             read = self._backend.norm(x, self._before, self._eps, added, self._scale)
         elif added is not None:
             self._backend.add(x, added, self._scale)
-        made = self._block(read, step)
+        made = self.block(read, step)
         if self._after is not None:
             self._backend.norm_rows(made[:, None], self._after[None], self._post_eps)
         if self.scalar is None:

@@ -157,8 +157,6 @@ def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | 
     config = transformer.config
     if not transformer.keeps_row_bits:  # so a guess could change a letter
         return None, ["Speculation: off (no compiled kernels)"]
-    if None in config.kv_layers:  # their states cannot go back behind refused tokens
-        return None, ["Speculation: off (recurrent layers)"]
     return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
 
 

@@ -2,7 +2,8 @@
 
 Owns: the model and the pool that it writes.
 Invariant: a sequence is sampled exactly when the step computes its last known token; a draft does
-not change its tokens; when a step is collected the device has finished it.
+not change its tokens; when a step is collected the device has finished it, and records count no
+token that was refused.
 Never: ends a sequence, sends a message, reads a role.
 """
 
@@ -201,7 +202,22 @@ class Runner:
             ends = list(accumulate(count for _, count in launched.planned))
             for index in {bisect_right(ends, row) for row in bad_rows}:
                 results[index] = Sampled(error=_NO_NUMBERS_BEFORE, is_fault=True)
+        self._take_back_refused(launched.planned, results)
         return results
+
+    def _take_back_refused(
+        self, planned: list[tuple[WorkerRequest, int]], results: list[Sampled]
+    ) -> None:
+        """Write the records of sequences with refused guesses again, from those before the step."""
+        rows, records, first = [], [], 0
+        for (running, num_new), result in zip(planned, results, strict=True):
+            num_right = max(len(result.token_ids) - 1, 0)
+            if running.records is not None and num_right < len(running.draft):
+                rows.append((first, num_new + num_right))
+                records.append(running.record_blocks)
+            first += num_new + len(running.draft)
+        if rows:
+            self._transformer.write_records(rows, records, self._pool)
 
     def _results(self, launched: Launched) -> list[Sampled]:
         logits = launched.logits
@@ -282,15 +298,12 @@ class Runner:
         Attention may read a block beyond the written positions, masked: as numbers of the pool's
         dtype a record's bytes may be NaN, which no mask hides.
         """
-        size = self.block_size
-        begun = [
-            block_id
-            for r, n in planned
-            if r.records is not None
-            for block_id in r.block_table[
-                -(-r.num_computed_tokens // size) : -(-(r.num_computed_tokens + n) // size)
-            ]
-        ]
+        size, begun = self.block_size, []
+        for running, num_new in planned:
+            if running.records is not None:
+                start = running.num_computed_tokens
+                end = start + num_new + len(running.draft)
+                begun += running.block_table[-(-start // size) : -(-end // size)]
         if begun:
             self.clear(begun)
 

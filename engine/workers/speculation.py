@@ -2,7 +2,8 @@
 
 Owns: the guesses of the step under way.
 Invariant: a guess lies within its sequence's blocks and limits, so that checking it writes no block
-but its own; only decode steps without prompts have guesses.
+but its own, and ends where its sequence's record is kept; only decode steps without prompts have
+guesses.
 Never: draws: the runner draws each token as if there were no guess.
 """
 
@@ -79,4 +80,6 @@ class Speculation:
             running.room(self._block_size) - 1,
             running.until_output - running.num_output_tokens - 1,
         )
+        every = 0 if running.records is None else running.records.keeps_every
+        most = running.until_border(most + 1, every) - 1
         return self._drafts.guess(running, most) if most > 0 else None

@@ -198,12 +198,18 @@ class WorkerRequest:
         last = self.num_prompt_tokens - 1
         return max(0, min(num_new_tokens, last - self.num_computed_tokens))
 
+    def until_border(self, num_new_tokens: int, every: int = 0) -> int:
+        """Limit a step's tokens to the next snapshot, and to a multiple of `every` in the text."""
+        computed = self.num_computed_tokens
+        ends = [] if self.records is None else [*self.records.snapshots_at]
+        if every:
+            ends.append(computed - computed % every + every)
+        return min([num_new_tokens, *(end - computed for end in ends if end > computed)])
+
     def capped(self, num_new_tokens: int) -> int:
         """Limit a step's tokens for prompt log-probabilities, or to spare others' ITL."""
         num_tokens = min(num_new_tokens, self.max_chunk_tokens or num_new_tokens)
-        for border in () if self.records is None else self.records.snapshots_at:
-            if border > self.num_computed_tokens:
-                num_tokens = min(num_tokens, border - self.num_computed_tokens)
+        num_tokens = self.until_border(num_tokens)
         if self.num_prompt_logprobs(num_tokens) > _MAX_PROMPT_LOGPROBS:
             return _MAX_PROMPT_LOGPROBS
         return num_tokens

@@ -105,7 +105,7 @@ def product_of(transformer):
     import torch
 
     x = torch.randn(PROMPT, transformer.config.hidden_size).bfloat16()
-    gate_up = transformer._branches[1]._block._gate_up
+    gate_up = transformer._branches[1].block._gate_up
     return (lambda: gate_up(x)), 2 * PROMPT * gate_up.num_outputs * x.shape[1]
 
 

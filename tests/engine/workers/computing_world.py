@@ -14,6 +14,7 @@ from engine.model.weights import load_weights
 from engine.workers.kv_pool import block_shape
 from engine.workers.loop import StepLoop
 from engine.workers.runner import Runner
+from engine.workers.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import World
@@ -28,14 +29,15 @@ class LoopWorker:
     is_parked = has_stepped = False
     cpus = running = ()
 
-    def __init__(self, worker, transformer, pools):
+    def __init__(self, worker, transformer, pools, most_guessed=0):
         self.inbox, self.outbox = deque(), deque()
         self.name, self.pool = worker.name, worker.pool
-        self._parts = worker.pool, transformer, pools
+        self._parts = worker.pool, transformer, pools, most_guessed
         self.restart()
 
     def restart(self):
-        pool, transformer, pools = self._parts
+        pool, transformer, pools, most_guessed = self._parts
+        size = transformer.config.vocab_size
         self.inbox.clear()
         self.outbox.clear()
         self.loop = StepLoop(
@@ -45,6 +47,7 @@ class LoopWorker:
             eos_token_ids=(),
             max_num_batched_tokens=16,
             use_cores=lambda cpus: None,
+            speculation=Speculation(size, BLOCK_SIZE, most_guessed) if most_guessed else None,
         )
 
     def receive(self, _now_ns):
@@ -72,7 +75,7 @@ def transformer_of(folder, dtype="float32"):
     return Transformer(checkpoint.config, weights, dtype)
 
 
-def world_of(arm, transformer, num_blocks=500, kind=World, **options):
+def world_of(arm, transformer, num_blocks=500, kind=World, most_guessed=0, **options):
     """A router over loops that compute; pools begin with bytes that are no numbers."""
     config = transformer.config
     dtype = str(transformer.dtype).removeprefix("torch.")
@@ -89,7 +92,8 @@ def world_of(arm, transformer, num_blocks=500, kind=World, **options):
     for pool in pools.values():
         pool[0] = 0
     world.workers = {
-        worker.name: LoopWorker(worker, transformer, pools) for worker in world.topology.workers
+        worker.name: LoopWorker(worker, transformer, pools, most_guessed)
+        for worker in world.topology.workers
     }
     return world
 

@@ -4,9 +4,11 @@ A real router and real workers' loops in one process: cold and cached, over each
 DRAM and SSD, with preemption, and across deaths of workers within prompts and replies.
 """
 
+import sys
 from functools import cache
 
 import pytest
+from msgspec import structs
 
 from engine.model import backend
 from engine.offload.cache_memory import CacheMemory
@@ -27,6 +29,7 @@ from tests.engine.workers.computing_world import (
     world_of,
 )
 from tests.gguf_files import write_gguf
+from tests.levels import needs_kernels
 
 FAMILY_OF = {
     "colocated": "qwen3_5_text",
@@ -163,6 +166,53 @@ def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(when, models
     world.run()
     assert_right(world, oracle, sequence)
     assert world.scheduled[sequence.seq_id] == sequence.num_tokens - 1
+
+
+def predicted(world, sequence, reply):
+    """The sequence asked again, with its reply as a prediction that is wrong here and there."""
+    again = world.sequence(prompt=sequence.prompt_token_ids, max_tokens=len(reply))
+    guess = [token if index % 7 else 5 for index, token in enumerate(reply)]
+    again.spec = structs.replace(again.spec, prediction=guess)
+    return again
+
+
+@needs_kernels
+@pytest.mark.parametrize("arm", FAMILY_OF)
+def test_guesses_change_no_token_and_leave_each_border_as_a_turn_finds_it(arm, models):
+    transformer, oracle = models(FAMILY_OF[arm])
+    world = world_of(arm, transformer, num_blocks=900, most_guessed=7)
+    first = world.sequence(prompt=prompts_of(33)[0], max_tokens=40)
+    finish(world, oracle, first)
+    again = predicted(world, first, world.emitted[first.seq_id])
+    finish(world, oracle, again)
+    assert again.drafts.right
+    assert again.drafts.right.total() < again.drafts.guessed.total()
+    assert again.num_cached_tokens
+    tokens = [*again.prompt_token_ids, *world.emitted[again.seq_id], *prompts_of(11, seed=8)[0]]
+    second = world.sequence(prompt=tokens, max_tokens=9)
+    finish(world, oracle, second)
+    assert second.num_cached_tokens == (again.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@needs_kernels
+def test_a_death_before_refused_guesses_are_taken_back_loses_nothing(models, monkeypatch):
+    transformer, oracle = models(FAMILY_OF["alias"])
+    world = world_of("alias", transformer, most_guessed=7)
+    first = world.sequence(prompt=prompts_of(60)[0], max_tokens=20)
+    finish(world, oracle, first)
+    again = predicted(world, first, world.emitted[first.seq_id])
+    world.submit(again)
+    decode = world.workers["decode"]
+    with monkeypatch.context() as patch:
+        patch.setattr(transformer, "write_records", lambda *_: sys.exit())
+        with pytest.raises(SystemExit):
+            world.run()
+    assert not decode.outbox
+    world.kill("decode")
+    world.revive("decode")
+    world.run()
+    assert_right(world, oracle, again)
+    assert again.num_recoveries == 1
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])

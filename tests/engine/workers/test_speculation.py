@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from engine.wire.messages import Records
 from engine.workers.draft_gate import MAX_ROWS
 from engine.workers.speculation import Speculation
 from engine.workers.worker_request import WorkerRequest
@@ -15,8 +16,8 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["dense", "experts, bfloat16", "int8 and KV in int8"])
-def test_tokens_texts_logprobs_and_kv_are_bitwise_those_without_speculation(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["dense", "experts, bfloat16", "int8 and KV in int8", "recurrent"])
+def test_all_that_comes_of_a_sequence_is_bitwise_that_without_speculation(tmp_path, kind):
     model = Model(tmp_path, KINDS[kind])
     counts = sum((compare(model, number) for number in range(7, 13)), Counter())
     assert counts["accepted"] > 20
@@ -47,6 +48,16 @@ def test_a_guess_ends_before_the_sequence_does():
     assert drafted(sequence(num_blocks=3)) == [[]]
     running = sequence()
     running.stop_token_ids = frozenset({6})
+    assert drafted(running) == [[4]]
+
+
+def test_a_guess_ends_where_a_record_is_kept():
+    records = [[20], [21], [22]]
+    for keeps_every, expected in ((0, [4, 5, 6, 7, 8, 9, 1]), (16, [4, 5, 6]), (12, [])):
+        running = sequence()
+        running.records = Records(records, 0, [], [], keeps_every)
+        assert drafted(running) == [expected]
+    running.records = Records(records, 0, [], [11, 13])
     assert drafted(running) == [[4]]
 
 
