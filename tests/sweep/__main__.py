@@ -38,8 +38,10 @@ from tests.sweep.virtual_loop import Process
 STOPS_S = (0.3, 3, 60, 900)
 DAEMON_STOPS_S = (0.002, 0.02, 0.3, 60)
 """The shortest: workers are a few steps ahead of it, and their messages cross with its commands."""
-EVENTS_PER_COLLAPSE = 3
-"""Each third event meets the death of all workers, and the next one a stop of the daemon."""
+WORKER_STOPS_S = (0.005, 0.3)
+"""So short that the worker is not killed: what it goes on with may have been given to others."""
+EVENTS_PER_OTHER = 3
+"""At each third event all workers die, at each third the daemon is stopped, and so on."""
 MOST_TRIED = 40
 """Events at which faults are tried again when a failure is shrunk."""
 RUNS_OF_A_CHILD, AT_ONCE = 32, 4
@@ -208,13 +210,15 @@ def plans(calm: Seen, every: int, num_drawn: int) -> Iterator[Run]:
     first, last = calm.num_at_ready + 1, calm.num_events
     for at, worker in itertools.product(range(first, last + 1, every), [*calm.workers, DAEMON]):
         yield Run(name, seed, (Fault(at, worker),))
-    for at in range(first, last + 1, every * EVENTS_PER_COLLAPSE):
-        yield Run(name, seed, (Fault(at, WORKERS),))
     drawn = random.Random(f"{name} {seed}")
-    for at in range(first + 1, last + 1, every * EVENTS_PER_COLLAPSE):
-        yield Run(name, seed, (Fault(at, f"{DAEMON}:{drawn.choice(DAEMON_STOPS_S)}"),))
-    stops = [f"{worker}:{stop_s}" for worker in calm.workers for stop_s in STOPS_S]
+    daemon_stops = [f"{DAEMON}:{stop_s}" for stop_s in DAEMON_STOPS_S]
+    worker_stops = [f"{worker}:{stop_s}" for worker in calm.workers for stop_s in WORKER_STOPS_S]
     disk = DISK_FAULTS if "ssd_cache" in SCENARIOS[name].options else ()
+    others = [[WORKERS], daemon_stops, worker_stops, disk]
+    for offset, kinds in enumerate(filter(None, others)):
+        for at in range(first + offset, last + 1, every * EVENTS_PER_OTHER):
+            yield Run(name, seed, (Fault(at, drawn.choice(kinds)),))
+    stops = [f"{worker}:{stop_s}" for worker in calm.workers for stop_s in STOPS_S]
     for _ in range(num_drawn):
         at = drawn.randint(first, last)
         what = drawn.choice([*calm.workers * 3, *stops, *disk * 2])
@@ -242,18 +246,19 @@ def sweep(args: argparse.Namespace) -> int:
             runs = list(plans(calm, args.every, args.drawn))
             random.Random(f"{name} {args.seed}").shuffle(runs)
             runs = runs[: args.sample]
-            num_runs += len(runs)
-            num_failures += _sweep_one(pool, calm, runs, ends_at_first=args.first)
+            num_done, num_bad = _sweep_one(pool, calm, runs, ends_at_first=args.first)
+            num_runs, num_failures = num_runs + num_done, num_failures + num_bad
             if num_failures and args.first:
                 break
     print(f"{num_runs} runs, {num_failures} failures")
     return num_failures
 
 
-def _sweep_one(pool: Pool, calm: Seen, runs: list[Run], *, ends_at_first: bool) -> int:
-    """Do all disturbed runs of one scenario; return how many showed something."""
-    began_s, num_faults, num_bad, cpu_s = time.monotonic(), 0, 0, 0.0
+def _sweep_one(pool: Pool, calm: Seen, runs: list[Run], *, ends_at_first: bool) -> tuple[int, int]:
+    """Do the disturbed runs of one scenario; return how many were done, and how many failed."""
+    began_s, num_done, num_faults, num_bad, cpu_s = time.monotonic(), 0, 0, 0, 0.0
     for seen in pool.imap_unordered(execute, runs, chunksize=AT_ONCE):
+        num_done += 1
         num_faults, cpu_s = num_faults + seen.num_faults, cpu_s + seen.cpu_s
         if found := differences(calm, seen):
             num_bad += 1
@@ -265,11 +270,11 @@ def _sweep_one(pool: Pool, calm: Seen, runs: list[Run], *, ends_at_first: bool) 
                 break
     print(
         f"{calm.run.scenario}: {calm.num_events - calm.num_at_ready} events, "
-        f"{len(calm.workers) + 1} processes, {len(runs)} runs, {num_faults} faults, "
+        f"{len(calm.workers) + 1} processes, {num_done} runs, {num_faults} faults, "
         f"{num_bad} failures, {cpu_s:.0f} CPU s, {time.monotonic() - began_s:.0f} s",
         flush=True,
     )
-    return num_bad
+    return num_done, num_bad
 
 
 def shrink(pool: Pool, run: Run, found: list[str]) -> tuple[Run, list[str]]:

@@ -53,7 +53,7 @@ DEFAULTS = {
     "speculate": 0,
     "kv_memory_bytes": 4 << 20,
 }
-PAGE_BYTES = 4096
+PAGE_BYTES, FIRST_BYTES = 4096, 512
 LONGEST_S = 300.0
 """Virtual time after which everything must have ended."""
 
@@ -219,7 +219,7 @@ class Machine:
             call(slabs, *args)
             if fault:
                 for path in slabs.folder.iterdir():
-                    _damage(path, is_torn=fault == "torn")
+                    _damage(path, self._random, is_torn=fault == "torn")
 
         return called
 
@@ -382,17 +382,24 @@ _read_tokenizer = functools.cache(Tokenizer.from_folder)
 """Once per process: reading it takes longer than a run."""
 
 
-def _damage(path: Path, *, is_torn: bool) -> None:
-    """Flip a bit of every second page, or lose its second half."""
+def _damage(path: Path, drawn: random.Random, *, is_torn: bool) -> None:
+    """Flip a bit of every second page, or lose the rest of it; a slab's first page stays.
+
+    In pages that begin a record this is in its head, or in its tokens, which lie behind that.
+    """
     if not path.is_file():
         return
     with path.open("r+b") as file:
-        for start in range(PAGE_BYTES, path.stat().st_size, 2 * PAGE_BYTES):
+        for start in range(drawn.choice([1, 2]) * PAGE_BYTES, path.stat().st_size, 2 * PAGE_BYTES):
             file.seek(start)
-            page = file.read(PAGE_BYTES)
-            damaged = page[: len(page) // 2].ljust(len(page), b"\0")
+            page = bytearray(file.read(PAGE_BYTES))
+            at = drawn.randrange(FIRST_BYTES)
+            if is_torn:
+                page[at:] = bytes(len(page) - at)
+            else:
+                page[at] ^= 1
             file.seek(start)
-            file.write(damaged if is_torn else bytes([page[0] ^ 1]) + page[1:])
+            file.write(page)
 
 
 def _unused_threads(*_: Any) -> ThreadPoolExecutor:

@@ -5,6 +5,7 @@ python -m tests.sweep.planted [NAME...]
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,7 @@ BUGS = {
         "engine/cache/blocks.py",
         "        if self.num_commands[block_id]:\n            return BlockState.DRAINING\n",
         "",
-        ("crowd", "leaving"),
+        ("leaving crowd",),
     ),
     "two messages are swapped": Bug(
         "engine/wire/channel.py",
@@ -164,11 +165,11 @@ BUGS = {
         "        if False:\n            process.graveyard",
         ("alias",),
     ),
-    "a stream is told its last tokens twice": Bug(
+    "a recovered stream is told its tokens twice": Bug(
         "appliance/service.py",
         "        request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))\n",
         "        told = TokensEmitted(sequence, token_ids, logprobs, is_last)\n"
-        "        for _ in range(1 + (sequence.num_recoveries > 0 and is_last)):\n"
+        "        for _ in range(1 + (sequence.num_recoveries > 0 and not is_last)):\n"
         "            request.inbox.put_nowait(told)\n",
         ("alias", "choices"),
     ),
@@ -176,8 +177,8 @@ BUGS = {
 
 
 def find(name: str, num_runs: int = 400) -> str | None:
-    """Sweep a copy of the tree with the bug; return the first line that shows it, or None."""
-    bug = BUGS[name]
+    """Sweep a copy of the tree with the bug; say after how many runs what showed it, or None."""
+    bug, num_done = BUGS[name], 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "*.egg-info")
@@ -188,8 +189,10 @@ def find(name: str, num_runs: int = 400) -> str | None:
             command = ["timeout", str(LONGEST_S), sys.executable, "-m", "tests.sweep", scenario]
             command += ["--first", "--jobs", "1", "--sample", str(num_runs)]
             swept = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+            lines = swept.stdout.splitlines() or [swept.stderr[-SHOWN:]]
+            num_done += sum(map(int, re.findall(r"^(\d+) runs, \d+ failures$", swept.stdout, re.M)))
             if swept.returncode not in (0, TIMED_OUT):
-                return next(iter(swept.stdout.splitlines()), swept.stderr[-200:])[:SHOWN]
+                return f"{num_done} runs: {lines[0][:SHOWN]}"
     return None
 
 

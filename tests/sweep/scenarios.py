@@ -127,6 +127,16 @@ def leaving() -> list[Call]:
     ]
 
 
+def leaving_crowd() -> list[Call]:
+    """Clients leave, some time after they have read enough, while others wait for their blocks."""
+    leave = [
+        completion(f"leaves {i}", i, 150, letters=100, hangs_up_after=1000, pause_s=0.01 * i)
+        for i in range(1, 4)
+    ]
+    wait = [completion(f"waits {i}", 10 + i, 40, letters=180, at_s=0.01) for i in range(4)]
+    return [*leave, *wait]
+
+
 def slow_readers() -> list[Call]:
     return [
         completion("slow", 1, 40, pause_s=0.02),
@@ -187,6 +197,11 @@ SCENARIOS = {
     "every api": Scenario(_split("shm"), every_api),
     "leaving": Scenario(
         _split("shm"), leaving, may_differ=frozenset({"leaves early", "leaves late"})
+    ),
+    "leaving crowd": Scenario(
+        _split("alias") | room(9, 256),
+        leaving_crowd,
+        may_differ=frozenset({"leaves 1", "leaves 2", "leaves 3"}),
     ),
     "slow readers": Scenario(_split("peer"), slow_readers),
     "conversations": Scenario(_split("shm"), conversations, "cached_tokens"),
