@@ -1,13 +1,14 @@
 """Ten thousand inputs; `python -m tests.fuzz` feeds as many as one likes to every parser."""
 
 import functools
+import json
 from random import Random
 
 import pytest
 
 from engine.errors import PenstockError
 from tests.fuzz.__main__ import feed, fuzz
-from tests.fuzz.mutations import mutated
+from tests.fuzz.mutations import MAX_BYTES, mutated
 from tests.fuzz.parsers import PARSERS, Parser
 
 INPUTS_PER_SHARE = 76
@@ -25,6 +26,14 @@ def test_an_input_is_made_again_from_its_seed():
     made = [make(Random(seed)) for seed in range(50)]
     assert made == [make(Random(seed)) for seed in range(50)]
     assert len(set(made)) > 40
+
+
+def test_no_input_is_longer_than_the_limit():
+    """Lists within lists, each of which may become a hundred times as long."""
+    example = json.dumps([[[["x" * 400] * 4] * 4] * 4]).encode()
+    for seed in range(300):
+        made = mutated(Random(seed), [example], [], is_json=True)
+        assert len(made) <= MAX_BYTES
 
 
 @pytest.mark.parametrize(

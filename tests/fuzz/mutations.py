@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from random import Random
 from typing import Any
@@ -55,17 +56,18 @@ def _change(rng: Random, data: bytearray, examples: list[bytes], fragments: list
 
 
 def _changed_json(rng: Random, data: bytes) -> bytes:
-    """Change values and keys of a JSON document."""
-    try:
+    """Change values and keys of a JSON document, as long as it does not become too long."""
+    is_ascii = rng.random() < 0.5
+    # it may be no JSON, or nested deeper than the encoder goes
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(data)
-    except ValueError:
-        return data
-    for _ in range(rng.choice([1, 1, 2, 4])):
-        value = _changed(rng, value)
-    try:
-        return json.dumps(value, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-    except RecursionError:  # nested deeper than this encoder goes
-        return data
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            value = _changed(rng, value)
+            changed = json.dumps(value, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+            if len(changed) > MAX_BYTES:
+                break
+            data = changed
+    return data
 
 
 def _changed(rng: Random, value: Any) -> Any:
