@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -56,6 +57,7 @@ from appliance.http.listeners import (
     passed_sockets,
 )
 from appliance.http.server import ApiServer
+from appliance.keeper_channel import close_channel, notify, notify_watchdog
 from appliance.loading import Fetching, Swapping
 from appliance.log.retention import RetentionLimits
 from appliance.log.writer import RequestLog
@@ -65,8 +67,6 @@ from appliance.process import (
     SILENT_S,
     Formatter,
     has_terminal,
-    notify,
-    notify_watchdog,
     own_command,
     raise_limit,
     read_in_thread,
@@ -111,6 +111,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     handler.setFormatter(Formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
+    faulthandler.enable()  # for the keeper's SIGABRT
     # until there is something to reload; nohup has it ignored already
     is_under_nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_IGN
     passed = passed_sockets(os.environ)
@@ -128,6 +129,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         daemon.is_under_nohup = is_under_nohup
         return asyncio.run(daemon.run(policy))
     finally:
+        close_channel()
         os.close(lock_fd)
 
 

@@ -1,8 +1,9 @@
 """Keep the daemon's listening sockets, and start it again after a crash, as systemd does.
 
 Without a service manager `penstock serve` is the keeper, and the daemon is its child. The keeper
-speaks systemd's protocols, so the daemon has one way for both: FDSTORE messages to NOTIFY_SOCKET
-give descriptors to the keeper, and LISTEN_FDS gives them to the next daemon.
+speaks systemd's protocols, so the daemon has one way for both: FDSTORE messages give descriptors to
+the keeper, LISTEN_FDS gives them to the next daemon, and a daemon without WATCHDOG=1 for
+WATCHDOG_S is killed. The messages come through a socketpair, so no other process can send any.
 Owns: the kept descriptors; the daemon's process and its process group.
 Invariant: signals and exit codes pass as if there were one process, and the daemon never outlives
 its keeper. A daemon that was never ready is not started again.
@@ -17,6 +18,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -30,8 +32,16 @@ from appliance import process
 
 MAX_FAILED = 5
 """Maximum crashes in a row of daemons that were not ready."""
+RESTART_STATUS = 75
+"""Exit status of a daemon that wants to be started again (EX_TEMPFAIL)."""
 LEFT_S = 10.0
 """Maximum seconds to wait for the end of a dead daemon's workers."""
+WATCHDOG_S, WATCHDOG_PARTS = 60, 12
+"""Maximum silence of a ready daemon, counted in parts: a keeper that was stopped counts one."""
+ABORT_S = 10
+"""Time for the stacks of a silent daemon before SIGKILL."""
+NUM_OWN_FDS = 64
+"""Descriptors of the keeper for all that is not kept."""
 FIRST_PASSED_FD = 3
 """The constant SD_LISTEN_FDS_START."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -54,9 +64,11 @@ class _Keeper:
     """One `penstock serve`, through all its daemons."""
 
     def __init__(self) -> None:
-        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._channel.bind("")  # the kernel chooses an abstract name
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_kept = max((limit - NUM_OWN_FDS) // 2, 0)  # a new daemon has each of them twice
         self._kept: list[tuple[str, int]] = []
         """Name and descriptor."""
         self._pid = 0
@@ -80,13 +92,19 @@ class _Keeper:
             self._prctl(_PR_SET_NAME, b"penstock-keeper")
             status = self._watch()
             number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            if number:
+            is_wanted = not number and os.WEXITSTATUS(status) == RESTART_STATUS
+            if number or is_wanted:
                 self._end_workers()
-            if number in (0, *_PASSED_ON) or self._ended_by:
+            is_over = number in (0, *_PASSED_ON) and not is_wanted
+            if is_over and is_restart and status and not self._is_ready:
+                _tell(f"The next daemon ended with {os.WEXITSTATUS(status)}; not started again")
+            if is_over or self._ended_by:
                 return status
-            self._num_failed = 0 if self._is_ready else self._num_failed + 1
+            self._num_failed = 0 if self._is_ready or is_wanted else self._num_failed + 1
             is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
-            _tell(f"the daemon was killed by {signal.Signals(number).name}", is_restart)
+            if not is_wanted:
+                about = "starting it again" if is_restart else "not started again"
+                _tell(f"The daemon was killed by {signal.Signals(number).name}; {about}")
             if not is_restart:
                 return status
 
@@ -95,6 +113,8 @@ class _Keeper:
         keeper = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
         ended_by = self._ended_by
+        self._channel, daemons = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._pid = os.fork()
         if self._pid == 0:
             self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -104,15 +124,23 @@ class _Keeper:
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the group is in the background
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            os.environ["NOTIFY_SOCKET"] = "@" + self._channel.getsockname()[1:].decode()
-        elif ended_by:
-            _send(self._pid, ended_by)
+            self._channel.close()
+            os.environ["NOTIFY_FD"] = f"{os.getpid()}:{daemons.detach()}"
+            os.environ["FDSTORE"] = str(self._max_kept)
+            os.environ["WATCHDOG_PID"] = str(os.getpid())
+            os.environ["WATCHDOG_USEC"] = str(WATCHDOG_S * 1_000_000)
+        else:
+            daemons.close()
+            if ended_by:
+                _send(self._pid, ended_by)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
         return self._pid == 0
 
     def _exec(self) -> None:
         """Become a new interpreter, with the kept descriptors from FIRST_PASSED_FD on."""
         above = FIRST_PASSED_FD + len(self._kept)
+        channel = fcntl.fcntl(int(os.environ["NOTIFY_FD"].partition(":")[2]), fcntl.F_DUPFD, above)
+        os.environ["NOTIFY_FD"] = f"{os.getpid()}:{channel}"
         copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for _, fd in self._kept]
         for number, fd in enumerate(copies, FIRST_PASSED_FD):
             os.dup2(fd, number)
@@ -126,17 +154,36 @@ class _Keeper:
         poll, ended = select.poll(), os.pidfd_open(self._pid)
         poll.register(self._channel, select.POLLIN)
         poll.register(ended, select.POLLIN)
-        while self._channel.fileno() in {fd for fd, _ in poll.poll()}:
-            self._take()
+        self._num_silent, self._is_watched = 0, False
+        while True:
+            found = dict(poll.poll(1000 * WATCHDOG_S // WATCHDOG_PARTS))
+            if self._channel.fileno() in found:
+                if not self._take():
+                    poll.unregister(self._channel)
+            elif found:
+                break
+            elif self._is_watched:
+                self._num_silent += 1
+                self._end_silent()
+        self._channel.close()
         os.close(ended)
         status = os.waitpid(self._pid, 0)[1]
         self._last_pid, self._pid = self._pid, 0
         return status
 
-    def _take(self) -> None:
-        """Take one message; one of another process is dropped."""
+    def _end_silent(self) -> None:
+        """Kill a daemon whose loop has not turned for too long, with its stacks in the log."""
+        if self._num_silent == WATCHDOG_PARTS:
+            _tell(f"The daemon has been silent for {WATCHDOG_S} s; ending it")
+            _send(self._pid, signal.SIGABRT)
+            _send(self._pid, signal.SIGCONT)
+        elif self._num_silent * WATCHDOG_S >= WATCHDOG_PARTS * (WATCHDOG_S + ABORT_S):
+            _send(self._pid, signal.SIGKILL)
+
+    def _take(self) -> bool:
+        """Take one message; one of another process is dropped. False: no more can come."""
         room = socket.CMSG_SPACE(struct.calcsize("3i")) + socket.CMSG_SPACE(4 * _MAX_FDS)
-        data, parts, _, _ = self._channel.recvmsg(4096, room, socket.MSG_CMSG_CLOEXEC)
+        data, parts, flags, _ = self._channel.recvmsg(4096, room, socket.MSG_CMSG_CLOEXEC)
         fds, sender = array.array("i"), 0
         for _, kind, value in parts:
             if kind == socket.SCM_RIGHTS:
@@ -146,7 +193,9 @@ class _Keeper:
         lines = data.decode(errors="replace").split("\n") if sender == self._pid else []
         fields = dict(line.partition("=")[::2] for line in lines)
         name, given = fields.get("FDNAME", ""), list(fds)
-        if "FDSTORE" in fields:
+        if flags & socket.MSG_CTRUNC:
+            _tell("The keeper has no descriptor left; a crash would end a reply")
+        elif "FDSTORE" in fields:
             self._kept += [(name, fd) for fd in given]
             given = []
         elif "FDSTOREREMOVE" in fields:
@@ -155,6 +204,11 @@ class _Keeper:
         for fd in given:
             os.close(fd)
         self._is_ready |= fields.get("READY") == "1"
+        if "READY" in fields or "STOPPING" in fields:
+            self._is_watched = "STOPPING" not in fields
+        if "WATCHDOG" in fields:
+            self._num_silent = 0
+        return bool(data)
 
     def _end_workers(self) -> None:
         """End what the dead daemon left, and wait: the next one needs its memory and cores."""
@@ -184,8 +238,7 @@ def _send(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def _tell(about: str, is_restart: bool) -> None:
-    text = f"{about}; starting it again" if is_restart else f"{about}; not started again"
+def _tell(text: str) -> None:
     line = process.lines(text, logging.ERROR, to_journal=process.is_journal())
     os.write(2, f"{line}\n".encode())
 

@@ -45,11 +45,12 @@ from appliance.frame.protocol import (
     TotalsFrame,
     utc_now,
 )
+from appliance.keeper_channel import notify
 from appliance.log.row import frame_of_row
 from appliance.log.writer import RequestLog
 from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
-from appliance.process import notify, read_in_thread
+from appliance.process import read_in_thread
 from appliance.residents import LOOK_S, LoadedModel, MemoryNeed, Residents, need_of
 from appliance.service import Service
 from engine.cache.hashes import PrefixHasher

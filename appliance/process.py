@@ -1,9 +1,9 @@
-"""Manage the daemon's process: its descriptors, heap, disk reads, log lines, systemd messages.
+"""Manage the daemon's process: its descriptors, heap, disk reads, log lines.
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
 programs that call select(), which ours do not), and the size from which the heap gives large
 buffers pages of their own; standing threads, and threads that read a disk which may hang; what a
-line on stderr begins with, and the datagram to NOTIFY_SOCKET.
+line on stderr begins with.
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
 Never: asks for more than the hard limit; raises because a C library is another.
 """
@@ -17,11 +17,9 @@ import os
 import resource
 import shlex
 import shutil
-import socket
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -197,11 +195,10 @@ def _used_s(clocks: list[int]) -> float | None:
         return None
 
 
-# What systemd reads of the daemon: lines on stderr with priorities, and notifications.
+# What the journal reads of the daemon: lines on stderr with priorities.
 # Invariant: a line has systemd's `<N>` in front only where the journal itself reads stderr, and
-# then each line of a message of several has it; without systemd nothing is sent.
-# Never: opens a journal, chooses what is said, waits, or stops the daemon because a notification
-# failed.
+# then each line of a message of several has it.
+# Never: opens a journal, or chooses what is said.
 
 
 _ERROR, _WARNING, _INFO, _DEBUG = 3, 4, 6, 7
@@ -267,43 +264,5 @@ def has_terminal() -> bool:
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
-        return False
-    return True
-
-
-_LOG = logging.getLogger("penstock.notify")
-
-
-def notify_watchdog(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell systemd that all is well, where the unit has WatchdogSec=; silence kills the daemon."""
-    is_for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    return bool(is_for_us and environ.get("WATCHDOG_USEC")) and notify(WATCHDOG=1)
-
-
-def notify(*fds: int, **fields: str | int) -> bool:
-    """Send one notification to systemd, or to our own keeper.
-
-    Fields of use: READY=1, STOPPING=1, STATUS=text, EXTEND_TIMEOUT_USEC=microseconds.
-
-    Args:
-        fds: descriptors to keep, with the fields FDSTORE=1 and FDNAME=name.
-        fields: name and value of each line.
-
-    Returns:
-        False without a service manager, or if the message could not be sent.
-    """
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return False
-    if address.startswith("@"):  # in the abstract namespace, which has no file
-        address = "\0" + address[1:]
-    lines = [f"{name}={' '.join(str(value).splitlines())}" for name, value in fields.items()]
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
-            data = "\n".join(lines).encode(errors="replace")
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-            channel.sendmsg([data], rights, 0, address)
-    except OSError as error:
-        _LOG.warning("cannot notify systemd: %s", error)
         return False
     return True

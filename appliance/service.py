@@ -28,6 +28,7 @@ from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
+from appliance.keeper_channel import keeper_problem
 from appliance.log.query import UsageQuery
 from appliance.log.row import LogRow, frame_of_row
 from appliance.log.writer import RequestLog
@@ -165,7 +166,7 @@ class Service:
 
     def degraded_reason(self) -> str | None:
         """Return the fault while part of the daemon serves on; None: there is no fault."""
-        return self.availability.degraded_reason
+        return self.availability.degraded_reason or keeper_problem()
 
     async def rekey(self, config: ServeConfig, plan: BootPlan) -> None:
         """Keep a prefix cache of this model, by what its hashes are made with, if it is on."""

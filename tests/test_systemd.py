@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from appliance import keeper
 from appliance.cli.install_service import PLACES
 from appliance.configuration.config import ServeConfig
 from appliance.configuration.paths import GPU_UNIT_NAME, SYSTEM_SOCKET
 from appliance.http.listeners import SOCKET_MODE
+from appliance.http.server import NUM_RESERVED
 from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.errors import ConfigError
 
@@ -60,7 +62,11 @@ def test_the_unit_agrees_with_the_program() -> None:
     assert service["KillMode"] == "mixed"
     assert "RuntimeDirectory" not in service  # it would be removed with the socket in it
     assert "PrivateUsers" not in service
-    assert float(service["WatchdogSec"]) >= 10 * LOOK_INTERVAL_S
+    assert int(service["WatchdogSec"]) == keeper.WATCHDOG_S >= 10 * LOOK_INTERVAL_S
+    assert service["RestartForceExitStatus"] == str(keeper.RESTART_STATUS)
+    max_connections = ServeConfig(Path(), Path()).max_connections + NUM_RESERVED
+    assert int(service["FileDescriptorStoreMax"]) > 3 * max_connections
+    assert f"FDSTORE={service['FileDescriptorStoreMax']}" in service["Environment"].split()
     assert float(service["TimeoutStopSec"]) > ServeConfig(Path(), Path()).max_drain_s + 10
     assert unit["Unit"]["Requires"] == "penstock.socket"
 

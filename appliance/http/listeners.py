@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance.process import notify
+from appliance.keeper_channel import count_kept, notify
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
 SOCKET_MODE = 0o660
@@ -198,6 +198,7 @@ def passed_sockets(environ: MutableMapping[str, str]) -> PassedSockets:
     passed = PassedSockets([], [])
     if not is_ours or not count.isdigit():
         return passed
+    count_kept(names)
     for fd in range(FIRST_INHERITED_FD, FIRST_INHERITED_FD + int(count)):
         is_kept = names[fd - FIRST_INHERITED_FD :][:1] == [KEPT]
         os.set_inheritable(fd, False)

@@ -16,11 +16,14 @@ import pytest
 from tests.daemons import is_alive
 
 DAEMON = """
-import os, signal, socket, subprocess, sys, time
-from appliance.keeper import keep_daemon
+import os, resource, signal, socket, subprocess, sys, time
+from appliance import keeper
 
-keep_daemon()
-from appliance.process import notify
+keeper.WATCHDOG_S = float(os.environ.get("WATCHDOG_S", "60"))
+if "NUM_FDS" in os.environ:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["NUM_FDS"]),) * 2)
+keeper.keep_daemon()
+from appliance.keeper_channel import notify
 
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 folder, *lives = sys.argv[1:]
@@ -59,6 +62,23 @@ with open(f"{folder}/said", "a+") as said:
         notify(READY=1)
         say("listening")
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "store":
+        given = [socket.socketpair() for _ in range(96)]
+        for one, other in given:
+            notify(one.fileno(), other.fileno(), one.fileno(), FDSTORE=1, FDNAME="a")
+        notify(READY=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "too many":
+        del os.environ["FDSTORE"]  # what the keeper said that it can keep
+        notify(*[0] * 60, FDSTORE=1, FDNAME="too many")
+        notify(0, FDSTORE=1, FDNAME="one")
+        notify(READY=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "count":
+        say("count", os.environ["LISTEN_FDS"], *set(os.environ["LISTEN_FDNAMES"].split(":")))
+    if action == "silent":
+        notify(READY=1)
+        time.sleep(600)
     if action == "answer":
         names = os.environ["LISTEN_FDNAMES"]
         say("given", os.environ["LISTEN_FDS"], names, os.environ["LISTEN_PID"] == str(os.getpid()))
@@ -75,14 +95,14 @@ with open(f"{folder}/said", "a+") as said:
 class Kept:
     """A daemon of the script above, and what its lives said."""
 
-    def __init__(self, folder: Path, *lives: str) -> None:
+    def __init__(self, folder: Path, *lives: str, **more: str) -> None:
         self._said = folder / "said"
         script = folder / "daemon.py"
         script.write_text(DAEMON)
         environ = {k: v for k, v in os.environ.items() if k not in ("NOTIFY_SOCKET", "LISTEN_PID")}
         self.process = subprocess.Popen(
             [sys.executable, str(script), str(folder), *lives],
-            env={**environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**environ, **more, "PYTHONPATH": str(Path(__file__).parents[2])},
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
@@ -112,8 +132,8 @@ class Kept:
 def keep(tmp_path):
     made: list[Kept] = []
 
-    def start(*lives: str) -> Kept:
-        made.append(Kept(tmp_path, *lives))
+    def start(*lives: str, **more: str) -> Kept:
+        made.append(Kept(tmp_path, *lives, **more))
         return made[-1]
 
     yield start
@@ -141,6 +161,33 @@ def test_a_crash_loop_ends_and_the_last_exit_code_too(keep):
     (kept._said).unlink()
     again = keep("ready=9", "exit=3")
     assert again.wait() == 3
+
+
+def test_a_daemon_that_asks_for_the_next_one_gets_it_and_a_failed_start_is_told(keep):
+    kept = keep("exit=75", "ready=9", "exit=78")
+    assert kept.wait() == 78
+    assert kept.lives() == ["exit=75", "ready=9", "exit=78"]
+    assert "ended with 78" in kept.stderr
+
+
+def test_a_burst_of_descriptors_is_kept_though_the_daemon_dies_at_once(keep):
+    kept = keep("store", "count")
+    assert kept.wait() == 0
+    assert kept.wait_for("count") == [str(3 * 96), "a"]
+
+
+def test_descriptors_beyond_the_keepers_limit_are_refused_whole_and_told(keep):
+    kept = keep("too many", "count", NUM_FDS="50")
+    assert kept.wait() == 0
+    assert kept.wait_for("count") == ["1", "one"]
+    assert "no descriptor left" in kept.stderr
+
+
+def test_a_ready_daemon_that_stays_silent_is_ended_and_started_again(keep):
+    kept = keep("silent", "exit=0", WATCHDOG_S="0.6")
+    assert kept.wait() == 0
+    assert "silent for 0.6 s" in kept.stderr
+    assert kept.lives() == ["silent", "exit=0"]
 
 
 def test_a_client_waits_for_the_next_daemon_and_only_what_the_daemon_gave_is_kept(keep, tmp_path):
