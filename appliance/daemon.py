@@ -57,6 +57,7 @@ from appliance.http.listeners import (
     passed_sockets,
 )
 from appliance.http.server import ApiServer
+from appliance.keeper import RESTART_STATUS, check_next
 from appliance.keeper_channel import close_channel, notify, notify_watchdog
 from appliance.loading import Fetching, Swapping
 from appliance.log.retention import RetentionLimits
@@ -113,6 +114,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     log.setLevel(logging.INFO)
     faulthandler.enable()  # for the keeper's SIGABRT
     # until there is something to reload; nohup has it ignored already
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     is_under_nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_IGN
     passed = passed_sockets(os.environ)
     config = load_config()
@@ -200,6 +202,7 @@ class _Daemon:
         self._kept = passed.kept
         """Listeners of a daemon that has died."""
         self._num_signals = 0
+        self._restarting: asyncio.Task[None] | None = None
         self._stopped_by = ""
         self._has_terminal = has_terminal()
         self.is_under_nohup = False
@@ -244,6 +247,7 @@ class _Daemon:
                     return 0
                 app.state.appliance = await self._start_model()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+            loop.add_signal_handler(signal.SIGUSR2, self._on_restart)
             if self._has_lost_terminal:  # while it loaded
                 self._on_signal(signal.SIGHUP)
             for endless in (self._make_frames(), self._keep_watch(), self._measure()):
@@ -485,6 +489,29 @@ class _Daemon:
         self._num_signals += 1
         self._stopped_by = self._stopped_by or number.name
         (self._drain if self._num_signals == 1 else self._stop_now).set()
+
+    def _on_restart(self) -> None:
+        """Hand over to a new daemon, unless this one is starting, stopping or at it."""
+        is_at_it = self._restarting is not None and not self._restarting.done()
+        if self._is_ready and not self._num_signals and not is_at_it:
+            self._restarting = asyncio.create_task(self._hand_over())
+
+    async def _hand_over(self) -> None:
+        """End as a crash would: the keeper starts the next daemon, which continues the replies.
+
+        The settings are checked before, by the program that the keeper will start.
+        """
+        try:
+            await asyncio.to_thread(check_next, sys.orig_argv)
+        except (PenstockError, OSError) as error:
+            self._service.event("error", "restart.refused", f"Not restarted: {error}")
+            return
+        if self._num_signals:  # it is stopping
+            return
+        self._service.event("info", "restart", f"Restarting; {self._service.drain_status}")
+        self._request_log.end_run("restart")
+        self._request_log.close()
+        os._exit(RESTART_STATUS)
 
     @property
     def _has_lost_terminal(self) -> bool:

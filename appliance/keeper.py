@@ -23,17 +23,21 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 from types import FrameType
 from typing import NoReturn
 
 from appliance import process
+from engine.errors import ConfigError
 
 MAX_FAILED = 5
 """Maximum crashes in a row of daemons that were not ready."""
 RESTART_STATUS = 75
 """Exit status of a daemon that wants to be started again (EX_TEMPFAIL)."""
+CHECK_S = 60.0
+"""Maximum time to check the settings of the next daemon."""
 LEFT_S = 10.0
 """Maximum seconds to wait for the end of a dead daemon's workers."""
 WATCHDOG_S, WATCHDOG_PARTS = 60, 12
@@ -47,7 +51,7 @@ FIRST_PASSED_FD = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _POLL_S = 0.01
 _ENDING = (signal.SIGINT, signal.SIGTERM)
-_PASSED_ON = (*_ENDING, signal.SIGHUP, signal.SIGUSR1)
+_PASSED_ON = (*_ENDING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_FDS = 253
 
 
@@ -58,6 +62,31 @@ def keep_daemon() -> None:
         return
     if (status := _Keeper().run()) is not None:
         _end_as(status)
+
+
+def check_next(command: list[str]) -> None:
+    """Check the settings as the next daemon will read them, perhaps as a newer version.
+
+    Args:
+        command: of this daemon.
+
+    Raises:
+        ConfigError: it would not start.
+    """
+    own = ("LISTEN_", "NOTIFY_", "WATCHDOG_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    checked = subprocess.run(
+        [*command, "--check-config"],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=CHECK_S,
+        check=False,
+    )
+    if checked.returncode:
+        found = checked.stderr.decode(errors="replace").partition("\n")[0]
+        raise ConfigError("a new daemon would not start", where=found.removeprefix(process.PREFIX))
 
 
 class _Keeper:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from appliance.http.api_keys import new_key
+from tests.appliance.cli_process import penstock
 from tests.daemons import ALONE
 
 
@@ -127,3 +128,24 @@ def test_a_daemon_in_a_terminal_ends_with_it(start_daemon, tiny_llama, is_loadin
     window.close()
     assert daemon.process.wait(120) == 0
     assert "Stopping (SIGHUP)" in daemon.stderr
+
+
+def test_a_restart_on_purpose_is_refused_with_wrong_settings_and_else_is_no_crash(
+    start_daemon, tiny_llama, tmp_path
+):
+    daemon, settings = start(start_daemon, tiny_llama, tmp_path, "max_queued = 100\n")
+    first, environ = daemon.pid, daemon.env | {"PENSTOCK_HOST": str(daemon.socket)}
+    settings.write_text("max_quued = 7\n")
+    refused = penstock(environ, "restart")
+    assert refused.returncode == 1
+    assert "max_quued" in refused.stderr
+    assert daemon.pid == first
+    settings.write_text("max_queued = 7\n")
+    restarted = penstock(environ, "restart")
+    assert (restarted.returncode, restarted.stderr) == (0, "")
+    assert daemon.pid != first
+    daemon.wait_for(daemon.is_ready)
+    assert daemon.state()["queue"]["max_queued"] == 7
+    assert len(events(daemon, "restart")) == len(events(daemon, "restart.refused")) == 1
+    assert not events(daemon, "daemon.died")
+    assert daemon.stop() == 0

@@ -26,6 +26,7 @@ import typer
 
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.install_service import (
+    RESTART,
     check_program,
     check_reach,
     do_step,
@@ -35,8 +36,8 @@ from appliance.cli.install_service import (
 from appliance.cli.short_ids import AmbiguousId, live_request_ids
 from appliance.cli.tables import Format, printable, within
 from appliance.cli.terminal import Host, Output
-from appliance.client import Client, DaemonUnreachable, PermissionRefused, ReplyError
-from appliance.configuration import config
+from appliance.client import Client, DaemonAbsent, DaemonUnreachable, PermissionRefused, ReplyError
+from appliance.configuration import config, paths
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
@@ -47,6 +48,8 @@ from engine.errors import PenstockError, UsageError
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
+RESTART_PATIENCE_S = 600.0
+"""Maximum wait for the new daemon's model."""
 TIMED_OUT = 124
 _COPY_BYTES = 1 << 16
 
@@ -210,6 +213,65 @@ def resume(host: Host = None) -> None:
     terminal.write("serving\n")
 
 
+def restart(host: Host = None) -> None:
+    """Restart the daemon, for example as a new version; running requests continue in the new one.
+
+    A daemon that systemd started is restarted by root.
+    """
+    client = terminal.client(host)
+    frame = client.get("/v1/penstock/state")
+    address = client.address
+    if isinstance(address, UnixAddress) and address.path == paths.SYSTEM_SOCKET:
+        do_step(RESTART)
+    else:
+        process = _open_daemon(client, frame, "start it again with what started it")
+        signal.pidfd_send_signal(process, signal.SIGUSR2)
+    end_s = time.monotonic() + RESTART_PATIENCE_S
+    while not _is_next(client, frame):
+        if time.monotonic() >= end_s:
+            where = f"pid {frame['pid']}"
+            hint = "its log says why, and `penstock events` too"
+            raise PenstockError("the daemon has not restarted", where=where, hint=hint)
+        time.sleep(POLL_S)
+    terminal.write(f"restarted; serving {printable(str(frame['model']))}\n")
+
+
+def _is_next(client: Client, old: dict[str, Any]) -> bool:
+    """Say whether another daemon is ready; raise PenstockError if the old one refused."""
+    try:
+        frame = client.get("/v1/penstock/state")
+    except DaemonAbsent:
+        raise
+    except (DaemonUnreachable, ReplyError):  # between two daemons
+        return False
+    refused = [each for each in frame["events"] if each["code"] == "restart.refused"]
+    if refused and frame["pid"] == old["pid"] and refused[-1] not in old["events"]:
+        raise PenstockError(str(refused[-1]["message"]))
+    return bool(frame["pid"] != old["pid"] and frame["state"] != "loading")
+
+
+def _open_daemon(client: Client, frame: dict[str, Any], hint: str) -> int:
+    """Open the process of a daemon on this machine, for signals."""
+    if not isinstance(client.address, UnixAddress):
+        about = "this works over the daemon's Unix socket only"
+        raise UsageError(about, where=str(client.address), hint="use it without --host, there")
+    if client.address.listener_pid() != frame.get("pid"):
+        raise UsageError(
+            "the daemon was not started by a command on this machine",
+            where=str(client.address),
+            hint=hint,
+        )
+    process = os.pidfd_open(frame["pid"])
+    try:
+        signal.pidfd_send_signal(process, 0)
+    except PermissionError as error:
+        os.close(process)
+        raise PermissionRefused(
+            "the daemon is another user's", where=f"pid {frame['pid']}"
+        ) from error
+    return process
+
+
 def stop(
     model: Annotated[
         str | None,
@@ -227,7 +289,7 @@ def stop(
     """
     client = terminal.client(host)
     frame = client.get("/v1/penstock/state")
-    served, pid = str(frame.get("model")), frame.get("pid")
+    served = str(frame.get("model"))
     names = set() if model is None else set(config.ids_of(model, terminal.passed_over))
     resident = {each["model"] for each in (frame.get("swaps") or {}).get("resident") or ()}
     if names & resident:
@@ -237,20 +299,8 @@ def stop(
         return
     if model is not None and served not in names:
         raise NoSuchModel(f"the daemon serves {served}", where=model)
-    if not isinstance(client.address, UnixAddress):
-        about = "stop works over the daemon's Unix socket only"
-        raise UsageError(about, where=str(client.address), hint="use it without --host, there")
-    if client.address.listener_pid() != pid:
-        raise UsageError(
-            "the daemon was not started by a command on this machine",
-            where=str(client.address),
-            hint="systemctl stop penstock.socket penstock.service",
-        )
-    try:
-        process = os.pidfd_open(pid)
-        signal.pidfd_send_signal(process, signal.SIGTERM)
-    except PermissionError as error:
-        raise PermissionRefused("the daemon is another user's", where=f"pid {pid}") from error
+    process = _open_daemon(client, frame, "systemctl stop penstock.socket penstock.service")
+    signal.pidfd_send_signal(process, signal.SIGTERM)
     if num_running := frame.get("num_requests"):
         about = f"waiting for {things(num_running, 'request')}; stop again ends them at once"
         terminal.note(f"penstock: {about}")

@@ -43,6 +43,10 @@ class Step(NamedTuple):
     command: tuple[str, ...] = ()
 
 
+_RESTART = ("systemctl", "kill", "--kill-who=main", "--signal=USR2", UNIT_NAME)
+RESTART = Step("hand over to the next daemon", command=_RESTART)
+
+
 def install_steps(program: Path | None = None) -> Iterator[Step]:
     """Yield the steps of an installation here, in order, without up-to-date files.
 
@@ -63,8 +67,8 @@ def install_steps(program: Path | None = None) -> Iterator[Step]:
     )
     for command in commands:
         yield Step(f"run {' '.join(command)}", command=command)
-    if is_update:  # new clients wait at the socket meanwhile
-        restart = ("systemctl", "restart", UNIT_NAME)
+    if is_update:  # clients wait at the socket meanwhile
+        restart = (str(program), "restart")
         yield Step(f"run {' '.join(restart)}", command=restart)
 
 

@@ -53,6 +53,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "cancel": "control",
         "drain": "control",
         "resume": "control",
+        "restart": "control",
         "roles": "control",
         "config": "doctor",
         "keys": "control",

@@ -38,7 +38,7 @@ def test_an_update_writes_what_differs_and_restarts(places):
     Path(places["penstock.socket"]).write_text("[Socket]\n")
     steps = list(install_service.install_steps(program))
     assert [str(step.path) for step in steps if step.path] == [places["penstock.socket"]]
-    assert steps[-1].command == ("systemctl", "restart", "penstock.service")
+    assert steps[-1].command == (str(program), "restart")
 
 
 def test_a_dry_run_shows_the_plan_and_then_what_would_be_refused(monkeypatch, capsys):
