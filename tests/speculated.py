@@ -35,7 +35,7 @@ from engine.text.grammar import GrammarTokenizer, json_grammar, regex_grammar
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, Records, Release
 from engine.wire.run_spec import RunSpec
-from engine.wire.sampling import SamplingParams
+from engine.wire.sampling import SamplingParams, TokenLogprob
 from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 from engine.workers.runner import Runner
 from engine.workers.speculation import Speculation
@@ -132,7 +132,7 @@ class Generation:
     """Steps of others before it arrives."""
     prediction: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    logprobs: list[object] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     records: list[list[int]] = field(default_factory=list)
     """Blocks of each; empty: the model keeps none."""
     valid_record: int = 0
@@ -148,7 +148,14 @@ class Generation:
     @property
     def result(self) -> tuple[object, ...]:
         """What must be equal."""
-        return self.outputs, self.logprobs, self.reason, self.reply.text
+        ids = [each.top_ids for each in self.logprobs]
+        return self.outputs, ids, self.reason, self.reply.text
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All its log-probabilities."""
+        values = [[each.logprob, *each.top_logprobs] for each in self.logprobs]
+        return torch.tensor(values)
 
     def admit(self, table: list[int], until: int) -> Admit:
         self.generation += 1
@@ -222,6 +229,10 @@ class Model:
         self.grammars = Grammars(
             lambda: GrammarTokenizer(self.tokenizer, self.config.vocab_size, ends)
         )
+
+    def check(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Compare logits' or KV's values: where rows keep their bits, these."""
+        assert ours.equal(theirs)
 
     def pool(self) -> torch.Tensor:
         shape = block_shape(self.config, BLOCK_SIZE, self.kv_dtype)
@@ -386,6 +397,8 @@ def compare(model: Model, number: int) -> Counter[str]:
     most = rng.choice([1, 3, 7, 7, None])
     other_pool = model.values(run(model, group, interruptions, most, speculates=True))
     assert [one.result for one in group] == [one.result for one in plain], number
+    for a, b in zip(plain, group, strict=True):
+        model.check(a.values, b.values)
     num_common = [min(a.num_computed, b.num_computed) for a, b in zip(plain, group, strict=True)]
     for a, b, common in zip(plain, group, num_common, strict=True):
         assert b.reason is not None, number
@@ -394,7 +407,7 @@ def compare(model: Model, number: int) -> Counter[str]:
         borders = [at for at in b.states if len(b.prompt) < at <= common and at % BLOCK_SIZE == 0]
         assert not b.records or len(borders) == num_borders, number
         a.num_computed = b.num_computed = common
-    assert written(pool, plain).equal(written(other_pool, group)), number
+    model.check(written(pool, plain), written(other_pool, group))
     counts = Counter(interruptions)
     counts["equal"] = len(group)
     for one in group:

@@ -155,7 +155,8 @@ def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | 
     if setup.max_drafted == 0:
         return None, []
     config = transformer.config
-    if not transformer.keeps_row_bits:  # so a guess could change a letter
+    # a guess could change a letter; on GPUs another batch could, too
+    if setup.gpu is None and not transformer.keeps_row_bits:
         return None, ["Speculation: off (no compiled kernels)"]
     return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
 
@@ -218,6 +219,8 @@ def _serve_on_gpu(
         started = start(
             channel, setup, gpu, checkpoint, device, grammars, progress, progress.heartbeat
         )
+        speculation, why_not = _speculation(started.transformer, setup)
+        started.ready.notes.extend(why_not)
         worker = StepLoop(
             channel,
             started.runner,
@@ -227,6 +230,7 @@ def _serve_on_gpu(
             or setup.max_num_batched_tokens,
             device=device,
             map_pool=started.map_pool,
+            speculation=speculation,
         )
         channel.send(started.ready)
         worker.run()

@@ -114,12 +114,15 @@ class DraftGate:
         self._num_since_plain = 0
         self._num_refused = 0
 
-    def widths(self, candidates: Sequence[Candidate], kind: StepKind) -> list[int]:
+    def widths(
+        self, candidates: Sequence[Candidate], kind: StepKind, num_unknown: int = 0
+    ) -> list[int]:
         """Choose for each candidate how many of its tokens a step computes.
 
         Args:
             candidates: the guesses, at most one per sequence.
             kind: of the step, which has no prompts.
+            num_unknown: guessed tokens before these that must be right for them to be computed.
         """
         widths, room = [0] * len(candidates), MAX_ROWS - kind.num_sequences
         if self._most is not None:
@@ -138,7 +141,8 @@ class DraftGate:
             for width in WIDTHS:
                 if width > most:
                     break
-                expected = num_tokens + expected_accepted(chances[index], width)
+                accepted = expected_accepted(chances[index], width)
+                expected = num_tokens + chances[index] ** num_unknown * accepted
                 rate = expected / _cost(times, num_used + width, plain_ms)
                 if rate > best_rate:
                     best_rate, best_tokens, widths[index] = rate, expected, width

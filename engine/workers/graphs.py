@@ -3,15 +3,16 @@
 Launching a decode step of few sequences takes the host longer than the device needs to compute it.
 A graph is launched in one call, but reads fixed addresses, for a fixed number of sequences. So
 there is one graph for each of a few batch sizes and two widths of block table; a step takes the
-smallest that it fits, and fills it up with rows that read and write the padding block 0.
+smallest that it fits, and fills it up with rows that read and write the padding block 0. A guessed
+token takes a row, too: it sees the keys before it in the table of its sequence.
 
 Sampling is captured separately: its kind does not depend on the step's width. It leaves the tokens
 on the device, where the next step can read them before the host has seen them. Sequences keep their
 rows while others come and go: a newcomer takes a free row, or else the sequence in the last row
 moves there, so that few tables are rewritten.
-Owns: the static buffers, the graphs, and the sequence of each row.
-Invariant: a replay's inputs are written before it, in the device's order; a row's table is its
-sequence's as far as that goes, and begins with block 0 where the row has none.
+Owns: the static buffers, the graphs, and the table of each sequence.
+Invariant: a replay's inputs are written before it, in the device's order; a table is its
+sequence's as far as that goes, and begins with block 0 where it belongs to none.
 Never: allocates after capture; decides which sequences step.
 """
 
@@ -24,19 +25,23 @@ from operator import is_
 import torch
 
 from engine.model.attention import StepBatch
-from engine.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, draw_of, is_plain
+from engine.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, is_plain
 from engine.model.transformer import Transformer
 from engine.workers.device import Device
-from engine.workers.worker_request import WorkerRequest
+from engine.workers.worker_request import WorkerRequest, draws_of
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORT_CONTEXT_TOKENS = 4096
 """Attention splits a step's work by the longest possible context.
 
 Two classes keep short contexts, the usual ones, from being split for the longest."""
-_NUM_FIELDS = 5
-"""Integers per row: token id, position, slot, length, and the row whose last token is its id."""
-_PADDING = (0, 0, 0, 1, -1)
+_NUM_FIELDS = 6
+"""Integers per row: token id, position, slot, length, row whose last token is its id, and table."""
+
+
+def _padding(table: int) -> tuple[int, ...]:
+    """Fill a row that no token needs; its table belongs to no sequence."""
+    return 0, 0, 0, 1, -1, table
 
 
 def bucket_of(size: int, sizes: Sequence[int]) -> int | None:
@@ -81,7 +86,7 @@ class DecodeGraphs:
         self._stepping: list[WorkerRequest] = []
         """The sequences of the previous step, in the order asked for."""
         self._owners: list[WorkerRequest] = []
-        """The sequences of the previous step, by rows."""
+        """The sequences of the previous step, by tables."""
         self._steps: dict[tuple[int, int], Callable[[], None]] = {}
         self._samplers: dict[tuple[int, bool], Callable[[], None]] = {}
         self.capture_ms = 0.0
@@ -94,13 +99,13 @@ class DecodeGraphs:
             heartbeat: called after each size.
         """
         started_ns = time.monotonic_ns()
-        self._write([_PADDING] * self.batch_sizes[-1])
+        self._write([_padding(0)] * self.batch_sizes[-1])
         for size in reversed(self.batch_sizes):
             for is_greedy in (False, True):
                 sampler = self._sampler(size, is_greedy)
                 self._samplers[size, is_greedy] = self._device.capture(sampler)
             # fields lie one after the other at each size's own distance
-            self._write([_PADDING] * size)
+            self._write([_padding(0)] * size)
             for width in reversed(self.widths):
                 self._steps[size, width] = self._device.capture(self._step(size, width))
             heartbeat()
@@ -112,16 +117,16 @@ class DecodeGraphs:
         return len(self._steps) + len(self._samplers)
 
     def fits(self, planned: list[tuple[WorkerRequest, int]]) -> bool:
-        """Say whether a step has one sampled token per sequence and a graph."""
+        """Say whether a step has one known token per sequence and a graph."""
         return (
-            0 < len(planned) <= self.batch_sizes[-1]
+            0 < sum(1 + len(r.draft) for r, _ in planned) <= self.batch_sizes[-1]
             and all(n == 1 and r.is_decoding for r, n in planned)
             and not any(r.num_prompt_logprobs(1) for r, _ in planned)
         )
 
     @torch.inference_mode()
     def in_rows(self, sequences: Sequence[WorkerRequest]) -> list[WorkerRequest]:
-        """Order the sequences by their rows in the graph, with their tables in place."""
+        """Order the sequences by their tables, and put these in place."""
         num = len(sequences)
         if num == len(self._stepping) and all(map(is_, sequences, self._stepping)):
             return self._owners
@@ -141,7 +146,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def extended(self, running: WorkerRequest) -> None:
-        """Write the new blocks of a sequence into its row, if it has one."""
+        """Write the new blocks of a sequence into its table, if it has one."""
         rows = [row for row, owner in enumerate(self._owners) if owner is running]
         self._write_tables(dict.fromkeys(rows, running.block_table))
 
@@ -149,30 +154,30 @@ class DecodeGraphs:
     def launch(
         self, sequences: Sequence[WorkerRequest], ahead: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Start a step of one token each.
+        """Start a step of each sequence's last known token and its draft.
 
         Args:
             sequences: as in_rows() has returned them.
-            ahead: 1 if the previous step, of equal sequences, has not been collected: then their
-                last tokens are read from where it leaves them, on the device.
+            ahead: 1 if the previous step, of equal sequences without drafts, has not been
+                collected: then their last tokens are read from the device, where it leaves them.
 
         Returns:
-            logits [num_sequences, vocab_size], valid until the next launch, and the tokens
-            [num_sequences] if all of them could be sampled on the device.
+            logits [num_rows, vocab_size], valid until the next launch, and the tokens [num_rows]
+            if all of them could be sampled on the device; a sequence has 1 + len(draft) rows.
         """
-        num = len(sequences)
+        rows = [row for place, r in enumerate(sequences) for row in self._rows(r, place, ahead)]
+        num = len(rows)
         size = bucket_of(num, self.batch_sizes)
-        most = max(r.num_computed_tokens for r in sequences) + 1 + ahead
+        most = max(length for _, _, _, length, *_ in rows)
         width = bucket_of(-(-most // self._block_size), self.widths)
         if size is None or width is None:
-            raise ValueError(f"no graph for {num} sequences of up to {most} tokens")
-        rows = [self._row(r, i, ahead) for i, r in enumerate(sequences)]
-        self._write(rows + [_PADDING] * (size - num))
+            raise ValueError(f"no graph for {num} rows of up to {most} tokens")
+        self._write(rows + [_padding(len(sequences))] * (size - num))
         self._steps[size, width]()
         logits = self._logits[:num]
         if not all(is_plain(r.sampling) for r in sequences):
             return logits, None
-        draws = [draw_of(r.sampling, r.next_index + ahead) for r in sequences]
+        draws = draws_of(sequences, ahead)
         is_greedy = all(draw == NO_DRAW for draw in draws)
         if not is_greedy:
             flat = [value for draw in draws for value in draw] + [*NO_DRAW] * (size - num)
@@ -181,12 +186,21 @@ class DecodeGraphs:
         self._samplers[size, is_greedy]()
         return logits, self._tokens[:num]
 
-    def _row(self, running: WorkerRequest, row: int, ahead: int) -> tuple[int, ...]:
-        position, size = running.num_computed_tokens + ahead, self._block_size
-        slot = running.block_table[position // size] * size + position % size
-        if ahead:
-            return 0, position, slot, position + 1, row
-        return running.token_ids[position], position, slot, position + 1, -1
+    def _rows(self, running: WorkerRequest, table: int, ahead: int) -> list[tuple[int, ...]]:
+        """Describe a sequence's rows: its last known token, and the guesses after it."""
+        first, size = running.num_computed_tokens + ahead, self._block_size
+        token_ids = [0] if ahead else [running.token_ids[first], *running.draft]
+        return [
+            (
+                token_id,
+                position,
+                running.block_table[position // size] * size + position % size,
+                position + 1,
+                table if ahead else -1,
+                table,
+            )
+            for position, token_id in enumerate(token_ids, first)
+        ]
 
     def _write(self, rows: list[tuple[int, ...]]) -> None:
         """Fill in the integers of a step: each field of all rows, then the next."""
@@ -212,10 +226,10 @@ class DecodeGraphs:
     def _step(self, size: int, width: int) -> Callable[[], None]:
         """Return the forward pass of one size, which leaves logits."""
         fields = self._fields[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
-        tables = self._tables[:size, :width]
+        tables = self._tables[:, :width]
 
         def step() -> None:
-            token_ids, positions, slots, _, sources = fields.long()
+            token_ids, positions, slots, _, sources, places = fields.long()
             # NO_TOKEN ends its sequence, of which this may be the step too many
             last = self._tokens[sources.clamp(min=0)].clamp(min=0)
             batch = StepBatch(
@@ -226,7 +240,7 @@ class DecodeGraphs:
                 seq_lens=[width * self._block_size] * size,
                 block_tables=(),
                 logit_rows=range(size),
-                device_tables=tables,
+                device_tables=tables.index_select(0, places),
                 device_lens=fields[3],
             )
             self._logits[:size].copy_(self._transformer.forward(batch, self._pool))

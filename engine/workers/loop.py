@@ -1,7 +1,8 @@
 """Run the worker's loop: take commands, plan, launch, collect, report.
 
 A GPU gets the next step before this one is collected, if only the tokens can differ: then it never
-waits for the host. A sequence that turns out to have ended is in one step too many.
+waits for the host. A sequence that turns out to have ended is in one step too many. A step with
+guesses waits for the step before it, since a guess continues tokens that the host knows.
 
 Owns: the admitted sequences of this worker.
 Invariants: one message per step; a sequence's release is reported after the last step that touched
@@ -62,6 +63,8 @@ class _LaunchedStep:
     num_prefill_tokens: int
     started_ns: int
     num_cores: int
+    is_ahead: bool = False
+    """Whether it was launched before the step before it was collected."""
 
 
 class StepLoop:
@@ -107,6 +110,8 @@ class StepLoop:
         """Whether the previous step computed an incomplete prompt's chunk."""
         self._ended: list[WorkerRequest] = []
         """Sequences of that step that ended in the previous one."""
+        self._device_free_ns: int | None = None
+        """When the device had computed all its steps; None: unknown, or the worker was idle."""
 
     def run(self) -> NoReturn:
         """Loop until the channel closes (raises ChannelClosed)."""
@@ -117,6 +122,8 @@ class StepLoop:
             if waits and self._pages is not None and not self._is_parked:
                 while not self._channel.has_commands() and self._pages.make_next():
                     pass
+            if waits:
+                self._device_free_ns = None
             for command in self._channel.receive(wait=waits):
                 self._apply(command)
             self.step()
@@ -125,6 +132,8 @@ class StepLoop:
         """Run one step: plan, launch, collect, send; then start copying the filled blocks."""
         flight = self._flight or self._launch()
         self._flight = self._follow(flight)
+        # where steps follow at once, the time of one that did not says nothing about them
+        is_usual = flight.is_ahead or not self._runner.can_follow(flight.launched)
         entries = self._collect(flight)
         planned = flight.planned
         planned_ids = {r.seq_id for r, _ in planned}
@@ -136,14 +145,21 @@ class StepLoop:
         if self._flight is not None:
             self._flight.started_ns = ended_ns  # the device computes one after the other
         self._goes_home = any(e.released == "moved" for e in entries)
-        if self._speculation is not None:
-            self._speculation.timed((ended_ns - flight.started_ns) / 1e6)
+        if self._speculation is not None and is_usual:
+            self._speculation.timed((ended_ns - self._began_ns(flight)) / 1e6)
+        self._device_free_ns = ended_ns if self._runner.is_on_device else None
         if entries:
             self._report(flight, entries, ended_ns)
         for running, _ in planned:
             self._copier.advance(running)
         # limits the wait of the next step to what sharing the cores would cost
         self._copier.work(ended_ns + max(ended_ns - flight.started_ns, MIN_COPYING_NS))
+
+    def _began_ns(self, flight: _LaunchedStep) -> int:
+        """Tell since when a step has kept the device from the next; waiting for it counts."""
+        if flight.is_ahead or self._device_free_ns is None:
+            return flight.started_ns
+        return self._device_free_ns
 
     def _report(self, flight: _LaunchedStep, entries: list[SequenceStep], ended_ns: int) -> None:
         num_tokens = sum(n for _, n in flight.planned)
@@ -202,10 +218,12 @@ class StepLoop:
         is_whole = all(self._running.get(r.seq_id) is r for r, _ in planned)
         if not is_whole or len(planned) < len(self._running) or self._is_parked:
             return None
-        launched = self._runner.follow(flight.launched)
-        if launched is None:
+        if not self._runner.can_follow(flight.launched):
             return None
-        return _LaunchedStep(planned, launched, 0, flight.started_ns, flight.num_cores)
+        if self._speculation is not None and self._speculation.waits(planned, len(self._used)):
+            return None
+        launched = self._runner.follow(flight.launched)
+        return _LaunchedStep(planned, launched, 0, flight.started_ns, flight.num_cores, True)
 
     def _collect(self, flight: _LaunchedStep) -> list[SequenceStep]:
         """Wait for a step; return the results of sequences that were not dropped meanwhile."""

@@ -64,13 +64,13 @@ from engine.workers.worker_request import Grammars
 
 _SEAL_BYTES = 16
 SLOW_ATTENTION = "attention by torch, many times slower than by kernels: run penstock doctor"
-NO_SPECULATION = "Speculation: off on GPUs (not supported yet)"
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """The parts that the loop runs on."""
 
+    transformer: Transformer
     runner: Runner
     pools: dict[str, torch.Tensor]
     """Its own pool and the pools that it copies to or from, by name; the loop takes them over."""
@@ -131,18 +131,13 @@ def start(
         transformer.attention_backend,
         step_tokens(setup.max_num_batched_tokens, partial(_seconds_of, runner, setup, device)),
         _sharing(gpu, device),
-        notes=_notes(transformer, setup),
+        notes=[] if transformer.is_paged else [SLOW_ATTENTION],
         num_graphs=0 if graphs is None else graphs.num_graphs,
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
         probes=dict.fromkeys(unmapped, 0.0) | _probes(pool, others, setup, device),
     )
-    return Started(runner, {setup.pool.name: pool, **others}, map_exported, ready)
-
-
-def _notes(transformer: Transformer, setup: Setup) -> list[str]:
-    lacking = {SLOW_ATTENTION: not transformer.is_paged, NO_SPECULATION: setup.max_drafted != 0}
-    return [note for note, is_so in lacking.items() if is_so]
+    return Started(transformer, runner, {setup.pool.name: pool, **others}, map_exported, ready)
 
 
 def _views(

@@ -14,19 +14,19 @@ from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 
 import torch
 
 from engine.errors import WorkerFailed
 from engine.model.logit_rules import NothingAllowedError, adjust, is_adjusted
-from engine.model.sampler import NO_DRAW, NO_TOKEN, draw_of, is_plain, logprobs, sample
+from engine.model.sampler import NO_DRAW, NO_TOKEN, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
 from engine.text.grammar import GrammarError
 from engine.wire.sampling import TokenLogprob
 from engine.workers.device import Device
 from engine.workers.graphs import DecodeGraphs
-from engine.workers.worker_request import Grammars, Masks, WorkerRequest
+from engine.workers.worker_request import Grammars, Masks, WorkerRequest, draws_of
 
 _NUMBERS_PATIENCE_S = 2.0
 _NUMBERS_PAUSE_S = 0.01
@@ -120,10 +120,11 @@ class Runner:
             self._clear_new_blocks(planned)
             batch = self.batch(planned)
             hidden = self._transformer.hidden(batch, self._pool, stops)
-            if len(hidden) > len(sampling) + sum(len(r.draft) for r in sampling):
+            num_sampled = len(sampling) + sum(len(r.draft) for r in sampling)
+            if len(hidden) > num_sampled:
                 bad_rows = self._bad_rows(hidden)
             logits = self._transformer.logits(hidden, batch)
-            if self._device is not None and len(logits) == len(sampling):
+            if self._device is not None and len(logits) == num_sampled:
                 tokens = self._sample_rows(logits, sampling)
         step = planned, sampling, logits, masks
         if self._device is None or tokens is not None:
@@ -153,19 +154,26 @@ class Runner:
         """Whether steps are launched and computed asynchronously."""
         return self._device is not None
 
+    def can_follow(self, launched: Launched) -> bool:
+        """Say whether the next step of an uncollected one's sequences could start."""
+        sequences, graphs = launched.sampling, self._graphs
+        if graphs is None or launched.token_ids is None or not graphs.fits(launched.planned):
+            return False
+        return not any(
+            r.draft  # how many of these are right decides what comes next
+            or r.num_output_tokens + 1 >= r.until_output
+            or r.room(self.block_size) < 2
+            for r in sequences
+        )
+
     @torch.inference_mode()
-    def follow(self, launched: Launched) -> Launched | None:
-        """Start the next step of an uncollected one's sequences; None: impossible.
+    def follow(self, launched: Launched) -> Launched:
+        """Start the next step of an uncollected one's sequences, where it can_follow().
 
         It continues from the tokens on the device. Its results for ended sequences must be dropped.
         """
         sequences, graphs = launched.sampling, self._graphs
-        if graphs is None or launched.token_ids is None or not graphs.fits(launched.planned):
-            return None
-        if any(r.num_output_tokens + 1 >= r.until_output for r in sequences):
-            return None
-        if any(r.room(self.block_size) < 2 for r in sequences):
-            return None
+        assert graphs is not None
         logits, tokens = graphs.launch(sequences, ahead=1)
         return Launched(launched.planned, sequences, logits, None, self._fetched(tokens))
 
@@ -186,7 +194,7 @@ class Runner:
         assert self._device is not None
         if not sampling or not all(is_plain(r.sampling) for r in sampling):
             return None
-        draws = [draw_of(r.sampling, r.next_index) for r in sampling]
+        draws = draws_of(sampling)
         if all(draw == NO_DRAW for draw in draws):
             return self._transformer.sample_rows(logits, None)
         flat = self._device.pinned([value for draw in draws for value in draw], torch.float64)
@@ -224,12 +232,10 @@ class Runner:
         if logits is None:
             return [Sampled()] * len(launched.planned)
         if launched.token_ids is not None:
-            tokens = zip(map(id, launched.sampling), launched.token_ids(), strict=True)
+            drawn = iter(launched.token_ids())
             sampled = {
-                of: Sampled(error=_NO_NUMBERS, is_fault=True)
-                if token_id == NO_TOKEN
-                else Sampled([token_id])
-                for of, token_id in tokens
+                id(r): _accepted(r.draft, list(islice(drawn, 1 + len(r.draft))))
+                for r in launched.sampling
             }
             return [sampled.get(id(r)) or Sampled() for r, _ in launched.planned]
         if launched.wait is not None:
@@ -426,6 +432,17 @@ def _report_prompt(running: WorkerRequest, logits: torch.Tensor) -> Sampled:
     return Sampled(prompt_logprobs=logprobs(logits, token_ids, num_alternatives))
 
 
+def _accepted(draft: list[int], drawn: list[int]) -> Sampled:
+    """Take the tokens that a device has drawn, up to the first that is not the draft's."""
+    num_right = 0
+    while num_right < len(draft) and drawn[num_right] == draft[num_right]:
+        num_right += 1
+    token_ids = drawn[: num_right + 1]
+    if token_ids[-1] == NO_TOKEN:  # after a right guess it is left to the next step
+        token_ids.pop()
+    return Sampled(token_ids) if token_ids else Sampled(error=_NO_NUMBERS, is_fault=True)
+
+
 def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
     """Sample each sequence's tokens, or explain why it has none.
 
@@ -444,7 +461,8 @@ def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
     going_on = list(range(len(sequences)))
     for index in count():
         if len(going_on) < len(raw_logits):
-            logits = raw_logits[[first_rows[i] + index for i in going_on]]
+            rows = [first_rows[i] + index for i in going_on]
+            logits = raw_logits.index_select(0, torch.tensor(rows, device=raw_logits.device))
         else:
             logits = raw_logits
         asked = [_Draw(sequences[i], masks[i], index) for i in going_on]

@@ -16,6 +16,8 @@ from engine.workers.drafts import MAX_DRAFT, Drafts, Guess
 from engine.workers.worker_request import WorkerRequest
 
 Planned = Sequence[tuple[WorkerRequest, int]]
+_Choice = tuple[WorkerRequest, Guess, Candidate, int]
+"""A sequence, its guess, the gate's view of it, and the tokens taken."""
 
 
 class Speculation:
@@ -36,27 +38,32 @@ class Speculation:
         self._step: StepKind | None = None
         """The kind of that step; None: its time says nothing about guesses."""
         self._num_drafted = 0
+        self._awaited: dict[int, tuple[Candidate, int]] = {}
+        """What a step is waited for to see: by sequence, the token that was guessed of it."""
 
     def draft(self, planned: Planned, num_cores: int) -> None:
         """Set the drafts of a step about to be launched."""
         self._candidates, self._step, self._num_drafted = {}, None, 0
-        is_decode = all(running.is_decoding for running, _ in planned)
-        if not planned or not is_decode or len(planned) > self._gate.max_sequences:
-            return
-        self._step = StepKind.of([r.num_computed_tokens for r, _ in planned], num_cores)
-        guesses = [(r, guess) for r, _ in planned if (guess := self._guess(r)) is not None]
-        if not guesses:
-            return
-        candidates = [
-            Candidate(running.seq_id, len(guess.token_ids), guess.num_matched)
-            for running, guess in guesses
-        ]
-        widths = self._gate.widths(candidates, self._step)
-        for (running, guess), candidate, width in zip(guesses, candidates, widths, strict=True):
+        self._learn_awaited(planned)
+        self._step = self._kind_of(planned, num_cores)
+        for running, guess, candidate, width in self._choose(planned, self._step):
             if width:
                 running.draft, running.drafter = guess.token_ids[:width], guess.drafter
                 self._candidates[running.seq_id] = candidate
-        self._num_drafted = sum(widths)
+            self._num_drafted += width
+
+    def waits(self, planned: Planned, num_cores: int) -> bool:
+        """Say whether the step after a launched one without guesses is to wait for its tokens.
+
+        It is to, if guesses of it would pay although the launched step's token is a guess itself.
+        """
+        step = self._kind_of(planned, num_cores)
+        chosen = [each for each in self._choose(planned, step, num_unknown=1) if each[-1]]
+        self._awaited = {
+            running.seq_id: (candidate, guess.token_ids[0])
+            for running, guess, candidate, _ in chosen
+        }
+        return bool(chosen)
 
     def checked(self, running: WorkerRequest, num_drafted: int, num_taken: int) -> None:
         """Learn how many tokens a sequence with a draft has got."""
@@ -74,9 +81,46 @@ class Speculation:
         self._drafts.end(running)
         self._gate.forget(running.seq_id)
 
-    def _guess(self, running: WorkerRequest) -> Guess | None:
+    def _learn_awaited(self, planned: Planned) -> None:
+        awaited, self._awaited = self._awaited, {}
+        for running, _ in planned:
+            if running.seq_id in awaited:
+                candidate, token_id = awaited[running.seq_id]
+                self._gate.observe_guess(candidate, 1, int(running.token_ids[-1] == token_id))
+
+    def _kind_of(self, planned: Planned, num_cores: int) -> StepKind | None:
+        """Describe a step to the gate; None: a step that may have no guesses."""
+        is_decode = all(running.is_decoding for running, _ in planned)
+        if not planned or not is_decode or len(planned) > self._gate.max_sequences:
+            return None
+        return StepKind.of([r.num_computed_tokens for r, _ in planned], num_cores)
+
+    def _choose(
+        self, planned: Planned, step: StepKind | None, num_unknown: int = 0
+    ) -> list[_Choice]:
+        """Guess the sequences' next tokens, and let the gate choose how many of them pay.
+
+        Args:
+            planned: the sequences.
+            step: the kind of the step that would compute the guesses.
+            num_unknown: tokens at a guess's begin that are known before that step.
+        """
+        if step is None:
+            return []
+        guesses = [
+            (running, guess, Candidate(running.seq_id, length, guess.num_matched))
+            for running, _ in planned
+            if (guess := self._guess(running, num_unknown)) is not None
+            and (length := len(guess.token_ids) - num_unknown) > 0
+        ]
+        if not guesses:
+            return []
+        widths = self._gate.widths([each[-1] for each in guesses], step, num_unknown)
+        return [(*each, width) for each, width in zip(guesses, widths, strict=True)]
+
+    def _guess(self, running: WorkerRequest, num_unknown: int) -> Guess | None:
         most = min(
-            MAX_DRAFT,
+            MAX_DRAFT + num_unknown,
             running.room(self._block_size) - 1,
             running.until_output - running.num_output_tokens - 1,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.model.records import RecordBlocks
+from engine.model.sampler import draw_of
 from engine.schedule.sequence import FinishReason
 from engine.text.grammar import GrammarError, GrammarTokenizer, Matcher
 from engine.wire.cache_scope import CacheScope
@@ -223,6 +224,20 @@ class WorkerRequest:
             if self.num_output_tokens >= self.sampling.max_tokens:
                 return count, FinishReason.LENGTH
         return len(token_ids), None
+
+
+def draws_of(sequences: Sequence[WorkerRequest], ahead: int = 0) -> list[tuple[float, ...]]:
+    """Describe the draws of a step: each sequence's next token, then one after each guess.
+
+    Args:
+        sequences: of the step.
+        ahead: how many more tokens each has than is known.
+    """
+    return [
+        draw_of(r.sampling, r.next_index + ahead + place)
+        for r in sequences
+        for place in range(1 + len(r.draft))
+    ]
 
 
 # Grammars compiled and followed beside the steps, on two threads.

@@ -97,7 +97,7 @@ class GpuWorker:
         assert isinstance(report, kind)
         return report
 
-    def loop(self):
+    def loop(self, speculation=None):
         self.thread.join()
         self.worker = StepLoop(
             self.channel,
@@ -107,6 +107,7 @@ class GpuWorker:
             max_num_batched_tokens=self.started.ready.max_num_batched_tokens,
             device=self.device,
             map_pool=self.started.map_pool,
+            speculation=speculation,
         )
 
     def run(self, *commands):

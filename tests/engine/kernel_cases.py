@@ -67,6 +67,8 @@ class Filled:
 
 MIXED = ((0, 1), (37, 1), (0, 19), (44, 6), (3, 24))
 SINGLES = ((0, 1), (170, 1), (64, 1))
+PENDING = ((90, 8), (0, 2), (37, 1), (61, 4))
+"""Sequences of a step with guesses."""
 STEPS = [
     Step(MIXED),
     Step(MIXED, heads=(6, 1), head_dim=80, block_size=7, dtype=torch.bfloat16),
@@ -171,6 +173,26 @@ def check_padding(device: str, tiling: Tiling, parts: int) -> None:
     torch.testing.assert_close(out[1:2], case.expected, **TOLERANCES[torch.float32])
     assert not out[0].any()
     assert not out[2].any()
+
+
+def check_pending_rows(step: Step, device: str, tiling: Tiling, parts: int) -> None:
+    """A graph's rows: each new token as a sequence that ends with it, over its sequence's table."""
+    case = filled(step, device)
+    paged = paged_step(case.batch, case.kv.device, 0)
+    counts = torch.tensor(case.batch.query_lens, device=device)
+    lengths = (case.batch.positions + 1).int()
+    rows = replace(
+        case.batch,
+        query_lens=[1] * len(lengths),
+        seq_lens=[paged.max_seq_len] * len(lengths),
+        block_tables=(),
+        device_tables=paged.block_tables.repeat_interleave(counts, 0),
+        device_lens=lengths,
+    )
+    out = torch.full_like(case.q, torch.nan)
+    how = (step.scale, step.window, step.softcap, case.sinks, tiling, parts)
+    attend_single(out, case.q, case.kv, LAYER, paged_step(rows, case.kv.device, 0), *how)
+    torch.testing.assert_close(out, case.expected, **TOLERANCES[step.dtype])
 
 
 REFERENCE = TorchBackend()

@@ -1,6 +1,7 @@
 """One worker on a real GPU: transformers' tokens, with graphs and without, in memory that stays."""
 
 import contextlib
+import copy
 import random
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.wire.messages import GpuSpec, PoolMade
 from engine.workers.device import CudaDevice
+from engine.workers.speculation import Speculation
 from tests.checkpoints import load_oracle
-from tests.engine.gpu_worker import admit, start_alone
+from tests.engine.gpu_worker import BLOCK_SIZE, admit, start_alone
 from tests.starter import network
 
 STARTER = "penstock-starter-1"
@@ -20,12 +22,12 @@ NUM_BLOCKS = 1 + 10 * 64
 
 
 @contextlib.contextmanager
-def worker_on(checkpoint, uuid, *, dtype="float32", has_graphs=True):
+def worker_on(checkpoint, uuid, *, dtype="float32", has_graphs=True, speculation=None):
     gpu = GpuSpec(uuid, has_graphs=has_graphs)
     worker = start_alone(checkpoint, CudaDevice(uuid), gpu, num_blocks=NUM_BLOCKS, dtype=dtype)
     with contextlib.closing(worker):
         assert worker.report(PoolMade).num_blocks == NUM_BLOCKS
-        worker.loop()
+        worker.loop(speculation)
         yield worker
 
 
@@ -91,6 +93,24 @@ def test_graphs_change_no_token(checkpoint, uuid):
             ]
             tokens.append(tokens_by_id(worker.run(*commands)))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_guesses_change_no_token_and_save_steps(checkpoint, uuid, has_graphs):
+    asked = prompts(250, 4)
+    kinds = [*KINDS, {"frequency_penalty": 1.0}]
+    commands = [admit(seq_id=i, prompt=p, **kinds[i % 5]) for i, p in asked.items()]
+    with worker_on(checkpoint, uuid, has_graphs=has_graphs) as worker:
+        plain = worker.run(*copy.deepcopy(commands))
+    tokens = tokens_by_id(plain)
+    for command in commands:
+        command.spec.prediction.extend([*tokens[command.seq_id][:9], 0, 0])
+    guessing = Speculation(checkpoint.config.vocab_size, BLOCK_SIZE, 7)
+    with worker_on(checkpoint, uuid, has_graphs=has_graphs, speculation=guessing) as worker:
+        guessed = worker.run(*commands)
+    assert tokens_by_id(guessed) == tokens
+    assert len(guessed) < len(plain) / 2
+    assert any(entry.num_drafted >= len(entry.token_ids) > 0 for entry in guessed)
 
 
 def test_memory_does_not_grow_while_sequences_come_and_go(checkpoint, uuid):

@@ -8,6 +8,7 @@ from engine.model.attention import several_queries_tiling, single_query_tiling
 from engine.model.cuda import DeviceLimits
 from tests.engine.kernel_cases import (
     MIXED,
+    PENDING,
     STEPS,
     Rows,
     Step,
@@ -17,6 +18,7 @@ from tests.engine.kernel_cases import (
     check_norm,
     check_norm_rows,
     check_padding,
+    check_pending_rows,
     check_place,
 )
 
@@ -49,6 +51,12 @@ def test_every_sequence_gets_what_it_would_get_alone(step, parts, kind):
 
 def test_a_row_that_pads_a_graphs_batch_sees_nothing_and_yields_zeros():
     check_padding("cuda", single_query_tiling(2, 64, 4, 49_152), 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_guess_sees_the_keys_up_to_its_own(dtype):
+    step = Step(PENDING, heads=(32, 8), head_dim=128, block_size=64, dtype=dtype)
+    check_pending_rows(step, "cuda", single_query_tiling(4, 128, dtype.itemsize, 99_000), 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -134,3 +134,14 @@ def test_a_number_is_taken_wherever_there_is_a_guess():
 @pytest.mark.parametrize(("chance", "expected"), [(0.0, 0.0), (1.0, 7.0), (0.5, 1 - 0.5**7)])
 def test_expected_tokens(chance, expected):
     assert expected_accepted(chance, 7) == pytest.approx(expected)
+
+
+def test_guesses_behind_an_unknown_token_count_as_often_as_that_is_right():
+    costs = {0: 10.0, 1: 11.0, 3: 12.0, 7: 14.0}
+    gate = gate_of(costs)
+    for _ in range(40):  # half of all guesses are right
+        gate.observe_guess(LONG, 1, 1)
+        gate.observe_guess(LONG, 1, 0)
+    assert gate.widths([LONG], ALONE) != [0]
+    assert gate.widths([LONG], ALONE, num_unknown=1) != [0]
+    assert gate.widths([LONG], ALONE, num_unknown=4) == [0]

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import math
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -15,15 +16,20 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
+from engine.text.grammar import GrammarTokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, Release
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
+from engine.workers.speculation import Speculation
 from engine.workers.worker_request import Grammars, WorkerRequest
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
+from tests.speculated import BLOCK_SIZE as BLOCK_SIZE_OF_MODELS
+from tests.speculated import Model, compare
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
@@ -277,6 +283,116 @@ def test_a_step_of_more_sequences_than_the_largest_graph_goes_without_one(folder
         machine.run()
         assert not machine.device.replayed
         assert all(len(machine.tokens(i)) == 6 for i in (1, 2, 3))
+
+
+class OnDevice(Model):
+    """A model on the accelerator, whose decode steps are graphs if there are guesses."""
+
+    def __init__(self, folder):
+        checkpoint = Checkpoint.open(folder)
+        self.config, self.tokenizer = checkpoint.config, Tokenizer.from_folder(folder)
+        self.kv_dtype, self.devices, self.record_blocks = "float32", [], 0
+        weights = load_weights(checkpoint, "float32", None, None, lambda *_: None)
+        self.weights = {name: weight.values for name, weight in weights.items()}
+        size, ends = self.config.vocab_size, self.config.eos_token_ids
+        self.grammars = Grammars(lambda: GrammarTokenizer(self.tokenizer, size, ends))
+
+    def pool(self):
+        self.devices.append(FakeDevice())
+        with self.devices[-1].accelerator.on():
+            return super().pool().to(DEVICE)
+
+    def values(self, pool):
+        with self.devices[-1].accelerator.on():
+            return pool.cpu()
+
+    def check(self, ours, theirs):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+    def worker(self, pool, most, *, speculates):
+        device, length = self.devices[-1], BLOCK_SIZE_OF_MODELS * 8
+        with device.accelerator.on():
+            on_device = {n: Weight.plain(w.to(DEVICE)) for n, w in self.weights.items()}
+            transformer = Transformer(self.config, on_device, "float32", length)
+            graphs = None
+            if speculates:
+                sizes = {"block_size": BLOCK_SIZE_OF_MODELS, "max_model_len": length}
+                graphs = DecodeGraphs(transformer, pool, device, max_batch=16, **sizes)
+                graphs.capture()
+        runner = Runner(transformer, pool, BLOCK_SIZE_OF_MODELS, self.grammars, device, graphs)
+        speculation = Speculation(self.config.vocab_size, BLOCK_SIZE_OF_MODELS, most)
+        harness = Harness(
+            runner,
+            pool,
+            eos_token_ids=self.config.eos_token_ids,
+            max_num_batched_tokens=64,
+            speculation=speculation if speculates else None,
+        )
+        step = harness.step
+
+        def step_on_device():
+            with device.accelerator.on():
+                return step()
+
+        harness.step = step_on_device
+        return harness
+
+
+@pytest.fixture(scope="module")
+def on_device(folder):
+    return OnDevice(folder)
+
+
+def test_guesses_within_graphs_change_no_token(on_device):
+    counts = sum((compare(on_device, number) for number in (7, 8, 9, 11)), Counter())
+    assert counts["accepted"] > 20
+    assert counts["refused"] > 5
+    assert any(device.replayed for device in on_device.devices)
+
+
+def guessing(machine, most=7):
+    machine.harness.worker._speculation = Speculation(300, BLOCK_SIZE, most)
+    return machine
+
+
+@pytest.mark.parametrize("sampling", KINDS)
+def test_a_step_keeps_the_guesses_that_are_drawn_and_follows_none_with_guesses(folder, sampling):
+    machine = Machine(folder, has_graphs=True)
+    asked = admit(1, 6, 24, **sampling)
+    with contextlib.closing(machine):
+        machine.tell(asked)
+        machine.run()
+        tokens, num_steps = machine.tokens(1), len(machine.device.replayed)
+        machine.entries.clear()
+        machine.device.replayed.clear()
+        wrong = [*tokens[:9], 251, *tokens[10:]]
+        asked.spec.prediction.extend(wrong)
+        guessing(machine).tell(asked)
+        machine.run()
+        assert machine.tokens(1) == tokens
+        assert len(machine.device.replayed) < num_steps / 2
+        counts = [(e.num_drafted, len(e.token_ids)) for e in machine.entries if e.num_drafted]
+        assert (7, 8) in counts
+        assert any(taken <= drafted for drafted, taken in counts)
+
+
+def test_a_step_without_numbers_behind_a_right_guess_is_left_to_the_next_step(folder):
+    machine = Machine(folder, has_graphs=True)
+    asked = admit(1, 4, 12)
+    with contextlib.closing(machine):
+        machine.tell(asked)
+        machine.run()
+        tokens = machine.tokens(1)
+        bad = next(t for t in tokens[2:] if t not in asked.token_ids and t not in tokens[:2])
+        machine.entries.clear()
+        asked.spec.prediction.extend(tokens)
+        guessing(machine).tell(asked)
+        with nan_embedding(machine, bad):
+            machine.run()
+        assert machine.tokens(1) == tokens[: tokens.index(bad) + 1]
+        (fault,) = [e for e in machine.entries if e.is_fault]
+        assert fault.token_ids == []
+        assert fault.num_computed_tokens == 4 + tokens.index(bad)
 
 
 def dummy(seq_id, length):

@@ -26,6 +26,7 @@ from engine.wire.messages import (
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.runner import Sampled
+from engine.workers.speculation import Speculation
 from tests.engine.worker_harness import Harness, reports_in
 
 BLOCK_SIZE = 4
@@ -56,8 +57,8 @@ class FakeRunner:
     def launch(self, planned, stops=None):
         return planned
 
-    def follow(self, planned):
-        return None
+    def can_follow(self, planned):
+        return False
 
     def extended(self, running):
         pass
@@ -382,3 +383,53 @@ def test_steps_to_measure_are_made_in_their_blocks_and_a_word_to_stop_has_no_ans
     (answer,) = harness.reported()
     assert (answer.measurement_id, len(answer.steps)) == (3, 1)
     assert [block for block in range(8) if harness.pool[block].any()] == [5, 6]
+
+
+class Ahead(FakeRunner):
+    """Starts the next step before this one is collected, where it may."""
+
+    may_follow = True
+
+    def can_follow(self, planned):
+        return self.may_follow
+
+    def follow(self, planned):
+        return planned
+
+
+class Timed(Speculation):
+    """Notes the times that it learns; guesses nothing, and waits where it is told to."""
+
+    def __init__(self):
+        super().__init__(300, BLOCK_SIZE)
+        self.times_ms, self.is_waiting = [], False
+
+    def waits(self, planned, num_cores):
+        return self.is_waiting
+
+    def timed(self, elapsed_ms):
+        self.times_ms.append(elapsed_ms)
+
+
+def test_only_steps_that_followed_at_once_are_timed_where_steps_can_follow(monkeypatch):
+    pool, timed = torch.zeros(9, 1, 1, BLOCK_SIZE), Timed()
+    harness = Harness(Ahead(pool), pool, speculation=timed)
+    clock = iter(range(0, 10**9, 10**6))
+    monkeypatch.setattr("engine.workers.loop.time.monotonic_ns", lambda: next(clock))
+    harness.tell(admit(1, 2, 30))
+    harness.step()
+    assert timed.times_ms == []  # the prompt's: nothing was before it
+    harness.step()
+    assert len(timed.times_ms) == 1
+    timed.is_waiting = True
+    harness.step()
+    assert len(timed.times_ms) == 2  # it had followed the one before
+    assert harness.worker._flight is None
+    harness.step()
+    assert len(timed.times_ms) == 2
+    harness.runner.may_follow = False
+    harness.step()
+    # with the time from the end of the step before: the device had nothing to do meanwhile
+    assert len(timed.times_ms) == 3
+    assert timed.times_ms[-1] > 1
+    harness.close()

@@ -73,3 +73,32 @@ def test_steps_with_prompts_have_no_guesses():
     speculation, running = Speculation(300, BLOCK_SIZE, 7), sequence()
     speculation.draft([(running, 1), (prompt, 5)], 1)
     assert running.draft == []
+
+
+def test_a_step_is_waited_for_while_the_next_ones_guesses_are_expected():
+    speculation, running = Speculation(300, BLOCK_SIZE, 7), sequence()
+    assert speculation.waits([(running, 1)], 1)
+    assert running.draft == []
+    running.token_ids[-1] = 200
+    assert not speculation.waits([(running, 1)], 1)
+    # of what is left the launched step draws one, and the next one is another
+    assert not speculation.waits([(sequence(until=2), 1)], 1)
+    assert not speculation.waits([(sequence(num_blocks=3), 1)], 1)
+
+
+@pytest.mark.parametrize(("drawn", "keeps_waiting"), [(40, True), (250, False)])
+def test_waiting_ends_where_the_awaited_token_is_mostly_not_the_guessed_one(drawn, keeps_waiting):
+    text, speculation, waits = [*range(1, 60), *range(1, 40)], Speculation(300, BLOCK_SIZE), 0
+    for _ in range(40):
+        running = WorkerRequest.dummy(len(text), [*range(99)], len(text) - 1, 0.0)
+        running.token_ids, running.until_output = list(text), 99
+        if speculation.waits([(running, 1)], 1):
+            waits += 1
+            running.token_ids.append(drawn)
+            running.num_computed_tokens += 1
+            speculation.draft([(running, 1)], 1)
+        other = sequence(2)
+        other.token_ids[-1] = 200
+        speculation.draft([(other, 1)], 1)
+        speculation.timed(10.0)
+    assert waits > 30 if keeps_waiting else 0 < waits < 20
