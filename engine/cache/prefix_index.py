@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.cache.hashes import Hash, border_of, record_hashes
+from engine.cache.snapshot_worths import Saved, SnapshotWorths
 from engine.errors import InvariantViolated
 
 
@@ -33,24 +34,6 @@ class _Hashed:
     def border(self) -> Hash | None:
         """The border of its snapshot; None: it holds keys and values."""
         return border_of(self.hash)
-
-
-@dataclass(slots=True)
-class _Worth:
-    """What a snapshot saves, in blocks of prompt that need not be computed again."""
-
-    num_saved: int
-    """Blocks of its chain since the snapshot before it, when it was taken."""
-    before: Hash | None
-    """The border of that snapshot; None: the chain's beginning."""
-    when_used: int = 0
-    """The rank of the last snapshot dropped before its last use; the older of equals goes first.
-
-    Since that rank grows, snapshots that save much are dropped in the end, too."""
-
-    @property
-    def rank(self) -> int:
-        return self.when_used + self.num_saved
 
 
 class PrefixIndex:
@@ -69,9 +52,10 @@ class PrefixIndex:
         self.num_evicted = 0
         self.snapshots: dict[Hash, list[int]] = {}
         """The blocks of each snapshot, by the hash of the block before it."""
-        self._worths: dict[Hash, _Worth] = {}
-        self._last_dropped = 0
-        """The highest rank of a snapshot that was dropped for another one."""
+        self.worths = SnapshotWorths()
+        """What each of them saves."""
+        self._num_next: Counter[Hash] = Counter()
+        """Successors of each hash."""
         self._now = 0
 
     def __len__(self) -> int:
@@ -142,43 +126,42 @@ class PrefixIndex:
         for block_id, block_hash in zip(record, record_hashes(border, len(record)), strict=True):
             self.publish(block_id, block_hash, parent, user)
             parent = block_hash
-        self._worths[border] = self._worth(border)
+        saved = self._saved_at(border)
+        if self._num_next[border] > 1:  # besides the record's first block
+            for later, (count, before) in self.worths.items():
+                if before == saved.before and (since := self._num_since(border, later, count)):
+                    self.worths.change(later, Saved(since, border))
+        self.worths.add(border, saved)
         self.snapshots[border] = list(record)
         return True
 
-    def _worth(self, border: Hash) -> _Worth:
+    def _saved_at(self, border: Hash) -> Saved:
         """Walk back from a border to the snapshot before it, as far as its blocks are here."""
         count, before = 0, border
         while (block_id := self._blocks.get(before)) is not None:
             before = self._hashed[block_id].parent
             count += 1
             if before in self.snapshots:
-                return _Worth(count, before, self._last_dropped)
-        return _Worth(count, None, self._last_dropped)
+                return Saved(count, before)
+        return Saved(count)
+
+    def _num_since(self, border: Hash, later: Hash, most: int) -> int:
+        """Count the blocks from a border to a later one, up to `most`; 0: none leads there."""
+        for count in range(1, most):
+            block_id = self._blocks.get(later)
+            if block_id is None:
+                return 0
+            later = self._hashed[block_id].parent
+            if later == border:
+                return count
+        return 0
 
     def cheapest_snapshot(self) -> list[int]:
-        """Choose the unused snapshot to drop for another one; its blocks, none if all are in use.
-
-        All snapshots have the same size, so that what they save ranks them. A last use long ago
-        counts for less (GreedyDual): each choice raises the ranks of what is used later.
-        """
-        unused = (
+        """Choose the unused snapshot to drop for another one; no blocks if all are in use."""
+        border = self.worths.cheapest(
             b for b, r in self.snapshots.items() if self._hashed[r[0]].released_at is not None
         )
-        border = min(unused, key=lambda each: self._worths[each].rank, default=None)
-        if border is None:
-            return []
-        self._last_dropped = max(self._last_dropped, self._worths[border].rank)
-        return self.snapshots[border]
-
-    def _forget_snapshot(self, border: Hash) -> None:
-        """Remove a snapshot; what it saved is now saved by the next ones on its chain."""
-        if self.snapshots.pop(border, None) is None:
-            return
-        gone = self._worths.pop(border)
-        for worth in self._worths.values():
-            if worth.before == border:
-                worth.num_saved, worth.before = worth.num_saved + gone.num_saved, gone.before
+        return [] if border is None else self.snapshots[border]
 
     def publish(self, block_id: int, block_hash: Hash, parent: Hash, user: str) -> bool:
         """Give a hash to a full, computed block in use.
@@ -190,6 +173,7 @@ class PrefixIndex:
             return False
         self._blocks[block_hash] = block_id
         self._hashed[block_id] = _Hashed(block_hash, parent, user)
+        self._num_next[parent] += 1
         self.held[user] += 1
         return True
 
@@ -197,8 +181,12 @@ class PrefixIndex:
         """Remove the hash of a block in use or evicted."""
         hashed = self._hashed.pop(block_id)
         del self._blocks[hashed.hash]
-        if hashed.border is not None:
-            self._forget_snapshot(hashed.border)
+        if hashed.border is not None and hashed.border in self.snapshots:
+            del self.snapshots[hashed.border]
+            self.worths.forget(hashed.border)
+        self._num_next[hashed.parent] -= 1
+        if not self._num_next[hashed.parent]:
+            del self._num_next[hashed.parent]
         self.held[hashed.user] -= 1
         if not self.held[hashed.user]:
             del self.held[hashed.user]
@@ -213,7 +201,7 @@ class PrefixIndex:
         self._now += 1
         hashed.released_at = self._now
         if hashed.border is not None:
-            self._worths[hashed.border].when_used = self._last_dropped
+            self.worths.use(hashed.border)
         self._num_behind[hashed.parent] += 1
         if not self._num_behind[hashed.hash]:
             self._push(block_id, hashed)
@@ -290,7 +278,8 @@ class PrefixIndex:
             "chains": behind != self._num_behind,
             "snapshots": {b for r in self.snapshots.values() for b in r}
             != {b for b, one in hashed.items() if one.border is not None},
-            "what snapshots save": self._worths.keys() != self.snapshots.keys(),
+            "what snapshots save": {b for b, _ in self.worths.items()} != self.snapshots.keys(),
+            "successors": Counter(one.parent for one in hashed.values()) != self._num_next,
             "tails": any((hashed[b].released_at, b) not in listed for b in tails),
         }
         wrong = [what for what, is_wrong in problems.items() if is_wrong]

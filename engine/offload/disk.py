@@ -157,7 +157,12 @@ class Disk:
             if os.preadv(fd, [buffer.block], block_id * size) != size:
                 raise OSError(0, "the pool's memory is truncated")
             self._slabs.write(
-                entry.place, entry.block_hash, entry.number, entry.stored_at_s, buffer
+                entry.place,
+                entry.block_hash,
+                entry.number,
+                entry.stored_at_s,
+                buffer,
+                entry.saved,
             )
             job.num_done += 1
 

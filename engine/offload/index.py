@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.cache.hashes import Hash, border_of
+from engine.cache.snapshot_worths import NOTHING, Saved, SnapshotWorths
 from engine.errors import InvariantViolated
 from engine.offload.records import RecordHead
 
@@ -23,7 +24,7 @@ HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.90
 """...and ends at this share."""
 SNAPSHOT_SHARE = 0.5
-"""The largest share of all places for snapshots; the least recently used ones go first."""
+"""The largest share of all places for snapshots; those go first that save the least computing."""
 
 
 class RecordPlace(NamedTuple):
@@ -41,6 +42,8 @@ class IndexEntry:
     place: RecordPlace
     number: int
     stored_at_s: int
+    saved: Saved = NOTHING
+    """What its snapshot saves, if it is a block of one."""
     num_readers: int = 0
     is_written: bool = False
     is_used: bool = False
@@ -60,8 +63,10 @@ class SlabIndex:
         self.max_age_s = max_age_s
         self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
         """Entries by hash, the least recently used first."""
-        self._snapshots: OrderedDict[Hash, set[bytes]] = OrderedDict()
-        """Hashes of snapshots' blocks by border, the least recently used first."""
+        self._snapshots: dict[Hash, set[bytes]] = {}
+        """Hashes of snapshots' blocks by border."""
+        self.worths = SnapshotWorths()
+        """What each of them saves."""
         self._busy: dict[RecordPlace, IndexEntry] = {}
         """Entries being read or written, including dropped ones."""
         self._free: deque[RecordPlace] = deque()
@@ -129,12 +134,15 @@ class SlabIndex:
             return
         if other is not None:
             self.drop(other.block_hash)
-        entry = IndexEntry(head.block_hash, place, head.number, head.stored_at_s, is_written=True)
+        entry = IndexEntry(head.block_hash, place, head.number, head.stored_at_s, head.saved)
+        entry.is_written = True
         self._add(entry)
 
     def _add(self, entry: IndexEntry) -> None:
         self._entries[entry.block_hash] = entry
         if (border := border_of(entry.block_hash)) is not None:
+            if border not in self._snapshots:
+                self.worths.add(border, entry.saved)
             self._snapshots.setdefault(border, set()).add(entry.block_hash)
 
     def order_by_age(self) -> None:
@@ -142,6 +150,7 @@ class SlabIndex:
         ordered = sorted(self._entries.values(), key=lambda entry: entry.number)
         self._entries.clear()
         self._snapshots.clear()
+        self.worths = SnapshotWorths()
         for entry in ordered:
             self._add(entry)
 
@@ -200,17 +209,19 @@ class SlabIndex:
                 self._entries.move_to_end(block_hash)
                 self._entries[block_hash].is_used = True
                 if (border := border_of(block_hash)) is not None:
-                    self._snapshots.move_to_end(border)
+                    self.worths.use(border)
 
     # Reading and writing
 
-    def begin_store(self, block_hash: bytes, now_s: int) -> IndexEntry | None:
+    def begin_store(
+        self, block_hash: bytes, now_s: int, saved: Saved = NOTHING
+    ) -> IndexEntry | None:
         """Choose a place to write a block to; None: it is known, or no place is free."""
         if block_hash in self._entries or not self._free:
             return None
         place = self._free.popleft()
         self._last_number += 1
-        entry = IndexEntry(block_hash, place, self._last_number, now_s, is_used=True)
+        entry = IndexEntry(block_hash, place, self._last_number, now_s, saved, is_used=True)
         self._residue.pop(place, None)
         self._damaged.discard(place)
         self._busy[place] = entry
@@ -257,6 +268,7 @@ class SlabIndex:
             self._snapshots[border].remove(block_hash)
             if not self._snapshots[border]:
                 del self._snapshots[border]
+                self.worths.forget(border)
         entry.is_dropped = True
         if entry.place not in self._busy:
             self._release(entry)
@@ -282,9 +294,10 @@ class SlabIndex:
         """
         in_snapshots, num_dropped = sum(map(len, self._snapshots.values())), 0
         while in_snapshots - num_dropped > SNAPSHOT_SHARE * num_places:
-            oldest = next(iter(self._snapshots.values()))
-            num_dropped += len(oldest)
-            self.drop_known(list(oldest))
+            border = self.worths.cheapest(self._snapshots)
+            assert border is not None
+            num_dropped += len(self._snapshots[border])
+            self.drop_known(list(self._snapshots[border]))
         self.num_evicted += num_dropped
         return num_dropped + self._evict_oldest(num_places)
 
@@ -351,6 +364,8 @@ class SlabIndex:
         in_snapshots = {each for hashes in self._snapshots.values() for each in hashes}
         if in_snapshots != {each for each in self._entries if border_of(each) is not None}:
             raise InvariantViolated("snapshots are not what the index has of them", where="ssd")
+        if {border for border, _ in self.worths.items()} != self._snapshots.keys():
+            raise InvariantViolated("what snapshots save does not agree with them", where="ssd")
         seen: list[RecordPlace] = [entry.place for entry in self._entries.values()]
         seen += [place for place, e in self._busy.items() if e.is_dropped]
         seen += [*self._free, *being_erased]

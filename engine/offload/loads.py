@@ -23,7 +23,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from engine.cache.blocks import BlockPool
-from engine.cache.hashes import Hash, PrefixChain, record_hashes
+from engine.cache.hashes import Hash, PrefixChain, border_of, record_hashes
 from engine.offload.index import LOW_WATERMARK, IndexEntry
 from engine.offload.jobs import Context, CopyJob, GrowJob, SweepJob
 from engine.offload.load_costs import Costs
@@ -452,7 +452,7 @@ class Stores:
             block_ids: list[int] = []
             while left and len(entries) < per_job:
                 blocks = context.ledger.pools[pool].index.blocks([left[0]])
-                entry = context.index.begin_store(left[0], context.now_s()) if blocks else None
+                entry = self._begin_store(pool, left[0]) if blocks else None
                 if entry is None:
                     break
                 left.popleft()
@@ -489,13 +489,25 @@ class Stores:
                 del self._wanted[block_hash]
                 continue
             context.index.evict(self.max_places)
-            entry = context.index.begin_store(block_hash, context.now_s())
+            pool, block_id = found
+            entry = self._begin_store(pool, block_hash)
             if entry is None:
                 self._grow()
                 return
             del self._wanted[block_hash]
-            pool, block_id = found
             self._begin(pool, [block_id], [entry])
+
+    def _begin_store(self, pool: str, block_hash: Hash) -> IndexEntry | None:
+        """Choose a block's place; a snapshot saves there what it saves in the pool."""
+        index, worths = self._context.index, self._context.ledger.pools[pool].index.worths
+        border = border_of(block_hash)
+        if border is None:
+            return index.begin_store(block_hash, self._context.now_s())
+        entry = index.begin_store(block_hash, self._context.now_s(), worths.of(border))
+        for later, saved in worths.items():
+            if entry is not None and saved.before == border:
+                index.worths.change(later, saved)
+        return entry
 
     def _begin(
         self, pool: str, block_ids: list[int], entries: list[IndexEntry], *, is_urgent: bool = False

@@ -11,6 +11,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
+from engine.cache.snapshot_worths import NOTHING, Saved
+
 PAGE = 4096
 """Offsets and lengths of every read and write are multiples of it."""
 HEADER_BYTES = 128
@@ -19,14 +21,18 @@ DIGEST_BYTES = 32
 """Bytes of a fingerprint, and maximum bytes of a hash."""
 
 _SLAB = struct.Struct("<8sQQQ32s")
-_RECORD = struct.Struct("<8sQQQQ32s32sI")
+_RECORD = struct.Struct("<8sQQQB32s32sII16s")
+_RECORD_BEFORE = struct.Struct("<8sQQQQ32s32sI")
+"""Records that did not say what a snapshot saves."""
 _CRC = struct.Struct("<I")
 _MODEL = struct.Struct("<256s")
 _MODEL_AT = 256
 """Offset of the model's name in a slab's first page; it has a checksum of its own."""
 _PLACE = struct.Struct("<QQ")
 _SLAB_MAGIC = b"PnstKVs\x01"
-_RECORD_MAGIC = b"PnstKVr\x01"
+_RECORD_MAGIC, _MAGIC_BEFORE = b"PnstKVr\x02", b"PnstKVr\x01"
+_FORMS = {_RECORD_MAGIC: _RECORD, _MAGIC_BEFORE: _RECORD_BEFORE}
+_NO_BORDER = bytes(16)
 
 
 class SlabHead(NamedTuple):
@@ -63,6 +69,8 @@ class RecordHead(NamedTuple):
     block_hash: bytes
     fingerprint: bytes
     payload_crc: int
+    saved: Saved = NOTHING
+    """What the block's snapshot saved when it was stored; NOTHING for keys and values."""
 
 
 def record_bytes(block_bytes: int) -> int:
@@ -116,20 +124,32 @@ def seal_record(head: RecordHead, slab: int, index: int) -> bytes:
         head.block_hash,
         head.fingerprint,
         head.payload_crc,
+        head.saved.num_blocks,
+        head.saved.before or _NO_BORDER,
     )
     return (packed + _CRC.pack(_header_crc(packed, slab, index))).ljust(HEADER_BYTES, b"\0")
 
 
 def read_record(header: bytes, slab: int, index: int) -> RecordHead | None:
     """Read a record's header; None: not sealed for this place, or damaged."""
-    packed = header[: _RECORD.size]
-    crc = header[_RECORD.size : _RECORD.size + _CRC.size]
+    form = _FORMS.get(header[: len(_RECORD_MAGIC)])
+    if form is None:
+        return None
+    packed = header[: form.size]
+    crc = header[form.size : form.size + _CRC.size]
     if len(crc) < _CRC.size or _CRC.pack(_header_crc(packed, slab, index)) != crc:
         return None
-    magic, number, stored_at_s, num_bytes, hash_bytes, padded, *rest = _RECORD.unpack(packed)
-    if magic != _RECORD_MAGIC or hash_bytes > len(padded):
+    _, number, stored_at_s, num_bytes, hash_bytes, padded, *rest = form.unpack(packed)
+    if hash_bytes > len(padded):
         return None
-    return RecordHead(number, stored_at_s, num_bytes, padded[:hash_bytes], *rest)
+    fingerprint, crc_of_payload, *saved = rest
+    head = RecordHead(
+        number, stored_at_s, num_bytes, padded[:hash_bytes], fingerprint, crc_of_payload
+    )
+    if not saved:
+        return head
+    num_blocks, before = saved
+    return head._replace(saved=Saved(num_blocks, None if before == _NO_BORDER else before))
 
 
 def _header_crc(packed: bytes, slab: int, index: int) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from engine.cache.snapshot_worths import NOTHING, Saved
 from engine.offload.files import (
     ModelShare,
     SlabContents,
@@ -436,6 +437,7 @@ class Slabs:
         number: int,
         stored_at_s: int,
         buffer: RecordBuffer,
+        saved: Saved = NOTHING,
     ) -> None:
         """Write the buffer's block to a place.
 
@@ -450,6 +452,7 @@ class Slabs:
             block_hash,
             self._fingerprint,
             payload_crc(buffer.block),
+            saved,
         )
         buffer.record[:HEADER_BYTES] = seal_record(head, *place)
         write_all(slab.fd, buffer.record, slab.head.offset(place.record))

@@ -144,7 +144,7 @@ def test_of_snapshots_the_one_goes_that_saves_the_fewest_blocks():
     a, b, c = (kept.chain(100 * number, length) for number, length in ((1, 9), (2, 4), (3, 6)))
     for border in (a[8], b[3], c[5], a[7]):
         kept.keep(border)
-    assert [kept.drop() for _ in range(3)] == [b[3], c[5], a[7]]
+    assert [kept.drop() for _ in range(3)] == [a[8], b[3], c[5]]
 
 
 def test_where_a_snapshot_has_gone_the_next_on_its_chain_saves_what_it_saved():
@@ -154,6 +154,17 @@ def test_where_a_snapshot_has_gone_the_next_on_its_chain_saves_what_it_saved():
         kept.keep(border)
     # after a[2], the next saves five blocks; then a[8], which saved four, saves all nine
     assert [kept.drop() for _ in range(3)] == [a[4], a[2], b[7]]
+
+
+def test_a_snapshot_within_a_chain_lowers_what_the_next_on_it_saves():
+    kept = Snapshots()
+    a, other = kept.chain(100, 9), kept.chain(200, 3)
+    kept.keep(other[2])
+    kept.keep(a[8])
+    kept.keep(a[6])  # a[8] saves two blocks from now on, and nine again once a[6] has gone
+    saved = {border: each.num_blocks for border, each in kept.index.worths.items()}
+    assert saved == {other[2]: 3, a[8]: 2, a[6]: 7}
+    assert [kept.drop() for _ in range(2)] == [a[8], other[2]]
 
 
 def test_what_saves_much_and_is_not_used_goes_in_the_end():

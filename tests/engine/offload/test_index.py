@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.cache.hashes import record_hashes
+from engine.cache.snapshot_worths import Saved
 from engine.offload.index import (
     HIGH_WATERMARK,
     LOW_WATERMARK,
@@ -107,6 +108,31 @@ def test_snapshots_beyond_their_share_go_whole_the_least_recently_used_first(is_
     assert all(map(index.is_known, (name(1), name(2), *record(3), *record(5), *record(6))))
     assert index.evict(60) == 0
     index.check_invariants()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_snapshots_go_that_save_the_fewest_blocks_and_what_follows_them_saves_theirs(is_restarted):
+    index = SlabIndex()
+    saved = {3: Saved(7), 4: Saved(2, name(3)), 5: Saved(5, name(4)), 6: Saved(6), 7: Saved(9)}
+    index.add_slab(0, 0 if is_restarted else 60)
+    for number, (border, each) in enumerate(saved.items()):
+        heads = [
+            RecordHead(10 * number + i, 10, 8, part, bytes(32), 0, each)
+            for i, part in enumerate(record(border))
+        ]
+        if is_restarted:
+            index.add_slab(number + 1, 10, enumerate(heads))
+        for head in () if is_restarted else heads:
+            index.end_store(index.begin_store(head.block_hash, 10, each), is_written=True)
+    if is_restarted:
+        index.order_by_age()
+    gone = []
+    for most in (40, 20):
+        before = [border for border in saved if index.is_known(record(border)[0])]
+        index.evict(2 * most)
+        gone.append({b for b in before if not index.is_known(record(b)[0])})
+        index.check_invariants()
+    assert gone == [{4}, {6, 3}]  # without 4, that after it saves seven, as many as 3
 
 
 def test_nothing_goes_before_the_high_watermark():

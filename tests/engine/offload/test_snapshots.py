@@ -5,6 +5,7 @@ import random
 import pytest
 
 from engine.cache.hashes import record_hashes
+from engine.cache.snapshot_worths import Saved
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.offload.test_arena import ArenaWorld
 from tests.engine.offload.tiered_world import ARMS, TieredWorld, walk_beside_a_failing_disk
@@ -30,6 +31,21 @@ def test_a_second_turn_after_a_restart_goes_on_from_the_snapshot_on_disk(arm):
     assert second.num_cached_tokens == second.num_restored_tokens == BORDER
     assert world.scheduled[second.seq_id] == second.num_tokens - 1 - BORDER
     assert world.ssd.counts.loaded_tokens == BORDER
+
+
+@pytest.mark.parametrize("kind", [TieredWorld, ArenaWorld])
+def test_a_stored_snapshot_saves_what_the_pool_says_also_after_a_branch_before_it(kind):
+    world = world_of(kind=kind)
+    world.use_twice(PROMPT)
+    (kv_pool,), tier = world.ledger.pools.values(), world.tiers.each[-1]
+    hashes = HASHER.chain(PROMPT).hashes
+    assert tier.index.worths.of(hashes[9]) == kv_pool.index.worths.of(hashes[9]) == Saved(10)
+    branch = world.sequence(prompt=[*PROMPT[:20], *range(500, 530)])
+    world.finish(branch)
+    world.use_twice([*PROMPT[:20], *range(700, 703)])
+    for index in (kv_pool.index, tier.index):
+        assert index.worths.of(hashes[4]) == Saved(5)
+        assert index.worths.of(hashes[9]) == Saved(5, hashes[4])
 
 
 def test_an_evicted_snapshot_comes_back_from_dram():
