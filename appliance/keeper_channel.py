@@ -60,6 +60,11 @@ class KeeperChannel:
         self._is_lost = self._is_full = False
 
     @property
+    def keeps(self) -> bool:
+        """Whether descriptors are kept at all."""
+        return self._is_needed and self._max_kept != 0
+
+    @property
     def problem(self) -> str | None:
         """Why a crash would end replies that could go on; None: it would not."""
         if self._waiting and time.monotonic() - self._waits_since_s > PATIENCE_S:
@@ -231,6 +236,11 @@ def notify_watchdog(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell the keeper that all is well, if it asked for that; silence ends the daemon."""
     is_for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return bool(is_for_us and environ.get("WATCHDOG_USEC")) and notify(WATCHDOG=1)
+
+
+def has_keeper() -> bool:
+    """Say whether descriptors outlive this process."""
+    return _channel().keeps
 
 
 def count_kept(names: Sequence[str]) -> None:

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from appliance import keeper_channel
-from appliance.keeper_channel import MAX_NAMES_BYTES, close_channel, keeper_problem, notify
+from appliance.keeper_channel import (
+    MAX_NAMES_BYTES,
+    close_channel,
+    has_keeper,
+    keeper_problem,
+    notify,
+)
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -44,6 +50,7 @@ def test_a_status_cannot_smuggle_in_another_field(manager: socket.socket) -> Non
 def test_without_systemd_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not notify(READY=1)
+    assert not has_keeper()
 
 
 def test_a_socket_that_is_gone_is_survived(
@@ -96,6 +103,7 @@ def test_what_has_no_room_at_the_keeper_is_not_kept_and_that_is_told_once(
 ) -> None:
     monkeypatch.setenv("FDSTORE", "6")
     close_channel()
+    assert has_keeper()
     kept = [asyncio.run(keep(name)) for name in ("a", "b", "c", "d")]
     assert kept == [True, True, False, False]
     assert caplog.text.count("The keeper is full") == 1
