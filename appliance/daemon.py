@@ -67,6 +67,7 @@ from appliance.models.names import HubName
 from appliance.process import (
     SILENT_S,
     Formatter,
+    forbid_core_dumps,
     has_terminal,
     own_command,
     raise_limit,
@@ -117,6 +118,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     is_under_nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_IGN
     passed = passed_sockets(os.environ)
+    forbid_core_dumps()
     config = load_config()
     if about := raise_limit(config.max_connections):
         log.warning("%s", about)

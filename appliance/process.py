@@ -2,8 +2,8 @@
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
 programs that call select(), which ours do not), and the size from which the heap gives large
-buffers pages of their own; standing threads, and threads that read a disk which may hang; what a
-line on stderr begins with.
+buffers pages of their own; the soft limit of core dumps; standing threads, and threads that read a
+disk which may hang; what a line on stderr begins with.
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
 Never: asks for more than the hard limit; raises because a C library is another.
 """
@@ -20,6 +20,7 @@ import shutil
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,12 @@ def raise_limit(wanted: int) -> str | None:
         return None
     about = f"max_connections is {wanted}, but {limit} open files are allowed, with room for {fit}"
     return f"{about} (ulimit -Hn, LimitNOFILE=)"
+
+
+def forbid_core_dumps() -> None:
+    """Set the soft limit of core dumps to 0 here and in all workers: they would hold prompts."""
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def standing_threads(count: int, name: str) -> ThreadPoolExecutor:
@@ -167,7 +174,8 @@ async def read_in_thread(
         if ended.exception() is None:
             late(ended.result())
 
-    threading.Thread(target=run, name="reading", daemon=True).start()
+    # a Thread's start() would wait, and this loop with it, for one that has no memory to begin
+    start_new_thread(run, ())
     waiting = asyncio.wrap_future(outcome)
     silent_s, used_s, has_told = 0.0, None, False
     try:

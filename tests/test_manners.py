@@ -2,10 +2,12 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -28,7 +30,10 @@ def standing(tiny_llama, tmp_path_factory):
         manager.bind(str(folder / "notify"))
         manager.settimeout(120)
         env = {"NOTIFY_SOCKET": str(folder / "notify")}
-        daemon = Daemon(folder, "--kv-memory", "1MiB", model=tiny_llama, env=env)
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        permit = partial(resource.setrlimit, resource.RLIMIT_CORE, (hard, hard))
+        small = ("--kv-memory", "1MiB")
+        daemon = Daemon(folder, *small, model=tiny_llama, env=env, preexec_fn=permit)
         daemon.wait_for(daemon.is_listening)
         daemon.early = daemon.http.post("/v1/completions", json={"prompt": "early"})
         while b"READY=1" not in manager.recv(4096):
@@ -65,6 +70,12 @@ def test_workers_are_pinned_to_different_cores(standing):
         return set(said) == {"prefill", "decode"} and is_as_said and is_apart
 
     standing.wait_for(is_pinned)
+
+
+def test_no_process_leaves_a_core_dump(standing):
+    """A dump would hold keys, prompts and replies; the daemon was started where dumps are made."""
+    pids = [standing.pid, *(each["pid"] for each in standing.fresh_state()["workers"])]
+    assert [resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in pids] == [0, 0, 0]
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_refused(standing, start_daemon, tiny_llama):

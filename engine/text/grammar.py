@@ -15,8 +15,9 @@ import functools
 import json
 import re
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,6 +41,8 @@ LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,  # else the client reads its whole grammar again
 )
 _RETRY_MS = 1000
+_LONGEST_S = 30.0
+"""Hundreds of times what compiling takes: a thread that has not answered has never begun."""
 _STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new threads
 _MAX_ERROR_CHARS = 300
 _ANY_OBJECT = {"type": "object"}
@@ -192,21 +195,33 @@ def with_deep_stack(function: Callable[[], R]) -> R:
     """Run a call in a thread of its own: the compiler recurses as deep as a grammar refers.
 
     A thread started elsewhere at this moment gets a deep stack, too, which costs only address
-    space.
+    space. `Thread.start` would wait without end for a thread that has no memory to begin, and a
+    pool holds a lock meanwhile that all pools of the process need.
 
     Raises:
-        Unavailable: the machine has no thread left.
+        Unavailable: the machine has no thread left, or no memory for one.
     """
-    with ThreadPoolExecutor(1, "grammar-stack") as executor:
-        with _STACK_SIZE_LOCK:
-            threading.stack_size(_COMPILER_STACK_BYTES)
-            try:
-                future = executor.submit(function)  # starts the thread
-            except RuntimeError as error:
-                raise Unavailable(str(error), code="busy", retry_after_ms=_RETRY_MS) from error
-            finally:
-                threading.stack_size(0)
-        return future.result()
+    outcome: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            outcome.set_exception(error)
+
+    with _STACK_SIZE_LOCK:
+        threading.stack_size(_COMPILER_STACK_BYTES)
+        try:
+            start_new_thread(run, ())
+        except (RuntimeError, MemoryError) as error:
+            raise Unavailable(str(error), code="busy", retry_after_ms=_RETRY_MS) from error
+        finally:
+            threading.stack_size(0)
+    try:
+        return outcome.result(_LONGEST_S)
+    except TimeoutError as error:
+        about = "no memory for a thread that compiles"
+        raise Unavailable(about, code="busy", retry_after_ms=_RETRY_MS) from error
 
 
 def enforced(schema: Mapping[str, Any] | bool | None, is_lenient: bool) -> Mapping[str, Any] | bool:

@@ -1,10 +1,10 @@
 """Send framed messages between the daemon and a worker over one socket pair.
 
-A frame is a 4-byte little-endian length and a msgpack body, one tagged struct of
-engine.wire.messages.
+A frame is a 4-byte little-endian length, a CRC-32 of length and body, and a msgpack body, one
+tagged struct of engine.wire.messages.
 Owns: its end of the socket.
 Invariant: messages arrive whole and in order; after the peer's death all its messages are read
-before ChannelClosed; bytes that are no message end the channel.
+before ChannelClosed; bytes that are no message, or differ from what was sent, end the channel.
 Never: interprets a message, retries, or times out by itself.
 """
 
@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import struct
 import threading
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,24 +28,35 @@ from engine.wire.not_json import NOT_JSON
 Expected = TypeVar("Expected", bound=Command)
 Message = TypeVar("Message")
 
+_HEAD = struct.Struct("<II")
+"""A body's length, and the CRC of both."""
 _LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 64 << 20
 """Many times the longest prompt; a greater length is garbage, not to be waited for."""
 _RECEIVE_BYTES = 1 << 18
 
 
-def _frame(body: bytes) -> bytes:
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+def _crc(length: int, body: bytes | bytearray) -> int:
+    return zlib.crc32(body, zlib.crc32(length.to_bytes(_LENGTH_BYTES, "little")))
 
 
-def _length(prefix: bytes | bytearray) -> int:
-    length = int.from_bytes(prefix, "little")
+def frame(body: bytes) -> bytes:
+    """Return what is sent of a message's body."""
+    return _HEAD.pack(len(body), _crc(len(body), body)) + body
+
+
+def _length_and_crc(head: bytes | bytearray) -> tuple[int, int]:
+    length, crc = _HEAD.unpack(head)
     if length > MAX_MESSAGE_BYTES:
         raise ChannelGarbled(f"received a message of {length} bytes")
-    return length
+    return length, crc
 
 
-def _decoded(decode: Callable[[bytes | bytearray], Message], body: bytes | bytearray) -> Message:
+def _decoded(
+    decode: Callable[[bytes | bytearray], Message], body: bytes | bytearray, crc: int
+) -> Message:
+    if crc != _crc(len(body), body):
+        raise ChannelGarbled(f"received a damaged message of {len(body)} bytes")
     try:
         return decode(body)
     except NOT_JSON as error:
@@ -83,7 +96,7 @@ class WorkerChannel:
         """
         try:
             with self._is_sending:
-                self._socket.sendall(_frame(self._encode(report)))
+                self._socket.sendall(frame(self._encode(report)))
         except OSError as error:
             raise ChannelClosed("the daemon closed the channel") from error
 
@@ -115,12 +128,13 @@ class WorkerChannel:
     def _take_frames(self) -> list[Command]:
         commands: list[Command] = []
         start = 0
-        while len(self._buffer) - start >= _LENGTH_BYTES:
-            body = start + _LENGTH_BYTES
-            end = body + _length(self._buffer[start:body])
+        while len(self._buffer) - start >= _HEAD.size:
+            body = start + _HEAD.size
+            length, crc = _length_and_crc(self._buffer[start:body])
+            end = body + length
             if len(self._buffer) < end:
                 break
-            commands.append(_decoded(self._decode, self._buffer[body:end]))
+            commands.append(_decoded(self._decode, self._buffer[body:end], crc))
             start = end
         del self._buffer[:start]
         return commands
@@ -151,7 +165,7 @@ class DaemonChannel:
         """
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(_frame(self._encode(command)))
+        self._unsent.append(frame(self._encode(command)))
 
     def _flush(self) -> None:
         if self._unsent and not self._writer.is_closing():
@@ -166,11 +180,11 @@ class DaemonChannel:
             ChannelGarbled: what came is no report.
         """
         try:
-            length = _length(await self._reader.readexactly(_LENGTH_BYTES))
+            length, crc = _length_and_crc(await self._reader.readexactly(_HEAD.size))
             body = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError) as error:
             raise ChannelClosed("the worker closed the channel") from error
-        report: Report = _decoded(self._decode, body)
+        report: Report = _decoded(self._decode, body, crc)
         return report
 
     def close(self) -> None:

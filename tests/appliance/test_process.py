@@ -151,6 +151,15 @@ def test_a_disk_that_hangs_is_told_of_once_and_left_behind(hanging: threading.Ev
     assert late.get(timeout=120)
 
 
+@pytest.mark.usefixtures("hanging")
+def test_a_read_whose_thread_has_no_memory_to_begin_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "start_new_thread", lambda *_: None)
+    with pytest.raises(PenstockError, match="does not answer"):
+        asyncio.run(process.read_in_thread("the folder /x", list, lambda _: None))
+
+
 def test_standing_threads_work_where_no_other_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -237,6 +238,8 @@ def main() -> int:
     options = parser.parse_args()
     if not options.own_mounts:
         in_own_mounts(sys.argv[1:])
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # the daemon forbids core dumps itself
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         soak = Soak(options, options.keep or Path(name))
         soak.possible = [kind for kind in soak.possible if options.only in kind.name]

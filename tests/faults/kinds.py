@@ -21,6 +21,10 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+import msgspec
+
+from engine.wire.channel import frame
+from engine.wire.messages import Copied
 from tests.benchmarks.hostile import Target, attack
 from tests.faults.disks import briefly, flip
 from tests.faults.questions import long_body
@@ -78,6 +82,13 @@ def kill_a_worker(subject: Subject, rng: Random) -> Iterator[None]:
 @kind("worker")
 def kill_all_workers(subject: Subject, rng: Random) -> Iterator[None]:
     _signal(subject.worker_pids(), signal.SIGKILL)
+    yield
+
+
+@kind("worker")
+def crash_a_worker(subject: Subject, rng: Random) -> Iterator[None]:
+    if pids := subject.worker_pids(ready_only=True):
+        _signal([rng.choice(pids)], rng.choice([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS]))
     yield
 
 
@@ -334,6 +345,16 @@ def garbage_from_a_worker(subject: Subject, rng: Random) -> Iterator[None]:
     if pids := subject.worker_pids(ready_only=True):
         with contextlib.suppress(OSError, ValueError, IndexError), _channel(rng.choice(pids)) as fd:
             os.write(fd, rng.randbytes(rng.choice([1, 4, 60, 3000])))
+    yield
+
+
+@kind("worker", _can_take_descriptors)
+def a_flipped_bit_in_a_message(subject: Subject, rng: Random) -> Iterator[None]:
+    message = bytearray(frame(msgspec.msgpack.encode(Copied(1, 1, 1, 1, 1, is_last=True))))
+    message[-1 - rng.randrange(20)] ^= 1 << rng.randrange(8)
+    if pids := subject.worker_pids(ready_only=True):
+        with contextlib.suppress(OSError, ValueError, IndexError), _channel(rng.choice(pids)) as fd:
+            os.write(fd, message)
     yield
 
 

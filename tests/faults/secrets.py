@@ -35,13 +35,14 @@ def find_secrets(subject: Subject, questions: Iterable[Question]) -> list[str]:
 
 
 def _contents(subject: Subject) -> Iterator[tuple[str, bytes]]:
-    """Yield journals, logs, frames and bundles by name."""
+    """Yield journals, logs, frames, bundles and core dumps by name."""
     for name, text in subject.stderr_texts().items():
         yield name, text.encode()
     paths: list[Path] = [*subject.state.files(), *subject.ssd.files()]
     paths += [subject.frames_path, *subject.folder.glob("*.db*")]
+    paths += Path.cwd().glob("core*")  # where a crashed worker's would be
     for path in paths:
-        if path.exists():
+        if path.is_file():
             yield path.name, path.read_bytes()
     for path in subject.folder.glob("bundle*.tar.gz"):
         with tarfile.open(path) as bundle:

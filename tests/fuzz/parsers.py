@@ -43,7 +43,7 @@ from engine.offload.records import (
 )
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from engine.wire.channel import DaemonChannel, WorkerChannel
+from engine.wire.channel import DaemonChannel, WorkerChannel, frame
 from engine.wire.messages import (
     Admit,
     Copied,
@@ -257,9 +257,10 @@ def _slabs() -> Parser:
 
 
 def _messages(kinds: list[msgspec.Struct]) -> list[bytes]:
+    """Return messages without and with their frames: both are read as bodies and as frames."""
     bodies = [msgspec.msgpack.encode(kind) for kind in kinds]
-    framed = [len(body).to_bytes(4, "little") + body for body in bodies]
-    return [*framed, b"".join(framed)]
+    framed = [frame(body) for body in bodies]
+    return [*bodies, *framed, b"".join(framed)]
 
 
 def _commands() -> Parser:
@@ -270,15 +271,14 @@ def _commands() -> Parser:
     copy = Copy(1, "prefill", "decode", [(1, 2)], FilledBy(1, 1, 0))
 
     def parse(data: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.sendall(data[:100_000])
-            ours.shutdown(socket.SHUT_WR)
-            WorkerChannel(theirs).receive(wait=True)
+        for sent in (data[:100_000], frame(data[:100_000])):
+            ours, theirs = socket.socketpair()
+            with ours, theirs, contextlib.suppress(ChannelClosed):
+                ours.sendall(sent)
+                ours.shutdown(socket.SHUT_WR)
+                WorkerChannel(theirs).receive(wait=True)
 
-    return Parser(
-        parse, _messages([admit, Release(1, 1), extend, copy]), (ChannelClosed,), share=20
-    )
+    return Parser(parse, _messages([admit, Release(1, 1), extend, copy]), share=20)
 
 
 def _reports() -> Parser:
@@ -288,15 +288,16 @@ def _reports() -> Parser:
     kinds = [LoadingProgress(1, 2), stepped, Copied(1, 1, 9, 1, 2, True), Failed("what", "", "")]
 
     async def receive(data: bytes) -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(data)
-        reader.feed_eof()
-        channel = DaemonChannel(reader, None)  # type: ignore[arg-type]
-        while not reader.at_eof():
-            await channel.receive()
+        for sent in (data, frame(data)):
+            reader = asyncio.StreamReader()
+            reader.feed_data(sent)
+            reader.feed_eof()
+            channel = DaemonChannel(reader, None)  # type: ignore[arg-type]
+            with contextlib.suppress(ChannelClosed):
+                while not reader.at_eof():
+                    await channel.receive()
 
-    return Parser(lambda data: loop().run_until_complete(receive(data)), _messages(kinds),
-                  (ChannelClosed,), share=20)  # fmt: skip
+    return Parser(lambda data: loop().run_until_complete(receive(data)), _messages(kinds), share=20)
 
 
 def _open_requests() -> Parser:

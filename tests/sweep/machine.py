@@ -185,11 +185,10 @@ class Machine:
             DEVNULL=subprocess.DEVNULL,
             TimeoutExpired=subprocess.TimeoutExpired,
         )
-        threads = SimpleNamespace(Thread=_AtOnce, get_ident=threading.get_ident)
         drawn = self._random
         with (
             mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
-            mock.patch.object(appliance.process, "threading", threads),
+            mock.patch.object(appliance.process, "start_new_thread", lambda run, _: run()),
             mock.patch.object(appliance.daemon, "standing_threads", _unused_threads),
             mock.patch.object(fair_threads, "standing_threads", _unused_threads),
             mock.patch.object(engine.offload.disk, "Thread", _Never),
@@ -416,10 +415,3 @@ class _Never:
     def start(self) -> None: ...
 
     def join(self, timeout: float) -> None: ...
-
-
-class _AtOnce:
-    """A thread that has ended when it is started."""
-
-    def __init__(self, target: Callable[[], None], **_: Any) -> None:
-        self.start = target

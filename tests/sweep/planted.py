@@ -119,8 +119,8 @@ BUGS = {
     ),
     "two messages are swapped": Bug(
         "engine/wire/channel.py",
-        "        self._unsent.append(_frame(self._encode(command)))\n",
-        "        self._unsent.insert(0, _frame(self._encode(command)))\n",
+        "        self._unsent.append(frame(self._encode(command)))\n",
+        "        self._unsent.insert(0, frame(self._encode(command)))\n",
         ("crowd", "2x1 peer"),
     ),
     "a worker is not started again": Bug(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import Unavailable
+from engine.text import grammar as grammar_module
 from engine.text.endless_schemas import endless_reference
 from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
@@ -492,11 +493,15 @@ def test_ways_that_double_at_every_turn_take_no_time() -> None:
     assert endless_reference(defs(**doubling, d500={"$ref": "#/$defs/d0"})) is not None
 
 
-def test_a_grammar_can_be_sent_again_where_no_thread_can_be_started(monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
+def refuses(_, __):
+    raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+@pytest.mark.parametrize("start", [refuses, lambda _, __: None], ids=["refused", "never begun"])
+def test_a_grammar_can_be_sent_again_where_no_thread_can_be_started(start, monkeypatch):
+    """Without memory for its first lines a thread is started and never runs."""
+    monkeypatch.setattr(grammar_module, "start_new_thread", start)
+    monkeypatch.setattr(grammar_module, "_LONGEST_S", 0.01)
     with pytest.raises(Unavailable) as refusal:
         validate(json_grammar())
     assert refusal.value.code == "busy"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.errors import ChannelClosed, ChannelGarbled
-from engine.wire.channel import DaemonChannel, WorkerChannel
+from engine.wire.channel import DaemonChannel, WorkerChannel, frame
 from engine.wire.messages import Admit, LoadingProgress, Release, WeightsComplete
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
@@ -79,7 +79,7 @@ async def test_everything_a_dead_worker_sent_is_read_before_the_end(pair):
 async def test_a_frame_cut_by_death_is_the_end(pair):
     ours, theirs = pair
     daemon = await DaemonChannel.open(ours)
-    theirs.sendall(b"\x10\x00\x00\x00half")
+    theirs.sendall(frame(b"a whole one")[:-4])
     theirs.close()
     with pytest.raises(ChannelClosed):
         await daemon.receive()
@@ -88,9 +88,9 @@ async def test_a_frame_cut_by_death_is_the_end(pair):
 
 GARBAGE = {
     "a length beyond all messages": b"\xff" * 9,
-    "no msgpack": b"\x02\x00\x00\x00\xc1\xc1",
-    "no message": b"\x01\x00\x00\x00\x07",
-    "text that is no UTF-8": b"\x03\x00\x00\x00\xa2\xff\xff",
+    "no msgpack": frame(b"\xc1\xc1"),
+    "no message": frame(b"\x07"),
+    "text that is no UTF-8": frame(b"\xa2\xff\xff"),
 }
 
 
@@ -107,6 +107,26 @@ async def test_garbage_ends_a_channel_at_either_end(pair, garbage):
     with pytest.raises(ChannelGarbled):
         worker.receive(wait=True)
     daemon.close()
+
+
+async def test_no_flipped_bit_of_a_message_is_believed():
+    """Many would be another message: a quarter of these is one without the checksum."""
+    body = msgspec.msgpack.encode(Release(1, 7))
+    whole = frame(body)
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        reader = asyncio.StreamReader()
+        reader.feed_data(bytes(damaged))
+        reader.feed_eof()
+        with pytest.raises(ChannelClosed):  # of which ChannelGarbled is one
+            await DaemonChannel(reader, None).receive()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(damaged)
+            ours.shutdown(socket.SHUT_WR)
+            with pytest.raises(ChannelClosed):
+                WorkerChannel(theirs).receive(wait=True)
 
 
 async def test_worker_sees_the_end_after_the_last_command(pair):
@@ -130,7 +150,7 @@ def test_a_waiting_receive_wakes_up_for_a_command(pair):
     thread = threading.Thread(target=lambda: received.extend(worker.receive(wait=True)))
     thread.start()
     body = msgspec.msgpack.encode(WeightsComplete())
-    ours.sendall(len(body).to_bytes(4, "little") + body)
+    ours.sendall(frame(body))
     thread.join(120)
     assert received == [WeightsComplete()]
 
