@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -58,7 +59,7 @@ from appliance.http.listeners import (
 )
 from appliance.http.server import ApiServer
 from appliance.keeper import RESTART_STATUS, check_next
-from appliance.keeper_channel import close_channel, notify, notify_watchdog
+from appliance.keeper_channel import close_channel, has_keeper, notify, notify_watchdog
 from appliance.loading import Fetching, Swapping
 from appliance.log.retention import RetentionLimits
 from appliance.log.writer import RequestLog
@@ -441,7 +442,7 @@ class _Daemon:
         self._service.stop_accepting(
             self._stopped_by, again, takes_stragglers=bool(self._inherited)
         )
-        await self._server.hand_over()
+        await self._server.hand_over(self._inherited)
         drained = asyncio.create_task(self._service.drained(REPLY_GRACE_S))
         stop_now = asyncio.create_task(self._stop_now.wait())
         limit_s = self._config.max_drain_s or None
@@ -505,9 +506,11 @@ class _Daemon:
         """
         try:
             await asyncio.to_thread(check_next, sys.orig_argv)
-        except (PenstockError, OSError) as error:
+        except (PenstockError, OSError, subprocess.SubprocessError) as error:
             self._service.event("error", "restart.refused", f"Not restarted: {error}")
             return
+        if has_keeper() and not self._num_signals:
+            await self._server.hand_over_all()
         if self._num_signals:  # it is stopping
             return
         self._service.event("info", "restart", f"Restarting; {self._service.drain_status}")

@@ -203,11 +203,19 @@ def test_a_stopped_daemon_is_found_and_serves_again(machine):
     assert any("most recent call first" in each for each in messages)  # its stacks
 
 
-def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(machine, settings, wheels):
+def test_a_stop_drains_for_a_while_and_tells_the_streams_that_it_cuts(machine, settings):
     settings("max_drain = 2\n")
     machine.run("systemctl", "reload", "penstock")
     stream = machine.start(booted_machine.PROGRAM, *LONG, "10000")
     machine.wait_for(lambda: is_decoding(machine))
+    machine.run("systemctl", "restart", "penstock")
+    _, said = stream.communicate(timeout=120)
+    assert "is stopping" in said
+    assert stream.returncode == 7
+    assert any("max_drain" in each for each in events(machine, "drain.timeout"))
+
+
+def test_clients_wait_through_an_upgrade(machine, wheels):
     is_over = False
 
     def keep_asking(*, keeps_alive):
@@ -231,13 +239,9 @@ def test_clients_wait_through_an_upgrade_and_cut_streams_are_told(machine, setti
         machine.wait_for(lambda: is_ready(machine))
         is_over = True
         answers = [answer for asker in askers for answer in asker.result()]
-    _, said = stream.communicate(timeout=120)
-    assert "is stopping" in said
-    assert stream.returncode == 7
     assert set(answers) == {200}
     assert took_s < 60
     assert "0.1.1" in machine.penstock("version").stdout
-    assert any("max_drain" in each for each in events(machine, "drain.timeout"))
 
 
 def test_a_wrong_configuration_is_not_tried_again_and_a_stopped_unit_is_named(machine, settings):

@@ -126,17 +126,18 @@ class ApiServer:
             for each in self._listeners
         }
 
-    async def hand_over(self) -> None:
-        """Stop accepting; the successor serves the inherited listeners.
+    async def hand_over(self, listeners: Sequence[socket.socket]) -> None:
+        """Stop accepting on listeners that the next daemon serves.
 
         Open connections are closed with their current reply, or after the next request's if it
-        comes within STRAGGLER_S. Without inherited listeners nothing happens, since no other
-        process would answer.
+        comes within STRAGGLER_S. Without such listeners nothing happens, since no other process
+        would answer.
         """
-        if not self._inherited:
+        if not listeners:
             return
-        for listener in self._inherited:
-            self._acceptors.pop(listener).close()
+        for listener in listeners:
+            if (acceptor := self._acceptors.pop(listener, None)) is not None:
+                acceptor.close()
         if self._arriving:
             await asyncio.wait(self._arriving)
         close = (b"connection", b"close")
@@ -147,6 +148,17 @@ class ApiServer:
             if time.monotonic() >= deadline:
                 for straggler in stragglers:
                     straggler.shutdown()
+                return
+            await asyncio.sleep(STRAGGLER_CHECK_S)
+
+    async def hand_over_all(self) -> None:
+        """Have the next daemon serve all listeners; wait for what it could not continue.
+
+        That is what is not accepted yet. It takes milliseconds, and at most STRAGGLER_S.
+        """
+        await self.hand_over(self._listeners)
+        for _ in range(round(STRAGGLER_S / STRAGGLER_CHECK_S)):
+            if not self._connections:
                 return
             await asyncio.sleep(STRAGGLER_CHECK_S)
 
