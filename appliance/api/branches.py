@@ -32,7 +32,8 @@ def branches(
     """Count the tokens that a chat's prompt shares with chats that part from it at each place.
 
     Marks between the first turn and the last do not count: each was in the last turn of an earlier
-    request, and tokenizing a long chat again for them costs as much as the chat itself.
+    request, and tokenizing a long chat again for them costs as much as the chat itself. A turn that
+    brings results of tools is several messages.
 
     Args:
         chat: as it was asked.
@@ -40,17 +41,9 @@ def branches(
         tokenizer: has the template, by which the other chats are rendered as well.
         output_format: of the model.
     """
-    messages, last = chat.messages, len(chat.messages) - 1
-    first = chat.first_turn
-    marks = [mark for mark in chat.marks if mark[0] <= first or mark[0] == last]
     found = []
-    for index, num_chars in dict.fromkeys([(first, 0), *marks[-MAX_MARKS:]]):
-        content = messages[index]["content"]
-        if index == last and num_chars == len(content):
-            continue  # the prompt's end, where a record is kept in any case
-        other = {**messages[index], "content": content[:num_chars] + _OTHER_WORDS}
+    for parted in [_parted(chat, chat.first_turn, 0), *_at_marks(chat)[-MAX_MARKS:]]:
         try:
-            parted = replace(chat, messages=[*messages[:index], other])
             text = parted.render(tokenizer, output_format, is_real=False).text
         except RequestError:  # the template refuses it
             continue
@@ -58,6 +51,34 @@ def branches(
         if num_tokens >= LEAST_TOKENS:
             found.append(num_tokens)
     return tuple(dict.fromkeys(found))
+
+
+def _at_marks(chat: Chat) -> list[Chat]:
+    """Make chats that part from one at its cache marks: of tools, then of messages."""
+    messages, first, tools = chat.messages, chat.first_turn, chat.tools
+    parted = []
+    for count in () if tools is None else tools.marked:
+        other = _parted(chat, first, 0)
+        if tools is not None and count < len(tools.definitions):
+            fewer = replace(tools, definitions=tools.definitions[:count])
+            parted.append(replace(other, tools=fewer))
+        elif first:  # behind the last one other instructions come
+            instructed = _parted(chat, 0, 0).messages
+            parted.append(replace(other, messages=[*instructed, *other.messages[first:]]))
+    answers = (i for i, one in enumerate(messages) if one["role"] == "assistant")
+    last_turn = max(answers, default=-1) + 1
+    for index, num_chars in chat.marks:
+        is_end = index == len(messages) - 1 and num_chars == len(messages[index]["content"])
+        if (index <= first or index >= last_turn) and not is_end:
+            parted.append(_parted(chat, index, num_chars))
+    return parted
+
+
+def _parted(chat: Chat, index: int, num_chars: int) -> Chat:
+    """Make a chat that has other words behind a place in a message."""
+    message = chat.messages[index]
+    other = {**message, "content": message["content"][:num_chars] + _OTHER_WORDS}
+    return replace(chat, messages=[*chat.messages[:index], other])
 
 
 def _num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -46,6 +46,7 @@ class ToolResult(Struct, tag_field="type", tag="tool_result"):
         | None
     ) = None
     is_error: bool | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
@@ -100,6 +101,7 @@ class ClientTool(Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class ToolChoice(Struct):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -171,18 +172,23 @@ def _assistant(turn: bodies.AssistantTurn) -> chats.ChatMessage:
     ]
     return chats.ChatMessage(
         role="assistant",
-        content="\n".join(block.text for block in blocks if isinstance(block, bodies.TextBlock)),
+        content=[_part(block) for block in blocks if isinstance(block, bodies.TextBlock)],
         reasoning_content="\n".join(thoughts) or None,
         tool_calls=calls or None,
     )
 
 
-def _result(block: bodies.ToolResult) -> str:
+def _result(block: bodies.ToolResult) -> chats.Content:
     """Read what a tool returned; a failure is said before it."""
-    parts = block.content or ""
-    if not isinstance(parts, str):
-        parts = "\n".join(_text(part, "", is_last=False) for part in parts)
-    return f"Error: {parts}" if block.is_error else parts
+    said = block.content or ""
+    blocks = [bodies.TextBlock(said)] if isinstance(said, str) else said
+    texts = [_text(one, "", is_last=False) for one in blocks]
+    if block.is_error:
+        texts = [f"Error: {''.join(texts[:1])}", *texts[1:]]
+    marks = [one.cache_control if isinstance(one, bodies.TextBlock) else None for one in blocks]
+    if block.cache_control is not None:
+        marks[-1:] = [block.cache_control]
+    return [chats.TextPart(text, mark) for text, mark in zip_longest(texts, marks)]
 
 
 def _text(
@@ -209,6 +215,8 @@ def _tools(values: list[Any]) -> tuple[list[Json], list[int]]:
         function: Json = {"name": tool.name, "parameters": tool.input_schema}
         function |= {"description": tool.description, "strict": tool.strict} | known
         tools.append({"type": "function", "function": function})
+        if tool.cache_control is not None:
+            tools[-1]["cache_control"] = tool.cache_control
     return tools, others
 
 

@@ -268,6 +268,8 @@ class Function(Struct):
 class Tool(Struct):
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None
+    """Anthropic's mark: other prompts go on differently behind this tool."""
 
 
 class ChosenFunction(Struct):

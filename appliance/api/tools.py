@@ -39,7 +39,7 @@ class Tools:
     """Functions that the model may call; there is at least one."""
 
     definitions: list[dict[str, Any]]
-    """The client's definitions, unchanged, for the template."""
+    """The client's definitions for the template, unchanged but for cache marks."""
     schemas: dict[str, dict[str, Any] | None]
     """Schemas of the arguments, by the name of each function that may be called."""
     is_required: bool
@@ -47,6 +47,8 @@ class Tools:
     is_strict: bool
     is_legacy: bool = False
     """They came as `functions`, and a call is told as `function_call`."""
+    marked: tuple[int, ...] = ()
+    """Numbers of leading definitions that end at a cache mark of the client."""
 
     def grammar(
         self, output_format: OutputFormat, tokenizer: Tokenizer, answer: str | None = None
@@ -95,6 +97,7 @@ def read_tools(body: chats.ChatRequest) -> Tools | None:
     """Read the tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
     is_legacy = bool(body.functions) and not body.tools
     where = "functions" if is_legacy else "tools"
+    marked: list[int] = []
     choice: chats.ToolMode | chats.ChosenTool | chats.ChosenTools | None
     if is_legacy:  # as OpenAI's API was before tools
         functions, name = list(body.functions or ()), "function_call"
@@ -102,10 +105,13 @@ def read_tools(body: chats.ChatRequest) -> Tools | None:
         asked = body.function_call
         choice = chats.ChosenTool(asked) if isinstance(asked, chats.ChosenFunction) else asked
     else:
-        definitions, choice, name = body.tools or [], body.tool_choice, "tool_choice"
-        functions = [
-            check(one, chats.Tool, f"tools[{index}]").function
-            for index, one in enumerate(definitions)
+        choice, name = body.tool_choice, "tool_choice"
+        tools = [check(one, chats.Tool, f"tools[{i}]") for i, one in enumerate(body.tools or [])]
+        marked = [i for i, tool in enumerate(tools, 1) if tool.cache_control is not None]
+        functions = [tool.function for tool in tools]
+        definitions = [
+            {key: value for key, value in one.items() if key != "cache_control"}
+            for one in body.tools or []
         ]
     schemas = {function.name: function.parameters or None for function in functions}
     if len(schemas) < len(functions):
@@ -125,6 +131,7 @@ def read_tools(body: chats.ChatRequest) -> Tools | None:
         is_parallel=is_parallel and mode != "named" and not is_legacy,
         is_strict=any(function.strict for function in functions),
         is_legacy=is_legacy,
+        marked=tuple(marked),
     )
 
 

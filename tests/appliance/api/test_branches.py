@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 from appliance.api.branches import LEAST_TOKENS, branches
+from appliance.api.chat_messages import LEFT_OUT
 from appliance.api.messages_api import messages_ask
 from appliance.api.openai import ask_of_chat
 from appliance.api.openai_bodies import ChatRequest
 from appliance.api.prepare import prepare
-from appliance.formats.tool_format import PLAIN
+from appliance.formats.tool_format import PLAIN, output_format_of
 from appliance.json_fields import check
 from appliance.request import ModelInfo
 from engine.cache.hashes import PrefixHasher
@@ -38,17 +39,19 @@ def tokenizer_of(template=CHAT_TEMPLATE):
     return Tokenizer(byte_level(), chat_template=template)
 
 
-def ids_of(chat, tokenizer):
-    text = chat.render(tokenizer, PLAIN).text
+def ids_of(chat, tokenizer, output_format=PLAIN):
+    text = chat.render(tokenizer, output_format).text
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def found(chat, tokenizer):
-    return branches(chat, ids_of(chat, tokenizer), tokenizer, PLAIN)
+def found(chat, tokenizer, output_format=PLAIN):
+    ids = ids_of(chat, tokenizer, output_format)
+    return branches(chat, ids, tokenizer, output_format)
 
 
-def num_common(*chats, tokenizer):
-    pairs = list(zip(*(ids_of(chat, tokenizer) for chat in chats), strict=False))
+def num_common(*chats, tokenizer, output_format=PLAIN):
+    ids = (ids_of(chat, tokenizer, output_format) for chat in chats)
+    pairs = list(zip(*ids, strict=False))
     return next(i for i, pair in enumerate(pairs) if len(set(pair)) > 1)
 
 
@@ -113,6 +116,85 @@ def test_marks_of_messages_are_those_of_a_chat():
         user(f"{DOCUMENT['text']}\nWhy?"),
     ]
     assert chat.marks == ((0, len("Be brief.")), (1, len(DOCUMENT["text"])))
+
+
+def anthropic(**fields):
+    return messages_ask({"max_tokens": 5, **fields}, MODEL).chat
+
+
+def test_marks_of_results_are_those_of_their_messages_and_change_no_text():
+    calls = [{"type": "tool_use", "id": f"call_{n}", "name": "search", "input": {}} for n in (1, 2)]
+    failed = {"type": "tool_result", "tool_use_id": "call_1", "content": "Gone.", "is_error": True}
+    pages = [{"type": "text", "text": "One."} | MARK, {"type": "image"}]
+    found_two = {"type": "tool_result", "tool_use_id": "call_2", "content": pages}
+    said = [{"type": "text", "text": "Wait."} | MARK, *calls]
+    plain, marked = (
+        anthropic(
+            messages=[
+                user("Search."),
+                {"role": "assistant", "content": said},
+                user([failed | mark, found_two | mark, {"type": "text", "text": "And?"}]),
+            ]
+        )
+        for mark in ({}, MARK)
+    )
+    assert [one["content"] for one in marked.messages] == [
+        *("Search.", "Wait.", "Error: Gone."),
+        *(f"One.\n[image{LEFT_OUT}", "And?"),
+    ]
+    assert plain.messages == marked.messages
+    assert plain.marks == ((1, 5), (3, 4))
+    assert marked.marks == ((1, 5), (2, 12), (3, 4), (3, len(marked.messages[3]["content"])))
+
+
+def test_a_marked_result_of_the_last_turn_is_a_place():
+    tokenizer = tokenizer_of()
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": DOCUMENT["text"]}
+    call = {"type": "tool_use", "id": "call_1", "name": "search", "input": {}}
+    said = [result | MARK, {"type": "text", "text": "About what?"}]
+    turns = [user("Search."), {"role": "assistant", "content": [call]}, user(said)]
+    chat = anthropic(messages=turns)
+    (place,) = found(chat, tokenizer)
+    text = chat.render(tokenizer, PLAIN).text
+    end = text.index(DOCUMENT["text"]) + len(DOCUMENT["text"])
+    assert tokenizer.encode(text[:end], add_special_tokens=False) == ids_of(chat, tokenizer)[:place]
+
+
+LISTING = (
+    "{# <tool_call> #}{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}"
+    + CHAT_TEMPLATE
+)
+
+
+@pytest.mark.parametrize("api", ["messages", "chats"])
+def test_a_marked_tool_is_a_place_and_the_template_does_not_see_the_mark(api):
+    about = "Find what was written about a thing, on any page that is known. " * 2
+    names = ["search", "open", "close"]
+    schema = {"type": "object", "properties": {}}
+
+    def asked(system, names, marked=()):
+        marks = [MARK if name in marked else {} for name in names]
+        of_system = {"role": "system", "content": system}
+        functions = [{"name": name, "description": about} for name in names]
+        if api == "chats":
+            functions = [{**each, "parameters": schema} for each in functions]
+            tools = [{"type": "function", "function": each} for each in functions]
+            tools = [tool | mark for tool, mark in zip(tools, marks, strict=True)]
+            return chat_of(of_system, user("Why?"), tools=tools)
+        tools = [
+            {**each, "input_schema": schema} | mark
+            for each, mark in zip(functions, marks, strict=True)
+        ]
+        return anthropic(system=system, messages=[user("Why?")], tools=tools)
+
+    tokenizer = tokenizer_of(LISTING)
+    chat = asked(SYSTEM["content"], names, ("open", "close"))
+    assert "ephemeral" not in chat.render(tokenizer, output_format_of(tokenizer)).text
+    others = [asked("Hi.", names), asked(SYSTEM["content"], ["search", "open"])]
+    how = {"tokenizer": tokenizer, "output_format": output_format_of(tokenizer)}
+    shared = {num_common(chat, other, **how) for other in others}
+    assert len(shared) == 2
+    assert shared <= set(found(chat, **how))
 
 
 @pytest.mark.parametrize("has_records", [True, False])
