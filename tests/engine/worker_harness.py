@@ -19,8 +19,9 @@ def reports_in(sock, at_least=0):
             data += sock.recv(1 << 20)
         except BlockingIOError:
             return reports
-        while len(data) >= 4 and len(data) >= (end := 4 + int.from_bytes(data[:4], "little")):
-            reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
+        head = 8  # length and checksum
+        while len(data) >= head and len(data) >= (end := head + int.from_bytes(data[:4], "little")):
+            reports.append(msgspec.msgpack.decode(data[head:end], type=Report))
             data = data[end:]
 
 
