@@ -26,14 +26,8 @@ from appliance.announcement import IS_OPEN, OPEN_CODE, announcement
 from appliance.api.routes import build_app
 from appliance.configuration import paths
 from appliance.configuration.address import TcpAddress
-from appliance.configuration.config import (
-    ServeConfig,
-    changes,
-    check_directories,
-    prepare_directories,
-    take_over,
-    unknown_variables,
-)
+from appliance.configuration.config import ServeConfig, changes, take_over, unknown_variables
+from appliance.configuration.folders import check_directories, prepare_directories
 from appliance.doctor.stacks import wait_for_signal
 from appliance.fleet.boot import (
     BootPlan,

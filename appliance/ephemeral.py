@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from appliance.client import Client, ClientError, ReplyError
-from appliance.configuration import config
+from appliance.configuration import sources
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import SETTINGS
 from appliance.models.names import HubName
@@ -101,7 +101,7 @@ def _end_with_parent() -> None:
 
 
 def _environ() -> dict[str, str]:
-    left_out = {config.variable(name) for name in SETTINGS} | {"PENSTOCK_API_KEY"}
+    left_out = {sources.variable(name) for name in SETTINGS} | {"PENSTOCK_API_KEY"}
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.configuration.config import DEFAULT, explain, load
+from appliance.configuration.client_settings import explain
+from appliance.configuration.config import load
+from appliance.configuration.sources import DEFAULT
 from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from tests.appliance.logs import row, start

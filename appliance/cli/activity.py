@@ -24,7 +24,7 @@ from appliance.cli.short_ids import request_ids
 from appliance.cli.tables import Format, Listing, TableColumn, printable, within
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, ClientError, DaemonUnreachable, ReplyError
-from appliance.configuration import config, paths
+from appliance.configuration import client_settings, paths
 from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import RequestError, UsageError
 
@@ -205,8 +205,8 @@ def _follow(source: _Source, listing: Listing, rows: Rows) -> NoReturn:
 
 def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) -> Path:
     """Return the log's file of a silent daemon, if it belongs to this machine's daemon."""
-    folder = config.state_dir(state_dir, warn=terminal.passed_over)
-    path = config.log_path(folder)
+    folder = client_settings.state_dir(state_dir, warn=terminal.passed_over)
+    path = paths.log_path(folder)
     if not isinstance(client.address, UnixAddress) or not os.path.exists(path):
         raise error
     other = "" if state_dir is not None else paths.socket_of(folder)

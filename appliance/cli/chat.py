@@ -69,7 +69,9 @@ def _chat_at_terminal(
     session = Session(client, model, conversation, has_stats=has_stats)
     session.greet()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from appliance.configuration.config import own_state_dir  # which no chat through a pipe needs
+    from appliance.configuration.client_settings import (
+        own_state_dir,  # which no chat through a pipe needs
+    )
 
     with _history(own_state_dir(warn=terminal.passed_over) / "chat_history"):
         _converse(session)

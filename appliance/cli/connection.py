@@ -23,7 +23,7 @@ from appliance.cli import models, terminal
 from appliance.cli.tables import printable
 from appliance.cli.terminal import ProgressLine
 from appliance.client import Client, DaemonAbsent, ReplyError
-from appliance.configuration import config, paths
+from appliance.configuration import client_settings, paths
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.setting_kinds import nearest
 from appliance.ephemeral import users_daemon
@@ -84,7 +84,7 @@ class Connection:
             return False
         if any(word == model["id"] for model in self._models) or _WITH_TAG.fullmatch(word):
             return True
-        meant = config.model_named(word, terminal.passed_over)
+        meant = client_settings.model_named(word, terminal.passed_over)
         looks_like_path = word.startswith(("/", "./", "../", "~/"))
         return isinstance(meant, HubName) or looks_like_path or is_model_file(meant)
 
@@ -113,7 +113,7 @@ class Connection:
         if asked is not None and self._absent is None:
             self._found(asked)
         elif asked is not None:
-            _check_exists(asked, config.model_named(asked, terminal.passed_over))
+            _check_exists(asked, client_settings.model_named(asked, terminal.passed_over))
 
     def _is_starting(self) -> bool:
         """Wait for a daemon that may be starting here; whether it listens now."""
@@ -121,7 +121,7 @@ class Connection:
         if not isinstance(where, UnixAddress):
             return False
         grace_s = GRACE_S / 3 if self._may_start else GRACE_S
-        folder, line = config.state_dir(None, warn=terminal.passed_over), ProgressLine()
+        folder, line = client_settings.state_dir(None, warn=terminal.passed_over), ProgressLine()
         try:
             while (waited_s := time.monotonic() - began_s) < MAX_START_S:
                 with suppress(OSError):
@@ -169,8 +169,8 @@ class Connection:
         Raises:
             NoSuchModel: it has none.
         """
-        meant = config.model_named(asked, terminal.passed_over)
-        ids = config.ids_of(asked, terminal.passed_over)
+        meant = client_settings.model_named(asked, terminal.passed_over)
+        ids = client_settings.ids_of(asked, terminal.passed_over)
         for model in self._models:
             root = Path(model.get("root") or "/")
             if model["id"] in ids or meant in (
@@ -199,12 +199,12 @@ class Connection:
             DaemonAbsent: `absent`, where none may be started.
         """
         where = self.client.address
-        meant = None if asked is None else config.model_named(asked, terminal.passed_over)
+        meant = None if asked is None else client_settings.model_named(asked, terminal.passed_over)
         if not self._may_start:
             if asked is not None:
                 absent.hint = f"start it with 'penstock serve --model {asked}'"
             raise absent
-        wanted = meant or config.models_named(terminal.passed_over)[0]
+        wanted = meant or client_settings.models_named(terminal.passed_over)[0]
         root = cache.hub_cache(os.environ)
         if isinstance(wanted, HubName) and cache.resolve(root, wanted) is None:
             models.fetch(wanted)

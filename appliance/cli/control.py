@@ -37,7 +37,7 @@ from appliance.cli.short_ids import AmbiguousId, live_request_ids
 from appliance.cli.tables import Format, printable, within
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonAbsent, DaemonUnreachable, PermissionRefused, ReplyError
-from appliance.configuration import config, paths
+from appliance.configuration import client_settings, config, paths, sources
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import ROLES, SETTINGS
@@ -99,7 +99,7 @@ def serve(
     listen = _listen_address(given["listen"], host, port)
     flags = {**given, "model": model, "listen": listen, "port": port, "config": config_file}
     load_config = partial(config.load, flags)
-    with config.named_by_source(flags):
+    with sources.named_by_source(flags):
         if check_config:
             _check(load_config())
             return
@@ -290,7 +290,7 @@ def stop(
     client = terminal.client(host)
     frame = client.get("/v1/penstock/state")
     served = str(frame.get("model"))
-    names = set() if model is None else set(config.ids_of(model, terminal.passed_over))
+    names = set() if model is None else set(client_settings.ids_of(model, terminal.passed_over))
     resident = {each["model"] for each in (frame.get("swaps") or {}).get("resident") or ()}
     if names & resident:
         (name,) = names & resident

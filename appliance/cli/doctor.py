@@ -19,7 +19,7 @@ import typer
 from appliance.cli import terminal
 from appliance.cli.tables import Format, TableColumn, folded, in_unit, word, yes_or_no
 from appliance.cli.terminal import Host, Output
-from appliance.configuration.config import FoundSetting, explain
+from appliance.configuration.client_settings import explain
 from appliance.configuration.setting_kinds import (
     a_duration,
     on_or_off,
@@ -28,6 +28,7 @@ from appliance.configuration.setting_kinds import (
     some_weights,
 )
 from appliance.configuration.settings import SETTINGS, Setting
+from appliance.configuration.sources import FoundSetting
 from appliance.frame.figures import ABSENT, bytes_per_s, count, size
 
 if TYPE_CHECKING:

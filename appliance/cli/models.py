@@ -22,7 +22,7 @@ import typer
 from appliance.cli import listings, terminal
 from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Output, ProgressLine
-from appliance.configuration import config
+from appliance.configuration import client_settings
 from appliance.configuration.address import is_of_this_machine
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.doctor import hub_models
@@ -181,7 +181,7 @@ def show_model(
     from appliance.models import fits
 
     where = hub_models.places([_gpus(text) for text in gpu or ()])
-    asked = config.model_named(model, terminal.passed_over)
+    asked = client_settings.model_named(model, terminal.passed_over)
     try:
         found = named(model, dirs)
     except NoSuchModel:
@@ -283,7 +283,7 @@ def _hub_name(text: str) -> HubName:
     Raises:
         UsageError: it is a folder, or no possible name.
     """
-    name = config.model_named(text, terminal.passed_over)
+    name = client_settings.model_named(text, terminal.passed_over)
     if isinstance(name, HubName):
         return name
     hint = "a model on the hub is named as owner/name, such as Qwen/Qwen3-0.6B"
@@ -294,7 +294,7 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     """List every visible model folder once."""
     from appliance.cli import model_folders
 
-    named, tables = config.models_named(terminal.passed_over)
+    named, tables = client_settings.models_named(terminal.passed_over)
     found = [*_configured(tables), *_served()]
     found += [model_folders.FoundModel(named.name, named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
@@ -337,7 +337,7 @@ def named(name: str, dirs: list[Path] | None) -> Any:
     """
     from appliance.cli import model_folders
 
-    asked = config.model_named(name, terminal.passed_over)
+    asked = client_settings.model_named(name, terminal.passed_over)
     if isinstance(asked, Path) and (asked.is_dir() or is_model_file(asked)):
         is_path = asked == Path(name).expanduser().absolute()
         return model_folders.FoundModel(model_name(asked) if is_path else name, asked)

@@ -17,7 +17,7 @@ from appliance.cli import terminal
 from appliance.cli.activity import StateDir
 from appliance.cli.tables import Format, Listing, TableColumn
 from appliance.cli.terminal import Host, Output, ProgressLine
-from appliance.configuration import config
+from appliance.configuration import client_settings
 from appliance.frame.figures import things
 from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, PROMPT_MS
 
@@ -128,4 +128,4 @@ def clear_profile(state_dir: StateDir = None) -> None:
 def _store(state_dir: str | None) -> Any:
     from appliance.profile_store import ProfileStore
 
-    return ProfileStore(config.state_dir(state_dir, warn=terminal.passed_over))
+    return ProfileStore(client_settings.state_dir(state_dir, warn=terminal.passed_over))

@@ -25,7 +25,7 @@ from appliance.cli.activity import StateDir
 from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Host, Output, ProgressLine
 from appliance.client import Client, DaemonUnreachable, ReplyError
-from appliance.configuration import config
+from appliance.configuration import client_settings, paths
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import size, things
 from appliance.frame.protocol import iso_time
@@ -140,7 +140,7 @@ def _folder(ssd_dir: str | None, state_dir: str | None) -> Path:
     """Return the folder of blocks; a named folder must exist, the default need not."""
     for named in filter(None, (ssd_dir, state_dir)):
         terminal.named_folder(named)
-    return config.ssd_folder(ssd_dir, state_dir, warn=terminal.passed_over)
+    return client_settings.ssd_folder(ssd_dir, state_dir, warn=terminal.passed_over)
 
 
 def _guarded(found: Iterator[_T], where: Path) -> Iterator[_T]:
@@ -228,7 +228,7 @@ def prune(
 
 
 def _path(state_dir: str | None) -> Path:
-    return config.log_path(config.state_dir(state_dir, warn=terminal.passed_over))
+    return paths.log_path(client_settings.state_dir(state_dir, warn=terminal.passed_over))
 
 
 def _days(text: str) -> int:

@@ -225,9 +225,9 @@ def socket_path(
     configured = None
     if environ.get("PENSTOCK_CONFIG") or paths.config_file(environ) is not None:
         # all settings, where most client verbs need none
-        from appliance.configuration import config
+        from appliance.configuration import client_settings
 
-        configured = config.configured_socket(environ, warn)
+        configured = client_settings.configured_socket(environ, warn)
     return configured or paths.client_socket(environ)
 
 

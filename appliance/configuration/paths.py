@@ -177,3 +177,8 @@ def _xdg(environ: Mapping[str, str], variable: str, default: str) -> Path:
     """Return an XDG folder; the standard says to ignore a relative path."""
     given = environ.get(variable, "")
     return Path(given) if given.startswith("/") else Path.home() / default
+
+
+def log_path(folder: Path) -> Path:
+    """Return the request log's file in a state folder."""
+    return folder / "requests.db"

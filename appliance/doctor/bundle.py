@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.client import Client
-from appliance.configuration import config
+from appliance.configuration import client_settings
 from appliance.doctor.finding import Finding
 from appliance.doctor.stacks import stacks
 from appliance.http.api_keys import KEY_PREFIX
@@ -70,7 +70,7 @@ def write_bundle(
         "events.json": lambda: read_events(_log(settings), EventQuery(limit=NUM_EVENTS)),
         "requests.json": lambda: _requests(settings),
         "recording.penstock": lambda: _recording(settings),
-        "stacks.txt": lambda: stacks(config.load_asked(settings).state_dir),
+        "stacks.txt": lambda: stacks(client_settings.load_asked(settings).state_dir),
     }
     said = []
     try:
@@ -110,7 +110,7 @@ def _without_secrets(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _log(settings: dict[str, str | None]) -> Path:
-    return config.load_asked(settings).log_path
+    return client_settings.load_asked(settings).log_path
 
 
 def _versions() -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _cpu() -> str | None:
 
 
 def _settings(settings: dict[str, str | None]) -> list[dict[str, object]]:
-    found = config.explain(settings)
+    found = client_settings.explain(settings)
     return [{"name": f.name, "value": str(f.value), "origin": f.origin} for f in found]
 
 

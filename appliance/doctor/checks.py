@@ -23,7 +23,7 @@ from typing import Any
 
 from appliance.announcement import OPEN_CODE, sampling_advice, sampling_text
 from appliance.client import Client
-from appliance.configuration import config, paths
+from appliance.configuration import client_settings, config, paths, sources
 from appliance.configuration.address import TcpAddress, UnixAddress, is_of_this_machine
 from appliance.devices.machine import Devices
 from appliance.doctor.finding import Finding
@@ -106,7 +106,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
 
 def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], Finding]) -> Finding:
     try:
-        with config.named_by_source(settings):
+        with sources.named_by_source(settings):
             return look()
     except PenstockError as error:
         return _bad(check, error)
@@ -118,7 +118,7 @@ def _looked_at(settings: dict[str, str | None], check: str, look: Callable[[], F
 def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | PenstockError:
     """Load the configuration of a start, or return its error."""
     try:
-        return config.load_asked(settings)
+        return client_settings.load_asked(settings)
     except PenstockError as error:
         return error
 

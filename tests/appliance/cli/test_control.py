@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cli import control
-from appliance.configuration.config import log_path
+from appliance.configuration.paths import log_path
 from appliance.log.query import EventQuery, read_events
 from appliance.log.row import end_crashed_run
 from tests.appliance.cli_data import ENDED, REQUEST

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from appliance.client import Client
-from appliance.configuration import config
+from appliance.configuration import client_settings, config
 from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
@@ -109,13 +109,13 @@ def test_what_may_not_be_looked_at_is_bad_and_the_rest_is_still_looked_at() -> N
 def test_beside_a_daemon_its_own_ssd_cache_is_looked_at() -> None:
     ssd = {"state": "failed", "folder": "/x/kv", "reason": "/x is not a folder"}
     state = {"ssd": ssd, "workers": []}
-    found = checks._ssd(config.load_asked({}), state)
+    found = checks._ssd(client_settings.load_asked({}), state)
     assert (found.verdict, "/x is not a folder" in found.found) == ("note", True)
     ssd |= {"state": "on", "num_bytes": 1 << 30, "max_bytes": 2 << 30}
-    found = checks._ssd(config.load_asked({}), state)
+    found = checks._ssd(client_settings.load_asked({}), state)
     assert (found.verdict, found.found) == ("ok", "/x/kv: 1.0 of 2.0 GiB of KV used by the daemon")
     ssd["limit"] = "its disk is full"
-    found = checks._ssd(config.load_asked({}), state)
+    found = checks._ssd(client_settings.load_asked({}), state)
     assert (found.verdict, found.found.endswith("; its disk is full")) == ("note", True)
     assert "--ssd-dir" in found.hint
 
@@ -236,7 +236,7 @@ def test_of_a_quantised_model_the_trial_in_bfloat16_says_little(
 ) -> None:
     path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
     for model, is_told in ((tiny_llama, False), (path, True)):
-        settings = config.load_asked({"model": str(model)})
+        settings = client_settings.load_asked({"model": str(model)})
         found = checks._kernels(None, checks._checkpoint(settings))
         assert ("of its bytes are quantised" in found.found) == is_told
 

@@ -12,20 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.configuration import config, paths
+from appliance.configuration import client_settings, config, paths, sources
 from appliance.configuration.address import socket_path
-from appliance.configuration.config import (
-    ServeConfig,
-    changes,
-    check_directories,
-    explain,
-    load,
-    named_by_source,
-    prepare_directories,
-    take_over,
-)
+from appliance.configuration.client_settings import explain
+from appliance.configuration.config import ServeConfig, changes, load, take_over
+from appliance.configuration.folders import check_directories, prepare_directories
 from appliance.configuration.setting_kinds import is_meant, parse_bytes
 from appliance.configuration.settings import SETTINGS
+from appliance.configuration.sources import named_by_source
 from engine.errors import (
     CheckpointError,
     ConfigError,
@@ -180,7 +174,7 @@ def test_lists_and_addresses_are_read_from_flag_and_file(machine: Path) -> None:
 
 
 def test_a_variable_that_sets_nothing_is_known_by_its_name() -> None:
-    settings = {config.variable(name): "x" for name in SETTINGS}
+    settings = {sources.variable(name): "x" for name in SETTINGS}
     clients = {"PENSTOCK_HOST": "x", "PENSTOCK_API_KEY": "x", "PENSTOCK_CONFIG": "x", "HOME": "x"}
     environ = {**settings, **clients, "PENSTOCK_DTYP": "x"}
     (sentence,) = config.unknown_variables(environ)
@@ -309,8 +303,8 @@ def test_systemd_and_xdg_choose_the_folders(machine: Path) -> None:
     unit = {**xdg, "STATE_DIRECTORY": "/var/lib/p:/other"}
     assert load({}, unit).state_dir == Path("/var/lib/p")
     assert load({"state_dir": "/mine"}, unit).state_dir == Path("/mine")
-    assert config.state_dir(None, unit) == Path("/var/lib/p")
-    assert config.state_dir("/mine", unit) == Path("/mine")
+    assert client_settings.state_dir(None, unit) == Path("/var/lib/p")
+    assert client_settings.state_dir("/mine", unit) == Path("/mine")
 
 
 @pytest.mark.parametrize("place", ["tmp", "runtime"])
@@ -385,7 +379,7 @@ def test_a_size_is_read_or_refused_with_words(value: object) -> None:
 
 def test_finding_the_socket_imports_nothing_slow() -> None:
     script = (
-        "import sys, appliance.configuration.config, appliance.client\n"
+        "import sys, appliance.configuration.client_settings, appliance.client\n"
         "print(sorted(sys.modules.keys() & "
         "{'msgspec','tomllib','sqlite3','sqlite_utils','torch','textual','rich','asyncio'}))"
     )
@@ -443,8 +437,10 @@ def test_what_is_wrong_in_the_file_stops_no_client(machine: Path) -> None:
     path = write_toml(machine, 'dtyp = "auto"\nsocket = "/s.sock"\nroles = static\n')
     assert socket_path(None, {}, told.append) == Path("/s.sock")
     assert [error.where for error in told] == [f"{path}:3", f"{path}:1"]
-    assert config.state_dir(None, {}, told.append) == machine / "home/.local/state/penstock"
-    assert config.ssd_folder("/ssd", None, {}, told.append) == Path("/ssd")
+    assert (
+        client_settings.state_dir(None, {}, told.append) == machine / "home/.local/state/penstock"
+    )
+    assert client_settings.ssd_folder("/ssd", None, {}, told.append) == Path("/ssd")
     with pytest.raises(SeveralWrong):
         socket_path(None, {})
 

@@ -1,0 +1,85 @@
+"""Create the folders that the daemon writes to, or check that they could be.
+
+Owns: the modes of new folders.
+Invariant: an existing folder stays unchanged; a new one is for its owner and the socket's group.
+Never: chooses a path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from appliance.configuration import paths
+from appliance.configuration.config import ServeConfig
+from engine.errors import ConfigError, refuse
+
+
+def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Create the missing folders that the daemon writes to; existing ones stay unchanged.
+
+    Only their owner may enter them, but a folder configured for the socket may be entered by the
+    group, like the socket itself.
+
+    Raises:
+        ConfigError: one cannot be created.
+    """
+    run_dir = config.socket.parent
+    is_private = run_dir in (paths.private_dir(environ), paths.own_temporary_dir())
+    modes = {run_dir: 0o700 if is_private else 0o750, config.state_dir: 0o700}
+    for folder, mode in modes.items():
+        try:
+            _make_folder(folder, mode)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create the folder: {error.strerror}",
+                where=str(folder),
+                hint="choose others with --socket and --state-dir",
+            ) from error
+    if run_dir == paths.own_temporary_dir():
+        paths.check_private(run_dir)
+
+
+def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that prepare_directories() would succeed, and that files can be made there.
+
+    An existing socket needs no writable folder: systemd may have made it in a folder of its own. A
+    folder configured for the socket must exist, since no client would find a socket elsewhere.
+    Below the system's folders for sockets, which are empty after each boot, it is made.
+
+    Raises:
+        ConfigError: all faults together.
+    """
+    wrong = list[ConfigError]()
+    folders, run_dir = [config.state_dir], config.socket.parent
+    if not os.access(config.socket, os.F_OK):
+        folders.insert(0, run_dir)
+    if not run_dir.exists() and not paths.is_for_sockets(run_dir, environ):
+        hint = f"mkdir -p {run_dir}, or name another path with --socket"
+        wrong.append(ConfigError("there is no such folder", where=str(run_dir), hint=hint))
+        folders.remove(run_dir)
+    for folder in folders:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            problem = f"{there} is not a folder" if there != folder else "it is not a folder"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            problem = "nothing can be made in it" if there == folder else f"{there} takes no files"
+        else:
+            continue
+        hint = "choose others with --socket and --state-dir"
+        wrong.append(ConfigError(problem, where=str(folder), hint=hint))
+    refuse(wrong)
+
+
+def _make_folder(folder: Path, mode: int) -> None:
+    """Make a folder and its missing parents, with any umask."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent, mode)
+    try:
+        folder.mkdir(mode)
+        folder.chmod(mode)
+    except FileExistsError:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise
