@@ -34,7 +34,7 @@ from appliance.fleet.boot import (
 )
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
-from appliance.frame.latency import Histograms
+from appliance.frame.histograms import Histograms
 from appliance.frame.protocol import (
     FRAME_VERSION,
     EventFrame,

@@ -14,7 +14,7 @@ from enum import IntEnum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from appliance.formats.tool_format import PLAIN, OutputFormat
+from appliance.formats.format_choice import PLAIN, OutputFormat
 from appliance.models.facts import ModelFacts
 from engine.errors import RequestError
 from engine.schedule.draft_counts import DraftCounts

@@ -12,8 +12,8 @@ import msgspec
 
 from appliance.api.appliance import Readings
 from appliance.fleet.roles_change import RolesChange
-from appliance.formats.tool_format import output_format_of
-from appliance.frame.latency import Histograms
+from appliance.formats.format_choice import output_format_of
+from appliance.frame.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request, TokensEmitted
 from engine.cache.hashes import PrefixHasher

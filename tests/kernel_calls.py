@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from engine.checkpoint.quantisation import FORMS, panels_shape
+from engine.checkpoint.packed_layouts import FORMS, panels_shape
 from engine.kernels.cpu import FORMS as NUMBERS
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)

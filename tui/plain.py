@@ -16,7 +16,7 @@ from appliance.frame.protocol import EventFrame, Frame
 from tui import feed
 from tui.history import has_meter
 from tui.lines import Line, Run, clean, folded, text_of, to_ascii
-from tui.panels import gauges, header, lanes
+from tui.panels import events, gauges, header, lanes, latencies
 from tui.panels import requests as table
 from tui.view import View
 
@@ -118,7 +118,7 @@ def page(view: View, width: int) -> list[str]:
             gauges.kv_title(view, width, kv_height),
             gauges.kv(view, width, kv_height),
         ),
-        (gauges.title(view), gauges.latency(view, width, 6)),
+        (latencies.title(view), latencies.latency(view, width, 6)),
         ("MACHINE", gauges.machine(view, width, 12)),
         (
             table.title(view, num_live, 1, num_live),
@@ -128,7 +128,7 @@ def page(view: View, width: int) -> list[str]:
                 *([] if requests else [table.placeholder(view)]),
             ],
         ),
-        ("EVENTS", header.events(view, width, 10) or [[Run("none in the last 10 min")]]),
+        ("EVENTS", events.events(view, width, 10) or [[Run("none in the last 10 min")]]),
     )
     lines: list[str] = []
     for title, body in sections:

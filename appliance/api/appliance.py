@@ -12,7 +12,7 @@ from typing import IO, Protocol
 
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.swaps import Swaps
-from appliance.frame.latency import Histograms
+from appliance.frame.histograms import Histograms
 from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Request

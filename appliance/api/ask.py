@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 
 from appliance.api import turns
+from appliance.api.answer_forms import Constraint
 from appliance.api.chat_messages import LEFT_OUT, Message
-from appliance.api.tools import Constraint, Tools, in_words, needs_words
-from appliance.formats.tool_format import OutputFormat
+from appliance.api.tools import Tools
+from appliance.api.tools_in_words import in_words, needs_words
+from appliance.formats.format_choice import OutputFormat
 from appliance.frame.figures import things
 from appliance.json_fields import (
     INT64_MAX,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from appliance.api.ask import Chat
-from appliance.formats.tool_format import OutputFormat
+from appliance.formats.format_choice import OutputFormat
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 

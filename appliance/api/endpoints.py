@@ -15,8 +15,10 @@ from typing import NamedTuple
 from starlette.requests import Request as HttpRequest
 
 from appliance.api.ask import Ask
-from appliance.api.messages_api import MessageShape, in_anthropics_words, messages_ask
-from appliance.api.ollama_api import OllamaShape, chat_ask_of, generate_ask, in_ollamas_words
+from appliance.api.message_events import MessageShape
+from appliance.api.messages_api import in_anthropics_words, messages_ask
+from appliance.api.ollama_api import chat_ask_of, generate_ask, in_ollamas_words
+from appliance.api.ollama_replies import OllamaShape
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.respond import ReplyForm

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from appliance.api.answer_forms import read_constraint
 from appliance.api.ask import Ask, Chat
 from appliance.api.chat_messages import marks_of, read_messages
 from appliance.api.model_choice import check_model
@@ -23,7 +24,7 @@ from appliance.api.openai_bodies import (
     Generated,
 )
 from appliance.api.prompts import checked_ids, read_output_offset, read_prompts
-from appliance.api.tools import read_constraint, read_tools
+from appliance.api.tools import read_tools
 from appliance.json_fields import Json, check, invalid_value, undeclared, unsupported
 from appliance.request import ModelInfo
 from engine.wire.sampling import SamplingParams

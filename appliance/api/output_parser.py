@@ -13,6 +13,7 @@ import re
 
 from appliance.api.tools import Tools
 from appliance.formats.call_readers import read_json
+from appliance.formats.format_choice import OutputFormat
 from appliance.formats.text_reading import (
     CallDelta,
     Part,
@@ -20,7 +21,6 @@ from appliance.formats.text_reading import (
     TextReading,
     partial_match_chars,
 )
-from appliance.formats.tool_format import OutputFormat
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.\-]+)")

@@ -15,12 +15,12 @@ from itertools import takewhile
 
 from starlette.requests import Request as HttpRequest
 
+from appliance.api.answer_forms import Constraint
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask, Chat
 from appliance.api.branches import branches
 from appliance.api.prompts import infill_of
 from appliance.api.stream import PromptEcho
-from appliance.api.tools import Constraint
 from appliance.api.turns import Rendered
 from appliance.api.wire import appliance_of, arrival_of, client_request_id
 from appliance.frame.figures import things

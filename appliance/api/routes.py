@@ -23,7 +23,7 @@ from appliance.api.edge import ApiApplication
 from appliance.api.endpoints import ENDPOINTS
 from appliance.api.generation import BodyTurns, generating_routes
 from appliance.api.model_choice import model_not_found
-from appliance.api.ollama_api import ollama_routes
+from appliance.api.ollama_models import ollama_routes
 from appliance.api.openapi import document
 from appliance.api.operator_api import control_routes, log_routes, switch_roles
 from appliance.api.replies import model_object, other_model_object

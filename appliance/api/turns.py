@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from appliance.api.tools import in_words, needs_words
+from appliance.api.tools_in_words import in_words, needs_words
 from appliance.frame.figures import things
 from engine.errors import RequestError
 from engine.text.chat_template import Shape

@@ -1,7 +1,6 @@
-"""Prepare the servers of a comparison, and turn their figures into rows.
+"""Start and stop the servers of a comparison.
 
-Owns: which daemons run, and how long; which figures are compared, and which direction of each is
-better.
+Owns: which daemons run, and how long.
 Invariant: what was started is stopped when the `with` ends, however it ends; a server that was
 there is left as it was.
 Never: measures.
@@ -13,15 +12,13 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import NamedTuple, TypeVar
 
 from appliance.bench.exchange import SERVERS_LOG, Target
 from appliance.bench.load import exchange
 from appliance.bench.reply_events import ReceivedReply
-from appliance.bench.statistics import Figures, band, ratio, spread, verdict
 from appliance.client import DaemonUnreachable
 from appliance.configuration import address, config
 from appliance.ephemeral import daemon
@@ -135,124 +132,3 @@ class Arms:
 def _label_and_place(spec: str) -> tuple[str, str]:
     named = _NAMED.fullmatch(spec)
     return (named[1], named[2]) if named else (spec, spec)
-
-
-# Interleaved rounds: every arm in each of them, in a new order, and the first arm twice.
-# What slows a machine for a while slows all arms of a round, so ratios within a round hold where
-# absolute figures do not. The first arm's second turn shows by how much equal things differ.
-# Owns: the order. Invariant: every list of results is in the order of rounds.
-# Never: looks at a result.
-
-
-AGAIN = "A/A"
-"""The label of the first arm's second turn."""
-
-T = TypeVar("T")
-
-
-def interleaved(
-    arms: Arms, num_rounds: int, seed: int, measure: Callable[[Target, str, int], T]
-) -> dict[str, list[T]]:
-    """Collect results by label, the second turns of the first arm under AGAIN.
-
-    Args:
-        arms: open; the first is the base of all ratios.
-        num_rounds: how often each is measured.
-        seed: of the order.
-        measure: takes the target, the label of its turn and the round's index.
-    """
-    results: dict[str, list[T]] = {label: [] for label in (*arms.labels, AGAIN)}
-    for round_index, turns in enumerate(order(arms.labels, num_rounds, seed)):
-        for label in turns:
-            with arms.ready(arms.labels[0] if label == AGAIN else label) as target:
-                results[label].append(measure(target, label, round_index))
-    return results
-
-
-def order(labels: list[str], num_rounds: int, seed: int) -> list[list[str]]:
-    """Draw the order of the arms' labels for each round."""
-    rng, turns = random.Random(seed), [*labels, AGAIN]
-    return [rng.sample(turns, len(turns)) for _ in range(num_rounds)]
-
-
-# Arms over rounds as rows: a figure with its spread, its ratio to the base, and the verdict.
-# Invariant: pure; the A/A rows come first, and every verdict is against their band.
-# Never: calls a difference one that the same arm shows against itself.
-
-
-class Metric(NamedTuple):
-    """A figure of which each round of an arm has one."""
-
-    key: str
-    is_more_better: bool = False
-
-
-LOAD_METRICS = (
-    Metric("output_tokens_per_s", is_more_better=True),
-    Metric("requests_per_s", is_more_better=True),
-    Metric("goodput_ratio", is_more_better=True),
-    Metric("ttft_ms_p50"),
-    Metric("ttft_ms_p90"),
-    Metric("ttft_ms_p99"),
-    Metric("itl_ms_p50"),
-    Metric("itl_ms_p99"),
-    Metric("itl_ms_max"),
-    Metric("tpot_ms_p50"),
-    Metric("e2e_ms_p50"),
-    Metric("e2e_ms_p99"),
-    Metric("joules_per_token"),
-    Metric("hit_ratio", is_more_better=True),
-    Metric("infinite_hit_ratio"),
-    Metric("refused"),
-    Metric("failed"),
-)
-INTERFERENCE_METRICS = (
-    Metric("p99_loaded_over_p50_quiet"),
-    Metric("quiet_itl_ms_p50"),
-    Metric("quiet_itl_ms_p99"),
-    Metric("loaded_itl_ms_p50"),
-    Metric("loaded_itl_ms_p99"),
-    Metric("loaded_itl_ms_max"),
-    Metric("alone_ttft_ms_p50"),
-    Metric("loaded_ttft_ms_p50"),
-    Metric("loaded_ttft_ms_max"),
-    Metric("unanswered"),
-)
-
-
-def rows(
-    rounds: Mapping[str, Sequence[Figures]], metrics: Sequence[Metric]
-) -> list[dict[str, object]]:
-    """Write one row for each arm and observed figure.
-
-    Args:
-        rounds: figures by label; the first label is the base, AGAIN its second turn.
-        metrics: what to compare.
-    """
-    base = next(label for label in rounds if label != AGAIN)
-    found: list[dict[str, object]] = []
-    for label in (AGAIN, *(label for label in rounds if label != AGAIN)):
-        for metric in metrics:
-            if (of := spread(rounds[label], metric.key)) is None:
-                continue
-            over = None if label == base else ratio(rounds[label], rounds[base], metric.key)
-            noise = band(ratio(rounds[AGAIN], rounds[base], metric.key))
-            is_judged = label not in (base, AGAIN)
-            found.append(
-                {
-                    "arm": label,
-                    "metric": metric.key,
-                    "median": of.median,
-                    "low": of.low,
-                    "high": of.high,
-                    "ratio": over and over.median,
-                    "ratio_low": over and over.low,
-                    "ratio_high": over and over.high,
-                    "band_low": noise and noise[0],
-                    "band_high": noise and noise[1],
-                    "verdict": verdict(over, noise, is_more_better=metric.is_more_better)
-                    if is_judged
-                    else "",
-                }
-            )
-    return found

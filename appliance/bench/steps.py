@@ -11,19 +11,14 @@ Never: imports torch.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan, make_plan
-from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.latency import quantile
 from engine.errors import ConfigError, WorkerFailed
@@ -228,43 +223,3 @@ def kind_of(step: Stepped, case: StepCase) -> Kind | None:
 def _num_blocks(case: StepCase, num_steps: int, setup: Setup) -> int:
     """Count the KV blocks of one sequence of this case."""
     return -(-(case.context + num_steps + 1) // setup.block_size)
-
-
-# What a worker's parts cost on this machine's device: asked of a process that may import torch.
-#
-# Owns: starting it, and reading what it prints.
-# Invariant: what it says on stderr is passed on when it fails.
-# Never: imports torch; measures.
-
-
-KINDS = ("kernels", "steps", "transports")
-
-
-def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> dict[str, Any]:
-    """Run one of KINDS to its end.
-
-    Args:
-        kind: what to measure.
-        model: a folder whose shape to take; None: Llama 3.1 8B's, with the layers that fit.
-        is_small: little work, to see that it works.
-
-    Returns:
-        device, torch, dtype, number of layers, the two ceilings, and `data`: a row for each figure.
-
-    Raises:
-        WorkerFailed: it did not come to its end.
-    """
-    command = [sys.executable, "-P", "-m", "engine.workers.measure", kind]
-    command += [] if model is None else ["--model", str(model)]
-    command += ["--small"] if is_small else []
-    command += ["--free-bytes", str(available_memory_bytes())]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        last = ended.stderr.strip().rpartition("\n")[2]
-        raise WorkerFailed(
-            last or f"it ended with {ended.returncode}",
-            where=f"bench {kind}",
-            hint="a smaller model may fit: name its folder" if "memory" in last else "",
-        )
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found

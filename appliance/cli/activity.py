@@ -1,4 +1,4 @@
-"""Show current and past activity: ps, show, top, log, events, usage, whoami, version.
+"""Define the verbs on what is logged: log, events, usage.
 
 Owns: their parameters, following, and the choice between the daemon and the log's file.
 Invariant: the daemon and the file take equal parameters; a reader of the file is told so.
@@ -8,25 +8,21 @@ Never: changes anything in the daemon or the log.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from appliance.cli import listings, short_ids, terminal
-from appliance.cli.short_ids import request_ids
 from appliance.cli.tables import Format, Listing, TableColumn, printable, within
 from appliance.cli.terminal import Host, Output
-from appliance.client import Client, ClientError, DaemonUnreachable, ReplyError
+from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.configuration import client_settings, paths
-from appliance.configuration.address import SshAddress, UnixAddress
-from engine.errors import RequestError, UsageError
+from appliance.configuration.address import UnixAddress
+from engine.errors import RequestError
 
 POLL_S = 1.0
 BATCH_ROWS = "1000"
@@ -135,7 +131,8 @@ def request_from_file(
     path = log_file(client, state_dir, error)
     import msgspec
 
-    from appliance.log.query import RowQuery, read_row, read_rows
+    from appliance.log.query import RowQuery
+    from appliance.log.reader import read_row, read_rows
     from appliance.log.row import frame_of_row
 
     def read(request_id: str) -> dict[str, Any]:
@@ -218,143 +215,16 @@ def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) ->
 
 
 def _read_file(verb: str, path: Path, query: dict[str, str]) -> Rows:
-    from appliance.log import query as log_query  # 70 ms that only a missing daemon costs
+    # 70 ms that only a missing daemon costs
+    from appliance.log import query as log_query
+    from appliance.log import reader
 
     readers: dict[str, Callable[[], Rows]] = {
-        "log": lambda: log_query.read_rows(path, log_query.row_query(query)),
-        "events": lambda: log_query.read_events(path, log_query.event_query(query)),
-        "usage": lambda: log_query.read_usage(path, log_query.usage_query(query)),
+        "log": lambda: reader.read_rows(path, log_query.row_query(query)),
+        "events": lambda: reader.read_events(path, log_query.event_query(query)),
+        "usage": lambda: reader.read_usage(path, log_query.usage_query(query)),
     }
     try:
         return readers[verb]()
     except RequestError as error:
         raise ReplyError(str(error), status=error.status, code=error.code) from error
-
-
-# Verbs that look at what is going on: ps, show, whoami, version, top.
-# Invariant: nothing changes in the daemon. Never: keeps anything between two calls.
-
-
-class State(StrEnum):
-    """The phases of a request."""
-
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    HANDING_OFF = "handing_off"
-    PAUSED = "paused"
-    DECODING = "decoding"
-    FINISHED = "finished"
-
-
-def ps(
-    host: Host = None,
-    show_all: Annotated[
-        bool, typer.Option("-a", "--all", help="Also recently finished ones.")
-    ] = False,
-    user: Annotated[str | None, typer.Option("-u", "--user", help="Only this user's.")] = None,
-    state: Annotated[State | None, typer.Option(help="Only in this phase.")] = None,
-    output: Output = Format.TABLE,
-) -> None:
-    """List live requests with their phase."""
-    frames = terminal.client(host).get("/v1/requests").get("data", [])
-    shown = [
-        frame
-        for frame in frames
-        if (show_all or state is State.FINISHED or frame.get("phase") != "finished")
-        and user in (None, frame.get("user"))
-        and state in (None, frame.get("phase"))
-    ]
-    terminal.write(terminal.listing("ps", listings.REQUESTS, output).render(shown))
-    if not shown and output.is_for_people:
-        what = "no request" if user is None and state is None else "no such request"
-        others = "; -a shows finished ones" if not show_all else ""
-        terminal.note(f"penstock: {what} now{others}")
-
-
-def show(
-    request_id: Annotated[
-        str,
-        typer.Argument(
-            metavar="ID",
-            help="From ps, log or top; the first characters are enough.",
-            autocompletion=request_ids,
-        ),
-    ],
-    host: Host = None,
-    state_dir: StateDir = None,
-    output: Output = Format.TABLE,
-) -> None:
-    """Show where one request's time went, stage by stage; live, or from the log."""
-    client = terminal.client(host)
-    sources = (partial(short_ids.recent, client), partial(short_ids.logged, client))
-    try:
-        frame = short_ids.with_id(request_id, client.request, *sources)
-    except DaemonUnreachable as error:
-        frame = request_from_file(request_id, client, state_dir, error)
-    width, bar, room = terminal.width(), terminal.bar(), terminal.room()
-
-    def page() -> str:
-        return listings.request_page(frame, width=width, bar=bar, room=room)
-
-    terminal.show("show", frame, output, page)
-
-
-def whoami(host: Host = None, output: Output = Format.TABLE) -> None:
-    """Show your user name and role at the daemon, and what they permit."""
-    content = terminal.client(host).get("/v1/penstock/whoami")
-    terminal.show("whoami", content, output, lambda: listings.facts(content))
-
-
-def top(
-    host: Host = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one page as text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
-    as_lines: Annotated[
-        bool, typer.Option("--plain", help="Print plain lines instead of a screen.")
-    ] = False,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Disable actions.")] = False,
-    as_ascii: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII only.")] = False,
-    replay: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Replay a file that `penstock record` wrote.")
-    ] = None,
-    at: Annotated[str | None, typer.Option(help="Start of the replay: 14:02:11 or +5m.")] = None,
-) -> None:
-    """Open the live console, or replay a recording; plain text when piped."""
-    wanted = {
-        "--once": once,
-        "--json": as_json,
-        "--plain": as_lines,
-        "--read-only": read_only,
-        "--ascii": as_ascii,
-    }
-    flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
-    if replay is not None:
-        flags += ["--at", at] if at else []
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", f"--replay={replay}", *flags])
-    address = terminal.address(host)
-    if isinstance(address, UnixAddress):
-        path = os.fspath(address.path)
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", "--socket", path, *flags])
-    if isinstance(address, SshAddress):  # the console runs there, on this terminal
-        options = ("-t",) if sys.stdout.isatty() else ("-T",)
-        os.execvp("ssh", address.command("top", *flags, options=options))
-    raise UsageError(
-        "the console needs the daemon's Unix socket",
-        where=str(address),
-        hint="run it on the daemon's machine, or with --host ssh://...",
-    )
-
-
-def version(host: Host = None, output: Output = Format.TABLE) -> None:
-    """Show the versions of this command and of the running daemon."""
-    from importlib import metadata  # 20 ms that only this verb needs
-
-    content: dict[str, Any] = {"version": None, "daemon_version": None}
-    with suppress(metadata.PackageNotFoundError):  # run from a source tree, not installed
-        content["version"] = metadata.version("penstock")
-    with suppress(ClientError):
-        content["daemon_version"] = terminal.client(host).get("/version").get("version")
-    theirs = content["daemon_version"]
-    about = "" if theirs is None else f" (daemon {printable(theirs)})"
-    line = f"penstock {content['version'] or '(not installed)'}{about}"
-    terminal.show("version", content, output, lambda: line)

@@ -20,14 +20,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from appliance.bench.arms import (
-    INTERFERENCE_METRICS,
-    LOAD_METRICS,
-    ROLES,
-    Arms,
-    interleaved,
-    rows,
-)
+from appliance.bench.arms import ROLES, Arms
+from appliance.bench.comparison import INTERFERENCE_METRICS, LOAD_METRICS, rows
 from appliance.bench.exchange import Target
 from appliance.bench.load import (
     InterferencePlan,
@@ -37,6 +31,7 @@ from appliance.bench.load import (
     disturb,
     measure,
 )
+from appliance.bench.rounds import interleaved
 from appliance.bench.sample import Sample
 from appliance.bench.statistics import (
     Figures,

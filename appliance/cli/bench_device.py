@@ -62,7 +62,7 @@ _ABOVE = "above 100%: another load disturbed the ceiling's timing, or a CPU cach
 
 
 def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
-    from appliance.bench.steps import measure_device
+    from appliance.bench.device_parts import measure_device
 
     if model is None and not is_small:
         terminal.note(

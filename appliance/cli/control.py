@@ -24,7 +24,8 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import listings, short_ids, terminal
+from appliance.cli import fact_pages, short_ids, terminal
+from appliance.cli.completion import live_request_ids
 from appliance.cli.install_service import (
     RESTART,
     check_program,
@@ -33,7 +34,7 @@ from appliance.cli.install_service import (
     install_steps,
     own_program,
 )
-from appliance.cli.short_ids import AmbiguousId, live_request_ids
+from appliance.cli.short_ids import AmbiguousId
 from appliance.cli.tables import Format, printable, within
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonAbsent, DaemonUnreachable, PermissionRefused, ReplyError
@@ -412,7 +413,7 @@ def roles(
     else:
         frame = client.get("/v1/penstock/state")
         content = {name: frame.get(name) for name in asked}
-    terminal.show("roles", content, output, lambda: listings.roles_text(content))
+    terminal.show("roles", content, output, lambda: fact_pages.roles_text(content))
 
 
 FILE_VARIABLE = "DYN_FILE_KV"

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from appliance.cli import short_ids, terminal
+from appliance.cli import completion, terminal
 from appliance.configuration.setting_kinds import nearest
 from engine.errors import PenstockError
 
@@ -40,14 +40,14 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Watch": {
         "status": "status",
-        "ps": "activity",
-        "show": "activity",
-        "top": "activity",
+        "ps": "live",
+        "show": "live",
+        "top": "live",
         "log": "activity",
         "events": "activity",
         "usage": "activity",
         "metrics": "status",
-        "record": "storage",
+        "record": "record",
     },
     "Operate": {
         "cancel": "control",
@@ -55,24 +55,24 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "resume": "control",
         "restart": "control",
         "roles": "control",
-        "config": "doctor",
+        "config": "config_show",
         "keys": "control",
-        "cache": "storage",
-        "db": "storage",
+        "cache": "cache",
+        "db": "request_log",
         "install-service": "control",
         "worker": "control",
     },
     "Check and measure": {
         "doctor": "doctor",
-        "devices": "doctor",
+        "devices": "devices",
         "profile": "profile",
         "verify": "verify",
         "bench": "bench",
     },
     "Other": {
-        "whoami": "activity",
-        "version": "activity",
-        "completion": "short_ids",
+        "whoami": "live",
+        "version": "live",
+        "completion": "completion",
         "dial-stdio": "control",
     },
 }
@@ -145,7 +145,7 @@ def meant_options(typed: str, known: list[str]) -> list[str]:
 def main() -> None:
     """Run one verb; the process's entry point."""
     terminal.prepare()
-    short_ids.prepare()
+    completion.prepare()
     words = _verb_first(sys.argv[1:])
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -199,9 +199,9 @@ def build(asked: str) -> typer.Typer:
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        from appliance.cli import activity
+        from appliance.cli import live
 
-        activity.version()
+        live.version()
         raise typer.Exit
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from appliance.cli import listings, terminal
+from appliance.cli import fact_pages, listings, terminal
 from appliance.cli.tables import Format, printable
 from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import client_settings
@@ -247,7 +247,7 @@ def _show(about: dict[str, Any], output: Format) -> None:
     def page() -> str:
         facts = {name: value for name, value in about.items() if name != "fits"}
         table = terminal.listing("fits", listings.FITS, output).render(about["fits"])
-        return f"{listings.facts(facts)}\n\n{table}".rstrip("\n")
+        return f"{fact_pages.facts(facts)}\n\n{table}".rstrip("\n")
 
     terminal.show("model", about, output, page)
 

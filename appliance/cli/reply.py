@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import listings, terminal
+from appliance.cli import fact_pages, terminal
+from appliance.cli.completion import model_ids
 from appliance.cli.connection import ChosenModel, when_loaded
-from appliance.cli.short_ids import model_ids
 from appliance.cli.tables import Range, WordWrap, for_terminal, within
 from appliance.cli.terminal import ProgressLine
 from appliance.client import Client, ClientError, GenerationFailed, Stream
@@ -131,7 +131,7 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
 def print_stats(client: Client, reply: PrintedReply) -> None:
     """Print the request's timings on stderr, as the daemon measured them."""
     if reply.request_id is not None:
-        terminal.note(listings.stats_line(client.request(reply.request_id)))
+        terminal.note(fact_pages.stats_line(client.request(reply.request_id)))
 
 
 def _print(events: Stream, reply: PrintedReply) -> None:

@@ -6,7 +6,7 @@ Never: judges a figure.
 
 from __future__ import annotations
 
-from appliance.cli.listings import roles_text
+from appliance.cli.fact_pages import roles_text
 from appliance.cli.tables import Row, folded, painted, printable
 from appliance.frame.figures import (
     clock,

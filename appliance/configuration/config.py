@@ -27,12 +27,8 @@ from appliance.configuration.sources import (
     variable,
 )
 from appliance.configuration.wanted_workers import ONE_OF_EACH, WantedWorkers
-from appliance.models.names import (
-    MODEL_SETTINGS,
-    MODELS,
-    OWN_SETTINGS,
-    HubName,
-)
+from appliance.models.model_tables import MODEL_SETTINGS, MODELS, OWN_SETTINGS
+from appliance.models.names import HubName
 from engine.errors import ConfigError, refuse
 
 SSD_FOLDER = "kv"

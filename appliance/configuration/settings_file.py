@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from appliance.configuration.setting_kinds import is_meant
 from appliance.configuration.settings import SETTINGS
-from appliance.models.names import MODELS, OWN_NAMES
+from appliance.models.model_tables import MODELS, OWN_NAMES
 from engine.errors import ConfigError
 
 _STATEMENT = re.compile(r"""\s*(\[|["']?[\w.-]+["']?\s*=)""")
@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class SettingsFile(NamedTuple):
-    """A file of settings, as far as it is valid; without a path, an empty one."""
+    """The valid part of a file of settings; empty without a path."""
 
     path: Path | None = None
     table: Mapping[str, object] = MappingProxyType({})

@@ -335,7 +335,7 @@ def _state_dir(folder: Path) -> Finding:
 
 def _log(path: Path) -> Finding:
     from appliance.log import store
-    from appliance.log.query import RECOVER
+    from appliance.log.reader import RECOVER
 
     if not path.exists():
         return Finding("log", "ok", f"{path} is not there yet")

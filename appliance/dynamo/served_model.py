@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.formats.tool_format import FORMATS, THOUGHTS, output_format_of
+from appliance.formats.format_choice import THOUGHTS, output_format_of
+from appliance.formats.tool_format import FORMATS
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 

@@ -39,7 +39,7 @@ from appliance.fleet.weights_plan import (
     plan_weights,
 )
 from appliance.fleet.worker_counts import STARTED_TWO
-from appliance.formats.tool_format import output_format_of
+from appliance.formats.format_choice import output_format_of
 from appliance.models import cache
 from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name

@@ -24,7 +24,7 @@ from engine.checkpoint.checkpoint import (
     panels_layout,
     weights_layout,
 )
-from engine.checkpoint.quantisation import FP8_ROWS
+from engine.checkpoint.packed_layouts import FP8_ROWS
 from engine.errors import ConfigError
 from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels, load_kernels
 from engine.profile.facts import Profile

@@ -17,13 +17,7 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
-from appliance.log.query import (
-    BUSY_TIMEOUT_MS,
-    SQLITE_ERRORS,
-    DamagedLog,
-    log_error,
-    look_at,
-)
+from appliance.log.reader import BUSY_TIMEOUT_MS, SQLITE_ERRORS, DamagedLog, log_error, look_at
 from engine.errors import ConfigError
 from migrations.request_log import migration
 

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from appliance.log.query import (
-    SQLITE_ERRORS,
-    log_time,
-)
+from appliance.log.query import log_time
+from appliance.log.reader import SQLITE_ERRORS
 from engine.units import size_text
 
 SLICE_ROWS = 5_000

@@ -14,13 +14,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
-from appliance.log.query import (
-    BUSY_TIMEOUT_MS,
-    SQLITE_ERRORS,
-    check_file,
-    log_error,
-    reading,
-)
+from appliance.log.reader import BUSY_TIMEOUT_MS, SQLITE_ERRORS, check_file, log_error, reading
 from appliance.log.retention import Pruned, RetentionLimits, _one, estimate, prune_steps, used_bytes
 from engine.errors import FileError
 

@@ -30,15 +30,11 @@ from appliance.frame.recording import (
     template_of,
 )
 from appliance.log.log_file import abandon, file_id, open_log, remove_backups, set_aside
-from appliance.log.query import (
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery, log_time
+from appliance.log.reader import (
     SQLITE_ERRORS,
     DamagedLog,
-    EventQuery,
-    RowQuery,
-    Span,
-    UsageQuery,
     log_error,
-    log_time,
     read_events,
     read_row,
     read_rows,

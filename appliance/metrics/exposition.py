@@ -14,9 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from appliance.frame.latency import (
-    Histograms,
-)
+from appliance.frame.histograms import Histograms
 from appliance.frame.protocol import Frame
 from appliance.metrics.metric_family import MetricFamily
 from appliance.metrics.own import families

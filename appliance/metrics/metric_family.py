@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from appliance.frame.latency import (
-    Edges,
-    Histogram,
-)
+from appliance.frame.histograms import Edges, Histogram
 
 Labels = Mapping[str, str]
 Samples = Iterable[tuple[Labels, float | None]]

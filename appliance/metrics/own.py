@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from appliance.frame.latency import (
-    FINE_GAP_S,
-    REQUEST_S,
-    STAGE_S,
-    TTFT_S,
-    Histograms,
-)
+from appliance.frame.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
 from appliance.frame.protocol import (
     DeviceFrame,
     Frame,

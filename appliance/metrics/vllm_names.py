@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from appliance.frame.latency import (
+from appliance.frame.histograms import (
     GAP_S,
     NUM_SEQUENCES,
     REQUEST_S,

@@ -8,14 +8,13 @@ Never: imports anything slow: each `penstock status` pays for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import engine
 from appliance.models.short_names import SHORT_NAMES
-from engine.errors import ConfigError, PenstockError, refuse
+from engine.errors import PenstockError
 
 DEFAULT_REVISION = "main"
 STARTER_FOLDER = Path(engine.__file__ or "").parent / "starter" / "penstock-starter-1"
@@ -98,90 +97,3 @@ def is_quantised_as(file_name: str, quantisation: str) -> bool:
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file_name.removesuffix(".gguf"))
     words = re.split(r"[-.]", stem.rpartition("/")[2])
     return words[-1].lower() == quantisation.lower()
-
-
-# The tables [models.NAME] of the configuration: models that a request may name.
-#
-# Owns: what such a table may say.
-# Invariant: every refusal names the table, its key and the line. Never: reads a file.
-
-
-MODELS = "models"
-OWN_NAMES = "short_names"
-"""The table of the user's short names."""
-MODEL_SETTINGS = (
-    "model",
-    "dtype",
-    "weights",
-    "kv_dtype",
-    "max_model_len",
-    "kv_memory",
-    "tool_parser",
-    "reasoning_parser",
-)
-"""Settings that a model's table may set..."""
-OWN_SETTINGS = ("weights", "max_model_len", "model_aliases", "tool_parser", "reasoning_parser")
-"""...and the ones that outside the tables apply to the first model alone."""
-
-
-def read_tables(
-    tables: object,
-    parsers: Mapping[str, Callable[[object], object]],
-    where: Callable[[str], str],
-) -> dict[str, dict[str, Any]]:
-    """Read each model's own settings, by the model's name.
-
-    Args:
-        tables: the file's value of `models`.
-        parsers: how each setting is read.
-        where: the place of a key in the file.
-
-    Raises:
-        ConfigError: a table has an unknown setting, or no model.
-    """
-    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
-        raise ConfigError(
-            "models are tables",
-            where=where(MODELS),
-            hint='as [models.small], then model = "FOLDER"',
-        )
-    wrong: list[ConfigError] = []
-    read = {
-        name: _read(f"{MODELS}.{name}", table, parsers, where, wrong)
-        for name, table in tables.items()
-    }
-    refuse(wrong)
-    return read
-
-
-def _read(
-    name: str,
-    table: Mapping[str, object],
-    parsers: Mapping[str, Callable[[object], object]],
-    where: Callable[[str], str],
-    wrong: list[ConfigError],
-) -> dict[str, Any]:
-    """Read one model's settings; append the errors to the list."""
-    if not name.removeprefix(f"{MODELS}.").strip():
-        hint = "as [models.small]: requests name the model so"
-        wrong.append(ConfigError("a model without a name", where=where(MODELS), hint=hint))
-    if "model" not in table:
-        wrong.append(
-            ConfigError(
-                "it does not say which `model`",
-                where=where(name),
-                hint='add model = "FOLDER or name"',
-            )
-        )
-    values = {}
-    for key, value in table.items():
-        if key not in MODEL_SETTINGS:
-            hint = f"a model has {', '.join(MODEL_SETTINGS)}"
-            wrong.append(ConfigError(f"unknown setting {key!r}", where=where(name), hint=hint))
-            continue
-        try:
-            values[key] = parsers[key](value)
-        except ValueError as error:
-            what = f"{key} = {value!r} is not allowed; give {error}"
-            wrong.append(ConfigError(what, where=where(name)))
-    return values

@@ -19,7 +19,8 @@ import msgspec
 import psutil
 
 from appliance.fleet.worker_state import WorkerState
-from appliance.frame.latency import Histograms, stages
+from appliance.frame.histograms import Histograms
+from appliance.frame.latency import stages
 from appliance.frame.protocol import (
     MAX_FRAME_EVENTS,
     MAX_POOL_OWNERS,

@@ -22,16 +22,17 @@ from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.gguf_models import named
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES, ExpertsConfig, ModelConfig
-from engine.checkpoint.quantisation import (
+from engine.checkpoint.packed_layouts import (
     CPU_FORMS,
     FORMS,
     FP8_ROWS,
-    Quantisation,
     form_of,
     packed_shape,
     panels_shape,
 )
-from engine.checkpoint.tensor_info import BLOCKS, TensorInfo, read_header
+from engine.checkpoint.quantisation import Quantisation
+from engine.checkpoint.safetensors_header import read_header
+from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.checkpoint.weights_layout import expert_tensor
 from engine.errors import CheckpointError, ConfigError
 

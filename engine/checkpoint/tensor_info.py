@@ -1,21 +1,16 @@
-"""Locate tensors in safetensors and GGUF files, with their types and shapes.
+"""Describe tensors of safetensors and GGUF files: type, shape, place in the file.
 
-Owns: the block formats of quantised values; the checks that a file is what its header says.
+Owns: the block formats of quantised values.
 Invariant: a TensorInfo lies wholly inside its file.
 Never: reads tensor data.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-from engine.errors import CheckpointError, unreadable
 
 BLOCKS = {
     "q4_0": (32, 18),
@@ -142,82 +137,3 @@ class TensorInfo:
             return self.apart.parts
         scales = {} if self.scales is None else {"scales": self.scales}
         return {"codes": self, **scales}
-
-
-# The safetensors format, as far as its headers: where each tensor lies in which file.
-# Invariant: a TensorInfo lies wholly inside its file and overlaps no other.
-# Never: reads tensor data.
-
-
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100 << 20  # the limit of the reference implementation
-_ITEM_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64,
-}  # fmt: skip
-_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
-    """Parse one file's header; returns its bytes and its tensors in file order.
-
-    Raises:
-        CheckpointError: the file is missing, truncated or not a safetensors file.
-    """
-    try:
-        file_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(_LENGTH.size)
-            header_bytes = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else -1
-            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH.size):
-                what = "not a safetensors file, or truncated within its header"
-                raise CheckpointError(what, where=str(path), hint="download the file again")
-            header = file.read(header_bytes)
-    except FileNotFoundError:
-        hint = "download the checkpoint again"
-        raise CheckpointError("the file is missing", where=str(path), hint=hint) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        entries = json.loads(header)
-    except (ValueError, RecursionError):
-        raise CheckpointError("the header is not valid JSON", where=str(path)) from None
-    if not isinstance(entries, dict):
-        raise CheckpointError("the header is not a JSON object", where=str(path))
-    entries.pop("__metadata__", None)
-    data_start = _LENGTH.size + header_bytes
-    tensors = [_tensor_info(path, name, entry, data_start) for name, entry in entries.items()]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.num_bytes))
-    _check_extents(path, tensors, data_start, file_bytes)
-    return header, tensors
-
-
-def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    try:
-        code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        is_sane = all(type(size) is int and size >= 0 for size in (*shape, begin, end))
-        num_bits = _ITEM_BITS[code]
-    except (KeyError, TypeError, ValueError):
-        is_sane = False
-    if not is_sane:
-        raise CheckpointError(f"tensor {name}: malformed header entry", where=str(path))
-    for size in shape:
-        num_bits *= size
-    if end - begin != -(-num_bits // 8):
-        what = f"tensor {name}: {end - begin} bytes for {code} of shape {tuple(shape)}"
-        raise CheckpointError(what, where=str(path))
-    dtype = _DTYPE_NAMES.get(code, code)
-    return TensorInfo(name, path, dtype, tuple(shape), data_start + begin, end - begin)
-
-
-def _check_extents(path: Path, tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
-    end = data_start
-    for tensor in tensors:
-        if tensor.start < end:
-            what = f"tensor {tensor.name} overlaps another one"
-            raise CheckpointError(what, where=str(path))
-        end = tensor.start + tensor.num_bytes
-        if end > file_bytes:
-            what = f"tensor {tensor.name} ends at byte {end}, the file at {file_bytes}: truncated"
-            raise CheckpointError(what, where=str(path), hint="download the file again")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.checkpoint.quantisation import FORMS
+from engine.checkpoint.packed_layouts import FORMS
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.errors import CheckpointError
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 import triton
 import triton.language as tl
 
-from engine.checkpoint.quantisation import FORMS, FP8_ROW_END_BYTES, FP8_ROWS, PANEL_ROWS, Form
+from engine.checkpoint.packed_layouts import FORMS, FP8_ROW_END_BYTES, FP8_ROWS, PANEL_ROWS, Form
 from engine.model.weight import PLAIN, Weight
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 64

@@ -22,7 +22,7 @@ from engine.checkpoint.checkpoint import (
     PanelsLayout,
     WeightsLayout,
 )
-from engine.checkpoint.quantisation import (
+from engine.checkpoint.packed_layouts import (
     BLOCK_VALUES,
     FORMS,
     FP8_ROW_END_BYTES,

@@ -23,7 +23,7 @@ from ctypes import addressof, c_char
 from dataclasses import dataclass
 from random import Random
 
-from engine.checkpoint.quantisation import packed_shape
+from engine.checkpoint.packed_layouts import packed_shape
 from engine.kernels.cpu import (
     BFLOAT16,
     BFLOAT16_PAIRS,

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from engine.checkpoint.quantisation import FORM_BY_KIND, FORMS
+from engine.checkpoint.packed_layouts import FORM_BY_KIND, FORMS
 from engine.kernels.cpu import load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.weight import Weight, panels_of

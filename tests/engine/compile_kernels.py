@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from triton import knobs
 
-from engine.checkpoint.quantisation import CPU_FORMS, FORMS, panels_shape
+from engine.checkpoint.packed_layouts import CPU_FORMS, FORMS, panels_shape
 from engine.model import triton_attention, triton_linear, triton_ops
 from engine.model.attention import several_queries_tiling, single_query_tiling
 from engine.model.paged_step import PagedStep

@@ -24,7 +24,8 @@ import msgspec
 from appliance.api.output_parser import OutputParser
 from appliance.api.tools import Tools
 from appliance.bench.reply_events import ReceivedReply, ReplyReader
-from appliance.formats.tool_format import FORMATS, THOUGHTS, OutputFormat
+from appliance.formats.format_choice import THOUGHTS, OutputFormat
+from appliance.formats.tool_format import FORMATS
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker, template_of
 from appliance.log.row import OpenRequests

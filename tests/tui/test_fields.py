@@ -20,7 +20,7 @@ from appliance.frame.protocol import (
 from appliance.frame.tier_frames import TierFrame
 from tests.tui import frames
 from tui.lines import text_of
-from tui.panels import gauges, header, lanes, requests
+from tui.panels import gauges, header, lanes, latencies, request_page, requests
 from tui.view import View
 from tui.widgets import overview
 
@@ -120,18 +120,18 @@ def shown(frame: Frame) -> str:
     """All panels and pages, at a size at which they hide nothing."""
     view = View().after(frame)
     painters = [
-        lanes.prefill, lanes.handoff, lanes.decode, gauges.kv, gauges.latency, gauges.machine,
+        lanes.prefill, lanes.handoff, lanes.decode, gauges.kv, latencies.latency, gauges.machine,
         *overview.LINED.values(),
     ]  # fmt: skip
     lines = [line for paint in painters for line in paint(view, 120, 40)]
     lines += [header.header(view, 240), header.alert_line(view, 400)]
     titles = [lanes.prefill_title(view), lanes.decode_title(view), lanes.handoff_title(view),
-              gauges.kv_title(view, 40, 9), gauges.title(view),
+              gauges.kv_title(view, 40, 9), latencies.title(view),
               requests.title(view, 1, 1, 1)]  # fmt: skip
     lines.append(requests.summary(view, 400))
     for request in frame.requests:
         lines.append(requests.row(request, requests.columns_for(300), is_selected=False))
-        lines += requests.detail(request, 120)
+        lines += request_page.detail(request, 120)
     return "\n".join([*titles, *map(text_of, lines)])
 
 

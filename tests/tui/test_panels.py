@@ -18,7 +18,7 @@ from tests.tui import frames
 from tui import feed
 from tui.history import has_meter
 from tui.lines import text_of, width_of
-from tui.panels import gauges, header, lanes, requests
+from tui.panels import events, gauges, handoff, header, lanes, latencies, request_page, requests
 from tui.panels.glossary import GLOSSARY, REQUEST, glossary, markdown
 from tui.request_order import RequestListing
 from tui.view import DaemonLink, View
@@ -41,9 +41,9 @@ PANELS = [
     lanes.handoff,
     lanes.decode,
     gauges.kv,
-    gauges.latency,
+    latencies.latency,
     gauges.machine,
-    header.events,
+    events.events,
 ]
 
 
@@ -84,7 +84,7 @@ def test_alerts_are_the_daemons_and_its_marks_stand_at_their_readings():
     assert [alert.severity for alert in header.alerts(view)] == ["error", "warning"]
     assert "99%■" in text(gauges.kv(view, 60, 4))
     assert "68% " in text(gauges.kv(view, 60, 4))
-    assert "97.1%▲" in text(gauges.latency(view, 60, 4))
+    assert "97.1%▲" in text(latencies.latency(view, 60, 4))
 
 
 def test_no_reading_is_judged_here():
@@ -167,7 +167,7 @@ def test_a_title_leaves_out_whole_what_does_not_fit():
 
 
 def test_events_come_newest_first():
-    lines = header.events(View().after(frames.busy()), 120, 2)
+    lines = events.events(View().after(frames.busy()), 120, 2)
     assert "queue.high" in text_of(lines[0])
     assert "request.cancelled" in text_of(lines[1])
 
@@ -191,7 +191,7 @@ def test_each_core_has_a_bar_with_its_worker_and_many_cores_a_cell_each():
 def test_things_that_go_wrong_have_no_zero():
     quiet = View().after(frames.idle())
     shown = text([*lanes.handoff(quiet, 60, 20), *lanes.decode(quiet, 60, 20)])
-    shown += text(lanes.page(quiet, 100, 40)) + requests.title(quiet, 0, 0, 0)
+    shown += text(handoff.page(quiet, 100, 40)) + requests.title(quiet, 0, 0, 0)
     troubles = {"failed", "stale", "recovered", "restarts", "stalls", "paused", "preempted"}
     assert not troubles & set(shown.split())
     frame = frames.idle(queue=frames.QueueFrame(0, 0, 0, 0, 64, None, paused=2))
@@ -204,10 +204,10 @@ def test_things_that_go_wrong_have_no_zero():
 
 def test_an_event_that_only_informs_leaves_the_overview_after_a_while():
     frame = frames.busy()
-    codes = [line[2].text.strip() for line in header.events(View().after(frame), 120, 9)]
+    codes = [line[2].text.strip() for line in events.events(View().after(frame), 120, 9)]
     assert "daemon.ready" not in codes, "21 minutes ago"
     assert {"worker.died", "request.cancelled", "queue.high"} <= set(codes)
-    assert "daemon.ready" in text(header.all_events(View().after(frame), 120))
+    assert "daemon.ready" in text(events.all_events(View().after(frame), 120))
 
 
 def test_a_note_says_what_went_wrong_or_is_waited_for_or_made_it_slow():
@@ -259,7 +259,7 @@ def test_a_loading_worker_shows_how_far_it_is():
 def test_quantiles_that_are_not_reported_are_dashes():
     quiet = frames.idle().latency
     quiet.ttft_ms_p50 = 12.0
-    lines = gauges.latency(View().after(frames.idle(latency=quiet)), 36, 4)
+    lines = latencies.latency(View().after(frames.idle(latency=quiet)), 36, 4)
     assert [text_of(line).split()[1:] for line in lines[2:]] == [["-", "-", "-", "-"]] * 2
 
 
@@ -267,19 +267,19 @@ def test_stages_of_the_first_token_that_took_time_are_all_shown():
     frame = frames.busy()
     frame.latency.restore_ms_mean = 12_340.0
     shown = "ttft mean tokenize 1.4 + queue 61.0 + restore 12340 + prefill 142"
-    assert shown in text(gauges.latency(View().after(frame), 80, 6))
-    lines = text(gauges.latency(View().after(frame), 38, 9))
+    assert shown in text(latencies.latency(View().after(frame), 80, 6))
+    lines = text(latencies.latency(View().after(frame), 38, 9))
     assert "ttft mean restore 12340 + prefill 142" in lines
     assert "queue 61.0 + tokenize 1.4" in " ".join(lines.split())
     frame.latency.restore_ms_mean = None
-    assert "restore" not in text(gauges.latency(View().after(frame), 80, 6))
+    assert "restore" not in text(latencies.latency(View().after(frame), 80, 6))
 
 
 @pytest.mark.parametrize("width", range(24, 80))
 def test_stages_of_the_first_token_are_left_out_whole(width):
     frame = frames.busy()
     frame.latency.prefill_ms_mean, frame.latency.queue_ms_mean = 690.0, 333.0
-    last = text(gauges.latency(View().after(frame), width, 6)).splitlines()[5].rstrip()
+    last = text(latencies.latency(View().after(frame), width, 6)).splitlines()[5].rstrip()
     assert "prefill 690" in last
     assert last.endswith(("690", "other 334", "queue 333", "1.4"))
     assert len(last) <= width
@@ -315,7 +315,7 @@ def test_prompt_tokens_that_wait_are_never_cut_inside_a_number(queued):
 
 
 def test_where_nothing_was_measured_a_sentence_says_so():
-    shown = text(gauges.latency(View().after(frames.idle()), 36, 6))
+    shown = text(latencies.latency(View().after(frames.idle()), 36, 6))
     assert shown.strip() == "no tokens in the last 60 s"
 
 
@@ -338,7 +338,7 @@ def test_a_lane_says_on_which_cores_its_worker_computes_now(used, title):
 def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
     frame = frames.busy()
     frame.totals.routes = {"move unknown": 3, "decode some new reason": 1}
-    shown = text(lanes.page(View().after(frame), 100, 40))
+    shown = text(handoff.page(View().after(frame), 100, 40))
     assert "3  move    steps of this size not measured yet; static route" in shown
     assert "1  decode  some new reason" in shown
     assert "3 move not measured" in text(lanes.handoff(View().after(frame), 40, 20))
@@ -346,12 +346,12 @@ def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
 
 def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_closed():
     frame = frames.busy()
-    assert "PREDICTIONS" not in text(lanes.page(View().after(frame), 120, 40))
+    assert "PREDICTIONS" not in text(handoff.page(View().after(frame), 120, 40))
     frame.totals.ways = [
         WayFrame("move", "prefill", True, False, 512, 7, 0, 0, 1.12, False),
         WayFrame("decode", "decode", True, True, 64, 3, 2, 1, 2.6, True),
     ]
-    shown = text(lanes.page(View().after(frame), 140, 40))
+    shown = text(handoff.page(View().after(frame), 140, 40))
     assert (
         "7  move    on prefill, own cores, beside decodes, steps of 512 tokens, error 1.1x" in shown
     )
@@ -376,7 +376,7 @@ def test_roles_and_transport_stand_in_a_header_of_80_cells(frame):
 
 def test_the_latency_title_names_the_window():
     frame = frames.idle(latency=LatencyFrame(30.0, 12, *[None] * 8))
-    assert gauges.title(View().after(frame)) == "LATENCY  last 30s, 12 finished"
+    assert latencies.title(View().after(frame)) == "LATENCY  last 30s, 12 finished"
 
 
 @given(st.integers(40, 220), st.sampled_from(PHASES))
@@ -428,7 +428,7 @@ def finished(**changes) -> RequestFrame:
 
 
 def test_the_waterfall_prints_what_the_stages_leave_unexplained():
-    shown = text(requests.waterfall(fields(finished()), 60))
+    shown = text(request_page.waterfall(fields(finished()), 60))
     assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
         ["sum", "1000"],
         ["end", "to"],
@@ -437,7 +437,7 @@ def test_the_waterfall_prints_what_the_stages_leave_unexplained():
 
 
 def test_the_waterfall_of_a_live_request_shows_the_stage_it_is_in():
-    shown = text(requests.waterfall(fields(frames.request(5, "prefilling")), 60))
+    shown = text(request_page.waterfall(fields(frames.request(5, "prefilling")), 60))
     assert "prefilling…" in shown
     assert "unattributed" not in shown
 
@@ -449,14 +449,14 @@ stage_ms = st.none() | st.floats(0, 1e6)
 def test_waterfall_bars_stay_in_order_and_inside(values, e2e_ms, width):
     names = ("tokenize", "queue", "prefill", "handoff", "decode_wait", "decode")
     stages = {f"{name}_ms": value for name, value in zip(names, values, strict=True)}
-    lines = requests.waterfall(fields(finished(**stages, e2e_ms=e2e_ms)), width)
+    lines = request_page.waterfall(fields(finished(**stages, e2e_ms=e2e_ms)), width)
     assert all(width_of(line) <= width for line in lines)
     starts = [text_of(line).index("█") for line in lines if "█" in text_of(line)]
     assert starts == sorted(starts)
 
 
 def test_the_detail_names_the_error():
-    lines = requests.detail(finished(finish_reason="error", error="worker gone\x1b[2J"), 70)
+    lines = request_page.detail(finished(finish_reason="error", error="worker gone\x1b[2J"), 70)
     assert "worker gone?[2J" in text(lines)
 
 
@@ -497,7 +497,7 @@ def test_energy_of_a_page_adds_up_and_says_its_method():
 
 def test_where_no_meter_is_nothing_speaks_of_energy():
     view = View().after(frames.no_gpu())
-    shown = text([*gauges.machine(view, 36, 9), *requests.detail(view.frame.requests[0], 70)])
+    shown = text([*gauges.machine(view, 36, 9), *request_page.detail(view.frame.requests[0], 70)])
     assert "not reported" not in shown
     assert not {"power", "J/token", "energy"} & set(shown.split())
     titles = {column.title for column in requests.columns_for(300, has_meter(view.frame))}
@@ -550,7 +550,7 @@ def test_every_page_has_a_glossary():
 
 
 def test_the_detail_says_route_energy_and_what_held_it_up():
-    shown = text(requests.detail(frames.request(14), 60))
+    shown = text(request_page.detail(frames.request(14), 60))
     assert "decoded by the other (decode is free sooner)" in " ".join(shown.split())
     assert "energy 55 J = prefill 20 J + decode 35 J" in shown
     assert "slow because queue: 1.2s, usually 20ms" in shown

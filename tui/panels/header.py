@@ -1,8 +1,7 @@
-"""Draw the header, the alerts, the key bar and the events page.
+"""Draw the header, the alerts and the key bar.
 
 Owns: how severity looks.
-Invariant: the state, the link and the worst alert are shown at every width; the newest event comes
-first.
+Invariant: the state, the link and the worst alert are shown at every width.
 Never: judges a reading; the thresholds are the daemon's.
 """
 
@@ -12,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from appliance.frame import figures as fig
-from appliance.frame.protocol import FRAME_VERSION, AlertFrame, EventFrame, Frame
+from appliance.frame.protocol import FRAME_VERSION, AlertFrame, Frame
 from appliance.frame.tier_frames import fields
-from tui.lines import Line, Run, Tone, clean, clip, pad, rule, width_of
+from tui.lines import Line, Run, Tone, clean, clip, width_of
 from tui.view import REPLAY, View
 
 STATE_TONES = {"ready": Tone.GOOD, "loading": Tone.WARN, "draining": Tone.WARN}
@@ -44,7 +43,7 @@ def header(view: View, width: int) -> Line:
     who = f"{clip(view.caller.name, 16)} {view.caller.role}" if view.caller else ""
     if frame is None:
         return _compose([(0, Run("penstock", Tone.ACCENT))], [(0, link)], width)
-    note = f"({_note_parts(frame)[0]})" if frame.model_note else ""
+    note = f"({note_parts(frame)[0]})" if frame.model_note else ""
     roles = f"{frame.roles}/{frame.transport}" if frame.transport else frame.roles
     state = frame.state.upper() if view.link.is_live else ""  # unknown after the link is lost
     kept_width = len(state) + width_of([link]) + (len(roles) + 10 if width >= 80 else 8)
@@ -148,7 +147,7 @@ def mark_of(alert: AlertFrame | None) -> Run:
     return Run(word[0], tone)
 
 
-def _note_parts(frame: Frame) -> tuple[str, str]:
+def note_parts(frame: Frame) -> tuple[str, str]:
     """Split the model's note into a part beside its name, and the text after the colon."""
     gist, _, rest = (frame.model_note or "").partition(": ")
     return gist, rest
@@ -159,7 +158,7 @@ def alert_line(view: View, width: int) -> Line:
     found = alerts(view)
     limit = view.frame.limit if view.frame else ""
     if not found:
-        rest = _note_parts(view.frame)[1] if view.frame else ""
+        rest = note_parts(view.frame)[1] if view.frame else ""
         text = limit or (f"the model: {rest}" if rest else "")
         state = [Run(" "), Run("● ok", Tone.GOOD)]
         told = [Run("bottleneck: " if limit else "", Tone.MUTED)]
@@ -245,90 +244,3 @@ def version_problem(version: int) -> str | None:
         f"the daemon sends frames of version {version}, this console reads version "
         f"{FRAME_VERSION}: use the penstock of the same release for both"
     )
-
-
-# What has happened: events, and the page with the alerts that stand.
-# Invariant: the newest event comes first, the worst alert comes first.
-# Never: drops an event that the frame has.
-
-
-_NEWS_S = 600
-_ROOMY = 100
-_CODE_WIDTH = 22
-_SUBJECT_WIDTH = 10
-
-
-def events(view: View, width: int, height: int) -> list[Line]:
-    """Draw the newest events that fit; informational ones disappear after a while."""
-    frame = view.frame
-    if frame is None:
-        return []
-    recent = [
-        event
-        for event in frame.events
-        if event.severity != "info" or (fig.seconds_between(event.at, frame.at) or 0.0) < _NEWS_S
-    ]
-    return [_event_line(event, width) for event in reversed(recent)][:height]
-
-
-def all_events(view: View, width: int) -> list[Line]:
-    """Draw every event, the newest at the top."""
-    recorded = view.frame.events if view.frame else []
-    if not recorded:
-        return [[Run("no events", Tone.MUTED)]]
-    return [_event_line(event, width) for event in reversed(recorded)]
-
-
-def page(view: View, width: int, height: int) -> list[Line]:
-    """Draw alerts, the bottleneck, then events."""
-    frame = view.frame
-    if frame is None:
-        return []
-    standing = [_alert_line(alert, frame.at, width) for alert in frame.alerts]
-    standing += [[_severity(a.severity), Run(a.text, Tone.STRONG)] for a in own_alerts(view)]
-    return [
-        rule("ALERTS", width, "what is wrong now"),
-        *(standing or [[Run("● ok  no alerts", Tone.GOOD)]]),
-        rule("BOTTLENECK", width),
-        [Run(frame.limit or "none", Tone.STRONG if frame.limit else Tone.MUTED)],
-        *_model(frame, width),
-        rule("EVENTS", width, f"the last {len(frame.events)}, newest first"),
-        *all_events(view, width),
-    ]
-
-
-def _model(frame: Frame, width: int) -> list[Line]:
-    """Draw the model's whole note, which the header and its next line cut."""
-    gist, rest = _note_parts(frame)
-    if not gist:
-        return []
-    about = f"{gist}: {rest}" if rest else gist
-    return [rule("MODEL", width, frame.model), [Run(about)]]
-
-
-def _severity(severity: str) -> Run:
-    word, tone = SEVERITIES.get(severity, SEVERITIES["info"])
-    return Run(pad(word, 8), tone)
-
-
-def _alert_line(alert: AlertFrame, now: str, width: int) -> Line:
-    """Draw `▲ WARN kv.occupancy decode 41s 93% in use`."""
-    code = pad(alert.code, _CODE_WIDTH) if width >= _ROOMY else alert.code
-    subject = pad(alert.subject, _SUBJECT_WIDTH) if width >= _ROOMY else alert.subject
-    return [
-        _severity(alert.severity),
-        Run(f"{code} ", Tone.MUTED),
-        Run(f"{subject} " if subject else "", Tone.MUTED),
-        Run(pad(fig.since(alert.since, now), 7)),
-        Run(alert.message, Tone.STRONG),
-    ]
-
-
-def _event_line(event: EventFrame, width: int) -> Line:
-    code = pad(event.code, _CODE_WIDTH) if width >= _ROOMY else event.code
-    return [
-        Run(f"{fig.clock(event.at)} ", Tone.MUTED),
-        _severity(event.severity),
-        Run(f"{code} ", Tone.MUTED),
-        Run(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),
-    ]

@@ -1,50 +1,35 @@
-"""Draw the prefill, handoff and decode lanes, and the handoff page.
+"""Draw the prefill, handoff and decode lanes.
 
 A lane is a phase; several workers of it have a row each.
 
 Owns: nothing; pure.
-Invariant: the lines come in order of importance, so a lower panel shows the first of them; a
-transport is shown with its measurement at start, or as unmeasured.
+Invariant: the lines come in order of importance, so a lower panel shows the first of them.
 Never: shows a number that the frame does not report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from appliance.frame import figures as fig
 from appliance.frame.protocol import (
     Frame,
-    HandoffFrame,
-    LinkFrame,
-    PoolFrame,
-    RequestFrame,
-    WayFrame,
     WorkerFrame,
 )
-from appliance.frame.tier_frames import fields
 from tui.history import Samples
 from tui.lines import (
     Line,
     Run,
     Tone,
-    beside_chart,
     clean,
-    facts,
     gauge,
     marked,
     nonzero,
     pad,
     pairs,
-    rule,
     sparkline,
-    state_bar,
     two_a_row,
     width_of,
-    wrap,
 )
-from tui.view import View, pool_counts, workers_for
+from tui.view import View, workers_for
 
 _LABEL_WIDTH = 13
 _PLACE_WIDTH = 44
@@ -131,7 +116,7 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
     if frame.transport is None:
         return [[Run("one worker for both phases: no handoff", Tone.MUTED)]][:height]
     totals, latency, history = frame.totals, frame.latency, view.history
-    rate = f"{_newest_size(history.handoff_bytes_per_s)}/s"
+    rate = f"{newest_size(history.handoff_bytes_per_s)}/s"
     copied = [("copied", rate), ("moved", fig.size(totals.handoff_bytes))]
     troubles = nonzero(
         ("failed", frame.handoff.num_failed if frame.handoff else None),
@@ -158,7 +143,7 @@ def handoff(view: View, width: int, height: int) -> list[Line]:
     ][:height]
 
 
-def _newest_size(samples: Samples) -> str:
+def newest_size(samples: Samples) -> str:
     return fig.size(samples[-1] if samples else None)
 
 
@@ -299,274 +284,3 @@ def _trouble(worker: WorkerFrame, width: int) -> Line | None:
     share = worker.loaded_bytes / worker.total_bytes
     text = f"▲ loading {fig.ratio(share)} "
     return [Run(text, Tone.WARN), Run(gauge(share, width - len(text)), Tone.ACCENT)]
-
-
-# The handoff page: how KV goes from prefill to decode, that it really does, and how fast.
-# Invariant: a transport is shown with what proves it, or with the word that nothing does.
-# Never: infers a rate; all are the daemon's.
-
-
-_WIDE_LABEL = 16
-_COUNT_WIDTH = 8
-_ROUTE_WIDTH = 8
-_RATE_WIDTH = 12
-_STAGING = "ring"
-_MAX_LINKS = 8
-_MAX_CHART_ROWS = 5
-_LEAST_RECENT = 6
-"""Minimum rows of newest handoffs, with their heading."""
-REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        "cheapest": "meets the targets at the lowest cost",
-        "closest": "no route met the targets; least bad chosen",
-        "kept": "as good as the best route, and used before",
-        "only": "the other worker was not ready",
-        "unknown": "steps of this size not measured yet; static route",
-        "wary": "the other route was far slower than predicted; static route",
-        "static": "static roles: prefill and decode always separate",
-        "colocated": "one worker for both phases",
-    }
-)
-"""The meaning of each route's reason; others are shown unchanged."""
-
-
-def page(view: View, width: int, height: int) -> list[Line]:
-    """Draw path, latency, routes; rates and the newest handoffs fill the rest."""
-    frame = view.frame
-    if frame is None:
-        return []
-    below = [
-        *_routes(frame, width),
-        *_predictions(frame, width),
-        *_trials(frame, width),
-        *_guesses(frame, width),
-        *_models(frame, width),
-    ]
-    if frame.transport is None:
-        note = "one worker for both phases: no handoff"
-        return [rule("PATH", width), [Run(note, Tone.MUTED)], *below]
-    path = _path(frame, width)
-    now = [*_latency(frame, width), *_in_flight(frame, width)]
-    recent = _recent(view, width)
-    room = height - len(path) - len(now) - len(below)
-    num_rows = max(1, min(_MAX_CHART_ROWS, (room - len(recent[:_LEAST_RECENT])) // 2 - 1))
-    rates = _rates(view, frame, width, num_rows)
-    return [*path, *rates, *now, *below, *recent[: max(_LEAST_RECENT, room - len(rates))]]
-
-
-def _recent(view: View, width: int) -> list[Line]:
-    """Draw a line for each ended request with a handoff, the newest first."""
-    handed = [request for request in view.finished if request.handoff_ms is not None]
-    rows: list[Line] = [
-        [
-            Run(pad(fig.short_id(request.id), 10), Tone.STRONG),
-            Run(pad(request.user or fig.ABSENT, 12)),
-            Run(f"{fig.millis(request.handoff_ms):>7} ms, wait"),
-            Run(f"{fig.millis(request.decode_wait_ms):>7} ms"),
-            Run(f", {fig.size(request.handoff_bytes)}" if request.handoff_bytes else ""),
-            Run(f"  {_reason(request.route_reason or '')}", Tone.MUTED),
-        ]
-        for request in handed
-    ]
-    return [rule("RECENT HANDOFFS", width, "newest first"), *rows] if rows else []
-
-
-def _reason(told: str) -> str:
-    """Return a route's reason without its figures."""
-    code = clean(told).partition(":")[0]
-    return REASONS.get(code, code)
-
-
-def _models(frame: Frame, width: int) -> list[Line]:
-    """List the other models that a request may name; nothing with a single model."""
-    swaps = frame.swaps
-    if swaps is None:
-        return []
-    items = [
-        ("serves too", ", ".join(swaps.others) or fig.ABSENT),
-        ("comes next", swaps.next or fig.ABSENT),
-        ("requests that wait for it", fig.count(swaps.num_waiting)),
-        ("swaps", fig.count(swaps.num_swaps)),
-        ("last took", fig.duration(swaps.last_swap_ms)),
-    ]
-    if swaps.expires_at:
-        items.append(("makes room at", fig.clock(swaps.expires_at)))
-    for one in swaps.resident:
-        until = f" until {fig.clock(one.expires_at)}" if one.expires_at else ""
-        items.append((f"loaded: {clean(one.model)}", f"{fig.size(one.num_bytes)}{until}"))
-    return [rule("MODELS", width), *facts(width, items)]
-
-
-def _path(frame: Frame, width: int) -> list[Line]:
-    handoff = frame.handoff
-    transport = (handoff.transport if handoff else None) or frame.transport or fig.ABSENT
-    lines = [rule("PATH", width), [Run(f"{transport}  ", Tone.STRONG), *_proof(frame, handoff)]]
-    lines += _links(frame, width)
-    staging = next((pool for pool in frame.pools if pool.name == _STAGING), None)
-    return lines if staging is None else [*lines, _staging(staging, width)]
-
-
-def _links(frame: Frame, width: int) -> list[Line]:
-    """Draw a row for each link; links that are down or busiest come first."""
-    links = sorted(frame.links, key=lambda link: (link.down is None, -link.bytes_per_s))
-    names = {id(link): f"{link.from_pool} → {link.to_pool}" for link in links}
-    name_width = max((len(name) for name in names.values()), default=0) + 2
-    lines = [_link(link, pad(names[id(link)], name_width)) for link in links[:_MAX_LINKS]]
-    if len(links) > _MAX_LINKS:
-        lines.append([Run(f"and {len(links) - _MAX_LINKS} more links", Tone.MUTED)])
-    return lines
-
-
-def _link(link: LinkFrame, name: str) -> Line:
-    carried = pad(f"{fig.size(link.bytes_per_s)}/s", _RATE_WIDTH)
-    copies = pad(f"copies {_per_s(link.copy_bytes_per_s)}", _RATE_WIDTH + 6)
-    probe = f"at start {_per_s(link.probe_bytes_per_s)}"
-    down = [] if link.down is None else [Run(f"  ▲ down: {link.down}", Tone.WARN)]
-    if link.num_strikes and link.down is None and link.has_detour:
-        down = [Run(f"  ▲ {link.num_strikes} copies in a row failed or were slow", Tone.WARN)]
-    return [
-        Run(name, Tone.MUTED),
-        Run(pad(link.transport, 6)),
-        Run(carried, Tone.STRONG),
-        Run(copies),
-        Run(probe, Tone.MUTED),
-        *down,
-    ]
-
-
-def _per_s(rate: float | None) -> str:
-    return fig.ABSENT if rate is None else f"{fig.size(rate)}/s"
-
-
-def _proof(frame: Frame, handoff: HandoffFrame | None) -> Line:
-    if frame.transport == "alias":
-        return [Run("zero-copy: workers share one KV pool")]
-    if handoff is None or handoff.probe_bytes_per_s is None:
-        return [Run("▲ not measured at start", Tone.WARN)]
-    return [
-        Run("● verified ", Tone.GOOD),
-        Run(f"by checksum at start, {fig.size(handoff.probe_bytes_per_s)}/s"),
-    ]
-
-
-def _staging(staging: PoolFrame, width: int) -> Line:
-    free = f" {fig.count(staging.free)} of {fig.count(staging.num_blocks)} slots free"
-    room = width - _WIDE_LABEL - len(free)
-    return [
-        Run(pad(_STAGING, _WIDE_LABEL), Tone.MUTED),
-        Run(state_bar(pool_counts(staging), room), Tone.ACCENT),
-        Run(free),
-    ]
-
-
-def _rates(view: View, frame: Frame, width: int, num_rows: int) -> list[Line]:
-    history, totals, handoff = view.history, frame.totals, frame.handoff
-    mean = totals.handoff_bytes / totals.handoffs if totals.handoffs else None
-    graphs = [("handoffs", history.handoffs_per_s, _newest(history.handoffs_per_s))]
-    if frame.transport != "alias":
-        copied = history.handoff_bytes_per_s
-        graphs.append(("bytes", copied, _newest_size(copied)))
-    lines = [rule("RATES", width, f"last {fig.whole_seconds(view.window_s)}")]
-    for label, samples, reading in graphs:
-        head = [
-            Run(pad(label, _WIDE_LABEL), Tone.MUTED),
-            Run(pad(f"{reading}/s", _RATE_WIDTH), Tone.STRONG),
-        ]
-        shown = view.recent(samples, width - width_of(head))
-        lines += beside_chart(head, shown, width, num_rows)
-    counts = [("done", fig.count(totals.handoffs))]
-    if totals.handoff_bytes:
-        counts += [("moved", fig.size(totals.handoff_bytes)), ("mean", fig.size(mean))]
-    counts += nonzero(
-        ("failed", handoff.num_failed if handoff else None),
-        ("stale", totals.stale_messages),
-        ("recovered", totals.recovered_sequences),
-    )
-    return [*lines, *facts(width, counts)]
-
-
-def _newest(samples: Samples) -> str:
-    return fig.rate(samples[-1] if samples else None)
-
-
-def _latency(frame: Frame, width: int) -> list[Line]:
-    now = frame.latency
-    quantiles = [
-        ("p50", fig.duration(now.handoff_ms_p50)),
-        ("p95", fig.duration(now.handoff_ms_p95)),
-    ]
-    note = f"of requests finished in the last {now.window_s:.0f}s"
-    return [rule("LATENCY", width, note), *facts(width, quantiles)]
-
-
-def _in_flight(frame: Frame, width: int) -> list[Line]:
-    num = frame.handoff.num_in_flight if frame.handoff else frame.queue.handing_off
-    moving = [request for request in frame.requests if request.phase == "handing_off"]
-    lines = [rule(f"IN FLIGHT {fig.count(num)}", width)]
-    return [*lines, *(_row(request) for request in moving)] if moving else lines
-
-
-def _row(request: RequestFrame) -> Line:
-    return [
-        Run(pad(fig.short_id(request.id), 10), Tone.STRONG),
-        Run(pad(request.user or fig.ABSENT, 12)),
-        Run(f"{fig.count(request.num_blocks)} blocks", Tone.MUTED),
-        Run(f"   {fig.size(request.handoff_bytes)}   age {fig.seconds(request.age_ms / 1000)}"),
-    ]
-
-
-def _routes(frame: Frame, width: int) -> list[Line]:
-    """Draw a line for each route taken: how many, where, and why."""
-    lines: list[Line] = [rule("ROUTES", width, "since the daemon started")]
-    for num, route, reason in ranked_routes(frame):
-        why = REASONS.get(reason, reason)
-        lines.append(
-            [
-                Run(pad(fig.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
-                Run(f"  {pad(route, _ROUTE_WIDTH)}"),
-                Run(why, Tone.MUTED),
-            ]
-        )
-    return lines if len(lines) > 1 else [*lines, [Run("no sequence placed yet", Tone.MUTED)]]
-
-
-def _trials(frame: Frame, width: int) -> list[Line]:
-    """List the choices of the machine's profile, with their figures."""
-    lines = [line for trial in frame.trials for line in wrap(trial, width)]
-    return [rule("TRIALS", width, "chosen by the machine's profile"), *lines] if lines else []
-
-
-def _guesses(frame: Frame, width: int) -> list[Line]:
-    """List the sources of guessed tokens, with the share that was right."""
-    totals = fields(frame.totals) | {"drafts": list(map(fields, frame.totals.drafts))}
-    per_step, *sources = fig.guesses(totals)
-    lines = [line for source in sources for line in wrap(source, width)]
-    return [rule("GUESSES", width, per_step), *lines] if lines else []
-
-
-def _predictions(frame: Frame, width: int) -> list[Line]:
-    """Draw the outcomes of elastic roles' predictions, a line per route; the worst first."""
-    ways = sorted(frame.totals.ways, key=lambda way: (-way.is_closed, -way.num_missed))
-    if not ways:
-        return []
-    return [rule("PREDICTIONS", width, "prompts, by way and size of step"), *map(_way, ways)]
-
-
-def _way(way: WayFrame) -> Line:
-    where = f"{way.worker}, {'all' if way.has_all else 'own'} cores"
-    beside = "beside decodes" if way.is_beside else "alone"
-    error = "" if way.error_ratio is None else f", error {way.error_ratio:.1f}x"
-    line = [
-        Run(pad(fig.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
-        Run(f"  {pad(way.route, _ROUTE_WIDTH)}"),
-        Run(f"on {where}, {beside}, steps of {fig.count(way.step_tokens)} tokens{error}"),
-    ]
-    if way.num_missed:
-        line.append(
-            Run(f", {fig.count(way.num_missed)} took at least twice the prediction", Tone.WARN)
-        )
-    if way.num_gave_way:
-        line.append(Run(f", {fig.count(way.num_gave_way)} moved away"))
-    if way.is_closed:
-        line.append(Run(", not used until measured again", Tone.WARN))
-    return line

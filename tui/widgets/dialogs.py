@@ -19,7 +19,7 @@ from textual.widgets import Input
 from appliance.frame.protocol import RequestFrame
 from tui.lines import Line, Run, Tone, beside, clip, pad, wrap
 from tui.panels.glossary import REQUEST, glossary
-from tui.panels.requests import detail
+from tui.panels.request_page import detail
 from tui.widgets.console_messages import KeyUnderDialog
 from tui.widgets.panel import Page, Panel, entitle
 

@@ -17,7 +17,7 @@ from textual.containers import Container
 from appliance.frame.protocol import Frame
 from tui.history import has_meter
 from tui.lines import Line
-from tui.panels import gauges, header, kv, lanes
+from tui.panels import events, gauges, handoff, kv, lanes, latencies, power
 from tui.view import View, workers_for
 from tui.widgets.panel import Panel, RequestBox, entitle
 
@@ -29,9 +29,9 @@ FRAMED: dict[str, tuple[_Title, _Paint]] = {
     "handoff": (lambda view, width, height: lanes.handoff_title(view), lanes.handoff),
     "decode": (lambda view, width, height: lanes.decode_title(view), lanes.decode),
     "kv": (gauges.kv_title, gauges.kv),
-    "latency": (lambda view, width, height: gauges.title(view), gauges.latency),
+    "latency": (lambda view, width, height: latencies.title(view), latencies.latency),
     "machine": (lambda view, width, height: "MACHINE", gauges.machine),
-    "events": (lambda view, width, height: "EVENTS", header.events),
+    "events": (lambda view, width, height: "EVENTS", events.events),
 }
 _MAX_POOLS = 4
 _MAX_WORKERS = 4
@@ -76,7 +76,7 @@ class Overview(Container):
             panel = self.query_one(f"#{name}", Panel)
             entitle(panel, title(view, *panel.size))
             panel.repaint()
-        self.set_class(not header.events(view, 1, 1), "-no-events")
+        self.set_class(not events.events(view, 1, 1), "-no-events")
         self.query_one(RequestBox).show(view)
 
 
@@ -85,7 +85,7 @@ NAMES = ("overview", "requests", "kv", "handoff", "events", "power")
 Paint = Callable[[View, int, int], list[Line]]
 """Lines for a view, a width and a height; a page scrolls if there are more."""
 LINED: Mapping[str, Paint] = MappingProxyType(
-    {"kv": kv.page, "handoff": lanes.page, "events": header.page, "power": gauges.page}
+    {"kv": kv.page, "handoff": handoff.page, "events": events.page, "power": power.page}
 )
 """Pages made of lines only."""
 

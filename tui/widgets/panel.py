@@ -27,7 +27,7 @@ from appliance.frame.protocol import RequestFrame
 from tui.history import has_meter
 from tui.lines import Line, Run, Tone, clean, fit, to_ascii
 from tui.panels import requests as rows
-from tui.panels.requests import detail
+from tui.panels.request_page import detail
 from tui.view import View
 from tui.widgets.console_messages import WindowMoved
 

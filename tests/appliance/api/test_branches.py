@@ -10,7 +10,7 @@ from appliance.api.messages_api import messages_ask
 from appliance.api.openai import ask_of_chat
 from appliance.api.openai_bodies import ChatRequest
 from appliance.api.prepare import prepare
-from appliance.formats.tool_format import PLAIN, output_format_of
+from appliance.formats.format_choice import PLAIN, output_format_of
 from appliance.json_fields import check
 from appliance.request import ModelInfo
 from engine.cache.hashes import PrefixHasher

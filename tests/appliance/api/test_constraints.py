@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from appliance.api.answer_forms import read_constraint
 from appliance.api.openai_bodies import ChatRequest
-from appliance.api.tools import read_constraint
 from appliance.json_fields import check
 from engine.errors import RequestError
 

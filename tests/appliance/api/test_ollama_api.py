@@ -15,7 +15,7 @@ import httpx
 import ollama
 import pytest
 
-from appliance.api import ollama_api
+from appliance.api import ollama_models
 from appliance.models.facts import ModelFacts
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
@@ -294,12 +294,12 @@ async def test_loading_and_unloading_write_no_reply_and_say_what_becomes_of_the_
     assert not appliance.submitted
 
 
-@pytest.mark.parametrize(("method", "path"), ollama_api.NOT_HERE)
+@pytest.mark.parametrize(("method", "path"), ollama_models.NOT_HERE)
 async def test_what_changes_a_store_of_models_says_what_does_it_here(appliance, method, path):
     async with client_of(appliance, ALICE) as client:
         reply = await client.request(method, path, json={"source": "m", "destination": "n"})
     assert reply.status_code == 501
-    assert ollama_api.NOT_HERE[method, path] in reply.json()["error"]
+    assert ollama_models.NOT_HERE[method, path] in reply.json()["error"]
 
 
 async def test_a_pull_of_what_is_served_is_done_at_once_for_everybody(client, appliance):
@@ -333,7 +333,7 @@ def plain_appliance():
 
 async def test_operators_pull_and_are_told_how_far(tmp_path, monkeypatch):
     lines = {"done_bytes": 5, "total_bytes": 9, "bytes_per_s": 1.0}, {"folder": "/x"}
-    monkeypatch.setattr("appliance.api.ollama_api.PULL", program(tmp_path, *lines))
+    monkeypatch.setattr("appliance.api.ollama_models.PULL", program(tmp_path, *lines))
     async with client_of(plain_appliance(), OPERATOR) as client:
         for _ in range(2):
             reply = await client.post("/api/pull", json={"model": "Qwen/Qwen3-0.6B"})
@@ -348,7 +348,7 @@ async def test_operators_pull_and_are_told_how_far(tmp_path, monkeypatch):
 
 
 async def test_a_name_on_the_hub_may_be_written_as_ollamas_users_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("appliance.api.ollama_api.PULL", program(tmp_path, {"folder": "/x"}))
+    monkeypatch.setattr("appliance.api.ollama_models.PULL", program(tmp_path, {"folder": "/x"}))
     async with client_of(plain_appliance(), OPERATOR) as client:
         reply = await client.post("/api/pull", json={"model": "hf.co/Qwen/Qwen3-GGUF:Q4_K_M"})
     assert json.loads(reply.text.splitlines()[0])["status"] == "pulling Qwen/Qwen3-GGUF:Q4_K_M"
@@ -358,7 +358,7 @@ async def test_a_pull_that_fails_says_why(tmp_path, monkeypatch):
     body, words = {"model": "a/b", "stream": False}, {"what": "no", "where": "x", "hint": "look"}
     for code, status in ((1, 502), (3, 503), (5, 404)):
         said = {"error": words, "exit_code": code}
-        monkeypatch.setattr("appliance.api.ollama_api.PULL", program(tmp_path, said))
+        monkeypatch.setattr("appliance.api.ollama_models.PULL", program(tmp_path, said))
         async with client_of(plain_appliance(), OPERATOR) as client:
             reply = await client.post("/api/pull", json=body)
         assert (reply.status_code, reply.json()) == (status, {"error": "no; look"})

@@ -21,7 +21,7 @@ from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
-from appliance.log.query import read_events, read_rows, read_usage
+from appliance.log.reader import read_events, read_rows, read_usage
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.logs import row, start
 from tests.appliance.peers import ALICE, BOB, client_of
@@ -125,7 +125,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, Running(tmp_path_factory.mktemp("api")) as running:
-        patch.setattr("appliance.api.ollama_api.PULL", ("sh", "-c", 'echo {\\"folder\\": 1}'))
+        patch.setattr("appliance.api.ollama_models.PULL", ("sh", "-c", 'echo {\\"folder\\": 1}'))
         yield running
 
 

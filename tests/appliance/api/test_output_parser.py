@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from appliance.api.output_parser import OutputParser
 from appliance.api.tools import Tools
+from appliance.formats.format_choice import THOUGHTS, OutputFormat
 from appliance.formats.text_reading import CallDelta, ReasoningDelta
-from appliance.formats.tool_format import FORMATS, THOUGHTS, OutputFormat
+from appliance.formats.tool_format import FORMATS
 
 SCHEMA = {
     "type": "object",

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from appliance.api.openai_bodies import ChatRequest
-from appliance.api.tools import in_words, read_tools
-from appliance.formats.tool_format import FORMATS, OutputFormat
+from appliance.api.tools import read_tools
+from appliance.api.tools_in_words import in_words
+from appliance.formats.format_choice import OutputFormat
+from appliance.formats.tool_format import FORMATS
 from appliance.json_fields import check
 from engine.text.grammar import validate
 from engine.text.tokenizer import Tokenizer

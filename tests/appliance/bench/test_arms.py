@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.arms import AGAIN, LOAD_METRICS, Arms, Metric, interleaved, order, rows
+from appliance.bench.arms import Arms
+from appliance.bench.comparison import LOAD_METRICS, Metric, rows
+from appliance.bench.rounds import AGAIN, interleaved, order
 from engine.errors import ConfigError, PenstockError
 from tests.appliance.bench.fake_openai import FakeOpenAI
 

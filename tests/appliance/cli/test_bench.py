@@ -197,7 +197,7 @@ def test_more_than_a_ceiling_is_shown_and_said_to_be_a_disturbed_one(
     row = {"what": "x", "shape": "y", "ms": 1.0, "rate": 2e9, "unit": "B/s", "share": share}
     found = {"device": "cpu", "torch": "2", "dtype": "float32", "attention": "compiled"}
     found |= {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": 1e9, "data": [row]}
-    monkeypatch.setattr("appliance.bench.steps.measure_device", lambda *_, **__: found)
+    monkeypatch.setattr("appliance.bench.device_parts.measure_device", lambda *_, **__: found)
     bench_device._measure(kind, None, True, Format.TABLE)
     said = capsys.readouterr()
     titles, shown = (line.split() for line in said.out.splitlines())

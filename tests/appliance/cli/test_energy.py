@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from appliance.cli import doctor, listings, status_page
+from appliance.cli import devices, fact_pages, listings, status_page
 from appliance.cli.tables import Format, Listing
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
 from appliance.devices.nvml import Nvml
@@ -64,7 +64,7 @@ def test_status_says_that_nothing_is_reported() -> None:
 
 def test_half_a_reading_is_shown_as_far_as_it_is_known() -> None:
     def line(**fields: float | None) -> str:
-        page = listings.request_page({**FINISHED, **fields}, width=60, bar="#")
+        page = fact_pages.request_page({**FINISHED, **fields}, width=60, bar="#")
         return next((line for line in page.splitlines() if line.startswith("energy")), "")
 
     assert line(prefill_j=1.0, decode_j=2.0).endswith("3 J = prefill 1 J + decode 2 J")
@@ -87,7 +87,7 @@ def test_devices_are_listed_with_all_that_they_report(
     machine = Devices([], find_gpus(Nvml(FakeNvml(throttled, a100_divided()))))
     monkeypatch.setattr(Devices, "of_machine", lambda: machine)
     machine.read(time.monotonic_ns() - MIN_INTERVAL_NS)
-    doctor.devices(Format.WIDE)
+    devices.devices(Format.WIDE)
     header, *lines = capsys.readouterr().out.splitlines()
     assert {"THROTTLED", "SM", "NVLINK IN", "MODEL"} <= set(header.replace("  ", "|").split("|"))
     assert [line.split()[0] for line in lines[:4]] == ["gpu0", "gpu1", "gpu1/mig0", "gpu1/mig2"]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.cli import listings, tables, terminal
+from appliance.cli import fact_pages, listings, tables, terminal
 from appliance.cli.tables import Format, Listing, Range, TableColumn, WordWrap, csv_cell, flat, one
 from appliance.frame import figures
 from engine.errors import PenstockError
@@ -138,17 +138,17 @@ def test_one_thing_is_keys_and_values_in_csv():
 
 def test_what_the_stages_leave_of_the_whole_is_shown():
     frame = {"queue_ms": 10.0, "prefill_ms": 20.0, "e2e_ms": 42.5}
-    sums = listings.waterfall(frame, width=80, bar="#")[-3:]
+    sums = fact_pages.waterfall(frame, width=80, bar="#")[-3:]
     assert [line.split()[-1] for line in sums] == ["30ms", "42.5ms", "12.5ms"]
 
 
 def test_a_long_fact_of_a_request_goes_on_below_itself() -> None:
     frame = {"id": "cmpl-1", "route": "move", "route_reason": "cheapest: max ITL 4 ms"}
-    lines = listings.request_page(frame, width=60, bar="#", room=60).splitlines()
+    lines = fact_pages.request_page(frame, width=60, bar="#", room=60).splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("route "))
     assert lines[at + 1].startswith(" " * 13)
     assert all(len(line) <= 60 for line in lines)
-    words = " ".join(listings.request_page(frame, width=60, bar="#").split())
+    words = " ".join(fact_pages.request_page(frame, width=60, bar="#").split())
     assert " ".join(" ".join(lines).split()) == words
 
 

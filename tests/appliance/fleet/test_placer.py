@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from appliance.cli.doctor import drawing
+from appliance.cli.devices import drawing
 from appliance.configuration.config import ServeConfig
 from appliance.configuration.wanted_workers import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes

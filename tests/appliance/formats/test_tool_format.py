@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.configuration.settings import REASONING_PARSERS, TOOL_PARSERS
-from appliance.formats.tool_format import FORMATS, THOUGHTS, output_format_of
+from appliance.formats.format_choice import THOUGHTS, output_format_of
+from appliance.formats.tool_format import FORMATS
 from engine.text.tokenizer import Tokenizer
 from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import CHATML, byte_level

@@ -25,13 +25,10 @@ from appliance.log.query import (
     UsageQuery,
     event_query,
     parse_time,
-    read_events,
-    read_row,
-    read_rows,
-    read_usage,
     row_query,
     usage_query,
 )
+from appliance.log.reader import read_events, read_row, read_rows, read_usage
 from appliance.log.writer import temporary_recording, write_recording
 from appliance.request import Peer
 from engine.errors import PenstockError, RequestError

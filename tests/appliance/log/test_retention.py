@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.log import retention
-from appliance.log.query import EventQuery, RowQuery, log_time, read_rows
+from appliance.log.query import EventQuery, RowQuery, log_time
+from appliance.log.reader import read_rows
 from appliance.log.retention import (
     Pruned,
     RetentionLimits,

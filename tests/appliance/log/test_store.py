@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from appliance.log import store as log_store
-from appliance.log.query import RowQuery, read_rows
+from appliance.log.query import RowQuery
+from appliance.log.reader import read_rows
 from appliance.log.retention import Pruned
 from engine.errors import PenstockError
 from tests.appliance.logs import query, rids, row, start, write

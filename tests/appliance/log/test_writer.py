@@ -16,7 +16,8 @@ from sqlite_utils import Database
 
 from appliance.frame.latency import Stages, stages
 from appliance.log import store, writer
-from appliance.log.query import RowQuery, read_rows
+from appliance.log.query import RowQuery
+from appliance.log.reader import read_rows
 from appliance.log.row import LogRow, RowEnergy, insert_row
 from appliance.log.writer import RequestLog
 from engine.schedule.sequence import Stamps

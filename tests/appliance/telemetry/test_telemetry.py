@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.frame.latency import GAP_S, REQUEST_S, STAGE_S, Histogram, stages, token_edges
+from appliance.frame.histograms import GAP_S, REQUEST_S, STAGE_S, Histogram, token_edges
+from appliance.frame.latency import stages
 from appliance.frame.protocol import TodayFrame, UserFrame, WorkerFrame
 from appliance.telemetry import telemetry
 from appliance.telemetry.telemetry import Telemetry, Today

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, expected_shapes, weights_layout
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.tensor_info import read_header
+from engine.checkpoint.safetensors_header import read_header
 from engine.errors import CheckpointError, ConfigError
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4}

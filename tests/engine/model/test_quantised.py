@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.quantisation import FORM_BY_KIND, FORMS, panels_shape
+from engine.checkpoint.packed_layouts import FORM_BY_KIND, FORMS, panels_shape
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.kernels.cpu import FORMS as NUMBERS
 from engine.kernels.cpu import load_kernels

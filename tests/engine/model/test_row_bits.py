@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint, packed_layout, weights_layout
-from engine.checkpoint.quantisation import FORM_BY_KIND, FORMS
+from engine.checkpoint.packed_layouts import FORM_BY_KIND, FORMS
 from engine.kernels.cpu import (
     BFLOAT16,
     DOTS,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
-from engine.checkpoint.quantisation import CPU_FORMS, FORM_BY_KIND, FORMS
+from engine.checkpoint.packed_layouts import CPU_FORMS, FORM_BY_KIND, FORMS
 from engine.model.dequantise import dequantised
 from engine.model.linear import Linears
 from engine.model.stored_tensors import quantised

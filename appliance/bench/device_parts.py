@@ -1,0 +1,49 @@
+"""Measure a worker's parts on this machine's device, in a process that may import torch.
+
+Owns: starting the process, and reading its output.
+Invariant: its stderr is passed on when it fails.
+Never: imports torch; measures.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from appliance.fleet.placement import available_memory_bytes
+from engine.errors import WorkerFailed
+
+KINDS = ("kernels", "steps", "transports")
+
+
+def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> dict[str, Any]:
+    """Run one of KINDS to its end.
+
+    Args:
+        kind: what to measure.
+        model: a folder whose shape to take; None: Llama 3.1 8B's, with the layers that fit.
+        is_small: little work, to see that it works.
+
+    Returns:
+        device, torch, dtype, number of layers, the two ceilings, and `data`: a row for each figure.
+
+    Raises:
+        WorkerFailed: it did not come to its end.
+    """
+    command = [sys.executable, "-P", "-m", "engine.workers.measure", kind]
+    command += [] if model is None else ["--model", str(model)]
+    command += ["--small"] if is_small else []
+    command += ["--free-bytes", str(available_memory_bytes())]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        last = ended.stderr.strip().rpartition("\n")[2]
+        raise WorkerFailed(
+            last or f"it ended with {ended.returncode}",
+            where=f"bench {kind}",
+            hint="a smaller model may fit: name its folder" if "memory" in last else "",
+        )
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found

@@ -1,0 +1,91 @@
+"""Define `penstock config show`: the settings that `serve` would take, and their sources.
+
+Owns: how a setting's value is written, in the form that a user would type.
+Invariant: it shows what `serve` would take.
+Never: asks a daemon, which may have other settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import terminal
+from appliance.cli.tables import Format, TableColumn, yes_or_no
+from appliance.cli.terminal import Output
+from appliance.configuration.client_settings import explain
+from appliance.configuration.setting_kinds import (
+    a_duration,
+    on_or_off,
+    parse_bytes,
+    size_setting,
+    some_weights,
+)
+from appliance.configuration.settings import SETTINGS, Setting
+from appliance.configuration.sources import FoundSetting
+
+config = typer.Typer(
+    help="The daemon's settings.", no_args_is_help=True, callback=terminal.of_this_machine
+)
+
+
+@config.command()
+def show(
+    origin: Annotated[bool, typer.Option("--origin", help="Also show what set each one.")] = False,
+    config_file: Annotated[
+        str | None, typer.Option("--config", help="A TOML file of settings.")
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show every setting with the value that `penstock serve` would use."""
+    written = _for_people if output.is_for_people else _plain
+    rows = [_row(found, written) for found in explain({"config": config_file})]
+    columns = [TableColumn("SETTING", "name"), TableColumn("VALUE", "value")]
+    columns += [TableColumn("ORIGIN", "origin", is_wide=not origin)]
+    columns += [TableColumn("RELOADS", "is_reloadable", yes_or_no, is_wide=True)]
+    columns += [TableColumn("MEANING", "about", is_wide=True)]
+    terminal.write(terminal.listing("config", tuple(columns), output).render(rows))
+
+
+def _row(found: FoundSetting, written: Callable[[FoundSetting], Any]) -> dict[str, Any]:
+    setting = _setting(found)
+    return {
+        "name": found.name,
+        "value": written(found),
+        "origin": found.origin,
+        "is_reloadable": setting.is_reloadable and found.name in SETTINGS,
+        "about": setting.about,
+    }
+
+
+def _setting(found: FoundSetting) -> Setting:
+    """Find the setting; `models.small.dtype` is the setting `dtype` of one model."""
+    return SETTINGS[found.name.rpartition(".")[2]]
+
+
+def _for_people(found: FoundSetting) -> Any:
+    """Format the value as a user would type it: a size or a time with its unit."""
+    parse = _setting(found).parse
+    if parse is a_duration:
+        return f"{found.value:g}s"
+    if parse is on_or_off:
+        return "on" if found.value else "off"
+    if parse is parse_bytes and found.value is not None:
+        return size_setting(found.value)
+    return _plain(found)
+
+
+def _plain(found: FoundSetting) -> Any:
+    """Format the value for JSON; an address and a list as in the file and the environment."""
+    match found.value:
+        case None | bool() | int() | float():
+            return found.value
+        case (str(host), int(port)):
+            return f"{host}:{port}"
+        case tuple() as pairs if _setting(found).parse is some_weights:
+            return ",".join(f"{name}={weight:g}" for name, weight in pairs)
+        case tuple() as names:
+            return ",".join(map(str, names))
+    return str(found.value)

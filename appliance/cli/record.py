@@ -1,0 +1,111 @@
+"""Define `penstock record`: write an incident to a file that the console replays.
+
+Owns: writing a recording.
+Invariant: the file is complete and readable by its owner alone, or absent.
+Never: overwrites a file; takes the text of a prompt.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from appliance.cli import activity, terminal
+from appliance.cli.tables import printable
+from appliance.cli.terminal import Host
+from appliance.client import Client, DaemonUnreachable, ReplyError
+from appliance.frame.figures import things
+from engine.errors import FileError, RequestError, UsageError
+
+DEFAULT_SINCE = "30m"
+BUILD_TIMEOUT_S = 120.0
+
+
+def record(
+    file: Annotated[Path, typer.Option("--output", "-o", help="New file.")],
+    since: activity.Since = DEFAULT_SINCE,
+    until: activity.Until = None,
+    host: Host = None,
+    state_dir: activity.StateDir = None,
+) -> None:
+    """Save the console's history to a file for `penstock top --replay FILE`.
+
+    The daemon keeps the last three days. Without a daemon the log's file is read.
+    """
+    if str(file) == "-":
+        hint = "name a file, as -o incident.rec"
+        raise UsageError("a recording cannot be written to a pipe", where="-o -", hint=hint)
+    asked = {"since": since, "until": until}
+    query = {name: value for name, value in asked.items() if value is not None}
+    client = terminal.client(host, timeout_s=BUILD_TIMEOUT_S)
+    with _appearing(file) as unfinished:
+        try:
+            _download(client, query, unfinished)
+        except DaemonUnreachable as error:
+            _extract(activity.log_file(client, state_dir, error), query, unfinished)
+        summary = _summary(unfinished)
+    terminal.write(f"{summary}\npenstock top --replay {printable(file)} shows it\n")
+
+
+def _download(client: Client, query: dict[str, str], target: Path) -> None:
+    with target.open("wb") as sink:
+        for chunk in client.chunks("/v1/penstock/recording", query):
+            sink.write(chunk)
+
+
+def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
+    from appliance.log.query import span_query
+    from appliance.log.writer import write_recording  # 70 ms that only a missing daemon costs
+
+    try:
+        target.write_bytes(b"")
+        write_recording(log_path, target, span_query(query))
+    except RequestError as error:
+        raise ReplyError(str(error), status=error.status, code=error.code) from error
+
+
+def _summary(path: Path) -> str:
+    """Summarise a recording by opening it as the console will."""
+    from appliance.frame.recording import open_recording
+
+    with closing(open_recording(path)) as db:
+        first, last, num_frames = db.execute(
+            "SELECT min(at), max(at), count(*) FROM frames"
+        ).fetchone()
+        num_requests, num_events = (
+            db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            for table in ("requests", "events")
+        )
+    counts = ((num_frames, "frame"), (num_requests, "request"), (num_events, "event"))
+    held = ", ".join(things(number, noun) for number, noun in counts)
+    return f"{printable(first)} to {printable(last)}: {held}"
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """Make a private file beside the path, renamed to it when the block succeeds.
+
+    Raises:
+        FileError: the path exists, or nothing can be written there.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    hint = "name a new file in a folder that you can write to"
+    try:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        yield unfinished
+        with unfinished.open("rb") as written:
+            os.fsync(written.fileno())
+        os.rename(unfinished, path)
+    except OSError as error:
+        raise FileError("cannot write the recording", error, where=str(path), hint=hint) from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()

@@ -1,0 +1,95 @@
+"""Draw events, and the page of current alerts.
+
+Owns: nothing; pure.
+Invariant: the newest event comes first, the worst alert comes first.
+Never: drops an event that the frame has.
+"""
+
+from __future__ import annotations
+
+from appliance.frame import figures as fig
+from appliance.frame.protocol import AlertFrame, EventFrame, Frame
+from tui.lines import Line, Run, Tone, pad, rule
+from tui.panels.header import SEVERITIES, note_parts, own_alerts
+from tui.view import View
+
+_NEWS_S = 600
+_ROOMY = 100
+_CODE_WIDTH = 22
+_SUBJECT_WIDTH = 10
+
+
+def events(view: View, width: int, height: int) -> list[Line]:
+    """Draw the newest events that fit; informational ones disappear after a while."""
+    frame = view.frame
+    if frame is None:
+        return []
+    recent = [
+        event
+        for event in frame.events
+        if event.severity != "info" or (fig.seconds_between(event.at, frame.at) or 0.0) < _NEWS_S
+    ]
+    return [_event_line(event, width) for event in reversed(recent)][:height]
+
+
+def all_events(view: View, width: int) -> list[Line]:
+    """Draw every event, the newest at the top."""
+    recorded = view.frame.events if view.frame else []
+    if not recorded:
+        return [[Run("no events", Tone.MUTED)]]
+    return [_event_line(event, width) for event in reversed(recorded)]
+
+
+def page(view: View, width: int, height: int) -> list[Line]:
+    """Draw alerts, the bottleneck, then events."""
+    frame = view.frame
+    if frame is None:
+        return []
+    standing = [_alert_line(alert, frame.at, width) for alert in frame.alerts]
+    standing += [[_severity(a.severity), Run(a.text, Tone.STRONG)] for a in own_alerts(view)]
+    return [
+        rule("ALERTS", width, "what is wrong now"),
+        *(standing or [[Run("● ok  no alerts", Tone.GOOD)]]),
+        rule("BOTTLENECK", width),
+        [Run(frame.limit or "none", Tone.STRONG if frame.limit else Tone.MUTED)],
+        *_model(frame, width),
+        rule("EVENTS", width, f"the last {len(frame.events)}, newest first"),
+        *all_events(view, width),
+    ]
+
+
+def _model(frame: Frame, width: int) -> list[Line]:
+    """Draw the model's whole note, which the header and its next line cut."""
+    gist, rest = note_parts(frame)
+    if not gist:
+        return []
+    about = f"{gist}: {rest}" if rest else gist
+    return [rule("MODEL", width, frame.model), [Run(about)]]
+
+
+def _severity(severity: str) -> Run:
+    word, tone = SEVERITIES.get(severity, SEVERITIES["info"])
+    return Run(pad(word, 8), tone)
+
+
+def _alert_line(alert: AlertFrame, now: str, width: int) -> Line:
+    """Draw `▲ WARN kv.occupancy decode 41s 93% in use`."""
+    code = pad(alert.code, _CODE_WIDTH) if width >= _ROOMY else alert.code
+    subject = pad(alert.subject, _SUBJECT_WIDTH) if width >= _ROOMY else alert.subject
+    return [
+        _severity(alert.severity),
+        Run(f"{code} ", Tone.MUTED),
+        Run(f"{subject} " if subject else "", Tone.MUTED),
+        Run(pad(fig.since(alert.since, now), 7)),
+        Run(alert.message, Tone.STRONG),
+    ]
+
+
+def _event_line(event: EventFrame, width: int) -> Line:
+    code = pad(event.code, _CODE_WIDTH) if width >= _ROOMY else event.code
+    return [
+        Run(f"{fig.clock(event.at)} ", Tone.MUTED),
+        _severity(event.severity),
+        Run(f"{code} ", Tone.MUTED),
+        Run(event.message, Tone.PLAIN if event.severity == "info" else Tone.STRONG),
+    ]
