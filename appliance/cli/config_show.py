@@ -68,6 +68,8 @@ def _setting(found: FoundSetting) -> Setting:
 def _for_people(found: FoundSetting) -> Any:
     """Format the value as a user would type it: a size or a time with its unit."""
     parse = _setting(found).parse
+    if found.name == "model" and found.value is None:
+        return "the built-in starter model"
     if parse is a_duration:
         return f"{found.value:g}s"
     if parse is on_or_off:

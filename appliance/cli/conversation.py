@@ -59,6 +59,8 @@ class Conversation:
         self.settings = settings
         self.system = system
         self.turns: list[Message] = []
+        self._files: set[Path] = set()
+        """Files of this conversation, which save() may replace."""
 
     @property
     def messages(self) -> list[Message]:
@@ -115,16 +117,17 @@ class Conversation:
         """Write the conversation to a file that only its owner can read; returns its path.
 
         Raises:
-            Refused: it cannot be written.
+            Refused: it cannot be written, or belongs to something else.
         """
         path = Path(name).expanduser()
         content = {"settings": self.settings, "system": self.system, "messages": self.turns}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if path in self._files else os.O_EXCL)
         try:
             with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
                 json.dump({"schema": "penstock.chat/1", **content}, file, indent=2)
         except (OSError, ValueError) as error:
             raise Refused(f"cannot write it: {_why(error)}", where=str(path)) from error
+        self._files.add(path)
         return path
 
     def load(self, name: str) -> None:
@@ -146,6 +149,7 @@ class Conversation:
             {"role": role, "content": message["content"]}
             for role, message in _in_turns(content["messages"])
         ]
+        self._files.add(path)
 
 
 def _is_conversation(content: Any) -> bool:

@@ -95,8 +95,8 @@ def demo() -> None:
     text = (sample / "runbook.txt").read_text("utf-8").strip()
     questions = json.loads((sample / "questions.json").read_text("utf-8"))
     terminal.note("penstock: starting a daemon of the demo's own ...")
-    # off: the same document begins every prompt, and would be computed once
-    with daemon("--prefix-cache", "off") as where:
+    # no cache: the document is computed each time; no guesses: each token has a latency of its own
+    with daemon("--prefix-cache", "off", "--speculate", "off") as where:
         client = Client(where, timeout_s=600)
         state = client.get("/v1/penstock/state")
         terminal.write(f"{_opening(state, text)}\n{_made_up(text, questions)}\n\n")

@@ -113,7 +113,8 @@ def measure(
         state = client.get(PATH)
     line.end()
     left = f", {state['num_unknown']} not measured" if state["num_unknown"] else ""
-    terminal.write(f"{things(state['num_facts'], 'fact')} known{left}\n")
+    known = things(state["num_facts"], "fact")
+    terminal.write(f"{known} known{left}; `penstock profile show` lists them\n")
 
 
 @profile.command("clear")

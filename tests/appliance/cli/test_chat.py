@@ -530,6 +530,20 @@ def test_a_saved_chat_is_private_and_comes_back_as_it_was(tmp_path: Path) -> Non
     assert (again.settings, again.messages) == ({"temperature": 0.5}, told.messages)
 
 
+def test_only_a_file_of_the_same_chat_is_replaced(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "chat.json", tmp_path / "notes.txt"
+    theirs.write_text("mine")
+    chat = Conversation({})
+    chat.save(str(mine))
+    chat.say("hi")
+    chat.answer("Hello")
+    chat.save(str(mine))
+    assert len(json.loads(mine.read_text())["messages"]) == 2
+    with pytest.raises(Refused):
+        chat.save(str(theirs))
+    assert theirs.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,13 @@ def test_measuring_waits_until_all_is_known_or_the_time_is_spent(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:
     begun = {"num_facts": 3, "num_unknown": 2, "work_ms": 0.0, "is_going_on": True}
-    for last, said in (
-        ({"num_facts": 5, "num_unknown": 0}, "5 facts known\n"),
-        ({"num_unknown": 1, "is_going_on": False}, "3 facts known, 1 not measured\n"),
+    for last, figures in (
+        ({"num_facts": 5, "num_unknown": 0}, ["5"]),
+        ({"num_unknown": 1, "is_going_on": False}, ["3", "1"]),
     ):
         daemon.script.replies = {
             "POST /v1/penstock/measure": (200, begun),
             "GET /v1/penstock/measure": (200, begun | last),
         }
-        assert penstock(environ, "profile", "measure").stdout == said
+        said = penstock(environ, "profile", "measure").stdout
+        assert re.findall(r"\d+", said) == figures
