@@ -221,6 +221,8 @@ def restart(host: Host = None) -> None:
     """
     client = terminal.client(host)
     frame = client.get("/v1/penstock/state")
+    if frame["state"] == "loading":
+        raise PenstockError("the daemon is loading", hint="restart it once it is ready")
     address = client.address
     if isinstance(address, UnixAddress) and address.path == paths.SYSTEM_SOCKET:
         do_step(RESTART)

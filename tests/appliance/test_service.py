@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from appliance import service
 from appliance.frame.protocol import utc_now
 from appliance.request import FAILED, HUNG_UP
 from appliance.telemetry.alerts import Change
@@ -35,6 +36,12 @@ def test_what_the_log_says_of_its_own_file_is_shown(tiny_llama, tmp_path):
         machine.service.make_frame()
         ((code, message),) = machine.events()
         assert (code, "log.db.damaged-1" in message) == ("log.damaged", True)
+
+
+def test_a_keeper_that_takes_nothing_degrades_it(machine, monkeypatch):
+    assert machine.service.degraded_reason() is None
+    monkeypatch.setattr(service, "keeper_problem", lambda: "the keeper cannot be reached")
+    assert "keeper" in machine.service.degraded_reason()
 
 
 def test_a_drain_refuses_new_work_and_keeps_what_is_accepted(machine):
