@@ -128,7 +128,7 @@ class _Keeper:
             if is_over and is_restart and status and not self._is_ready:
                 _tell(f"The next daemon ended with {os.WEXITSTATUS(status)}; not started again")
             if is_over or self._ended_by:
-                return status
+                return 0 if is_wanted else status  # 0: it was told to end while it handed over
             self._num_failed = 0 if self._is_ready or is_wanted else self._num_failed + 1
             is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
             if not is_wanted:

@@ -62,6 +62,10 @@ with open(f"{folder}/said", "a+") as said:
         notify(READY=1)
         say("listening")
         os.kill(os.getpid(), signal.SIGKILL)
+    if action.startswith("end"):  # the keeper's end is wanted, and the daemon's own a restart
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        os.kill(os.getppid(), int(number))
+        time.sleep(600)
     if action == "store":
         given = [socket.socketpair() for _ in range(96)]
         for one, other in given:
@@ -168,6 +172,12 @@ def test_a_daemon_that_asks_for_the_next_one_gets_it_and_a_failed_start_is_told(
     assert kept.wait() == 78
     assert kept.lives() == ["exit=75", "ready=9", "exit=78"]
     assert "ended with 78" in kept.stderr
+
+
+def test_an_end_that_crosses_a_restart_is_clean(keep):
+    kept = keep("end=15")
+    assert kept.wait() == 0
+    assert kept.lives() == ["end=15"]
 
 
 def test_a_burst_of_descriptors_is_kept_though_the_daemon_dies_at_once(keep):
