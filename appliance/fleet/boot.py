@@ -341,7 +341,7 @@ def dram_forecast(config: ServeConfig, placed: PlacedModel) -> CacheForecast | N
         return CacheForecast(f"DRAM cache below the pools: up to {held}")
     if not isinstance(config.dram_cache, int):
         return None
-    why = f"a block takes {size_text(placement.block_bytes)}, more than dram_cache"
+    why = f"a block takes {size_text(placement.whole_block_bytes)}, more than dram_cache"
     return CacheForecast(
         f"no DRAM cache: {why if config.prefix_cache else NO_PREFIX_CACHE}", is_missed=True
     )
@@ -513,6 +513,7 @@ def _setups(
             kv_dtype=kv_dtype,
             attention_variant=attention_variant,
             max_drafted=max_drafted,
+            has_window_blocks=placement.windows.num_each > 0,
             measures_kv=kv_dtype != "auto" and plan is placement.workers[0],
         )
         workers.append((plan, setup))
@@ -535,9 +536,11 @@ def _arena(
         The pool, None if nothing needs it, and how many blocks are for staging.
     """
     num_staging = _num_staging_blocks(config, placement)
-    num_blocks = memory.make_room(placement.block_bytes, num_staging)
-    if memory.fd is None or not (num_staging or memory.max_places(placement.block_bytes)):
+    block_bytes = placement.whole_block_bytes
+    num_blocks = memory.make_room(block_bytes, num_staging)
+    if memory.fd is None or not (num_staging or memory.max_places(block_bytes)):
         return None, 0
+    num_blocks *= 1 + placement.windows.num_each
     return PoolSpec(DRAM, os.dup(memory.fd), num_blocks), num_staging
 
 
@@ -562,7 +565,7 @@ def _num_arena_blocks(config: ServeConfig, placement: Placement, memory: CacheMe
     if asked > free_bytes:
         what = f"{size_text(asked)} of DRAM cache, and {size_text(free_bytes)} of memory free"
         raise ConfigError(what, where="dram_cache", hint="set a smaller dram_cache, or off")
-    return asked // placement.block_bytes
+    return asked // placement.whole_block_bytes
 
 
 def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec]:

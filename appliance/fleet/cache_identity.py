@@ -77,6 +77,8 @@ def identity(plan: BootPlan, state_dir: Path) -> bytes:
         "rope": sorted(rope.factors(placement.max_model_len) for rope in ropes),
         "block_size": placement.block_size,
     }
+    if placement.windows.num_each:
+        parts["groups"] = 1 + placement.windows.num_each
     if plan.product_variants:
         parts["products"] = plan.product_variants
     if plan.kv_dtype != "auto":

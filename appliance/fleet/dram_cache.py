@@ -59,7 +59,7 @@ class DramCache:
     ) -> None:
         """Attach the cache to the router if there is one; the workers are ready."""
         self.tier = self._reason = None
-        block_bytes = plan.placement.block_bytes
+        block_bytes = plan.placement.whole_block_bytes
         num_blocks = self._memory.max_places(block_bytes)
         if not self._memory.cap_bytes:
             return

@@ -32,6 +32,7 @@ from engine.cache.topology import (
     Topology,
     make_topology,
 )
+from engine.cache.window_blocks import NO_WINDOWS, Windows
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.units import size_text
@@ -84,13 +85,20 @@ class Placement:
     block_size: int = BLOCK_SIZE
     record_blocks: int = 0
     """Blocks of one sequence's record of recurrent states; 0: the model keeps none."""
+    windows: Windows = NO_WINDOWS
+    """Window blocks beside each block, for layers with sliding windows."""
     reasons: tuple[str, ...] = ()
     """The reasons for the choices, in words."""
     is_trial: bool = False
     """Two workers share a device to be timed; the result decides whether both stay."""
 
     def pools(self) -> list[BlockPool]:
-        return self.topology.new_block_pools(self.block_size, self.record_blocks)
+        return self.topology.new_block_pools(self.block_size, self.record_blocks, self.windows)
+
+    @property
+    def whole_block_bytes(self) -> int:
+        """Bytes of a block with its window blocks, which is what the caches below pools store."""
+        return self.block_bytes * (1 + self.windows.num_each)
 
 
 def available_cores(
@@ -163,16 +171,15 @@ def place(
     Raises:
         ConfigError: the KV memory does not hold a single useful sequence.
     """
-    config = checkpoint.config
+    config = checkpoint.config.in_groups()
     block_bytes = config.kv_block_bytes(BLOCK_SIZE, kv_dtype)
+    windows = Windows.of(config.kv_groups.num_groups, config.kv_groups.window)
     record_blocks = config.record_blocks(BLOCK_SIZE, kv_dtype)
-    wanted_len = min(
-        max_model_len or config.max_position_embeddings, config.max_position_embeddings
-    )
+    own_len = config.max_position_embeddings
+    wanted_len = min(max_model_len or own_len, own_len)
     num_own_blocks = MIN_RECORDS * record_blocks
-    full_length_bytes = (-(-wanted_len // BLOCK_SIZE) + num_own_blocks) * block_bytes
-    kv_memory_bytes = _kv_memory_bytes(kv_memory_bytes, full_length_bytes, memory_bytes)
-    num_blocks = kv_memory_bytes // block_bytes
+    useful_bytes = (_num_blocks(wanted_len, windows) + num_own_blocks) * block_bytes
+    kv_memory_bytes = _kv_memory_bytes(kv_memory_bytes, useful_bytes, memory_bytes)
     cores = sorted(core for node in nodes for core in node.cores)
     node_of: dict[str, int] = {}
     if roles == "colocated":
@@ -185,12 +192,13 @@ def place(
             transport = "peer" if node_of else "alias"
         buses = {name: f"node{node}" for name, node in node_of.items()} or None
         topology = make_topology(*wanted.names, transport, buses=buses)
-    counts = pool_counts(topology, num_blocks, block_bytes)
+    num_blocks = kv_memory_bytes // block_bytes
+    counts = pool_counts(topology, num_blocks, block_bytes, 1 + windows.num_each)
     topology = topology.with_pools(counts)
-    fewest = min(counts[worker.pool] for worker in topology.workers)
-    held_by_pools = (fewest - 1 - num_own_blocks) * BLOCK_SIZE
-    if held_by_pools < BLOCK_SIZE:
-        raise _too_little(topology, kv_memory_bytes, block_bytes, num_own_blocks)
+    fewest = max(min(counts[worker.pool] for worker in topology.workers), 1)
+    held_by_pools = BlockPool("", fewest, BLOCK_SIZE, record_blocks, windows).kv_capacity
+    if held_by_pools < 1:
+        raise _too_little(topology, kv_memory_bytes, block_bytes, num_own_blocks, windows)
     return Placement(
         topology=topology,
         workers=tuple(
@@ -198,14 +206,24 @@ def place(
             for w in topology.workers
         ),
         block_bytes=block_bytes,
-        max_model_len=min(wanted_len, held_by_pools),
+        max_model_len=min(wanted_len, held_by_pools * BLOCK_SIZE),
         record_blocks=record_blocks,
+        windows=windows,
         reasons=tuple(_reasons(topology, nodes, node_of)),
     )
 
 
+def _num_blocks(num_tokens: int, windows: Windows) -> int:
+    """Count the blocks of a text, with its window blocks."""
+    return BlockPool("", 1, BLOCK_SIZE, 0, windows).max_cost(-(-num_tokens // BLOCK_SIZE))
+
+
 def _too_little(
-    topology: Topology, kv_memory_bytes: int, block_bytes: int, num_own_blocks: int
+    topology: Topology,
+    kv_memory_bytes: int,
+    block_bytes: int,
+    num_own_blocks: int,
+    windows: Windows,
 ) -> ConfigError:
     """Make the error for KV memory that holds no useful sequence in every pool.
 
@@ -214,9 +232,11 @@ def _too_little(
         kv_memory_bytes: of all of them.
         block_bytes: of a block.
         num_own_blocks: that a sequence's records take.
+        windows: the window blocks of a block.
     """
     num_pools = len({worker.pool for worker in topology.workers})
     min_blocks = MIN_BLOCKS if num_pools == 1 else MIN_COPIED_BLOCKS * len(topology.workers) // 2
+    min_blocks *= 1 + windows.num_each
     # of two pools a prefill worker's has a third
     min_blocks += num_own_blocks * (1 if num_pools == 1 else 2 * num_pools)
     records = f", {num_own_blocks} for recurrent states" if num_own_blocks else ""
@@ -284,18 +304,26 @@ def _kv_memory_bytes(asked: int | None, full_length_bytes: int, memory_bytes: in
     return asked
 
 
-def pool_counts(topology: Topology, num_blocks: int, block_bytes: int) -> dict[str, int]:
+def pool_counts(
+    topology: Topology, num_blocks: int, block_bytes: int, num_groups: int = 1
+) -> dict[str, int]:
     """Divide blocks between pools: a third to prefill workers and the rest to the others.
 
     A staging buffer comes first, with at most an eighth.
+
+    Args:
+        topology: of the pools.
+        num_blocks: of all of them.
+        block_bytes: of a block.
+        num_groups: blocks for the same tokens.
     """
     names = {worker.pool for worker in topology.workers}
     if names == {SHARED}:
         return {SHARED: num_blocks}
     counts, rest = {}, num_blocks
     if STAGING in topology.pool_by_name:
-        staging = min(MAX_STAGING_BYTES // block_bytes, MAX_STAGING_SLOTS, num_blocks // 8)
-        counts[STAGING] = max(staging, MIN_STAGING_SLOTS) + 1
+        most = min(MAX_STAGING_BYTES // block_bytes, MAX_STAGING_SLOTS * num_groups)
+        counts[STAGING] = max(min(most, num_blocks // 8), MIN_STAGING_SLOTS * num_groups) + 1
         rest -= counts[STAGING]
     prefill, decode = topology.playing(PREFILL), topology.playing(DECODE)
     for name in prefill:
@@ -317,7 +345,7 @@ def capacity_text(placement: Placement, num_blocks: int, files_bytes: int | None
         num_blocks: that fit.
         files_bytes: on disk, where blocks have headers and files are whole; None: in memory.
     """
-    said = size_text(num_blocks * placement.block_bytes)
+    said = size_text(num_blocks * placement.whole_block_bytes)
     said += "" if files_bytes is None else f" of KV in {size_text(files_bytes)} of files"
     said += f" ({things(num_blocks, 'block')}, {num_blocks * placement.block_size:,} tokens)"
     return f"{said}, which is too small to help" if num_blocks < MIN_CACHED_BLOCKS else said
@@ -341,7 +369,8 @@ def _cells(placement: Placement, plan: WorkerPlan) -> Iterator[str]:
     yield cpu_names(plan.cpus) if plan.gpu is None else f"{plan.gpu.name}, {plan.gpu.model}"
     yield "" if plan.gpu is None else cpu_names(plan.cpus)
     num_bytes = pool.num_blocks * placement.block_bytes
-    num_tokens = (pool.num_blocks - 1) * placement.block_size
+    books = BlockPool("", pool.num_blocks, placement.block_size, 0, placement.windows)
+    num_tokens = books.kv_capacity * placement.block_size
     first, *others = [each.name for each in placement.workers if each.pool == plan.pool]
     if plan.name != first:
         yield f"the pool of {first}"

@@ -165,7 +165,7 @@ def ssd_forecast(config: ServeConfig, placement: Placement) -> CacheForecast | N
     if not config.prefix_cache:
         return CacheForecast(f"no SSD cache: {NO_PREFIX_CACHE}", is_missed)
     try:
-        slabs, allowed = _slabs(folder, asked, placement.block_bytes, b"")
+        slabs, allowed = _slabs(folder, asked, placement.whole_block_bytes, b"")
     except OSError as error:
         why = f"{error.filename or folder} cannot be looked at ({error.strerror})"
         return CacheForecast(f"no SSD cache: {why}; {HINT}", is_missed)
@@ -241,7 +241,7 @@ def _kept_blocks(plan: BootPlan, hasher: PrefixHasher) -> BlockFormat:
         slots = range(plan.arena.num_blocks - plan.num_staging, plan.arena.num_blocks)
     return BlockFormat(
         hasher.fingerprint,
-        plan.placement.block_bytes,
+        plan.placement.whole_block_bytes,
         # its own: a thread that is stuck may use them after the pools were closed
         {name: os.dup(fd) for name, fd in pool_fds.items() if fd is not None},
         slots,

@@ -55,6 +55,8 @@ class PoolFrame(msgspec.Struct):
     """Records of running sequences."""
     snapshots: int = 0
     """Records that prompts can go on from."""
+    window_blocks: int = 0
+    """Blocks beside each block, for its layers with sliding windows; 0: a block has all layers."""
 
     @property
     def used_ratio(self) -> float | None:

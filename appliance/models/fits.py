@@ -14,6 +14,7 @@ from typing import Any
 
 from appliance.models.names import is_quantised_as
 from engine.cache.blocks import MIN_RECORDS
+from engine.cache.window_blocks import Windows
 from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.units import size_text
@@ -74,6 +75,10 @@ class MemoryNeed:
     """Bytes of the embedding in the serving dtype; None: unknown."""
     state_bytes: int = 0
     """Bytes of one request's recurrent states, whatever its length."""
+    kept_bytes_per_token: int | None = None
+    """On CPUs, KV bytes that a token keeps behind the windows; None: all."""
+    window_tokens: int = 0
+    """Tokens of a request with all of their KV there."""
 
     def bytes_at(self, place: ServingPlace) -> int:
         """Return the bytes of weights there; a GPU is assumed to run Triton's kernels."""
@@ -104,7 +109,17 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> MemoryNeed:
         packed_bytes,
         config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype],
         0 if config.delta is None else MIN_RECORDS * config.delta.record_bytes,
+        *_windows(config, dtype),
     )
+
+
+def _windows(config: ModelConfig, dtype: str) -> tuple[int | None, int]:
+    grouped = config.in_groups()
+    groups = grouped.kv_groups
+    if groups.window is None:
+        return None, 0
+    windows = Windows.of(groups.num_groups, groups.window)
+    return grouped.kv_block_bytes(1, dtype), windows.num_tokens + windows.ahead_tokens
 
 
 def need_of_files(config: ModelConfig, size_bytes: int) -> MemoryNeed:
@@ -161,7 +176,7 @@ def _row(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, int]]
     spare = spare_bytes(need, place)
     tokens = None
     if need.kv_bytes_per_token is not None:
-        tokens = max(spare - need.state_bytes, 0) // need.kv_bytes_per_token
+        tokens = _tokens(need, place, spare, need.kv_bytes_per_token)
     verdict = _verdict(need, place, spare, tokens)
     return {
         "place": place.name,
@@ -171,6 +186,15 @@ def _row(need: MemoryNeed, place: ServingPlace, files: Sequence[tuple[str, int]]
         "verdict": verdict,
         "quantised": None if verdict == "yes" else smaller(need, place, files),
     }
+
+
+def _tokens(need: MemoryNeed, place: ServingPlace, spare: int, each: int) -> int:
+    """Return the longest request that has room, of `each` bytes of KV a token."""
+    spare = max(spare - need.state_bytes, 0)
+    in_windows = need.window_tokens * (each - (need.kept_bytes_per_token or 0))
+    if place.is_gpu or need.kept_bytes_per_token is None or spare < need.window_tokens * each:
+        return spare // each
+    return (spare - in_windows) // need.kept_bytes_per_token
 
 
 def spare_bytes(need: MemoryNeed, place: ServingPlace) -> int:

@@ -85,6 +85,7 @@ def _pool_frame(pool: PoolSnapshot, owners: list[OwnerFrame], block_bytes: int) 
         record_blocks=pool.record_blocks,
         records=pool.num_records,
         snapshots=pool.num_snapshots,
+        window_blocks=pool.num_window_blocks,
         **pool.counts,
     )
 

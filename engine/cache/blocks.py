@@ -2,7 +2,8 @@
 
 Owns: references (the sequences' tables that contain a block) and unanswered commands, for all
 pools, and with the index of each pool the hashes of full blocks. A block's state is not stored: it
-follows from the three.
+follows from the three. Where layers have sliding windows, a block may have window blocks
+(`engine.cache.window_blocks`), which share its state until no table needs them.
 Invariants: a block has as many references as tables that contain it, and as many commands as name
 it; it is in the free list exactly if it has neither, and no hash; block 0 is padding and is never
 allocated. A block with a hash is full and is never written.
@@ -19,6 +20,7 @@ from types import MappingProxyType
 
 from engine.cache.hashes import Hash, PrefixChain
 from engine.cache.prefix_index import PrefixIndex
+from engine.cache.window_blocks import NO_SPAN, NO_WINDOWS, WHOLE, Span, WindowBlocks, Windows
 from engine.errors import InvariantViolated
 
 Owner = int
@@ -58,8 +60,17 @@ def _nobody(_: Hash) -> None:
 class BlockPool:
     """The blocks of one pool, ids 1 to num_blocks - 1: their states, references and free list."""
 
-    def __init__(self, name: str, num_blocks: int, block_size: int, record_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_blocks: int,
+        block_size: int,
+        record_blocks: int = 0,
+        windows: Windows = NO_WINDOWS,
+    ) -> None:
         self.name = name
+        self.windows = WindowBlocks(windows, num_blocks, block_size)
+        """The window blocks of blocks."""
         self.record_blocks = record_blocks
         """Blocks of one record; 0: the model keeps no recurrent states."""
         self.num_blocks = num_blocks
@@ -86,11 +97,17 @@ class BlockPool:
     @property
     def kv_capacity(self) -> int:
         """Blocks that one sequence can have for keys and values, beside its records."""
-        return self.capacity - MIN_RECORDS * self.record_blocks
+        capacity, windows = self.capacity - MIN_RECORDS * self.record_blocks, self.windows
+        num_windows = windows.num_each * windows.most_places
+        return max(capacity // (1 + windows.num_each), capacity - num_windows)
+
+    def max_cost(self, num_blocks: int) -> int:
+        """Count the blocks at most that a table of this length takes, with its window blocks."""
+        return num_blocks + self.windows.num_each * min(num_blocks, self.windows.most_places)
 
     @property
     def num_free(self) -> int:
-        """The number of free blocks, including evictable cached ones."""
+        """The number of free blocks, including cached and spare ones."""
         return len(self.free_block_ids) + self.counts[BlockState.CACHED]
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -119,6 +136,15 @@ class BlockPool:
     def _move(self, block_id: int, before: BlockState, after: BlockState) -> None:
         self.counts[before] -= 1
         self.counts[after] += 1
+        num_windows = len(self.windows.of(block_id))
+        if num_windows:
+            is_spare = block_id in self.windows.spare
+            self.counts[BlockState.CACHED if is_spare else before] -= num_windows
+            if after is BlockState.FREE:
+                self.counts[after] += num_windows
+                self.free_block_ids.extendleft(self.windows.take_from(block_id))
+            else:
+                self.counts[BlockState.CACHED if is_spare else after] += num_windows
         if before is BlockState.CACHED:
             self.index.taken(block_id)
         if after is BlockState.CACHED:
@@ -126,13 +152,95 @@ class BlockPool:
         elif after is BlockState.FREE:
             self.free_block_ids.appendleft(block_id)  # its memory exists already
 
-    def take(self, count: int) -> list[int]:
-        """Allocate free blocks, then cached ones, which lose their hashes; enough must exist."""
+    def take(self, count: int, span: Span = WHOLE, first: int = 0) -> list[int]:
+        """Allocate blocks: free ones, else spare window blocks, else cached ones.
+
+        Args:
+            count: of blocks, without their window blocks.
+            span: the places of their table that get window blocks.
+            first: the place of the first of them.
+        """
+        blocks = self._allocate(count)
+        if self.windows.num_each:
+            for index, block_id in enumerate(blocks, first):
+                if span.has(index):
+                    self.windows.give(block_id, self._allocate(self.windows.num_each))
+        return blocks
+
+    def _allocate(self, count: int) -> list[int]:
         while len(self.free_block_ids) < count:
-            self.index.num_evicted += 1
-            self.forget(self.index.choose())
+            if self.windows.spare:
+                self.drop_windows(next(iter(self.windows.spare)))
+            else:
+                self.index.num_evicted += 1
+                self.forget(self.index.choose())
         # in order, so that blocks that lie side by side are copied in one call
         return sorted(self.free_block_ids.popleft() for _ in range(count))
+
+    def give_windows(self, block_id: int) -> None:
+        """Allocate window blocks for a block in use that has none; its step will write them."""
+        window_blocks = self._allocate(self.windows.num_each)
+        self.windows.give(block_id, window_blocks)
+        self.counts[BlockState.FREE] -= len(window_blocks)
+        self.counts[self.state(block_id)] += len(window_blocks)
+
+    def drop_windows(self, block_id: int) -> None:
+        """Free a block's window blocks, which no table needs."""
+        state = BlockState.CACHED if block_id in self.windows.spare else self.state(block_id)
+        window_blocks = self.windows.take_from(block_id)
+        self.counts[state] -= len(window_blocks)
+        self.counts[BlockState.FREE] += len(window_blocks)
+        self.free_block_ids.extendleft(window_blocks)
+
+    def need_windows(self, block_id: int, count: int) -> None:
+        """Add to the tables and copies that need a block's window blocks.
+
+        Window blocks without any are spare while another table has the block. Window blocks of a
+        cached block stay as long as it does.
+        """
+        windows = self.windows
+        windows.num_needing[block_id] += count
+        num_each = len(windows.of(block_id))
+        if not num_each:
+            return
+        is_spare = not windows.num_needing[block_id] and self.num_references[block_id] > 0
+        if is_spare == (block_id in windows.spare):
+            return
+        if not is_spare and not windows.num_needing[block_id]:
+            return  # spare before, and cached since
+        state, change = self.state(block_id), num_each if is_spare else -num_each
+        self.counts[BlockState.CACHED] += change
+        self.counts[state] -= change
+        windows.set_spare(block_id, is_spare=is_spare)
+
+    def found_cost(self, blocks: list[int], span: Span) -> int:
+        """Count the free blocks that are free no more once a table begins with found ones."""
+        cost = 0
+        for index, block_id in enumerate(blocks):
+            is_cached = self.state(block_id) is BlockState.CACHED
+            cost += is_cached
+            if self.windows.num_each and span.has(index):
+                num_there = len(self.windows.of(block_id))
+                is_free = is_cached or block_id in self.windows.spare
+                cost += num_there * is_free
+        return cost
+
+    def new_cost(self, first: int, end: int, span: Span) -> int:
+        """Count the blocks that new ones of a table from place `first` to `end` take."""
+        return max(end - first, 0) + self.windows.num_each * span.num_within(first, end)
+
+    def publish(self, block_id: int, block_hash: Hash, parent: Hash, user: str) -> bool:
+        """Give a hash to a full block; a known one without its window blocks loses the hash."""
+        known = self.index.block_of(block_hash)
+        if known not in (None, block_id) and block_id not in self.index:
+            assert known is not None
+            if self.windows.are_missing(known) and not self.windows.are_missing(block_id):
+                self.forget(known)
+        return self.index.publish(block_id, block_hash, parent, user)
+
+    def border(self, blocks: list[int]) -> int:
+        """Count a chain's leading blocks up to the last place with all window blocks before it."""
+        return self.windows.border(blocks)
 
     def lose(self) -> None:
         """Begin a new life after the memory was lost, without any hashes."""
@@ -167,7 +275,13 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Recount everything; raise InvariantViolated with the numbers."""
-        states = [self.state(block_id) for block_id in range(1, self.num_blocks)]
+        of_windows = self.windows.owners()
+        states = [
+            self._state_of_window(of_windows[block_id])
+            if block_id in of_windows
+            else self.state(block_id)
+            for block_id in range(1, self.num_blocks)
+        ]
         recount = Counter(states)
         if any(self.counts[state] != recount[state] for state in BlockState):
             raise InvariantViolated(f"counts {self.counts}, {recount} found", where=self.name)
@@ -175,7 +289,13 @@ class BlockPool:
         if len(self.free_block_ids) != len(free) or free != set(self.free_block_ids):
             raise InvariantViolated("the free list does not equal the free blocks", where=self.name)
         cached = {b for b, state in enumerate(states, 1) if state is BlockState.CACHED}
-        self.index.check_invariants(cached)
+        self.index.check_invariants(cached - of_windows.keys())
+        for block_id in of_windows:
+            if self.num_references[block_id] or self.num_commands[block_id]:
+                raise InvariantViolated(f"window block {block_id} is in a table", where=self.name)
+
+    def _state_of_window(self, block_id: int) -> BlockState:
+        return BlockState.CACHED if block_id in self.windows.spare else self.state(block_id)
 
 
 @dataclass(slots=True)
@@ -190,7 +310,11 @@ class Ledger:
 
     def __init__(self, pools: Iterable[BlockPool]) -> None:
         self.pools = {pool.name: pool for pool in pools}
+        self.has_windows = any(pool.windows.num_each for pool in self.pools.values())
+        """Whether blocks have window blocks."""
         self._tables: dict[tuple[Owner, str], list[int]] = {}
+        self._spans: dict[tuple[Owner, str], Span] = {}
+        """The places of a table whose window blocks its sequence needs; all if not named."""
         self._records: dict[tuple[Owner, str], list[list[int]]] = {}
         self._commands: dict[CommandKey, _Command] = {}
 
@@ -201,7 +325,7 @@ class Ledger:
             if kv_pool.num_free != kv_pool.capacity:
                 raise InvariantViolated("a pool in use cannot change its size", where=pool)
             on_forget = kv_pool.on_forget
-            shape = (num_blocks, kv_pool.block_size, kv_pool.record_blocks)
+            shape = (num_blocks, kv_pool.block_size, kv_pool.record_blocks, kv_pool.windows.shape)
             kv_pool = self.pools[pool] = BlockPool(pool, *shape)
             kv_pool.on_forget = on_forget
         return kv_pool.kv_capacity * kv_pool.block_size
@@ -211,6 +335,15 @@ class Ledger:
     def table(self, owner: Owner, pool: str) -> list[int]:
         """Return the owner's blocks in a pool, in order; empty if none. Do not modify."""
         return self._tables.get((owner, pool), [])
+
+    def span(self, owner: Owner, pool: str) -> Span:
+        """Return the places of the owner's table whose window blocks it needs."""
+        return self._spans.get((owner, pool), WHOLE)
+
+    def window_tables(self, owner: Owner, pool: str) -> list[list[int]]:
+        """Return the owner's window blocks by group, 0 where it needs none."""
+        kv_pool, span = self.pools[pool], self.span(owner, pool)
+        return kv_pool.windows.tables(self.table(owner, pool), span)
 
     def records(self, owner: Owner, pool: str) -> list[list[int]]:
         """Return the blocks of each of the owner's records in a pool. Do not modify."""
@@ -225,7 +358,8 @@ class Ledger:
         """Count each owner's blocks by pool, including its records."""
         sizes: dict[str, dict[Owner, int]] = {name: {} for name in self.pools}
         for (owner, pool), table in self._tables.items():
-            sizes[pool][owner] = len(table) + sum(map(len, self.records(owner, pool)))
+            num_own = self.pools[pool].new_cost(0, len(table), self.span(owner, pool))
+            sizes[pool][owner] = num_own + sum(map(len, self.records(owner, pool)))
         return sizes
 
     def reserve(
@@ -236,6 +370,7 @@ class Ledger:
         *,
         records: Mapping[str, int] = MappingProxyType({}),
         snapshots: Mapping[str, list[int]] = MappingProxyType({}),
+        spans: Mapping[str, Span] = MappingProxyType({}),
     ) -> bool:
         """Take blocks in every named pool, or in none; True if taken.
 
@@ -245,20 +380,28 @@ class Ledger:
             found: by pool, hashed blocks that the tables begin with.
             records: number of new records by pool, for owners that have none there.
             snapshots: by pool, the blocks of a found record, which becomes the first.
+            spans: by pool, the places of a new table whose window blocks it needs; else all.
         """
+        places = {name: len(self.table(owner, name)) for name in wants}
         for name, count in wants.items():
             kv_pool, there = self.pools[name], found.get(name, [])
-            kept = [*there, *snapshots.get(name, [])]
-            num_evictable = sum(kv_pool.state(b) is BlockState.CACHED for b in kept)
-            num_new = count - len(there) + records.get(name, 0) * kv_pool.record_blocks
-            if kv_pool.num_free - num_evictable < num_new:
+            span = spans.get(name) or self.span(owner, name)
+            first, end = places[name] + len(there), places[name] + count
+            cost = kv_pool.found_cost(there, span) + kv_pool.new_cost(first, end, span)
+            cost += kv_pool.found_cost(snapshots.get(name, []), NO_SPAN)
+            cost += records.get(name, 0) * kv_pool.record_blocks
+            if kv_pool.num_free < cost:
                 return False
         for name, count in wants.items():
             kv_pool, there = self.pools[name], found.get(name, [])
+            if name in spans and kv_pool.windows.num_each:
+                self._spans[owner, name] = spans[name]
             if name in snapshots:
                 self._add_record(owner, name, snapshots[name])
             self.refer(owner, name, there)
-            self.refer(owner, name, kv_pool.take(max(count - len(there), 0)))
+            first = places[name] + len(there)
+            num_new = max(count - len(there), 0)
+            self.refer(owner, name, kv_pool.take(num_new, self.span(owner, name), first))
             for _ in range(records.get(name, 0)):
                 self._add_record(owner, name, kv_pool.take(kv_pool.record_blocks))
         return True
@@ -270,24 +413,38 @@ class Ledger:
 
     def refer(self, owner: Owner, pool: str, block_ids: list[int]) -> None:
         """Add blocks to the owner's table; other tables may have them, too."""
-        if block_ids:
-            self._tables.setdefault((owner, pool), []).extend(block_ids)
-            for block_id in block_ids:
-                self.pools[pool].count(block_id, references=1)
+        if not block_ids:
+            return
+        kv_pool, table = self.pools[pool], self._tables.setdefault((owner, pool), [])
+        first, span = len(table), self.span(owner, pool)
+        table.extend(block_ids)
+        for index, block_id in enumerate(block_ids, first):
+            kv_pool.count(block_id, references=1)
+            if kv_pool.windows.num_each:
+                kv_pool.need_windows(block_id, int(span.has(index)))
 
     def release(self, owner: Owner, pool: str, block_ids: Iterable[int] | None = None) -> None:
         """Release the owner's blocks (None: all); they are free now, or draining while named."""
+        kv_pool, needed = self.pools[pool], list[int]()
         if block_ids is None:
             records = self._records.pop((owner, pool), [])
-            leaving = [b for r in records for b in r] + self._tables.pop((owner, pool), [])
+            table = self._tables.pop((owner, pool), [])
+            leaving = [b for r in records for b in r] + table
+            span = self._spans.pop((owner, pool), WHOLE)
+            if kv_pool.windows.num_each:
+                needed = [block_id for i, block_id in enumerate(table) if span.has(i)]
         else:
             leaving, table = list(block_ids), self._tables[owner, pool]
             for block_id in leaving:
                 table.remove(block_id)
             if not table:
                 del self._tables[owner, pool]
+            if kv_pool.windows.num_each:
+                needed = leaving
         for block_id in reversed(leaving):  # of what is cached then, a tail is the older
-            self.pools[pool].count(block_id, references=-1)
+            kv_pool.count(block_id, references=-1)
+        for block_id in needed:
+            kv_pool.need_windows(block_id, -1)
 
     def publish(
         self, owner: Owner, pool: str, chain: PrefixChain, indices: range, user: str
@@ -303,9 +460,9 @@ class Ledger:
             indices: of the blocks in the table.
             user: that the blocks count for.
         """
-        table, index = self.table(owner, pool), self.pools[pool].index
+        table, kv_pool = self.table(owner, pool), self.pools[pool]
         for i in indices:
-            index.publish(table[i], chain.hashes[i], chain.parent(i), user)
+            kv_pool.publish(table[i], chain.hashes[i], chain.parent(i), user)
 
     def drop_record(self, owner: Owner, pool: str, number: int, key: CommandKey) -> None:
         """Release one record that a worker has finished with; its place stays, empty.
@@ -323,24 +480,74 @@ class Ledger:
         for block_id in reversed(leaving):
             self.pools[pool].count(block_id, references=-1)
 
-    def num_hashed(self, owner: Owner, pool: str) -> int:
-        """Count the leading blocks of the owner's table with a hash: they are computed."""
-        index, count = self.pools[pool].index, 0
-        for block_id in self.table(owner, pool):
-            if block_id not in index:
-                break
-            count += 1
-        return count
+    def num_hashed(self, owner: Owner, pool: str, most: int | None = None) -> int:
+        """Count the leading blocks of the owner's table with a hash: they are computed.
 
-    def renew(self, owner: Owner, pool: str, first: int) -> bool:
+        Args:
+            owner: of the table.
+            pool: of the blocks.
+            most: blocks to count; with window blocks, a sequence could continue behind them.
+        """
+        index, table = self.pools[pool].index, self.table(owner, pool)
+        count = next((i for i, b in enumerate(table) if b not in index), len(table))
+        return count if most is None else self.pools[pool].border(table[: min(count, most)])
+
+    def pass_windows(self, owner: Owner, pool: str, num_tokens: int) -> None:
+        """Give up window blocks that a sequence with these computed tokens does not read again."""
+        kv_pool, before = self.pools[pool], self.span(owner, pool)
+        first = kv_pool.windows.num_behind(num_tokens)
+        if first <= before.first or not self.table(owner, pool):
+            return
+        self._spans[owner, pool] = Span(first, before.end)
+        for block_id in self.table(owner, pool)[before.first : min(first, before.end)]:
+            kv_pool.need_windows(block_id, -1)
+
+    def grow(self, owner: Owner, pool: str, count: int, span: Span) -> bool:
+        """Take blocks for the end of a table, and window blocks for its span; or none.
+
+        Args:
+            owner: of the table.
+            pool: of the blocks.
+            count: new blocks.
+            span: places whose window blocks it needs; it begins where the present one does.
+
+        Returns:
+            False: too few are free.
+        """
+        kv_pool, table, before = self.pools[pool], self.table(owner, pool), self.span(owner, pool)
+        if not kv_pool.windows.num_each:
+            return self.reserve(owner, {pool: count})
+        length, end = len(table), max(span.end, before.end)
+        span = Span(before.first, end)
+        cost = kv_pool.new_cost(length, length + count, span)
+        cost += kv_pool.windows.num_each * Span(before.end, end).num_within(0, length)
+        if kv_pool.num_free < cost:
+            return False
+        self._spans[owner, pool] = span
+        for block_id in table[before.end : end]:
+            kv_pool.need_windows(block_id, 1)
+            if kv_pool.windows.are_missing(block_id):
+                kv_pool.give_windows(block_id)
+        self.refer(owner, pool, kv_pool.take(count, span, length))
+        return True
+
+    def renew(self, owner: Owner, pool: str, first: int, span: Span | None = None) -> bool:
         """Replace shared blocks of the table from block `first` on by own ones, for writing.
 
         Blocks that have a hash, or are in other tables, are exchanged for free ones.
+
+        Args:
+            owner: of the table.
+            pool: of the blocks.
+            first: place of the first block that is written.
+            span: the places whose window blocks it needs from now on; None: as before.
 
         Returns:
             False: too few are free; nothing has changed.
         """
         kv_pool, table = self.pools[pool], self.table(owner, pool)
+        if kv_pool.windows.num_each:
+            return self._renew_windows(owner, kv_pool, first, span or self.span(owner, pool))
         shared = [
             i
             for i in range(first, len(table))
@@ -356,6 +563,38 @@ class Ledger:
             kv_pool.count(block_id, references=1)
         for block_id in reversed(left):
             kv_pool.count(block_id, references=-1)
+        return True
+
+    def _renew_windows(self, owner: Owner, kv_pool: BlockPool, first: int, span: Span) -> bool:
+        """Do what renew() does where blocks have window blocks."""
+        table, before = self.table(owner, kv_pool.name), self.span(owner, kv_pool.name)
+        windows, num_each = kv_pool.windows, kv_pool.windows.num_each
+        shared = {
+            i
+            for i in range(first, len(table))
+            if table[i] in kv_pool.index or kv_pool.num_references[table[i]] > 1
+        }
+        needed = [i for i in range(len(table)) if span.has(i)]
+        bare = [i for i in needed if i not in shared and windows.are_missing(table[i])]
+        if bare and bare[0] < first:
+            what = f"window blocks of computed block {table[bare[0]]} are gone"
+            raise InvariantViolated(what, where=kv_pool.name)
+        again = [i for i in needed if i not in shared and table[i] in windows.spare]
+        num_whole = sum(span.has(i) for i in shared) + len(bare) + len(again)
+        if kv_pool.num_free < len(shared) + num_each * num_whole:
+            return False
+        self._spans[owner, kv_pool.name] = span
+        kept = [i for i in range(len(table)) if i not in shared]
+        for i in kept:  # what is needed again is not to be taken for what is missing
+            kv_pool.need_windows(table[i], span.has(i) - before.has(i))
+        for i in sorted(shared):
+            left, (table[i],) = table[i], kv_pool.take(1, span, i)
+            kv_pool.count(table[i], references=1)
+            kv_pool.need_windows(table[i], int(span.has(i)))
+            kv_pool.count(left, references=-1)
+            kv_pool.need_windows(left, -int(before.has(i)))
+        for i in bare:
+            kv_pool.give_windows(table[i])
         return True
 
     def release_all(self, owner: Owner) -> None:
@@ -423,10 +662,18 @@ class Ledger:
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless tables, commands and counts agree."""
         references = {name: Counter[int]() for name in self.pools}
+        needing = {name: Counter(pool.windows.pins) for name, pool in self.pools.items()}
         commands = {name: Counter[int]() for name in self.pools}
         for owner, name in {*self._tables, *self._records}:
             table = self.table(owner, name)
             references[name].update(table)
+            if self.pools[name].windows.num_each:
+                span = self.span(owner, name)
+                needed = [block_id for i, block_id in enumerate(table) if span.has(i)]
+                needing[name].update(needed)
+                if bare := [b for b in needed if self.pools[name].windows.are_missing(b)]:
+                    what = f"blocks {bare} of {owner!r} have no window blocks"
+                    raise InvariantViolated(what, where=name)
             records = [b for record in self._records.get((owner, name), []) for b in record]
             references[name].update(records)
             if len({*table, *records}) != len(table) + len(records):
@@ -443,3 +690,4 @@ class Ledger:
                 wrong = [b for b in range(pool.num_blocks) if found[b] != counted[b]]
                 if wrong or found[0]:
                     raise InvariantViolated(f"{what} of blocks {wrong} are miscounted", where=name)
+            pool.windows.check_invariants(needing[name], name)

@@ -69,6 +69,10 @@ class PrefixIndex:
     def has_hash(self, block_hash: Hash) -> bool:
         return block_hash in self._blocks
 
+    def block_of(self, block_hash: Hash) -> int | None:
+        """Return the block with a hash; None: none has it."""
+        return self._blocks.get(block_hash)
+
     def hashes(self) -> Iterable[Hash]:
         return self._blocks
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.cache.blocks import BlockPool
+from engine.cache.window_blocks import NO_WINDOWS, Windows
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STAGING = "ring"
@@ -165,10 +166,11 @@ class Topology:
         """List the pools that blocks only pass through."""
         return {pool.name for pool in self.pools if pool.tier == "dram"}
 
-    def new_block_pools(self, block_size: int, record_blocks: int = 0) -> list[BlockPool]:
-        return [
-            BlockPool(pool.name, pool.num_blocks, block_size, record_blocks) for pool in self.pools
-        ]
+    def new_block_pools(
+        self, block_size: int, record_blocks: int = 0, windows: Windows = NO_WINDOWS
+    ) -> list[BlockPool]:
+        shape = block_size, record_blocks, windows
+        return [BlockPool(pool.name, pool.num_blocks, *shape) for pool in self.pools]
 
     def with_pools(self, num_blocks: dict[str, int]) -> Topology:
         """Copy the topology with pools of these sizes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from engine.checkpoint.family import ExpertNames, Family
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.gguf_models import config_keys, sampling_keys
 from engine.checkpoint.json_keys import JsonKeys
+from engine.checkpoint.kv_groups import KvGroups, divide, one_group
 from engine.checkpoint.layer_heads import LayerHeads, kv_layers, layer_heads, sampling_defaults
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.rope import RopeConfig
@@ -125,6 +126,8 @@ class ModelConfig:
     bos_token_id: int | None
     sampling: Mapping[str, float]
     """What generation_config.json asks for where a request says nothing, by the API's names."""
+    divided: KvGroups | None = None
+    """How the KV pool's layers are divided between blocks; None: each block has all layers."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -205,9 +208,20 @@ class ModelConfig:
             bos_token_id=next(iter(keys.token_ids("bos_token_id", None)), None),
         )
 
+    def in_groups(self) -> ModelConfig:
+        """Divide the KV pool's layers, so that window blocks can be given to others."""
+        layers = [self.kv_layers.index(layer) for layer in range(self.num_kv_layers)]
+        windows = [self.sliding_windows[layer] for layer in layers]
+        return replace(self, divided=divide(windows, self.max_position_embeddings))
+
+    @property
+    def kv_groups(self) -> KvGroups:
+        """The layers of the KV pool by the block that holds them."""
+        return self.divided or one_group(self.num_kv_layers)
+
     def kv_block_bytes(self, block_size: int, dtype: str) -> int:
-        """Compute the bytes of one block of all layers, with keys and values."""
-        return self.num_kv_layers * 2 * self.kv_plane_bytes(block_size, dtype)
+        """Compute the bytes of one block: keys and values of one group of layers."""
+        return self.kv_groups.num_layers * 2 * self.kv_plane_bytes(block_size, dtype)
 
     def kv_plane_bytes(self, block_size: int, dtype: str) -> int:
         """Compute the bytes of a layer's keys, or values, in one block; the widest layer counts.

@@ -12,7 +12,8 @@ Never: chooses blocks, keeps anything after the step, reads a device value back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
@@ -36,6 +37,14 @@ _OVERFLOWN = 6e4
 """The largest key or value: far from any sound one, and finite when multiplied and summed."""
 
 
+class WindowTables(NamedTuple):
+    """Name the blocks of one group of layers with windows."""
+
+    token_slots: torch.Tensor
+    block_tables: Sequence[Sequence[int]]
+    """Block 0 stands for blocks behind the window."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """The tokens of one step: each sequence's new ones, in a row, sequence after sequence."""
@@ -56,12 +65,21 @@ class StepBatch:
     """Rows of input_ids whose next token is wanted, in order."""
     records: Sequence[RecordBlocks] = ()
     """Each sequence's records; empty: the model keeps none, or this step does not."""
+    windows: Sequence[WindowTables] = ()
+    """The tables of each group of layers after the first."""
     device_tables: torch.Tensor | None = None
     """[num_sequences, longest table] int32, padded with block 0; None on a CPU, as the next two."""
     device_lens: torch.Tensor | None = None
     """[num_sequences] int32: seq_lens."""
     device_logit_rows: torch.Tensor | None = None
     """[num_logit_rows] int64: logit_rows."""
+
+    def of_windows(self) -> list[StepBatch]:
+        """Return the step as each group of layers after the first sees it."""
+        return [
+            replace(self, token_slots=slots, block_tables=tables, windows=())
+            for slots, tables in self.windows
+        ]
 
 
 @dataclass(frozen=True, slots=True)

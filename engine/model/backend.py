@@ -36,7 +36,10 @@ class Backend(Protocol):
         kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> Any:
-        """Compute what the layers of one step share; place and attend take it."""
+        """Compute what the layers of one step share; place and attend take it.
+
+        Its `windows` are the plans of the groups of layers after the first.
+        """
 
     def plan_of(self, plan: Any, kv: torch.Tensor) -> Any:
         """Make the step's plan over another view of the pool, for layers of other widths."""
@@ -112,6 +115,8 @@ class _TorchPlan:
     attention: AttentionPlan
     angles: list[tuple[torch.Tensor, torch.Tensor]]
     """Cosine and signed sine of the step's positions, for each RoPE of the model."""
+    windows: tuple[_TorchPlan, ...] = ()
+    """The plans of the groups of layers after the first."""
 
 
 class TorchBackend:
@@ -131,11 +136,17 @@ class TorchBackend:
     ) -> _TorchPlan:
         """Compute what the layers of one step share."""
         angles = [(cos[batch.positions], sin[batch.positions]) for cos, sin in tables]
-        return _TorchPlan(batch, AttentionPlan(batch, kv), angles)
+        return self._plan(batch, kv, angles)
+
+    def _plan(
+        self, batch: StepBatch, kv: torch.Tensor, angles: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> _TorchPlan:
+        windows = tuple(self._plan(each, kv, angles) for each in batch.of_windows())
+        return _TorchPlan(batch, AttentionPlan(batch, kv), angles, windows)
 
     def plan_of(self, plan: _TorchPlan, kv: torch.Tensor) -> _TorchPlan:
         """Make the step's plan over another view of the pool, for layers of other widths."""
-        return _TorchPlan(plan.batch, AttentionPlan(plan.batch, kv), plan.angles)
+        return self._plan(plan.batch, kv, plan.angles)
 
     def norm(
         self,

@@ -11,7 +11,7 @@ Never: gathers keys or values, masks by adding, chooses blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,8 @@ class CompiledPlan:
     num_threads: int
     records: torch.Tensor | None = None
     """[num_sequences, 2, blocks of a record] int64: what is read, and written; 0: nothing."""
+    windows: tuple[CompiledPlan, ...] = ()
+    """The plans of the groups of layers after the first: other slots and tables, as wide."""
 
     @property
     def is_decode(self) -> bool:
@@ -90,6 +92,9 @@ class CompiledPlan:
         ):
             if mine is not None and new is not None:
                 mine.copy_(new)
+        for own, another in zip(self.windows, other.windows, strict=True):
+            own.token_slots.copy_(another.token_slots)
+            own.block_tables.copy_(another.block_tables)
 
 
 class CompiledBackend:
@@ -115,26 +120,28 @@ class CompiledBackend:
     ) -> CompiledPlan:
         """Compute what the layers of one step share."""
         sequences: list[int] = []
-        ids: list[int] = []
         row = 0
         # a power of two: steps of one shape for as long as their sequences grow little
         width = 1 << (max(map(len, batch.block_tables)) - 1).bit_length()
-        for query_len, seq_len, table in zip(
-            batch.query_lens, batch.seq_lens, batch.block_tables, strict=True
-        ):
+        for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
             sequences += (row, query_len, seq_len)
             row += query_len
-            ids += table
-            ids += [0] * (width - len(table))
-        return CompiledPlan(
+        plan = CompiledPlan(
             batch.positions,
             batch.token_slots,
             tables,
             torch.tensor(sequences).view(-1, 3),
-            torch.tensor(ids).view(-1, width),
+            _padded(batch.block_tables, width),
             torch.get_num_threads(),
             records_tensor(batch.records) if batch.records else None,
         )
+        if not batch.windows:
+            return plan
+        windows = tuple(
+            replace(plan, token_slots=each.token_slots, block_tables=_padded(each[1], width))
+            for each in batch.windows
+        )
+        return replace(plan, windows=windows)
 
     def plan_of(self, plan: CompiledPlan, _kv: torch.Tensor) -> CompiledPlan:
         """Make the step's plan over another view of the pool, for layers of other widths."""
@@ -341,6 +348,15 @@ class CompiledBackend:
             softcap or 0.0,
         )
         return out.view(-1, num_heads, head_dim)
+
+
+def _padded(tables: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Make [num_sequences, width] of block tables, the rest being block 0."""
+    ids: list[int] = []
+    for table in tables:
+        ids += table
+        ids += [0] * (width - len(table))
+    return torch.tensor(ids).view(-1, width)
 
 
 def records_tensor(records: Sequence[RecordBlocks]) -> torch.Tensor:

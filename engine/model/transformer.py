@@ -407,7 +407,7 @@ class _Attention:
         self._config = config
         kv_layer = config.kv_layers[layer]
         assert kv_layer is not None
-        self._layer = kv_layer
+        self._group, self._layer = config.kv_groups.places[kv_layer]
         self._window = config.sliding_windows[layer]
         self._rope_index = rope_index
         self._backend = backend
@@ -461,6 +461,8 @@ class _Attention:
         if self._qk_norms:
             self._norm(qkv)
         kv, plan, ratio = step.pools[self._heads]
+        if self._group:
+            plan = plan.windows[self._group - 1]
         layer = self._layer * ratio
         backend.place(qkv, num_q, self._rope_index, kv, layer, plan)
         if step.query_growth is not None:

@@ -59,11 +59,12 @@ class WorkerCopies:
         """
         self._open[-job.copy.copy_id] = _Part(worker, job, done)
 
-    def send(self, job: CopyJob, pairs: Pairs) -> None:
+    def send(self, job: CopyJob, pairs: Pairs, window_pairs: list[Pairs] | None = None) -> None:
         """Make the worker copy these blocks; the job is void if the worker has died."""
         copy_id = -job.copy.copy_id
         if copy_id in self._open:
-            copy = Copy(copy_id, job.copy.from_pool, job.copy.to_pool, pairs, None)
+            pools = job.copy.from_pool, job.copy.to_pool
+            copy = Copy(copy_id, *pools, pairs, None, window_pairs or [])
             self._send(self._open[copy_id].worker, copy)
 
     def end(self, job: CopyJob) -> None:
@@ -135,14 +136,25 @@ class CacheArena:
     def _copy(self, job: CopyJob) -> None:
         copy, slots = job.copy, [self._memory.block_of(entry.place) for entry in job.entries]
         is_load = copy.from_pool == DRAM
-        both = zip(copy.pairs, slots, strict=True)
-        pairs = [(slot, to_id) if is_load else (from_id, slot) for (from_id, to_id), slot in both]
+        pairs: Pairs = []
+        window_pairs: list[Pairs] = []
+        for (from_id, to_id), slot, windows in zip(
+            copy.pairs, slots, job.windows or [[] for _ in slots], strict=True
+        ):
+            block_ids = [to_id if is_load else from_id, *windows]
+            first = slot * len(block_ids)
+            whole = [
+                (place, block_id) if is_load else (block_id, place)
+                for place, block_id in enumerate(block_ids, first)
+            ]
+            pairs.append(whole[0])
+            window_pairs.append(whole[1:])
         worker = self.reach(copy.to_pool if is_load else copy.from_pool)
         if worker is None:
             self._copies.lose(job, self._report, "no worker is available to copy")
             return
         self._copies.begin(worker, job, self._report)
-        self._copies.send(job, pairs)
+        self._copies.send(job, pairs, window_pairs if job.windows else None)
 
 
 # Staging: only its worker reaches a GPU's memory, so a block goes to disk in two halves. The worker

@@ -20,7 +20,7 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -152,10 +152,11 @@ class Disk:
                 job.bytes_per_s = probe(self._slabs)
 
     def _store(self, job: CopyJob, buffer: RecordBuffer) -> None:
-        fd, size = self._pool_fds[job.copy.from_pool], self._slabs.block_bytes
-        for (block_id, _), entry in zip(job.copy.pairs, job.entries, strict=True):
-            if os.preadv(fd, [buffer.block], block_id * size) != size:
-                raise OSError(0, "the pool's memory is truncated")
+        fd = self._pool_fds[job.copy.from_pool]
+        for index, entry in enumerate(job.entries):
+            for block_id, part in _parts(job, index, job.copy.pairs[index][0], buffer):
+                if os.preadv(fd, [part], block_id * len(part)) != len(part):
+                    raise OSError(0, "the pool's memory is truncated")
             self._slabs.write(
                 entry.place,
                 entry.block_hash,
@@ -167,8 +168,8 @@ class Disk:
             job.num_done += 1
 
     def _load(self, job: CopyJob, buffer: RecordBuffer) -> None:
-        fd, size = self._pool_fds[job.copy.to_pool], self._slabs.block_bytes
-        for (_, block_id), entry in zip(job.copy.pairs, job.entries, strict=True):
+        fd = self._pool_fds[job.copy.to_pool]
+        for index, entry in enumerate(job.entries):
             if job.is_void:
                 job.error = "no longer needed"
                 return
@@ -177,9 +178,20 @@ class Disk:
             except DamagedError as error:
                 job.error, job.is_damaged = str(error), True
                 return
-            if os.pwritev(fd, [buffer.block], block_id * size) != size:
-                raise OSError(0, "the pool's memory is truncated")
+            for block_id, part in _parts(job, index, job.copy.pairs[index][1], buffer):
+                if os.pwritev(fd, [part], block_id * len(part)) != len(part):
+                    raise OSError(0, "the pool's memory is truncated")
             job.num_done += 1
+
+
+def _parts(
+    job: CopyJob, index: int, block_id: int, buffer: RecordBuffer
+) -> Iterator[tuple[int, memoryview]]:
+    """Divide a record between a block and its window blocks, which are as large."""
+    block_ids = [block_id, *(job.windows[index] if job.windows else ())]
+    size = len(buffer.block) // len(block_ids)
+    for place, each in enumerate(block_ids):
+        yield each, buffer.block[place * size : (place + 1) * size]
 
 
 def probe(slabs: Slabs) -> float:

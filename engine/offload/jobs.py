@@ -42,13 +42,15 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class CopyJob(Job):
-    """Blocks to copy to or from a tier."""
+    """Blocks to copy to or from a tier, each with its window blocks."""
 
     copy: Copy = field(kw_only=True)
     """One of its pools is the tier, where blocks are indexes into the list."""
     life: int = field(kw_only=True)
     """The pool's life when it began: copies of an earlier life are worthless."""
     entries: list[IndexEntry] = field(kw_only=True)
+    windows: list[list[int]] = field(kw_only=True, default_factory=list)
+    """The window blocks of each of the pool's blocks, stored with it; empty: it has none."""
     is_urgent: bool = False
     """Whether a sequence waits for this store: no pause follows it."""
     num_done: int = 0
@@ -179,13 +181,16 @@ class Context:
         """Mark the blocks of an overdue job as stuck."""
         if job not in self.overdue:
             self.overdue.add(job)
-            self.books_of(job).num_stuck += len(job.copy.pairs)
+            self.books_of(job).num_stuck += self._num_named(job)
 
     def answered(self, job: CopyJob) -> None:
         """Mark the blocks of an overdue job as no longer stuck."""
         if job in self.overdue:
             self.overdue.discard(job)
-            self.books_of(job).num_stuck -= len(job.copy.pairs)
+            self.books_of(job).num_stuck -= self._num_named(job)
+
+    def _num_named(self, job: CopyJob) -> int:
+        return len(job.copy.pairs) + sum(map(len, job.windows))
 
     def books_of(self, job: CopyJob) -> BlockPool:
         """Return the pool that the job copies from or to."""

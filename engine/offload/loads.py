@@ -198,9 +198,12 @@ class Loads:
     def _need(self, wanted: WantedBlocks, kv_pool: BlockPool) -> _Need:
         """Find the blocks that the tier has, or loads, and the pool has not."""
         chain, hashes = wanted.chain, wanted.chain.hashes[: wanted.num_useful]
-        num_here = num_known = len(kv_pool.index.blocks(hashes))
+        here = kv_pool.index.blocks(hashes)
+        num_here = num_known = len(here)
         end = num_here + self._num_coming(wanted.pool, hashes[num_here:])
         missing = [_Missing(hashes[i], chain.parent(i)) for i in range(num_here, end)]
+        if kv_pool.windows.num_each:
+            return self._need_windows(wanted, kv_pool, here, missing)
         if not kv_pool.record_blocks:
             return _Need(missing, num_here, num_known, end)
         num_known = kv_pool.index.border(hashes[:num_here])
@@ -215,12 +218,29 @@ class Loads:
                 return _Need(missing, min(num_here, count), num_known, count)
         return _Need([], num_here, num_known, num_known)
 
+    def _need_windows(
+        self, wanted: WantedBlocks, kv_pool: BlockPool, here: list[int], missing: list[_Missing]
+    ) -> _Need:
+        """Add the blocks that are here without the window blocks that a hit would need."""
+        chain, num_here, num_known = wanted.chain, len(here), kv_pool.border(here)
+        end = num_here + len(missing)
+        first = kv_pool.windows.num_behind(end * kv_pool.block_size)
+        bare = [i for i in range(first, num_here) if kv_pool.windows.are_missing(here[i])]
+        if end <= num_known or self._num_coming(wanted.pool, [chain.hashes[i] for i in bare]) < len(
+            bare
+        ):
+            return _Need([], num_here, num_known, num_known)
+        again = [_Missing(chain.hashes[i], chain.parent(i)) for i in bare]
+        return _Need(again + missing, num_here, num_known, end)
+
     def _affordable(self, need: _Need, kv_pool: BlockPool) -> tuple[list[_Missing], list[_Missing]]:
         """Cut a need to what the pool has room for; of that, find what is not under way."""
         fresh = [b for b in need.missing if (kv_pool.name, b.block_hash) not in self._jobs]
         # what is here already is not to be evicted for what is loaded
-        share = max(kv_pool.capacity // POOL_SHARE, kv_pool.record_blocks, 1)
-        room = min(share - self._num_under_way(kv_pool.name), kv_pool.num_free - need.num_here)
+        each = kv_pool.max_cost(1)
+        share = max(kv_pool.capacity // each // POOL_SHARE, kv_pool.record_blocks, 1)
+        num_free = kv_pool.num_free // each - need.num_here
+        room = min(share - self._num_under_way(kv_pool.name), num_free)
         if len(fresh) <= max(room, 0):
             return need.missing, fresh
         num_whole = sum(block.border is None for block in fresh)  # a snapshot is not cut
@@ -257,7 +277,10 @@ class Loads:
             found = [context.index.begin_load(block.block_hash) for block in part]
             entries = [entry for entry in found if entry is not None]
             copy = Copy(copy_id, context.name, pool, list(enumerate(block_ids)), None)
-            job = CopyJob(copy=copy, life=ledger.pools[pool].life, entries=entries)
+            windows = ledger.pools[pool].windows
+            beside = [list(windows.of(b)) for b in block_ids] if windows.num_each else []
+            life = ledger.pools[pool].life
+            job = CopyJob(copy=copy, life=life, entries=entries, windows=beside)
             pairs = zip(block_ids, part, strict=True)
             self._targets[job] = [_Target(*pair, wanted.user) for pair in pairs]
             self._jobs.update({(pool, block.block_hash): job for block in part})
@@ -295,7 +318,7 @@ class Loads:
         block_ids = [target.block_id for target in targets]
         if (border := targets[0].block.border) is None:
             for block_id, block, user in targets[:num_done]:
-                kv_pool.index.publish(block_id, block.block_hash, block.parent, user)
+                kv_pool.publish(block_id, block.block_hash, block.parent, user)
         elif num_done == len(targets):
             kv_pool.publish_snapshot(block_ids, border, targets[0].user)
 
@@ -451,13 +474,16 @@ class Stores:
             entries: list[IndexEntry] = []
             block_ids: list[int] = []
             while left and len(entries) < per_job:
-                blocks = context.ledger.pools[pool].index.blocks([left[0]])
-                entry = self._begin_store(pool, left[0]) if blocks else None
+                kv_pool = context.ledger.pools[pool]
+                block_id = kv_pool.index.block_of(left[0])
+                if block_id is None or kv_pool.windows.are_missing(block_id):
+                    break
+                entry = self._begin_store(pool, left[0])
                 if entry is None:
                     break
                 left.popleft()
                 entries.append(entry)
-                block_ids.append(blocks[0])
+                block_ids.append(block_id)
             if not entries:
                 break
             self._begin(pool, block_ids, entries, is_urgent=True)
@@ -515,13 +541,25 @@ class Stores:
         context, copy_id = self._context, next(self._context.numbers)
         pairs = [(block_id, place) for place, block_id in enumerate(block_ids)]
         copy = Copy(copy_id, pool, context.name, pairs, None)
-        life = context.ledger.pools[pool].life
-        job = CopyJob(copy=copy, life=life, entries=entries, is_urgent=is_urgent)
+        kv_pool = context.ledger.pools[pool]
+        windows = kv_pool.windows
+        beside = [list(windows.of(b)) for b in block_ids] if windows.num_each else []
+        job = CopyJob(
+            copy=copy, life=kv_pool.life, entries=entries, is_urgent=is_urgent, windows=beside
+        )
+        self._pin(job, 1)
         who = context.store.reach(pool) or context.name
         context.ledger.open_command(("store", copy_id, 0), who, {pool: block_ids})
         self._under_way.add(job)
         context.store.begin(job)
         context.later(context.patience.store_s, lambda: self._is_due(job))
+
+    def _pin(self, job: CopyJob, count: int) -> None:
+        """Keep the window blocks of a job's blocks where they are, or no longer."""
+        kv_pool = self._context.books_of(job)
+        for block_id, _ in job.copy.pairs if job.windows else ():
+            kv_pool.windows.pins[block_id] += count
+            kv_pool.need_windows(block_id, count)
 
     def _is_due(self, job: CopyJob) -> None:
         """Cancel an overdue store, unless the disk is still working on earlier ones."""
@@ -545,9 +583,11 @@ class Stores:
 
     def _find(self, block_hash: Hash) -> tuple[str, int] | None:
         for name, kv_pool in self._context.ledger.pools.items():
-            blocks = kv_pool.index.blocks([block_hash])
-            if blocks and self._context.store.reach(name) is not None:
-                return name, blocks[0]
+            block_id = kv_pool.index.block_of(block_hash)
+            if block_id is None or kv_pool.windows.are_missing(block_id):
+                continue
+            if self._context.store.reach(name) is not None:
+                return name, block_id
         return None
 
     def _grow(self) -> None:
@@ -595,6 +635,7 @@ class Stores:
         self._under_way.discard(job)
         context.answered(job)
         context.ledger.close_command(("store", job.copy.copy_id, 0))
+        self._pin(job, -1)
         for number, entry in enumerate(job.entries):
             context.index.end_store(entry, is_written=number < job.num_done)
         context.counts.stored_blocks += job.num_done

@@ -76,7 +76,7 @@ class BlockAllocator:
 
     def note(self, sequence: Sequence) -> None:
         """Note whether a sequence is short of blocks, after an admission or a step."""
-        if self._num_lacking(sequence) > 0:
+        if self._lacks(sequence):
             self._short[sequence.seq_id] = sequence
 
     def forget(self, sequence: Sequence) -> None:
@@ -95,20 +95,17 @@ class BlockAllocator:
         missing: Counter[str] = Counter()
         extensions: dict[str, list[Extension]] = {}
         for sequence in sorted(self._short.values(), key=age):
-            count = self._num_lacking(sequence)
-            if count <= 0:
+            if not self._lacks(sequence):
                 del self._short[sequence.seq_id]
                 continue
-            worker = sequence.stages[-1].worker
+            assert isinstance(sequence.where, On)
+            worker = sequence.where.stage.worker
             pool = self._topology.pool_of(worker)
-            if missing[pool] or not self._ledger.reserve(sequence.seq_id, {pool: count}):
-                missing[pool] += count
+            if missing[pool] or (extension := self._extend(sequence, pool)) is None:
+                missing[pool] += self._lacking_cost(sequence)
                 continue
             del self._short[sequence.seq_id]
-            seq_id, generation = sequence.seq_id, sequence.generation
-            block_ids = self._ledger.table(seq_id, pool)[-count:]
-            self._ledger.extend_command(("admit", seq_id, generation), {pool: block_ids})
-            extensions.setdefault(worker, []).append(Extension(seq_id, generation, block_ids))
+            extensions.setdefault(worker, []).append(extension)
         for worker, batch in extensions.items():
             self._send(worker, Extend(batch))
         victims = self._victims(missing) if missing else []
@@ -119,6 +116,20 @@ class BlockAllocator:
                 release = Release(sequence.seq_id, sequence.generation, "preempted")
                 self._send(sequence.where.stage.worker, release)
         return [sequence for sequence in victims if not isinstance(sequence.where, On)]
+
+    def _extend(self, sequence: Sequence, pool: str) -> Extension | None:
+        """Take what a sequence lacks; None: too few blocks are free."""
+        ledger, seq_id, generation = self._ledger, sequence.seq_id, sequence.generation
+        count = max(self._num_lacking(sequence), 0)
+        span = ledger.pools[pool].windows.span(sequence.num_computed_tokens)
+        num_before = len(ledger.table(seq_id, pool))
+        num_whole = min(ledger.span(seq_id, pool).end, num_before)
+        if not ledger.grow(seq_id, pool, count, span):
+            return None
+        block_ids = ledger.table(seq_id, pool)[num_before:]
+        ledger.extend_command(("admit", seq_id, generation), {pool: block_ids})
+        window_ids = [table[num_whole:] for table in ledger.window_tables(seq_id, pool)]
+        return Extension(seq_id, generation, block_ids, window_ids)
 
     def num_free(self) -> dict[str, int]:
         """Count the free blocks by pool that admission may take.
@@ -132,8 +143,10 @@ class BlockAllocator:
             kv_pool = self._ledger.pools[pool]
             num_held = len(self._ledger.table(sequence.seq_id, pool))
             if num_held < kv_pool.num_blocks_for(whole_length(sequence)):
-                lacking = self._num_lacking(sequence) if sequence.seq_id in self._short else 0
-                num_free[pool] -= 1 + lacking
+                num_free[pool] -= kv_pool.max_cost(1)
+            if sequence.seq_id in self._short and isinstance(sequence.where, On):
+                here = self._topology.pool_of(sequence.where.stage.worker)
+                num_free[here] -= self._lacking_cost(sequence)
         return num_free
 
     def _num_lacking(self, sequence: Sequence) -> int:
@@ -149,6 +162,32 @@ class BlockAllocator:
         wanted = self._ledger.pools[pool].num_blocks_for(positions_needed(sequence))
         return wanted - len(self._ledger.table(sequence.seq_id, pool))
 
+    def _lacks(self, sequence: Sequence) -> bool:
+        if self._num_lacking(sequence) > 0:
+            return True
+        return self._ledger.has_windows and self._num_bare(sequence) > 0
+
+    def _num_bare(self, sequence: Sequence) -> int:
+        """Count the blocks of its table that it may soon write, and that lack window blocks."""
+        where = sequence.where
+        if not isinstance(where, On) or self._leaves(sequence):
+            return 0
+        pool = self._topology.pool_of(where.stage.worker)
+        kv_pool = self._ledger.pools[pool]
+        length = len(self._ledger.table(sequence.seq_id, pool))
+        wanted = min(kv_pool.windows.span(sequence.num_computed_tokens).end, length)
+        return wanted - self._ledger.span(sequence.seq_id, pool).end
+
+    def _lacking_cost(self, sequence: Sequence) -> int:
+        """Count the free blocks that it needs now."""
+        if not isinstance(sequence.where, On):
+            return 0
+        kv_pool = self._ledger.pools[self._topology.pool_of(sequence.where.stage.worker)]
+        cost = kv_pool.max_cost(max(self._num_lacking(sequence), 0))
+        if self._ledger.has_windows:
+            cost += max(self._num_bare(sequence), 0) * kv_pool.windows.num_each
+        return cost
+
     def _leaves(self, sequence: Sequence) -> bool:
         is_told = self._leaving.get(sequence.seq_id) == sequence.generation
         return is_told and isinstance(sequence.where, On)
@@ -163,7 +202,7 @@ class BlockAllocator:
             for sequence in self._sequences.holders():
                 table = self._ledger.table(sequence.seq_id, pool)
                 records = chain(*self._ledger.records(sequence.seq_id, pool))
-                num_freed = self._num_freed(kv_pool.name, chain(table, records))
+                num_freed = self._num_freed(kv_pool, chain(table, records))
                 if self._leaves(sequence) or sequence.seq_id in chosen:
                     coming += num_freed
                 elif table:
@@ -175,7 +214,7 @@ class BlockAllocator:
                 chosen[found.sequence.seq_id] = found.sequence
                 coming += found.num_freed
                 if found.sequence.seq_id in self._short:
-                    missing[pool] -= self._num_lacking(found.sequence)
+                    missing[pool] -= self._lacking_cost(found.sequence)
         return list(chosen.values())
 
     def _num_lost(self, sequence: Sequence, kv_pool: BlockPool) -> int:
@@ -194,7 +233,8 @@ class BlockAllocator:
             num_left = max(num_left, *(pool.index.num_hit(hashes) for pool in others), 0)
         return max(sequence.num_computed_tokens - num_left * kv_pool.block_size, 0)
 
-    def _num_freed(self, pool: str, table: Iterable[int]) -> int:
-        """Count its blocks that no other sequence refers to."""
-        references = self._ledger.pools[pool].num_references
-        return sum(references[block_id] == 1 for block_id in table)
+    def _num_freed(self, kv_pool: BlockPool, table: Iterable[int]) -> int:
+        """Count its blocks that no other sequence refers to, with their window blocks."""
+        references, windows = kv_pool.num_references, kv_pool.windows
+        own = [block_id for block_id in table if references[block_id] == 1]
+        return len(own) + sum(len(windows.of(b)) for b in own if b not in windows.spare)

@@ -45,6 +45,8 @@ class _Transfer:
     """Blocks sent on each hop, counted from the first."""
     done: list[int]
     """Blocks that arrived over each hop, counted from the first."""
+    first_whole: int = 0
+    """The first block that is copied with its window blocks; earlier ones are behind the window."""
     slots: dict[int, int] = field(default_factory=dict)
     """Slots between two hops, by the block's index."""
     error: str | None = None
@@ -129,6 +131,7 @@ class Copies:
                 kv_pool.life,
                 there,
                 list(there),
+                kv_pool.windows.num_behind(sequence.num_tokens),
             )
 
     def fetch(self, owner: Owner, link: Link, first: int) -> None:
@@ -136,9 +139,9 @@ class Copies:
         kv_pool, there = self._ledger.pools[link.to_pool], [first] * len(link.hops)
         num_record = kv_pool.record_blocks
         num_blocks = len(self._ledger.table(owner, link.from_pool)) + num_record
-        self._transfers[owner] = _Transfer(
-            owner, None, link, num_blocks, num_record, kv_pool.life, there, list(there)
-        )
+        first_whole = self._ledger.span(owner, link.from_pool).first
+        lives = kv_pool.life, there, list(there), first_whole
+        self._transfers[owner] = _Transfer(owner, None, link, num_blocks, num_record, *lives)
 
     def fetched(self, owner: Owner) -> tuple[int, bool]:
         """Blocks that are where a fetch brings them, from the first on; whether more will come."""
@@ -169,8 +172,9 @@ class Copies:
         if transfer is None or transfer.link.to_pool != pool:
             return 0
         num_arrived = transfer.done[-1]
-        if transfer.num_record_blocks and num_arrived < transfer.num_blocks:
-            return 0  # without its record they are no use
+        is_whole = num_arrived == transfer.num_blocks
+        if not is_whole and (transfer.num_record_blocks or transfer.first_whole):
+            return 0  # without its record, or all of its window, they are no use
         return num_arrived - transfer.num_record_blocks
 
     def error(self, sequence: Sequence) -> str | None:
@@ -180,9 +184,11 @@ class Copies:
 
     @property
     def waits_for_slots(self) -> bool:
-        """True if a block has no staging slot, and may get one when others are computed."""
-        return bool(self._passing_pools) and any(
-            transfer.sent[0] < transfer.num_blocks for transfer in self._transfers.values()
+        """True if a block has no staging slot or window blocks, and may get them later."""
+        return any(
+            transfer.sent[0] < transfer.num_blocks
+            for transfer in self._transfers.values()
+            if self._passing_pools or self._ledger.pools[transfer.link.to_pool].windows.num_each
         )
 
     def forget(self, owner: Owner) -> None:
@@ -290,7 +296,9 @@ class Copies:
         if end <= first or transfer.error is not None:
             return
         source = self._blocks(transfer, hop.from_pool)
-        count = end - first
+        if sequence is not None and not number:  # later blocks have no window blocks yet
+            end = min(end, self._ledger.span(transfer.owner, hop.from_pool).end)
+        count = max(end - first, 0)
         if hop.to_pool in self._passing_pools:
             target = self._take_slots(transfer, hop.to_pool, first, count, is_ahead=is_ahead)
         else:
@@ -304,7 +312,19 @@ class Copies:
         blocks = {hop.from_pool: [a for a, _ in pairs], hop.to_pool: [b for _, b in pairs]}
         self._ledger.open_command(_key(self._last_id), hop.worker, blocks)
         self._open[self._last_id] = _OpenCopy(transfer.owner, hop, number, pairs, transfer, life)
-        send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, filled_by))
+        windows = self._window_pairs(transfer, hop, first, pairs)
+        send(hop.worker, Copy(self._last_id, hop.from_pool, hop.to_pool, pairs, filled_by, windows))
+
+    def _window_pairs(
+        self, transfer: _Transfer, hop: Hop, first: int, pairs: list[tuple[int, int]]
+    ) -> list[list[tuple[int, int]]]:
+        """List the window blocks that are copied with each pair; empty: there are none."""
+        source, target = (self._ledger.pools[p].windows for p in (hop.from_pool, hop.to_pool))
+        if not source.num_each:
+            return []
+        num_thin = min(max(transfer.first_whole - first, 0), len(pairs))
+        whole = [list(zip(source.of(a), target.of(b), strict=True)) for a, b in pairs[num_thin:]]
+        return [[] for _ in range(num_thin)] + whole
 
     def _num_computed(self, transfer: _Transfer) -> int:
         """Count full blocks at the source; a partial one goes with the last chunk."""
@@ -333,9 +353,10 @@ class Copies:
         """Take slots for `count` blocks from the first on, or fewer if too few are free."""
         kv_pool, owner = self._ledger.pools[pool], transfer.owner
         wanted = [i for i in range(first, first + count) if i not in transfer.slots]
-        num_available = kv_pool.num_free
+        num_available = kv_pool.num_free // kv_pool.max_cost(1)
         if is_ahead:
-            num_available = min(num_available, max(kv_pool.capacity // 2 - self._num_ahead(), 0))
+            most = kv_pool.capacity // kv_pool.max_cost(1) // 2
+            num_available = min(num_available, max(most - self._num_ahead(), 0))
         wanted = wanted[:num_available]
         if wanted:
             self._ledger.reserve(owner, {pool: len(wanted)})

@@ -18,9 +18,10 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 
-from engine.cache.blocks import BlockState, Ledger
+from engine.cache.blocks import Ledger
 from engine.cache.hashes import Hash
 from engine.cache.topology import PREFILL, Topology
+from engine.cache.window_blocks import Span
 from engine.offload.loads import WantedBlocks
 from engine.offload.tier import OffloadTiers
 from engine.schedule.cache_contents import CacheContents
@@ -87,7 +88,10 @@ class PrefixCache:
         for name in self._pools:
             kv_pool = self._ledger.pools[name]
             hashes = sequence.prefix.hashes[: self._most(sequence, kv_pool.block_size)]
-            num_blocks = kv_pool.index.num_hit(hashes)
+            if kv_pool.windows.num_each:
+                num_blocks = kv_pool.border(kv_pool.index.blocks(hashes))
+            else:
+                num_blocks = kv_pool.index.num_hit(hashes)
             if kv_pool.record_blocks:
                 num_blocks = self.records.border(sequence, kv_pool, hashes[:num_blocks])
             if num_blocks:
@@ -152,7 +156,9 @@ class PrefixCache:
         num_available = dict(num_free)
         for name, blocks in self.find(sequence, hits).items():
             kv_pool = self._ledger.pools[name]
-            num_available[name] += sum(kv_pool.state(b) is not BlockState.CACHED for b in blocks)
+            span = kv_pool.windows.span(len(blocks) * kv_pool.block_size)
+            num_available[name] += kv_pool.new_cost(0, len(blocks), span)
+            num_available[name] -= kv_pool.found_cost(blocks, span)
         for name, num_blocks in self.records.room(sequence, hits).items():
             num_available[name] -= num_blocks
         return num_available
@@ -239,7 +245,9 @@ class PrefixCache:
             index, hashes = kv_pool.index, chain.hashes[: sequence.num_published_blocks]
             if kv_pool.record_blocks:
                 hashes = hashes[: index.border(hashes)]
-            if life == kv_pool.life and len(index.blocks(hashes)) == len(hashes) > 0:
+            blocks = index.blocks(hashes)
+            is_whole = not any(map(kv_pool.windows.are_missing, blocks))
+            if life == kv_pool.life and len(blocks) == len(hashes) > 0 and is_whole:
                 num_tokens = len(hashes) * kv_pool.block_size
                 self.tiers.preempted(pool, index.with_snapshot(hashes), num_tokens)
         self._ledger.release_all(sequence.seq_id)
@@ -305,8 +313,10 @@ class PrefixCache:
         found = self.find(sequence, needed)
         first = self._topology.pool_of(stages[0].worker)
         kept = self.records.needed(sequence, needed, found, first)
-        owner = sequence.seq_id
-        if not self._ledger.reserve(owner, needed, found, records=kept.new, snapshots=kept.found):
+        spans = self.spans(sequence, needed, first, len(found.get(first, ())))
+        if not self._ledger.reserve(
+            sequence.seq_id, needed, found, records=kept.new, snapshots=kept.found, spans=spans
+        ):
             return False
         if sequence.prefix is not None and not sequence.stages:
             kv_pool = self._ledger.pools[self._topology.pool_of(stages[0].worker)]
@@ -322,6 +332,25 @@ class PrefixCache:
         self.forget(sequence)
         return True
 
+    def spans(
+        self, sequence: Sequence, pools: Iterable[str], first: str, num_found: int
+    ) -> dict[str, Span]:
+        """Return where new tables need window blocks.
+
+        Args:
+            sequence: is about to get the tables.
+            pools: of the tables.
+            first: the pool that it continues in; all known tokens are computed before the others.
+            num_found: blocks that are computed there.
+        """
+        spans = {}
+        for name in pools:
+            kv_pool = self._ledger.pools[name]
+            num_found_tokens = num_found * kv_pool.block_size
+            num_tokens = num_found_tokens if name == first else sequence.num_tokens
+            spans[name] = kv_pool.windows.span(num_tokens)
+        return spans
+
     def _explain(self, sequence: Sequence) -> None:
         assert sequence.prefix is not None
         if sequence.sampling.prompt_logprobs is not None:
@@ -333,9 +362,12 @@ class PrefixCache:
         )
         most = self._most(sequence, self.contents.block_size)
         following = sequence.prefix.hashes[num_cached // self.contents.block_size : most][:1]
-        pools = [each for each in self._ledger.pools.values() if each.record_blocks]
-        if any(each.index.has_hash(block_hash) for each in pools for block_hash in following):
-            sequence.cache_miss = CacheMiss(f"token {num_cached}: no snapshot")
+        for kv_pool in self._ledger.pools.values():
+            if any(map(kv_pool.index.has_hash, following)):
+                if kv_pool.record_blocks:
+                    sequence.cache_miss = CacheMiss(f"token {num_cached}: no snapshot")
+                elif kv_pool.windows.num_each:
+                    sequence.cache_miss = CacheMiss(f"token {num_cached}: window evicted")
 
     def find(self, sequence: Sequence, pools: Iterable[str]) -> dict[str, list[int]]:
         """Blocks that its table would begin with, by pool."""
@@ -348,6 +380,7 @@ class PrefixCache:
             blocks = kv_pool.index.blocks(hashes)
             if kv_pool.record_blocks:
                 blocks = blocks[: self.records.border(sequence, kv_pool, hashes[: len(blocks)])]
+            blocks = blocks[: kv_pool.border(blocks)]
             if blocks:
                 found[name] = blocks
         self._counters.prefix_cache_ns += perf_counter_ns() - began_ns
@@ -370,12 +403,14 @@ class PrefixCache:
             sequence.forget_computed()
             sequence.moved_to(here)
         sequence.num_published_blocks = 0
-        there = min(self._ledger.num_hashed(sequence.seq_id, pool), self._most(sequence, size))
+        there = self._ledger.num_hashed(sequence.seq_id, pool, self._most(sequence, size))
         if kv_pool.record_blocks:
             self.records.settle(sequence, kv_pool, there)
         else:
             sequence.num_computed_tokens = max(sequence.num_computed_tokens, there * size)
-        return self._ledger.renew(sequence.seq_id, pool, sequence.num_computed_tokens // size)
+        num_computed = sequence.num_computed_tokens
+        span = kv_pool.windows.span(num_computed)
+        return self._ledger.renew(sequence.seq_id, pool, num_computed // size, span)
 
     def publish(self, sequence: Sequence) -> None:
         """Let others find the full blocks that are computed where it is, those not known yet."""
@@ -411,6 +446,9 @@ class PrefixCache:
         """
         self.publish(sequence)
         self.records.advanced(sequence)
+        if self._ledger.has_windows and sequence.computed_in is not None:
+            pool, num_computed = sequence.computed_in[0], sequence.num_computed_tokens
+            self._ledger.pass_windows(sequence.seq_id, pool, num_computed)
         if released not in ("ended", "preempted"):
             return
         snapshot = self.records.keep_last(sequence)

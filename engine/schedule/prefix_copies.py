@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine.cache.blocks import Ledger, Owner
 from engine.cache.hashes import Hash, PrefixChain
 from engine.cache.topology import Link
+from engine.cache.window_blocks import Span
 from engine.schedule.copies import Copies
 from engine.schedule.sequence import Counters, Sequence
 
@@ -112,7 +113,10 @@ class PrefixCopies:
         records, snapshots = {}, {}
         if border is not None:
             records, snapshots = {link.to_pool: 1}, {link.from_pool: lookup.snapshot}
-        if not self._ledger.reserve(owner, wants, found, records=records, snapshots=snapshots):
+        spans = self._spans(lookup)
+        if not self._ledger.reserve(
+            owner, wants, found, records=records, snapshots=snapshots, spans=spans
+        ):
             return False
         lives = pools[link.from_pool].life, pools[link.to_pool].life
         self._fetches[owner] = _Fetch(link, chain, sequence.owner, lives, first, border)
@@ -120,6 +124,15 @@ class PrefixCopies:
         self._awaited[sequence.seq_id] = owner
         self._asked.add(sequence.seq_id)
         return True
+
+    def _spans(self, lookup: PrefixLookup) -> dict[str, Span]:
+        """Return where both tables need window blocks: of the last window before their end."""
+        spans = {}
+        for name in (lookup.link.from_pool, lookup.link.to_pool):
+            kv_pool = self._ledger.pools[name]
+            first = kv_pool.windows.num_behind(len(lookup.there) * kv_pool.block_size)
+            spans[name] = Span(first, len(lookup.there))
+        return spans
 
     def _is_worth_it(self, lookup: PrefixLookup) -> bool:
         size = self._ledger.pools[lookup.link.to_pool].block_size

@@ -112,7 +112,10 @@ class Recovery:
         wants = {name: max(n, 0) for name, n in missing.items()}
         new = {name: wants[name] for name in new_pools}
         kept = self._prefixes.records.needed(sequence, new, found)
-        if not ledger.reserve(seq_id, wants, found, records=kept.new, snapshots=kept.found):
+        spans = self._prefixes.spans(sequence, new_pools, here, len(found.get(here, ())))
+        if not ledger.reserve(
+            seq_id, wants, found, records=kept.new, snapshots=kept.found, spans=spans
+        ):
             return False
         self._keep(sequence, needed, here, num_computed)
         sequence.stages = stages

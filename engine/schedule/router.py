@@ -341,9 +341,7 @@ class Router:
         if not self.routes.has_capacity(sequence, stages):  # with its output it is too long to move
             stages = route_stages(sequence, Pair(choice.pair.decode, choice.pair.decode))
         needed = self.routes.needs(sequence, stages)
-        fits = stages[0].worker in open_workers and all(
-            n <= num_available[name] for name, n in needed.items()
-        )
+        fits = stages[0].worker in open_workers and self.routes.fits_in(needed, num_available)
         if not fits or prefixes.fetch(sequence, stages[0].worker, hits, there):
             return False
         if not prefixes.reserve(sequence, stages, needed):
@@ -404,7 +402,8 @@ class Router:
         named = chain(table, *(() if records is None else records.blocks))
         key = ("admit", sequence.seq_id, sequence.generation)
         self.ledger.open_command(key, worker, {pool: list(named)})
-        self._send(worker, admit(sequence, stage, table, records))
+        windows = self.ledger.window_tables(sequence.seq_id, pool)
+        self._send(worker, admit(sequence, stage, table, records, windows))
         self.prefixes.publish(sequence)
         self.allocator.note(sequence)
 

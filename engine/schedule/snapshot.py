@@ -61,6 +61,8 @@ class PoolSnapshot(NamedTuple):
     """Of sequences."""
     num_snapshots: int
     """Records that others can go on from, in use or not."""
+    num_window_blocks: int
+    """Window blocks beside each block; 0: the model has no layers with windows kept apart."""
 
 
 class QueueSnapshot(NamedTuple):
@@ -153,6 +155,7 @@ def pool_snapshots(ledger: Ledger) -> list[PoolSnapshot]:
             record_blocks=pool.record_blocks,
             num_records=ledger.num_records(name),
             num_snapshots=len(pool.index.snapshots),
+            num_window_blocks=pool.windows.num_each,
         )
         for name, pool in ledger.pools.items()
     ]

@@ -88,7 +88,11 @@ def blocks_needed(
 
 
 def admit(
-    sequence: Sequence, stage: RouteStage, table: list[int], records: Records | None = None
+    sequence: Sequence,
+    stage: RouteStage,
+    table: list[int],
+    records: Records | None = None,
+    window_tables: list[list[int]] | None = None,
 ) -> Admit:
     """Make the command that runs a sequence on a stage from its present state.
 
@@ -97,6 +101,7 @@ def admit(
         stage: of its route.
         table: its blocks in the pool of the stage's worker.
         records: its records there; None: the model keeps none.
+        window_tables: its window blocks there, by group of layers; None: there are none.
     """
     return Admit(
         seq_id=sequence.seq_id,
@@ -109,6 +114,7 @@ def admit(
         until_output=stage.until_output,
         max_chunk_tokens=sequence.max_chunk_tokens,
         records=records,
+        window_tables=window_tables or [],
     )
 
 
@@ -133,6 +139,11 @@ class Routes:
             sequence, stages, positions_needed(sequence), self._topology, self._ledger.pools
         )
 
+    def fits_in(self, needed: Mapping[str, int], num_available: Mapping[str, int]) -> bool:
+        """Say whether tables of these lengths need no more blocks than are available, by pool."""
+        pools = self._ledger.pools
+        return all(pools[name].max_cost(n) <= num_available[name] for name, n in needed.items())
+
     def has_capacity(self, sequence: Sequence, stages: tuple[RouteStage, ...]) -> bool:
         """Say whether the pools of a route could hold it to its end."""
         pools, length = self._ledger.pools, whole_length(sequence)
@@ -146,8 +157,7 @@ class Routes:
         )
 
     def _fits_in(self, sequence: Sequence, pair: Pair, num_available: Mapping[str, int]) -> bool:
-        needed = self.needs(sequence, route_stages(sequence, pair))
-        return all(count <= num_available[name] for name, count in needed.items())
+        return self.fits_in(self.needs(sequence, route_stages(sequence, pair)), num_available)
 
     def elsewhere(
         self, sequence: Sequence, worker: str, ready_workers: Collection[str]
@@ -226,7 +236,8 @@ class Routes:
             def key(name: str) -> tuple[bool, int, int, int]:
                 kv_pool = self._ledger.pools[topology.pool_of(name)]
                 num_there = hits.get(kv_pool.name, 0)
-                fits = kv_pool.num_blocks_for(num_tokens - num_there) <= num_available[kv_pool.name]
+                num_new = kv_pool.max_cost(kv_pool.num_blocks_for(num_tokens - num_there))
+                fits = num_new <= num_available[kv_pool.name]
                 return not fits, load(name), -num_there, -kv_pool.num_free
 
             return sorted((n for n in topology.playing(role) if n in open_workers), key=key)

@@ -14,6 +14,8 @@ Never: carries tensors; KV moves through shared memory, or stays where it is on 
 
 from __future__ import annotations
 
+from itertools import chain
+
 import msgspec
 
 from engine.wire.run_spec import RunSpec
@@ -121,6 +123,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The kernel of prompts' attention on cores, by engine.kernels.cpu's number."""
     max_drafted: int | None = 0
     """Maximum guessed tokens per sequence in a decode step; None: as many as pay."""
+    has_window_blocks: bool = False
+    """Whether layers with windows have blocks of their own, by ModelConfig.in_groups()."""
     measures_kv: bool = False
     """Whether Ready must report the KV dtype's effect on the logits."""
 
@@ -189,6 +193,8 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     """Maximum prompt tokens per step, to protect others' ITL; None: no limit."""
     records: Records | None = None
     """None: the model keeps no recurrent states."""
+    window_tables: list[list[int]] = []
+    """The blocks of each group of layers with windows; 0: behind the window."""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -201,11 +207,13 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class Extension(msgspec.Struct, frozen=True, array_like=True):
-    """More blocks at the end of an admitted sequence's table."""
+    """More blocks at the end of an admitted sequence's tables."""
 
     seq_id: int
     generation: int
     block_ids: list[int]
+    window_ids: list[list[int]] = []
+    """The blocks for the end of each window table."""
 
 
 class Extend(msgspec.Struct, tag=True, frozen=True):
@@ -240,6 +248,12 @@ class Copy(msgspec.Struct, tag=True, frozen=True):
     """Block to block."""
     filled_by: FilledBy | None
     """None: the bytes are ready."""
+    window_pairs: list[list[tuple[int, int]]] = []
+    """The window blocks that are copied with each pair; empty: none are."""
+
+    def with_windows(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Return some pairs, and the window blocks that go with them."""
+        return [*self.pairs[first:end], *chain(*self.window_pairs[first:end])]
 
 
 class UseCores(msgspec.Struct, tag=True, frozen=True):

@@ -101,7 +101,7 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
     progress = _Progress(channel)
     progress.heartbeat()
     checkpoint = Checkpoint.open(Path(setup.model_dir))
-    config = checkpoint.config
+    config = checkpoint.config.in_groups() if setup.has_window_blocks else checkpoint.config
     grammars = _grammars(checkpoint)
     if setup.gpu is not None:
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
@@ -124,7 +124,8 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         setup.attention_variant,
     )
     progress.heartbeat()
-    runner = Runner(transformer, pool, setup.block_size, grammars)
+    num_groups = config.kv_groups.num_groups
+    runner = Runner(transformer, pool, setup.block_size, grammars, num_groups=num_groups)
     runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
     progress.heartbeat()
     speculation, why_not = _speculation(transformer, setup)

@@ -57,10 +57,11 @@ class _WaitingCopy:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Pairs of a copy whose bytes are ready."""
+    """Pairs of a copy whose bytes are ready, from `first` to before `end`."""
 
     copy: Copy
-    pairs: list[tuple[int, int]]
+    first: int
+    end: int
     is_last: bool
 
 
@@ -114,12 +115,13 @@ class Copier:
         """
         filler = copy.filled_by
         if filler is None or running is None or running.generation != filler.generation:
-            self._start(copy, copy.pairs, is_last=True)
+            self._start(copy, 0, len(copy.pairs), is_last=True)
             return
         key = (filler.seq_id, filler.generation)
         self._waiting.setdefault(key, []).append(_WaitingCopy(copy, filler.first_block))
         if self._page_maker is not None:
-            self._page_maker.submit(_make_target_pages, self._pools[copy.to_pool], copy.pairs)
+            pairs = copy.with_windows(0, len(copy.pairs))
+            self._page_maker.submit(_make_target_pages, self._pools[copy.to_pool], pairs)
         self.advance(running)
 
     def advance(self, running: WorkerRequest) -> None:
@@ -134,8 +136,7 @@ class Copier:
             end = len(pairs) if running.is_complete else num_full - each.first_block
             end = max(min(end, len(pairs)), each.num_started)
             if end > each.num_started:
-                new = pairs[each.num_started : end]
-                self._start(each.copy, new, is_last=end == len(pairs))
+                self._start(each.copy, each.num_started, end, is_last=end == len(pairs))
                 each.num_started = end
         left = [each for each in waiting if each.num_started < len(each.copy.pairs)]
         if left:
@@ -153,7 +154,7 @@ class Copier:
     def drop(self, running: WorkerRequest) -> None:
         """End the waiting copies of an ended sequence; unfilled blocks are not needed."""
         for each in self._waiting.pop((running.seq_id, running.generation), []):
-            self._start(each.copy, [], is_last=True)
+            self._start(each.copy, 0, 0, is_last=True)
 
     @property
     def has_work(self) -> bool:
@@ -167,11 +168,13 @@ class Copier:
             if time.monotonic_ns() >= until_ns:
                 return
 
-    def _start(self, copy: Copy, pairs: list[tuple[int, int]], *, is_last: bool) -> None:
-        for first in range(0, max(len(pairs), 1), REPORTED_PAIRS):
-            part = pairs[first : first + REPORTED_PAIRS]
-            is_end = first + REPORTED_PAIRS >= len(pairs)
-            self._put(_Job(copy, part, is_last and is_end))
+    def _start(self, copy: Copy, first: int, end: int, *, is_last: bool) -> None:
+        while True:
+            part_end = min(first + REPORTED_PAIRS, end)
+            self._put(_Job(copy, first, part_end, is_last and part_end == end))
+            first = part_end
+            if first >= end:
+                return
 
     def _put(self, job: _Job | _Mapping) -> None:
         if self._device is None:
@@ -216,14 +219,15 @@ class Copier:
         copy, started_ns = job.copy, time.monotonic_ns()
         try:
             source, target = self._pools[copy.from_pool], self._pools[copy.to_pool]
-            num_bytes, link_ns = copy_blocks(source, target, job.pairs, self._device)
+            pairs = copy.with_windows(job.first, job.end)
+            num_bytes, link_ns = copy_blocks(source, target, pairs, self._device)
         except Exception as error:  # noqa: BLE001  # whatever it is, the daemon computes it again
             about = f"{type(error).__name__}: {error}"
             ended_ns = time.monotonic_ns()
             return Copied(copy.copy_id, 0, 0, started_ns, ended_ns, is_last=True, error=about)
         return Copied(
             copy.copy_id,
-            len(job.pairs),
+            job.end - job.first,
             num_bytes,
             started_ns,
             time.monotonic_ns(),

@@ -31,11 +31,12 @@ TORCH_DTYPES = {
 
 
 def block_shape(config: ModelConfig, block_size: int, dtype: str) -> tuple[int, ...]:
-    """Return the shape of one block in a pool's tensor: [num_layers, 2, block_size, ...]."""
+    """Return the shape of one block in a pool's tensor: [layers of a group, 2, block_size, ...]."""
+    num_layers = config.kv_groups.num_layers
     if dtype == INT8_KV:
         num_bytes = config.kv_plane_bytes(block_size, dtype) // block_size
-        return (config.num_kv_layers, 2, block_size, num_bytes)
-    return (config.num_kv_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+        return (num_layers, 2, block_size, num_bytes)
+    return (num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
 
 
 def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -> torch.Tensor:

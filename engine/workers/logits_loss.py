@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint, arena_layout
+from engine.model.attention import WindowTables
 from engine.model.transformer import StepBatch, Transformer
 from engine.model.weight import Weight
 from engine.model.weights import Progress, convert_weights, layout_views, load_weights
@@ -117,9 +118,17 @@ def _logits(model: Transformer, token_ids: list[int], kv_dtype: str | None = Non
     """
     count = len(token_ids)
     dtype = kv_dtype or str(model.dtype).removeprefix("torch.")
-    shape = (1, *block_shape(model.config, -(-count // 64) * 64, dtype))
-    topology = torch.arange(count)
+    block_size, num_groups = -(-count // 64) * 64, model.config.kv_groups.num_groups
+    shape = (num_groups, *block_shape(model.config, block_size, dtype))
+    places = torch.arange(count)
     batch = StepBatch(
-        torch.tensor(token_ids), topology, topology, [count], [count], [[0]], list(range(count))
+        torch.tensor(token_ids),
+        places,
+        places,
+        [count],
+        [count],
+        [[0]],
+        list(range(count)),
+        windows=[WindowTables(places + n * block_size, [[n]]) for n in range(1, num_groups)],
     )
     return model.forward(batch, torch.zeros(shape, dtype=TORCH_DTYPES[dtype])).clone()

@@ -354,6 +354,9 @@ class StepLoop:
         if extended is not None and extended.generation == extension.generation:
             extended.block_table.extend(extension.block_ids)
             self._use_blocks(extension.block_ids)
+            for table, ids in zip(extended.window_tables, extension.window_ids, strict=True):
+                table.extend(ids)
+                self._use_blocks(ids)
             self._runner.extended(extended)
 
     def _use_blocks(self, block_ids: list[int]) -> None:
@@ -361,7 +364,8 @@ class StepLoop:
             self._pages.use(block_ids)
 
     def _take(self, admit: Admit) -> WorkerRequest:
-        self._use_blocks(admit.block_table)
+        for table in (admit.block_table, *admit.window_tables):
+            self._use_blocks(table)
         grammar = admit.spec.sampling.grammar
         matcher = None if grammar is None else self._runner.grammars.compile(grammar)
         return WorkerRequest.of(admit, self._eos_token_ids, time.monotonic_ns(), matcher)

@@ -123,7 +123,12 @@ def _timed(
     num_blocks = -(-length // runner.block_size)
     table = (block_ids * -(-num_blocks // len(block_ids)))[:num_blocks]
     planned = [
-        (WorkerRequest.dummy(length, table, shape.num_before, 1.0, TOP_K), shape.num_tokens)
+        (
+            WorkerRequest.dummy(
+                length, table, shape.num_before, 1.0, TOP_K, num_groups=runner.num_groups
+            ),
+            shape.num_tokens,
+        )
         for _ in range(shape.num_sequences)
     ]
     watch = _Stopwatch(is_interrupted)

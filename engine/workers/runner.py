@@ -19,6 +19,7 @@ from itertools import accumulate, count, islice
 import torch
 
 from engine.errors import WorkerFailed
+from engine.model.attention import WindowTables
 from engine.model.logit_rules import NothingAllowedError, adjust, is_adjusted
 from engine.model.sampler import NO_DRAW, NO_TOKEN, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
@@ -77,6 +78,7 @@ class Runner:
         grammars: of the sequences that have one.
         device: of model and pool; None: the CPU.
         graphs: of the decode steps; None: each kernel is launched separately.
+        num_groups: groups of layers that have blocks of their own.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class Runner:
         grammars: Grammars,
         device: Device | None = None,
         graphs: DecodeGraphs | None = None,
+        num_groups: int = 1,
     ) -> None:
         self.block_size = block_size
         self.grammars = grammars
+        self.num_groups = num_groups
         self._transformer = transformer
         self._pool = pool
         self._device = device
@@ -266,6 +270,7 @@ class Runner:
         input_ids: list[int] = []
         positions: list[int] = []
         token_slots: list[int] = []
+        window_slots: list[list[int]] = [[] for _ in range(self.num_groups - 1)]
         logit_rows: list[int] = []
         for running, num_new_tokens in planned:
             start, first_row = running.num_computed_tokens, len(input_ids)
@@ -273,6 +278,8 @@ class Runner:
             input_ids += running.token_ids[start : start + num_new_tokens] + running.draft
             positions += range(start, end)
             token_slots += self._token_slots(running.block_table, start, end)
+            for number, table in enumerate(running.window_tables):
+                window_slots[number] += self._token_slots(table, start, end)
             count = running.num_prompt_logprobs(num_new_tokens)
             logit_rows += range(first_row, first_row + count)
             if start + num_new_tokens == running.num_tokens:
@@ -296,6 +303,10 @@ class Runner:
             block_tables=block_tables,
             logit_rows=logit_rows,
             records=[r.record_blocks for r, _ in planned],
+            windows=[
+                WindowTables(torch.tensor(slots), [r.window_tables[number] for r, _ in planned])
+                for number, slots in enumerate(window_slots)
+            ],
         )
 
     def _clear_new_blocks(self, planned: list[tuple[WorkerRequest, int]]) -> None:
@@ -410,7 +421,9 @@ class Runner:
 
         def dummies(temperature: float) -> list[WorkerRequest]:
             return [
-                WorkerRequest.dummy(length, blocks, length - new, temperature)
+                WorkerRequest.dummy(
+                    length, blocks, length - new, temperature, num_groups=self.num_groups
+                )
                 for _ in range(num_sequences)
             ]
 

@@ -41,6 +41,8 @@ class WorkerRequest:
     sampling: SamplingParams
     until_output: int
     admitted_ns: int
+    window_tables: list[list[int]] = field(default_factory=list)
+    """Tables of the layers with windows, by group; empty: all layers are in one block."""
     max_chunk_tokens: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     dropped_for: str = "ended"
@@ -84,6 +86,7 @@ class WorkerRequest:
             num_prompt_tokens=admit.num_prompt_tokens,
             num_computed_tokens=admit.num_computed_tokens,
             block_table=admit.block_table,
+            window_tables=admit.window_tables,
             sampling=sampling,
             until_output=admit.until_output,
             admitted_ns=now_ns,
@@ -108,8 +111,12 @@ class WorkerRequest:
         num_computed_tokens: int,
         temperature: float,
         top_k: int = 0,
+        num_groups: int = 1,
     ) -> WorkerRequest:
-        """Make a prompt for a trial step, of which `num_computed_tokens` count as computed."""
+        """Make a prompt for a trial step, of which `num_computed_tokens` count as computed.
+
+        All groups of layers use the same blocks.
+        """
         return cls(
             seq_id=0,
             generation=0,
@@ -117,6 +124,7 @@ class WorkerRequest:
             num_prompt_tokens=num_tokens,
             num_computed_tokens=num_computed_tokens,
             block_table=block_table,
+            window_tables=[block_table] * (num_groups - 1),
             sampling=SamplingParams(max_tokens=1, seed=0, temperature=temperature, top_k=top_k),
             until_output=1,
             admitted_ns=0,
@@ -186,7 +194,8 @@ class WorkerRequest:
 
     def room(self, block_size: int) -> int:
         """Count the positions after the computed ones that it has blocks for."""
-        return len(self.block_table) * block_size - self.num_computed_tokens
+        table = self.window_tables[0] if self.window_tables else self.block_table
+        return len(table) * block_size - self.num_computed_tokens
 
     @property
     def is_complete(self) -> bool:

@@ -72,6 +72,8 @@ class FakeWorker:
         self.may_write = lambda pool, block_id: True
         self.breaks = False
         self.eos_token_ids = ()
+        self.num_read_tokens = 0
+        """How far back layers with windows read."""
         self.tokens_per_step = 1
         """That a decoding sequence yields at most."""
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -101,10 +103,12 @@ class FakeWorker:
                     entry = self.entry(running, is_dropped=True)
                     self.outbox.append(Stepped(now_ns, now_ns, 0, 0, [entry]))
             case Extend(extensions):
-                for seq_id, generation, block_ids in map(msgspec.structs.astuple, extensions):
+                for seq_id, generation, *more in map(msgspec.structs.astuple, extensions):
                     running = self.running.get(seq_id)
                     if running is not None and running.generation == generation:
-                        running.block_table.extend(block_ids)
+                        tables = (running.block_table, *running.window_tables)
+                        for table, block_ids in zip(tables, (more[0], *more[1]), strict=True):
+                            table.extend(block_ids)
             case Copy(filled_by=filler):
                 running = None if filler is None else self.running.get(filler.seq_id)
                 if running is not None and running.generation != filler.generation:
@@ -124,7 +128,7 @@ class FakeWorker:
             return False
         copy, first = pending.copy, pending.num_done
         count = 0 if pending.is_void else count
-        for from_id, to_id in copy.pairs[first : first + count]:
+        for from_id, to_id in copy.with_windows(first, first + count):
             assert self.may_write(copy.to_pool, to_id), "a copy into a block that others can find"
             self.copy_block((copy.from_pool, from_id), (copy.to_pool, to_id))
         pending.num_done += count
@@ -176,6 +180,7 @@ class FakeWorker:
     def compute(self, running, num_new_tokens):
         is_decoding = running.is_decoding
         start, end = running.num_computed_tokens, running.num_computed_tokens + num_new_tokens
+        self.check_windows(running)
         for position in range(start, end):
             self.write(running, position)
         if running.records is not None:
@@ -195,10 +200,20 @@ class FakeWorker:
     def write(self, running, position):
         block_id = running.block_table[position // self.block_size]
         assert self.may_write(self.pool, block_id), "a step writes what others can find"
-        place = (self.pool, block_id, position % self.block_size)
-        self.memory[place] = running.token_ids[position]
+        for table in (running.block_table, *running.window_tables):
+            place = (self.pool, table[position // self.block_size], position % self.block_size)
+            assert place[1], "a step writes where it has no block"
+            self.memory[place] = running.token_ids[position]
         if running.records is not None:
             self.memory.pop((self.pool, block_id, RECORD), None)
+
+    def check_windows(self, running):
+        """The newest tokens are also where layers with windows read them."""
+        end = running.num_computed_tokens
+        for table in running.window_tables:
+            for p in range(max(end - self.num_read_tokens, 0), end):
+                place = (self.pool, table[p // self.block_size], p % self.block_size)
+                assert self.memory[place] == running.token_ids[p], "not what the window had"
 
     def record_of(self, place, token_ids):
         return place, token_ids

@@ -121,6 +121,8 @@ def _pools(view: View, frame: Frame, width: int) -> list[Line]:
     head += "".join(pad(c, _cell(c), right=True) for c in columns)
     pool = frame.pools[0]
     note = f"{pool.block_size} tokens, {fig.size(pool.block_bytes)} a block"
+    if pool.window_blocks:
+        note += f", and {pool.window_blocks} beside it within windows"
     if width < _NARROW:
         return [rule("POOLS", width, note), *kv(view, width, 2 * len(frame.pools))]
     lines: list[Line] = [rule("POOLS", width, note), [Run(head, Tone.MUTED)]]

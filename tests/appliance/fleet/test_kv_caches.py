@@ -158,7 +158,7 @@ PLAN = SimpleNamespace(
     arena=None,
     known=None,
     num_staging=0,
-    placement=SimpleNamespace(block_bytes=4096, record_blocks=0),
+    placement=SimpleNamespace(whole_block_bytes=4096, record_blocks=0),
 )
 HASHER = SimpleNamespace(fingerprint=bytes(32))
 NO_WORKERS = SimpleNamespace(workers={})

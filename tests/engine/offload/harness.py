@@ -68,14 +68,17 @@ class FakeDisk:
 
     def copy(self, job):
         copy = job.copy
-        for (from_id, to_id), entry in zip(copy.pairs, job.entries, strict=True):
+        windows = job.windows or [[]] * len(copy.pairs)
+        for (from_id, to_id), more, entry in zip(copy.pairs, windows, job.entries, strict=True):
             if copy.to_pool == self.name:
-                self.places[entry.place] = self.read(copy.from_pool, from_id)
+                whole = [from_id, *more]
+                self.places[entry.place] = [self.read(copy.from_pool, b) for b in whole]
             elif not self.is_sound(entry):
                 job.is_damaged, job.error = True, "checksum mismatch"
                 return
             else:
-                self.write(copy.to_pool, to_id, self.places[entry.place])
+                for block_id, data in zip((to_id, *more), self.places[entry.place], strict=True):
+                    self.write(copy.to_pool, block_id, data)
             job.num_done += 1
 
     def is_sound(self, entry):
@@ -96,7 +99,7 @@ class HashDisk(FakeDisk):
         self.memory[block_id] = data
 
     def is_sound(self, entry):
-        return self.places.get(entry.place) == entry.block_hash
+        return self.places.get(entry.place) == [entry.block_hash]
 
 
 class Rig:

@@ -300,14 +300,14 @@ def test_a_damaged_block_is_dropped_and_computed(tier):
     chain = kept(tier, 1, 2, 3)
     place = tier.ssd.index.begin_load(chain.hashes[1])
     tier.ssd.index.end_load(place)
-    tier.disk.places[place.place] = b"something else"
+    tier.disk.places[place.place] = [b"something else"]
     assert tier.ask(chain)
     tier.run()
     assert tier.events == ["ssd.damaged"]
     assert tier.compute(chain) == 1
     assert chain.hashes[1] not in tier.ssd.index
     assert tier.ssd.reason is None
-    assert b"something else" not in tier.disk.places.values()  # nothing of it is left
+    assert [b"something else"] not in tier.disk.places.values()  # nothing of it is left
 
 
 def miss(tier, chain, seq_id):

@@ -5,6 +5,7 @@ from collections import Counter
 from engine.cache.blocks import Ledger
 from engine.cache.hashes import PrefixHasher
 from engine.cache.topology import make_topology
+from engine.cache.window_blocks import NO_WINDOWS
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
@@ -56,10 +57,11 @@ class World:
         max_queued=50,
         max_queued_tokens=5000,
         record_blocks=0,
+        windows=NO_WINDOWS,
         misses=None,
     ):
         self.topology = places_of(arm, num_blocks, num_slots)
-        self.ledger = Ledger(self.topology.new_block_pools(BLOCK_SIZE, record_blocks))
+        self.ledger = Ledger(self.topology.new_block_pools(BLOCK_SIZE, record_blocks, windows))
         self.now_ns = 10**9
         self.memory = {}
         cores = {name: (core,) for core, name in enumerate(self.topology.names)}
@@ -68,6 +70,7 @@ class World:
             for worker in self.topology.workers
         }
         for worker in self.workers.values():
+            worker.num_read_tokens = windows.num_tokens
             worker.may_write = lambda pool, block_id: block_id not in self.ledger.pools[pool].index
         self.emitted = {}
         self.ended = {}
@@ -218,8 +221,9 @@ class World:
                     assert len(hashes) * BLOCK_SIZE == len(tokens)
                     assert pool.index.snapshots[hashed.border][place] == block_id
                     continue
-                tokens = [self.memory[name, block_id, i] for i in range(BLOCK_SIZE)]
-                assert HASHER.hashes(hashed.parent, tokens) == [hashed.hash]
+                for each in (block_id, *pool.windows.of(block_id)):
+                    tokens = [self.memory[name, each, i] for i in range(BLOCK_SIZE)]
+                    assert HASHER.hashes(hashed.parent, tokens) == [hashed.hash]
         self.check_contents()
 
     def check_contents(self):

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import torch
 
 from engine.cache.topology import DRAM
+from engine.cache.window_blocks import Windows
 from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.workers.kv_pool import block_shape
+from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 from engine.workers.loop import StepLoop
 from engine.workers.runner import Runner
 from engine.workers.speculation import Speculation
@@ -21,6 +22,8 @@ from tests.engine.schedule.harness import World
 from tests.test_exactness import assert_same
 
 CACHE_BLOCKS = 500
+MAX_STEP = 16
+"""Prompt tokens of a step."""
 
 
 class LoopWorker:
@@ -37,15 +40,15 @@ class LoopWorker:
 
     def restart(self):
         pool, transformer, pools, most_guessed = self._parts
-        size = transformer.config.vocab_size
+        size, num_groups = transformer.config.vocab_size, transformer.config.kv_groups.num_groups
         self.inbox.clear()
         self.outbox.clear()
         self.loop = StepLoop(
             SimpleNamespace(send=self.outbox.append, has_commands=lambda: False),
-            Runner(transformer, pools[pool], BLOCK_SIZE, None),
+            Runner(transformer, pools[pool], BLOCK_SIZE, None, num_groups=num_groups),
             pools=pools,
             eos_token_ids=(),
-            max_num_batched_tokens=16,
+            max_num_batched_tokens=MAX_STEP,
             use_cores=lambda cpus: None,
             speculation=Speculation(size, BLOCK_SIZE, most_guessed) if most_guessed else None,
         )
@@ -67,25 +70,39 @@ def load(folder, family, dtype="float32", **options):
 
 
 def transformer_of(folder, dtype="float32"):
-    """The model as a worker loads it."""
+    """The model as a worker on cores loads it."""
     checkpoint = Checkpoint.open(folder)
     layout = weights_layout(checkpoint, dtype)
     arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
     weights = load_weights(checkpoint, dtype, arena, arena and (0, 1), lambda *_: None)
-    return Transformer(checkpoint.config, weights, dtype)
+    return Transformer(checkpoint.config.in_groups(), weights, dtype)
 
 
-def world_of(arm, transformer, num_blocks=500, kind=World, most_guessed=0, **options):
+def world_of(
+    arm, transformer, num_blocks=500, kind=World, most_guessed=0, pool_dtype=None, **options
+):
     """A router over loops that compute; pools begin with bytes that are no numbers."""
     config = transformer.config
     dtype = str(transformer.dtype).removeprefix("torch.")
-    record_blocks = config.record_blocks(BLOCK_SIZE, dtype)
-    world = kind(arm, num_blocks=num_blocks, num_slots=7, record_blocks=record_blocks, **options)
+    record_blocks = config.record_blocks(BLOCK_SIZE, pool_dtype or dtype)
+    groups = config.kv_groups
+    windows = Windows.of(groups.num_groups, groups.window)._replace(ahead_tokens=2 * MAX_STEP)
+    world = kind(
+        arm,
+        num_blocks=num_blocks,
+        num_slots=7 * groups.num_groups,
+        record_blocks=record_blocks,
+        windows=windows,
+        **options,
+    )
     world.check_hashes = lambda: None
-    shape = block_shape(config, BLOCK_SIZE, dtype)
-    sizes = {pool.name: pool.num_blocks for pool in world.topology.pools} | {DRAM: CACHE_BLOCKS}
+    shape = block_shape(config, BLOCK_SIZE, pool_dtype or dtype)
+    sizes = {pool.name: pool.num_blocks for pool in world.topology.pools}
+    sizes[DRAM] = CACHE_BLOCKS * groups.num_groups
+    torch_dtype = TORCH_DTYPES[pool_dtype or dtype]
+    unwritten = torch.nan if pool_dtype is None else 127
     pools = {
-        name: torch.full((size, *shape), torch.nan, dtype=transformer.dtype)
+        name: torch.full((size, *shape), unwritten, dtype=torch_dtype)
         for name, size in sizes.items()
     }
     world.pools = pools

@@ -57,7 +57,7 @@ def test_cold_cached_loaded_preempted_and_across_a_death(family, arm, tmp_path):
     assert loaded.num_restored_tokens == again.num_cached_tokens
     dying = [world.sequence(prompt=p, max_tokens=20) for p in prompts_of(60, 37, seed=4)]
     finish_across_a_death(world, oracle, *dying)
-    tight = world_of(arm, transformer, num_blocks=45)
+    tight = world_of(arm, transformer, num_blocks=1 + 44 * transformer.config.kv_groups.num_groups)
     many = [tight.sequence(prompt=p, max_tokens=60) for p in prompts_of(40, 41, 42, seed=3)]
     finish(tight, oracle, *many)
     assert tight.router.counters.preemptions
@@ -76,7 +76,8 @@ def test_muse_glimmer_in_bfloat16_says_the_same_in_every_mode(tmp_path):
     prompts = prompts_of(40, 41, 42, seed=3)
     cold = [tokens_of(world_of("colocated", transformer), [each])[0][0] for each in prompts]
     for arm in ("alias", "peer", "shm"):
-        world = world_of(arm, transformer, num_blocks=45, kind=SsdWorld)
+        num_blocks = 1 + 44 * transformer.config.kv_groups.num_groups
+        world = world_of(arm, transformer, num_blocks=num_blocks, kind=SsdWorld)
         assert tokens_of(world, prompts)[0] == cold
         assert world.router.counters.preemptions
         for _ in range(2):

@@ -36,6 +36,7 @@ class FakeRunner:
     """Writes each computed token's position into the pool and samples 100, 101, ..."""
 
     block_size = BLOCK_SIZE
+    num_groups = 1
     is_on_device = True
 
     def __init__(self, pool):

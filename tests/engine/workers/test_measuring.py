@@ -33,6 +33,7 @@ class LayeredRunner:
     clock: FakeClock
     half_ms: float = 1.0
     block_size: int = 16
+    num_groups: int = 1
     is_on_device: bool = False
     num_layers: int = 10
     deep_ms: float = 0.0
