@@ -248,6 +248,7 @@ def main() -> int:
         finally:
             if soak.subject.daemon.process.poll() is None:
                 soak.subject.daemon.kill()
+            soak.subject.close()
     for problem in problems[:NUM_SHOWN]:
         print(f"PROBLEM: {problem}")
     if len(problems) > NUM_SHOWN:

@@ -39,6 +39,11 @@ class Disk:
             self.kind = "ext4"
             shutil.rmtree(self.folder / "lost+found", ignore_errors=True)
 
+    def close(self) -> None:
+        """Unmount what was mounted here, so that the folder can be deleted."""
+        while os.path.ismount(self.folder) and _is_ok("umount", "--lazy", self.folder):
+            pass
+
     @property
     def is_ours(self) -> bool:
         """Say whether it may be filled."""

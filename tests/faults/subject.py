@@ -208,6 +208,11 @@ class Subject:
         if code:
             self.problems.append(f"the last stop ended with {code}")
 
+    def close(self) -> None:
+        """Unmount its disks."""
+        for disk in (self.state, self.ssd):
+            disk.close()
+
     def has_ended_in(self, begin_s: float, end_s: float) -> bool:
         """Say whether replies may have been cut between two times."""
         return any(begin_s <= to_s and from_s <= end_s for from_s, to_s in [*self._ends])
