@@ -227,11 +227,14 @@ class FakeWorker:
         assert not set(blocks.read) & set(blocks.written)
         for place, block_id in enumerate(blocks.written):
             assert self.may_write(self.pool, block_id), "a record that others can find is written"
-            for offset in range(self.block_size):
-                self.memory.pop((self.pool, block_id, offset), None)
+            self.forget_tokens(block_id)
             self.memory[self.pool, block_id, RECORD] = self.record_of(
                 place, running.token_ids[:end]
             )
+
+    def forget_tokens(self, block_id):
+        for offset in range(self.block_size):
+            self.memory.pop((self.pool, block_id, offset), None)
 
     def read(self, running):
         """The tokens that its context is of, as its blocks have them."""

@@ -109,6 +109,10 @@ class PoolMemory:
         """Overwrite what is there."""
         self[place] = 0
 
+    def wipe(self, pool: str, block_id: int) -> None:
+        """Overwrite all tokens of a block."""
+        os.pwrite(*self._at((pool, block_id, 0), bytes(self._block_size * TOKEN_BYTES)))
+
     def tokens(self, pool: str, block_id: int, count: int) -> tuple[int, ...]:
         """Read the first tokens of a block at once."""
         _, count_bytes, start = self._at((pool, block_id, 0), count * TOKEN_BYTES)
@@ -139,6 +143,10 @@ class _Worker(FakeWorker):
             count = min(running.num_computed_tokens - start, size)
             read += self.memory.tokens(self.pool, running.block_table[start // size], count)
         return read
+
+    def forget_tokens(self, block_id: int) -> None:
+        """Overwrite a block's tokens at once."""
+        self.memory.wipe(self.pool, block_id)
 
     def record_of(self, place: int, token_ids: list[int]) -> int:
         """Return a record's part in few bytes."""
