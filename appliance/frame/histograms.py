@@ -106,7 +106,7 @@ class Histograms:
         waited_ms = sum(value_ms or 0.0 for value_ms in before)
         self.running_s.observe((cut.e2e_ms - waited_ms) / 1e3)
         for stage, histogram in self.stage_s.items():
-            if (value_ms := getattr(cut, f"{stage}ms")) is not None:
+            if (value_ms := getattr(cut, f"{stage}_ms")) is not None:
                 histogram.observe(value_ms / 1e3)
         if cut.tpot_ms is not None:
             self.tpot_s.observe(cut.tpot_ms / 1e3)
