@@ -13,6 +13,7 @@ from tests.sweep.machine import Call
 STORY = "Once upon a time there was a machine that was told to end at any moment. "
 GUESSES = {"speculate": "auto"}
 OTHER = RECURRENT = "qwen3_next"
+WINDOWED = "gemma3_text"
 BLOCK_TOKENS = 64
 BLOCK_BYTES = 48 << 10
 
@@ -225,6 +226,13 @@ SCENARIOS = {
     "recurrent peer": Scenario(_split("peer"), conversations, "cached_tokens", models=(RECURRENT,)),
     "recurrent crowd": Scenario(
         _split("shm") | room(26, 256), partial(crowd, 110), "preemptions", models=(RECURRENT,)
+    ),
+    "windows": Scenario(_split("shm"), conversations, "cached_tokens", models=(WINDOWED,)),
+    "windows SSD": Scenario(
+        _split("peer") | room(50) | {"ssd_cache": 64 << 20},
+        again,
+        "cached_tokens",
+        models=(WINDOWED,),
     ),
     "2x2 crowd": Scenario(
         _split("alias", "2x2 forced") | GUESSES | room(10, 256), crowd, "preemptions"

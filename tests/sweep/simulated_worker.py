@@ -48,6 +48,8 @@ TOOL_CALL = b'<tool_call>\n{"name": "look", "arguments": {"at": "####"}}\n</tool
 TURN_ID, LINE_END_ID, END_ID = 298, 10, 297
 MOST_SEEDS = 1000
 """Seeds that the daemon draws are larger."""
+WINDOW_TOKENS = 24
+"""The window of tests.checkpoints' models."""
 GUESSED_AT_ONCE = 4
 """Tokens of a step if speculation is on."""
 
@@ -136,12 +138,14 @@ class _Worker(FakeWorker):
     """A fake worker whose tokens depend on the seed, too, where a client sets one."""
 
     def read(self, running: Any) -> list[int]:
-        """Return the tokens in its blocks, behind the seed."""
-        seed, size = running.sampling.seed, self.block_size
+        """Return the tokens in its blocks, behind the seed; the newest in its window blocks."""
+        seed, size, end = running.sampling.seed, self.block_size, running.num_computed_tokens
         read = [seed] if seed < MOST_SEEDS else []
-        for start in range(0, running.num_computed_tokens, size):
-            count = min(running.num_computed_tokens - start, size)
-            read += self.memory.tokens(self.pool, running.block_table[start // size], count)
+        for start in range(0, end, size):
+            count, table = min(end - start, size), running.block_table
+            if running.window_tables and start + count > end - WINDOW_TOKENS:
+                table = running.window_tables[start // size % len(running.window_tables)]
+            read += self.memory.tokens(self.pool, table[start // size], count)
         return read
 
     def forget_tokens(self, block_id: int) -> None:
