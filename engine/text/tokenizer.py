@@ -80,6 +80,7 @@ class Tokenizer:
             )
         try:
             text = path.read_text(encoding="utf-8")
+            _check_stages(text)
             _check_merges(text)
             backend = tokenizers.Tokenizer.from_str(text)
         # tokenizers raises plain Exception for whatever its JSON reader or a model refuses.
@@ -212,6 +213,17 @@ def _byte_of(character: str) -> bytes:
 
 _HAS_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"(?!")')
 _HIDDEN_BYTES = bytes((*range(0x21), *range(0x7F, 0xA1), 0xAD))
+
+
+_BYTE_LEVEL = re.compile(r'"type"\s*:\s*"ByteLevel"')
+_MAX_BYTE_LEVELS = 8
+"""Others have three: each before the model doubles a text, so that a chain fills the memory."""
+
+
+def _check_stages(text: str) -> None:
+    """Refuse long chains of byte-level stages."""
+    if (count := len(_BYTE_LEVEL.findall(text))) > _MAX_BYTE_LEVELS:
+        raise ValueError(f"{count} byte-level stages, at most {_MAX_BYTE_LEVELS} are read")
 
 
 def _check_merges(text: str) -> None:

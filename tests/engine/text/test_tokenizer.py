@@ -182,6 +182,18 @@ def test_merges_without_the_prefix_that_their_model_cuts_off_are_refused(tmp_pat
         Tokenizer.from_folder(tmp_path)
 
 
+def test_a_chain_of_stages_that_each_double_the_text_is_refused(tmp_path):
+    save(byte_level(), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    values = json.loads(path.read_text())
+    stage = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    stage["trim_offsets"] = True
+    values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [stage] * 100}
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="stages"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
