@@ -45,7 +45,8 @@ DISK_FAULTS = ("EIO", "ENOSPC", "flipped", "torn")
 DAEMON, WORKERS = "daemon", "workers"
 RESTART_S, RETRY_S = 0.1, 0.02
 LONGEST_RETRY_S = 5.0
-LOADING = 503
+LOADING, BUSY = 503, 429
+"""After a long stop the queue seems slow, and the daemon asks new requests to come again."""
 DEFAULTS = {
     "ssd_cache": "off",
     "model_aliases": ("any",),
@@ -338,7 +339,7 @@ class Machine:
         ended[call.name].set()
 
     async def _ask(self, call: Call, reply: Reply, request: bytes) -> bool:
-        """Send the request and read its reply; False: no daemon was ready, as SDKs ask again."""
+        """Send the request and read its reply; False: it is to ask again, as SDKs do."""
         client, said = socket.socket(socket.AF_UNIX), b""
         client.setblocking(False)
         self._clients.add(client)
@@ -361,7 +362,7 @@ class Machine:
             client.close()
         reply.head, _, reply.body = said.partition(b"\r\n\r\n")
         reply.status = int(said.split()[1]) if said else 0
-        return reply.status != LOADING
+        return reply.status not in (LOADING, BUSY)
 
     def _logged(self) -> tuple[list[Row], list[dict[str, int]], list[str]]:
         """Read requests, what they counted, and how each of the daemon's runs ended."""
