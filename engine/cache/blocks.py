@@ -238,6 +238,14 @@ class BlockPool:
                 self.forget(known)
         return self.index.publish(block_id, block_hash, parent, user)
 
+    def shared_places(self, table: list[int], first: int) -> list[int]:
+        """List the places of a table, from `first` on, whose blocks others have or can find."""
+        return [
+            i
+            for i in range(first, len(table))
+            if table[i] in self.index or self.num_references[table[i]] > 1
+        ]
+
     def border(self, blocks: list[int]) -> int:
         """Count a chain's leading blocks up to the last place with all window blocks before it."""
         return self.windows.border(blocks)
@@ -548,11 +556,7 @@ class Ledger:
         kv_pool, table = self.pools[pool], self.table(owner, pool)
         if kv_pool.windows.num_each:
             return self._renew_windows(owner, kv_pool, first, span or self.span(owner, pool))
-        shared = [
-            i
-            for i in range(first, len(table))
-            if table[i] in kv_pool.index or kv_pool.num_references[table[i]] > 1
-        ]
+        shared = kv_pool.shared_places(table, first)
         if not shared:
             return True
         left = [table[i] for i in shared]
@@ -569,11 +573,7 @@ class Ledger:
         """Do what renew() does where blocks have window blocks."""
         table, before = self.table(owner, kv_pool.name), self.span(owner, kv_pool.name)
         windows, num_each = kv_pool.windows, kv_pool.windows.num_each
-        shared = {
-            i
-            for i in range(first, len(table))
-            if table[i] in kv_pool.index or kv_pool.num_references[table[i]] > 1
-        }
+        shared = set(kv_pool.shared_places(table, first))
         needed = [i for i in range(len(table)) if span.has(i)]
         bare = [i for i in needed if i not in shared and windows.are_missing(table[i])]
         if bare and bare[0] < first:

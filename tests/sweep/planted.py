@@ -89,8 +89,8 @@ BUGS = {
     ),
     "a cache hit counts a block too many": Bug(
         "engine/schedule/prefix_cache.py",
-        "        there = min(self._ledger.num_hashed(sequence.seq_id, pool), ",
-        "        there = min(1 + self._ledger.num_hashed(sequence.seq_id, pool), ",
+        "        there = self._ledger.num_hashed(sequence.seq_id, pool, ",
+        "        there = 1 + self._ledger.num_hashed(sequence.seq_id, pool, ",
         ("conversations", "SSD peer"),
     ),
     "a block is published before it is full": Bug(
@@ -107,7 +107,7 @@ BUGS = {
     ),
     "shared blocks are written": Bug(
         "engine/cache/blocks.py",
-        "in kv_pool.index or kv_pool.num_references[table[i]] > 1\n",
+        "in self.index or self.num_references[table[i]] > 1\n",
         "is None\n",
         ("recurrent", "recurrent crowd"),
     ),
