@@ -624,9 +624,8 @@ def _gpu_spec(
     is_shared = sum(plan.gpu == other.gpu for other in placement.workers) > 1
     hops = [hop for link in placement.topology.links for hop in link.hops]
     exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
-    return GpuSpec(
-        plan.gpu.uuid, plan.shares, MIN_BLOCKS, has_graphs, is_shared, exports_pool, packing
-    )
+    fewest = MIN_BLOCKS + MIN_RECORDS * placement.record_blocks
+    return GpuSpec(plan.gpu.uuid, plan.shares, fewest, has_graphs, is_shared, exports_pool, packing)
 
 
 def _memfd(name: str, num_bytes: int) -> int:

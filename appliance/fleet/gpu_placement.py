@@ -25,6 +25,7 @@ from appliance.fleet.placement import (
 )
 from appliance.fleet.spread import GPU_STEP_TOKENS, MAX_SEQUENCES
 from appliance.models.fits import GPU_OVERHEAD_BYTES
+from engine.cache.blocks import MIN_RECORDS
 from engine.cache.topology import COLOCATED, DECODE, PREFILL, Topology, make_topology
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
@@ -200,12 +201,15 @@ def place_on_gpu(
     block_bytes = config.kv_block_bytes(block_size, dtype)
     longest = config.max_position_embeddings
     wanted_len = min(max_model_len or longest, longest)
-    useful = -(-wanted_len // block_size) * MAX_SEQUENCES + 1
+    record_blocks = config.record_blocks(block_size, dtype)
+    num_own_blocks = MIN_RECORDS * record_blocks
+    useful = (-(-wanted_len // block_size) + num_own_blocks) * MAX_SEQUENCES + 1
     has_two = roles not in {"auto", "colocated"} or (roles == "auto" and transport != "auto")
     is_copied = has_two and transport == "shm"
     room = kv_memory_bytes or (_room_of_two if is_copied else _room_of_one)(checkpoint, gpu)
     num_blocks = min(room // block_bytes, useful)
-    min_blocks = MIN_COPIED_BLOCKS if is_copied else MIN_BLOCKS
+    min_blocks = (MIN_COPIED_BLOCKS if is_copied else MIN_BLOCKS) + num_own_blocks
+    min_blocks += num_own_blocks if is_copied else 0
     if num_blocks < min_blocks:
         raise ConfigError(
             f"{room} bytes hold {max(num_blocks, 0)} KV blocks of {block_bytes} bytes",
@@ -224,6 +228,7 @@ def place_on_gpu(
         max_model_len=wanted_len,
         max_num_batched_tokens=GPU_STEP_TOKENS,
         block_size=block_size,
+        record_blocks=record_blocks,
         reasons=(_why(gpu, why, has_two=has_two, is_copied=is_copied, has_mps=has_mps),),
     )
 

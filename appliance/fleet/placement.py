@@ -39,7 +39,7 @@ from engine.units import size_text
 
 BLOCK_SIZE = 64
 MIN_BLOCKS = 2
-"""Minimum blocks per pool: one for padding, and one to use."""
+"""Minimum blocks per pool, besides a sequence's records: one for padding, and one to use."""
 CPU_STEP_TOKENS = 512
 """Tokens per step; a CPU's matrix products come within 10 % of their best rate."""
 MAX_DEFAULT_KV_BYTES = 4 << 30

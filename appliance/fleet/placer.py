@@ -38,8 +38,6 @@ from engine.errors import ConfigError
 from engine.kernels.attention_backends import Machine
 from engine.profile.facts import Profile
 
-_CPU_ONLY = "Gated DeltaNet layers are computed on CPUs only"
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
@@ -102,9 +100,6 @@ class Placer:
             return PlacedModel(dtype, self._by_hand(gpus, self._shape(gpus, dtype), dtype), None)
         gpus, about = choose_gpus(config.devices, found, version)
         notes = [about]
-        if gpus and config.devices == "auto" and self._checkpoint.config.delta is not None:
-            notes.append(f"{gpus[0].name} not used: {_CPU_ONLY}")
-            gpus = []
         if gpus and config.devices == "auto":
             shape = self._shape(gpus, self._dtype(gpus, dtype))
             small = [gpu for gpu in gpus if too_small(gpu, shape)]
@@ -127,9 +122,6 @@ class Placer:
         return PlacedModel(dtype, placement, "; ".join(filter(None, notes)) or None)
 
     def _check_cpu_only(self, gpus: list[Gpu]) -> None:
-        if gpus and self._checkpoint.config.delta is not None:
-            what = f"{gpus[0].name} cannot serve this model: {_CPU_ONLY}"
-            raise ConfigError(what, where="devices", hint="serve with --devices cpu")
         if gpus and self._config.kv_dtype != "auto":
             raise ConfigError(
                 f"KV is kept as {self._config.kv_dtype} on CPUs only, and {gpus[0].name} would "

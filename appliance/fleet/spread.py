@@ -27,6 +27,7 @@ from appliance.fleet.placement import (
     default_kv_bytes,
 )
 from appliance.models.fits import GPU_OVERHEAD_BYTES
+from engine.cache.blocks import MIN_RECORDS
 from engine.cache.topology import STAGING, Topology, make_topology
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
@@ -63,6 +64,8 @@ class ModelShape:
     block_size: int
     max_model_len: int
     """The longest sequence to serve."""
+    record_blocks: int = 0
+    """Blocks of one sequence's record of recurrent states; 0: the model keeps none."""
 
     @classmethod
     def of(
@@ -76,12 +79,20 @@ class ModelShape:
         """Compute the shape of a model served in this dtype."""
         longest = config.max_position_embeddings
         block_bytes = config.kv_block_bytes(block_size, dtype)
-        return cls(weights_bytes, block_bytes, block_size, min(wanted or longest, longest))
+        max_model_len = min(wanted or longest, longest)
+        record_blocks = config.record_blocks(block_size, dtype)
+        return cls(weights_bytes, block_bytes, block_size, max_model_len, record_blocks)
 
     @property
     def full_length_bytes(self) -> int:
-        """KV bytes of one request of maximum length."""
-        return -(-self.max_model_len // self.block_size) * self.block_bytes
+        """Bytes of one request of maximum length, with its records."""
+        num_blocks = -(-self.max_model_len // self.block_size)
+        return (num_blocks + MIN_RECORDS * self.record_blocks) * self.block_bytes
+
+    @property
+    def min_blocks(self) -> int:
+        """Fewest blocks of a pool that serves anything."""
+        return MIN_BLOCKS + MIN_RECORDS * self.record_blocks
 
     def room_bytes(self, gpu: Gpu) -> int:
         """Estimate the bytes that a GPU has left for KV; the worker measures them later."""
@@ -90,7 +101,7 @@ class ModelShape:
 
 def too_small(gpu: Gpu, shape: ModelShape) -> str | None:
     """Explain why a GPU cannot hold even the weights; None: it can."""
-    short_bytes = MIN_BLOCKS * shape.block_bytes - shape.room_bytes(gpu)
+    short_bytes = shape.min_blocks * shape.block_bytes - shape.room_bytes(gpu)
     if short_bytes <= 0:
         return None
     return (
@@ -158,6 +169,7 @@ def spread(
     topology = topology.with_pools(_counts(topology, rooms, shape))
     cores = _cores(spots, inventory)
     held = min(pool.num_blocks for pool in topology.pools if pool.tier == "device") - 1
+    held -= MIN_RECORDS * shape.record_blocks
     return Placement(
         topology=topology,
         workers=tuple(
@@ -168,6 +180,7 @@ def spread(
         max_model_len=min(shape.max_model_len, held * shape.block_size),
         max_num_batched_tokens=GPU_STEP_TOKENS if gpus else CPU_STEP_TOKENS,
         block_size=shape.block_size,
+        record_blocks=shape.record_blocks,
         reasons=(*reasons, *_link_reasons(links), *_core_reasons(spots, cores, inventory)),
     )
 
@@ -239,12 +252,12 @@ def _counts(topology: Topology, rooms: Mapping[str, int], shape: ModelShape) -> 
         topology.pool_of(name): num_bytes // shape.block_bytes for name, num_bytes in rooms.items()
     }
     for name, count in counts.items():
-        if count < MIN_BLOCKS:
+        if count < shape.min_blocks:
             raise ConfigError(
                 f"the pool of {name} would have {max(count, 0)} KV blocks of "
-                f"{shape.block_bytes} bytes; at least {MIN_BLOCKS} are needed",
+                f"{shape.block_bytes} bytes; at least {shape.min_blocks} are needed",
                 where="kv_memory",
-                hint=f"give at least {MIN_BLOCKS * shape.block_bytes * len(rooms)} bytes",
+                hint=f"give at least {shape.min_blocks * shape.block_bytes * len(rooms)} bytes",
             )
     if STAGING in topology.pool_by_name:
         slots = min(MAX_STAGING_BYTES // shape.block_bytes, MAX_STAGING_SLOTS)

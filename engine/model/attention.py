@@ -73,6 +73,9 @@ class StepBatch:
     """[num_sequences] int32: seq_lens."""
     device_logit_rows: torch.Tensor | None = None
     """[num_logit_rows] int64: logit_rows."""
+    device_records: torch.Tensor | None = None
+    """[num_sequences, 2, blocks of a record] int32: blocks to read and to write, or block 0; None:
+    the model keeps none."""
 
     def of_windows(self) -> list[StepBatch]:
         """Return the step as each group of layers after the first sees it."""

@@ -7,6 +7,7 @@ Never: multiplies by weights' matrices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,10 @@ class Backend(Protocol):
     is_paged: bool
     """Attention reads blocks where they lie; else a step gathers whole tables, which is too much
     for a graph to keep."""
+
+    @property
+    def gated_delta(self) -> Callable[..., torch.Tensor] | None:
+        """What engine.model.triton_delta computes, with a plan; None: engine.model.delta does."""
 
     def plan(
         self,
@@ -124,6 +129,7 @@ class TorchBackend:
 
     sample_rows = staticmethod(sample_rows)
     is_paged = False
+    gated_delta = None
 
     def __init__(self, name: str = "torch") -> None:
         self.name = name

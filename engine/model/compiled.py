@@ -102,6 +102,7 @@ class CompiledBackend:
 
     sample_rows = staticmethod(sample_rows)
     is_paged = True
+    gated_delta = None
 
     def __init__(
         self, kernels: Kernels, level: str, take: Take = fresh, attention_variant: int = WIDENED

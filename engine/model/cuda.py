@@ -9,13 +9,15 @@ Never: chooses blocks, keeps anything after the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
-from engine.model import triton_ops
+from engine.checkpoint.delta_config import GatedDeltaConfig
+from engine.model import triton_delta, triton_ops
 from engine.model.attention import StepBatch, num_parts, several_queries_tiling, single_query_tiling
+from engine.model.delta_inputs import DeltaConstants, DeltaInputs
 from engine.model.layers import gated, split_gates
 from engine.model.library_attention import PagedAttention
 from engine.model.paged_step import PagedStep, paged_step
@@ -33,6 +35,10 @@ class CudaPlan:
     tables: list[tuple[torch.Tensor, torch.Tensor]]
     """Cosine and signed sine of all positions, for each RoPE of the model."""
     step: PagedStep
+    records: torch.Tensor | None = None
+    """The step's device_records; None: the model keeps no records."""
+    token_sequences: torch.Tensor | None = None
+    """[num_tokens] int32: the sequence of each; None as records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,26 @@ class CudaBackend:
     ) -> CudaPlan:
         """Compute what the layers of one step share."""
         step = paged_step(batch, kv.device, self._queries_per_tile)
-        return CudaPlan(batch.positions, batch.token_slots, tables, step)
+        plan = CudaPlan(batch.positions, batch.token_slots, tables, step)
+        if batch.device_records is None:
+            return plan
+        tokens = torch.arange(len(batch.positions), dtype=torch.int32, device=kv.device)
+        sequences = torch.searchsorted(step.query_starts[1:], tokens, right=True, out_int32=True)
+        return replace(plan, records=batch.device_records, token_sequences=sequences)
+
+    def gated_delta(
+        self,
+        inputs: DeltaInputs,
+        constants: DeltaConstants,
+        config: GatedDeltaConfig,
+        kv: torch.Tensor,
+        plan: CudaPlan,
+    ) -> torch.Tensor:
+        """Compute the heads of a Gated DeltaNet layer, [num_tokens, all_values]."""
+        assert plan.records is not None
+        assert plan.token_sequences is not None
+        how = (config, kv, plan.step, plan.token_sequences, plan.records)
+        return triton_delta.gated_delta(inputs, constants, *how)
 
     def plan_of(self, plan: CudaPlan, _kv: torch.Tensor) -> CudaPlan:
         """Make the step's plan over another view of the pool, for layers of other widths."""

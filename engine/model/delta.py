@@ -3,7 +3,8 @@
 A layer keeps of all earlier tokens one state [key_dim, value_dim] per value head, and the last
 inputs of its convolution. The compiled kernel takes tokens one by one, so that states have the same
 bits however a sequence is cut into steps. Without it torch computes prompts in chunks that end
-where blocks do: going on from a block's end then repeats what computing the whole prompt does.
+where blocks do: going on from a block's end then repeats what computing the whole prompt does. On
+GPUs Triton takes tokens one by one.
 
 Owns: the arithmetic of the layer, float32 whatever the model's dtype.
 Invariant: a sequence's results depend on no other sequence of the step.
@@ -22,6 +23,7 @@ from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.model_config import ModelConfig
 from engine.model.backend import Backend
 from engine.model.compiled import ELEMENT_TYPES, MAX_TOKENS, CompiledBackend
+from engine.model.delta_inputs import DeltaConstants, DeltaInputs
 from engine.model.linear import Linears
 from engine.model.records import StepRecords
 from engine.model.weight import Weight
@@ -64,11 +66,17 @@ class GatedDelta:
         self._step_bias = weights[f"{prefix}dt_bias"].values.float()
         self._norm = weights[f"{prefix}norm.weight"].values.float()
         self._backend = backend if isinstance(backend, CompiledBackend) else None
+        self._gated_delta = backend.gated_delta
+        constants = (self._conv, self._decay, self._step_bias, self._norm)
+        self._constants = DeltaConstants(*constants, self._eps, self._number)
         self._layout = self._layout_of_layer()
 
     def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
         made = [project(x) for project in self._project]
+        if self._gated_delta is not None:
+            how = (self._constants, self._config, step.kv, step.plan)
+            return self._output(self._gated_delta(self._inputs(made), *how))
         if self._backend is None:
             return self._output(self._by_torch(made, step).to(x.dtype))
         plan = step.plan
@@ -160,13 +168,32 @@ class GatedDelta:
         )
         return out
 
+    def _inputs(self, made: list[torch.Tensor]) -> DeltaInputs:
+        """Describe the projections to kernels."""
+        config = self._config
+        ratio = config.num_value_heads // config.num_key_heads
+        inner, small = ratio * config.value_dim, ratio
+        places, steps = (config.all_keys, 2 * config.all_keys), (config.key_dim, inner)
+        gates, gate_step = made[1], inner
+        if self._has_grouped_heads:
+            places = (config.key_dim, 2 * config.key_dim)
+            gate_step = 2 * config.key_dim + 2 * inner
+            gates, steps = made[0][:, gate_step - inner :], (gate_step, gate_step)
+        betas, time_steps = made[-2], made[-1]
+        if self._has_grouped_steps:
+            betas, time_steps, small = made[-1], made[-1][:, ratio:], 2 * ratio
+        return DeltaInputs(made[0], places, *steps, gates, gate_step, betas, time_steps, small)
+
     def _by_torch(self, made: list[torch.Tensor], step: Any) -> torch.Tensor:
         """Compute the same by torch, in float32."""
         config = self._config
         qkv, z, b, a = self._ungrouped(made)
         decay = self._decay * F.softplus(a.float() + self._step_bias)
         beta = b.float().sigmoid()
-        heads, row = torch.empty(len(qkv), config.num_value_heads, config.value_dim), 0
+        heads = qkv.new_empty(
+            len(qkv), config.num_value_heads, config.value_dim, dtype=torch.float32
+        )
+        row = 0
         records = StepRecords.of(config, step.kv, step.plan.batch)
         for index, (count, end) in enumerate(records.lengths):
             rows = slice(row, row + count)

@@ -30,6 +30,16 @@ class RecordBlocks:
     """Empty: what the step makes of them is not kept."""
 
 
+def record_rows(records: Sequence[RecordBlocks], width: int) -> list[int]:
+    """List the blocks that each sequence reads, then writes, padded with block 0."""
+    rows: list[int] = []
+    for each in records:
+        for blocks in (each.read, each.written):
+            rows += blocks
+            rows += [0] * (width - len(blocks))
+    return rows
+
+
 class StepRecords:
     """The records of one step's sequences.
 
@@ -67,7 +77,7 @@ class StepRecords:
         if block_ids:
             values = torch.cat(self._pieces(block_ids, number))
         else:
-            values = torch.zeros(config.layer_values)
+            values = torch.zeros(config.layer_values, device=self._pool.device)
         tail, state = torch.split(values, [config.tail_values, config.state_values])
         shape = (config.num_value_heads, config.key_dim, config.value_dim)
         return tail.view(-1, config.conv_width), state.view(shape)

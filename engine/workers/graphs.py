@@ -25,6 +25,7 @@ from operator import is_
 import torch
 
 from engine.model.attention import StepBatch
+from engine.model.records import RecordBlocks, record_rows
 from engine.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, is_plain
 from engine.model.transformer import Transformer
 from engine.workers.device import Device
@@ -81,6 +82,10 @@ class DecodeGraphs:
         self._draws = torch.zeros(rows, NUM_DRAW_FIELDS, dtype=torch.float64, device=on)
         self._tables = torch.zeros(rows, longest, dtype=torch.int32, device=on)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=on)
+        dtype = str(pool.dtype).removeprefix("torch.")
+        self._record_blocks = transformer.config.record_blocks(block_size, dtype)
+        shape = (rows, 2, self._record_blocks)
+        self._records = torch.zeros(shape, dtype=torch.int32, device=on)
         vocab_size = transformer.config.vocab_size
         self._logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=on)
         self._stepping: list[WorkerRequest] = []
@@ -173,6 +178,7 @@ class DecodeGraphs:
         if size is None or width is None:
             raise ValueError(f"no graph for {num} rows of up to {most} tokens")
         self._write(rows + [_padding(len(sequences))] * (size - num))
+        self._write_records(sequences, size, ahead)
         self._steps[size, width]()
         logits = self._logits[:num]
         if not all(is_plain(r.sampling) for r in sequences):
@@ -209,6 +215,15 @@ class DecodeGraphs:
         )
         self._fields[: len(values)].copy_(values, non_blocking=True)
 
+    def _write_records(self, sequences: Sequence[WorkerRequest], size: int, ahead: int) -> None:
+        """Fill in which records a step reads and writes, where the model keeps any."""
+        if not self._record_blocks:
+            return
+        records = [r.record_blocks_ahead() if ahead else r.record_blocks for r in sequences]
+        records += [RecordBlocks()] * (size - len(records))
+        values = self._device.pinned(record_rows(records, self._record_blocks), torch.int32)
+        self._records[:size].view(-1).copy_(values, non_blocking=True)
+
     def _write_tables(self, tables: dict[int, list[int]]) -> None:
         """Replace some rows' tables in one copy; an empty one by block 0."""
         if not tables:
@@ -227,6 +242,7 @@ class DecodeGraphs:
         """Return the forward pass of one size, which leaves logits."""
         fields = self._fields[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
         tables = self._tables[:, :width]
+        records = self._records[:size] if self._record_blocks else None
 
         def step() -> None:
             token_ids, positions, slots, _, sources, places = fields.long()
@@ -242,6 +258,7 @@ class DecodeGraphs:
                 logit_rows=range(size),
                 device_tables=tables.index_select(0, places),
                 device_lens=fields[3],
+                device_records=records,
             )
             self._logits[:size].copy_(self._transformer.forward(batch, self._pool))
 

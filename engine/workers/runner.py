@@ -21,6 +21,7 @@ import torch
 from engine.errors import WorkerFailed
 from engine.model.attention import WindowTables
 from engine.model.logit_rules import NothingAllowedError, adjust, is_adjusted
+from engine.model.records import RecordBlocks, record_rows
 from engine.model.sampler import NO_DRAW, NO_TOKEN, is_plain, logprobs, sample
 from engine.model.transformer import StepBatch, Transformer
 from engine.text.grammar import GrammarError
@@ -98,6 +99,8 @@ class Runner:
         self._pool = pool
         self._device = device
         self._graphs = graphs
+        dtype = str(pool.dtype).removeprefix("torch.")
+        self._record_blocks = transformer.config.record_blocks(block_size, dtype)
 
     @torch.inference_mode()
     def launch(
@@ -118,10 +121,10 @@ class Runner:
         has_grammar = any(r.matcher is not None for r in sampling)
         masks = self.grammars.masks(sampling) if has_grammar else None
         tokens = bad_rows = None
+        self._clear_new_blocks([(r, r.num_computed_tokens, n + len(r.draft)) for r, n in planned])
         if graphs is not None:
             logits, tokens = graphs.launch(sampling)
         else:
-            self._clear_new_blocks(planned)
             batch = self.batch(planned)
             hidden = self._transformer.hidden(batch, self._pool, stops)
             num_sampled = len(sampling) + sum(len(r.draft) for r in sampling)
@@ -178,6 +181,7 @@ class Runner:
         """
         sequences, graphs = launched.sampling, self._graphs
         assert graphs is not None
+        self._clear_new_blocks([(r, r.num_computed_tokens + 1, 1) for r in sequences])
         logits, tokens = graphs.launch(sequences, ahead=1)
         return Launched(launched.planned, sequences, logits, None, self._fetched(tokens))
 
@@ -293,7 +297,9 @@ class Runner:
             block_tables = [t[:n] for t, n in zip(block_tables, num_blocks, strict=True)]
         if self._device is not None:
             tokens = (input_ids, positions, token_slots)
-            return self._device_batch(tokens, query_lens, seq_lens, block_tables, logit_rows)
+            records = [r.record_blocks for r, _ in planned]
+            how = (query_lens, seq_lens, block_tables, logit_rows, records)
+            return self._device_batch(tokens, *how)
         return StepBatch(
             input_ids=torch.tensor(input_ids),
             positions=torch.tensor(positions),
@@ -309,18 +315,17 @@ class Runner:
             ],
         )
 
-    def _clear_new_blocks(self, planned: list[tuple[WorkerRequest, int]]) -> None:
+    def _clear_new_blocks(self, steps: list[tuple[WorkerRequest, int, int]]) -> None:
         """Zero the blocks that a step begins, where records share the pool.
+
+        Each sequence is given with its first position in the step, and the number of positions.
 
         Attention may read a block beyond the written positions, masked: as numbers of the pool's
         dtype a record's bytes may be NaN, which no mask hides.
         """
         size, begun = self.block_size, []
-        for running, num_new in planned:
-            if running.records is not None:
-                start = running.num_computed_tokens
-                end = start + num_new + len(running.draft)
-                begun += running.block_table[-(-start // size) : -(-end // size)]
+        for running, start, num_new in steps if self._record_blocks else ():
+            begun += running.block_table[-(-start // size) : -(-(start + num_new) // size)]
         if begun:
             self.clear(begun)
 
@@ -331,15 +336,18 @@ class Runner:
         seq_lens: list[int],
         block_tables: list[list[int]],
         logit_rows: list[int],
+        records: list[RecordBlocks],
     ) -> StepBatch:
         """Build the batch on the device, in one asynchronous copy."""
         assert self._device is not None
         longest = max(map(len, block_tables))
         padded = [[*table, *[0] * (longest - len(table))] for table in block_tables]
+        width = self._record_blocks
         parts = [*tokens, logit_rows, seq_lens, [i for table in padded for i in table]]
+        parts.append(record_rows(records, width) if width else [])
         values = self._device.pinned([value for part in parts for value in part], torch.int32)
         sent = values.to(self._device.torch_device, non_blocking=True)
-        *wide, lens, tables = torch.split(sent, [len(part) for part in parts])
+        *wide, lens, tables, places = torch.split(sent, [len(part) for part in parts])
         input_ids, positions, token_slots, rows = (part.long() for part in wide)
         return StepBatch(
             input_ids=input_ids,
@@ -352,6 +360,8 @@ class Runner:
             device_tables=tables.view(len(block_tables), longest),
             device_lens=lens,
             device_logit_rows=rows,
+            records=records if width else (),
+            device_records=places.view(-1, 2, width) if width else None,
         )
 
     def _token_slots(self, block_table: list[int], start: int, end: int) -> list[int]:
@@ -368,7 +378,11 @@ class Runner:
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero some blocks of the pool; their memory exists from now on."""
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
+        if self._device is None:
+            ids = torch.tensor(block_ids, dtype=torch.int64)
+        else:
+            pinned = self._device.pinned(block_ids, torch.int64)
+            ids = pinned.to(self._pool.device, non_blocking=True)
         self._pool.index_fill_(0, ids, 0)
 
     def warm_up(self, max_num_batched_tokens: int, max_model_len: int) -> None:

@@ -9,6 +9,7 @@ Never: outlives its admit; a later admit makes a new WorkerRequest.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -180,6 +181,13 @@ class WorkerRequest:
         blocks = self.records.blocks
         read = blocks[self.valid_record] if self.num_computed_tokens else ()
         return RecordBlocks(read, blocks[self.next_record])
+
+    def record_blocks_ahead(self) -> RecordBlocks:
+        """Return the records of the step after its next, which computes one token."""
+        later = copy.copy(self)
+        later.frozen_records = set(self.frozen_records)
+        later.computed(1)
+        return later.record_blocks
 
     def computed(self, num_new_tokens: int) -> None:
         """Count the tokens of a step, whose record holds from now on."""

@@ -17,12 +17,15 @@ from itertools import accumulate
 import torch
 from triton import knobs
 
+from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.packed_layouts import CPU_FORMS, FORMS, panels_shape
-from engine.model import triton_attention, triton_linear, triton_ops
+from engine.model import triton_attention, triton_delta, triton_linear, triton_ops
 from engine.model.attention import several_queries_tiling, single_query_tiling
+from engine.model.delta_inputs import DeltaConstants, DeltaInputs
 from engine.model.paged_step import PagedStep
 from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.triton_attention import attend_several, attend_single
+from engine.model.triton_delta import gated_delta
 from engine.model.triton_ops import sample_rows
 from engine.model.weight import Weight
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
@@ -86,6 +89,9 @@ SUITE = [
     Variant(90, "q6_k many"),
     Variant(89, "int8_row many"),
     Variant(120, "q5_k few"),
+    Variant(90, "recur"),
+    Variant(80, "convolve"),
+    Variant(100, "gate"),
     Variant(89, "several", 256),
     Variant(80, "several", 256),
 ]
@@ -150,21 +156,37 @@ def _product(form, num_tokens):
     return launch
 
 
+def _delta(dtype):
+    """A layer of Qwen3.5's shape, without its products."""
+    config = GatedDeltaConfig(16, 32, 128, 128, 4, frozenset({0, 1}), ())
+    step = PagedStep(*[torch.zeros(3, dtype=torch.int32)] * 5, 1, 1, True)
+    heads, gates, betas = (torch.zeros(3, width, dtype=dtype) for width in (8192, 4096, 32))
+    inputs = DeltaInputs(heads, (2048, 4096), 128, 256, gates, 256, betas, betas, 2)
+    conv, small = torch.zeros(4, 8192), torch.zeros(128)
+    constants = DeltaConstants(conv, small, small, small, 1e-6, 1)
+    kv, records = torch.zeros(9, 1, 2, 64, 2, 256, dtype=dtype), torch.zeros(3, 2, 49).int()
+    gated_delta(inputs, constants, config, kv, step, step.seq_lens, records)
+
+
 PRODUCTS = {
     f"{form} {words}": _product(form, num_tokens)
     for form in FORMS
     if form not in CPU_FORMS
     for words, num_tokens in (("few", 3), ("many", 300))
 }
-OPERATIONS = PRODUCTS | {
-    "norm": _norm,
-    "gated": lambda dtype: triton_ops.gated(torch.zeros(3, 28672, dtype=dtype), "silu"),
-    "place": _place,
-    "sample": lambda dtype: sample_rows(
-        torch.zeros(3, 128256), torch.zeros(3, NUM_DRAW_FIELDS, dtype=torch.float64)
-    ),
-    "greedy": lambda dtype: sample_rows(torch.zeros(3, 128256)),
-}
+OPERATIONS = (
+    PRODUCTS
+    | {
+        "norm": _norm,
+        "gated": lambda dtype: triton_ops.gated(torch.zeros(3, 28672, dtype=dtype), "silu"),
+        "place": _place,
+        "sample": lambda dtype: sample_rows(
+            torch.zeros(3, 128256), torch.zeros(3, NUM_DRAW_FIELDS, dtype=torch.float64)
+        ),
+        "greedy": lambda dtype: sample_rows(torch.zeros(3, 128256)),
+    }
+    | dict.fromkeys(("convolve", "recur", "gate"), _delta)
+)
 
 
 FUNCTIONS = {
@@ -177,6 +199,9 @@ FUNCTIONS = {
     "place": triton_ops._place_kernel,
     "sample": triton_ops._sample_kernel,
     "greedy": triton_ops._sample_kernel,
+    "convolve": triton_delta._convolve_kernel,
+    "recur": triton_delta._recur_kernel,
+    "gate": triton_delta._gate_kernel,
 } | {
     name: getattr(triton_linear, "_bytes_kernel" if "int8_row" in name else "_panels_kernel")
     for name in PRODUCTS

@@ -4,14 +4,15 @@ import contextlib
 import copy
 import random
 
+import msgspec
 import pytest
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.wire.messages import GpuSpec, PoolMade
+from engine.wire.messages import GpuSpec, PoolMade, Records
 from engine.workers.device import CudaDevice
 from engine.workers.speculation import Speculation
-from tests.checkpoints import load_oracle
+from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, admit, start_alone
 from tests.starter import network
 
@@ -93,6 +94,23 @@ def test_graphs_change_no_token(checkpoint, uuid):
             ]
             tokens.append(tokens_by_id(worker.run(*commands)))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_recurrent_layers_yield_transformers_tokens(tmp_path, uuid, has_graphs):
+    hybrid = Checkpoint.open(make_checkpoint(tmp_path / "hybrid", "qwen3_5_text"))
+    size = hybrid.config.record_blocks(BLOCK_SIZE, "float32")
+    asked, commands = prompts(250, 4), []
+    for seq_id, prompt in asked.items():
+        first = 100 + 2 * size * seq_id
+        blocks = [list(range(start, start + size)) for start in (first, first + size)]
+        command = admit(seq_id=seq_id, prompt=prompt)
+        commands.append(msgspec.structs.replace(command, records=Records(blocks, 0, [], [])))
+    with worker_on(hybrid, uuid, has_graphs=has_graphs) as worker:
+        tokens = tokens_by_id(worker.run(*commands))
+    oracle = load_oracle(hybrid.folder)
+    for seq_id, prompt in asked.items():
+        assert_like_the_oracle(oracle, prompt, tokens[seq_id], MAX_MARGIN["float32"])
 
 
 @pytest.mark.parametrize("has_graphs", [True, False])

@@ -320,18 +320,20 @@ def test_kv_as_codes_of_a_byte_is_refused_on_gpus_and_placed_on_cores_beside_the
     assert on_cores.block_bytes == models["1b"].config.kv_block_bytes(64, "int8")
 
 
-def test_gated_delta_nets_are_placed_on_cores_beside_gpus(
-    tmp_path: Path, inventory_of: Any
+@pytest.mark.parametrize("machine", ["2xh100-nvlink", "rtx4090"])
+def test_gated_delta_nets_have_records_in_the_pools_of_gpus(
+    machine: str, tmp_path: Path, inventory_of: Any
 ) -> None:
     hybrid = Checkpoint.open(make_checkpoint(tmp_path / "model", "qwen3_5_text"))
-    machine = inventory_of("2xh100-nvlink")
-    automatic = placed(hybrid, machine)
-    assert all(worker.gpu is None for worker in automatic.placement.workers)
-    assert "not used" in (automatic.about or "")
-    for settings in ({"devices": "gpu0"}, {"place": "prefill=cuda:0 decode=cuda:1"}):
-        with pytest.raises(ConfigError) as refused:
-            placed(hybrid, machine, **settings)
-        assert "--devices cpu" in refused.value.hint
+    inventory = inventory_of(machine)
+    placement = placed(hybrid, inventory).placement
+    assert all(worker.gpu is not None for worker in placement.workers)
+    dtype = "bfloat16"
+    assert placement.record_blocks == hybrid.config.record_blocks(placement.block_size, dtype) > 0
+    assert {pool.record_blocks for pool in placement.pools()} == {placement.record_blocks}
+    num_bytes = (2 * placement.record_blocks + 1) * placement.block_bytes
+    with pytest.raises(ConfigError, match="KV blocks"):
+        placed(hybrid, inventory, kv_memory_bytes=num_bytes)
 
 
 def test_a_dtype_that_cores_have_no_kernels_for_is_not_mixed(

@@ -30,7 +30,7 @@ def compiled(tmp_path_factory):
     )
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == 15
+    assert len(rows) == 18
     return rows
 
 

@@ -62,7 +62,8 @@ class Layer:
             elif name.endswith("dt_bias"):
                 weight.data.uniform_(-5.0, 1.0, generator=generator)
         weights = {name: Weight.plain(w.values.to(dtype)) for name, w in weights.items()}
-        linears = choose_linears("cpu", dtype, level)
+        self.weights, self.layer = weights, LAYER
+        self.linears = linears = choose_linears("cpu", dtype, level)
         self.backends = CompiledBackend(*load_kernels(level)), TorchBackend()
         self.kernel, self.torch = (
             GatedDelta(self.config, weights, LAYER, backend, linears) for backend in self.backends

@@ -322,6 +322,7 @@ def runner_of(*steps):
     """A runner over a model whose steps yield these logits, the last ones for ever."""
     told = itertools.chain(steps, itertools.repeat(steps[-1]))
     model = SimpleNamespace(
+        config=SimpleNamespace(record_blocks=lambda *_: 0),
         hidden=lambda batch, pool, stops=None: torch.zeros(len(batch.input_ids), 1),
         logits=lambda hidden, batch: torch.tensor([next(told)]),
         forward=lambda batch, pool: torch.tensor([next(told)]),
