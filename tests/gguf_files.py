@@ -247,6 +247,13 @@ def _config(config: dict[str, Any], arch: str) -> dict[str, Any]:
     found[f"{arch}.rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found[f"{arch}.rope.dimension_count"] = int(head * rope.get("partial_rotary_factor", 1))
+    if arch.startswith("qwen35"):  # text has one position for all, which llama.cpp divides in three
+        turned = found[f"{arch}.rope.dimension_count"] // 2
+        found[f"{arch}.rope.dimension_sections"] = [
+            turned - 2 * (turned // 3),
+            *2 * [turned // 3],
+            0,
+        ]
     if rope.get("rope_type") in ("linear", "yarn"):
         found[f"{arch}.rope.scaling.type"] = rope["rope_type"]
         found[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
