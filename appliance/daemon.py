@@ -42,7 +42,9 @@ from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
+from appliance.frame.figures import things
 from appliance.http.access import AccessPolicy, credential_path
+from appliance.http.kept_replies import LeftReplies
 from appliance.http.listeners import (
     KEPT,
     ListenerCloser,
@@ -196,6 +198,7 @@ class _Daemon:
         self._inherited = passed.of_unit
         """Listeners of a socket unit; with their waiting clients they outlive this process."""
         self._misses = PrefixMisses()
+        self._left = LeftReplies(passed.replies)
         self._kept = passed.kept
         """Listeners of a daemon that has died."""
         self._num_signals = 0
@@ -220,6 +223,7 @@ class _Daemon:
         async with contextlib.AsyncExitStack() as stack:
             request_log = RequestLog(self._config.log_path, _log_limits(self._config))
             self._request_log = request_log
+            self._find_rows()
             stack.push_async_exit(self._close_log)
             listeners = self._bind(policy)
             for listener in listeners:
@@ -228,6 +232,8 @@ class _Daemon:
             stack.callback(partial(notify, FDSTOREREMOVE=1, FDNAME=KEPT))
             stack.callback(self._core_note.close)
             stack.push_async_callback(self._stop_all)
+            stack.callback(self._left.end)
+            stack.callback(asyncio.create_task(self._left.ping()).cancel)
             fetching = None
             if self._placed is None and isinstance(self._config.model, HubName):
                 fetching = Fetching(self._config.model, request_log)
@@ -420,6 +426,7 @@ class _Daemon:
             if not stopping.done():
                 loading.result()
                 self._service.make_frame()
+                self._continue_replies()
                 self._server.open()
                 self._announce()
                 notify(READY="1", STATUS="ready")
@@ -453,6 +460,23 @@ class _Daemon:
         else:
             await self._caches.flush(is_end=True)
         stop_now.cancel()
+
+    def _find_rows(self) -> None:
+        """Leave the requests open that this daemon continues, and end what it cannot read."""
+        answered, rows = self._request_log.leave_open(self._left.request_ids)
+        for left in self._left.replies:
+            left.is_answered = left.request_id in answered
+            if (row := rows.get(left.request_id)) is not None:
+                left.on_failed = partial(self._request_log.record, row)
+        self._left.end_foreign()
+
+    def _continue_replies(self) -> None:
+        if self._left.replies:
+            log.info(
+                "Continuing %s of the daemon before", things(len(self._left.replies), "request")
+            )
+        for left in self._left.take():
+            self._server.take_up(left)
 
     async def _load(self) -> None:
         """Wait until all workers are ready and the caches are open."""

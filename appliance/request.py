@@ -158,6 +158,8 @@ class Request:
     """How its messages were brought into the form that the chat template takes."""
     failure: RequestError | None = None
     """What its client is told where the daemon has ended it; None: what its sequences say."""
+    is_resumed: bool = False
+    """Whether a daemon that died has begun it."""
     prefill_j: float | None = None
     """Energy of its prompts so far, as appliance.telemetry.energy has divided it; None: no power
     reading."""

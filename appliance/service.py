@@ -183,9 +183,11 @@ class Service:
         self.check_available()
         if self._measuring is not None:
             self._measuring.stop()
-        self._ask_router(partial(self._router.submit, request.sequences))
+        submit = self._router.resume if request.is_resumed else self._router.submit
+        self._ask_router(partial(submit, request.sequences))
         self._log.opened(LogRow.from_request(request))
-        self._energy.opened(request)
+        if not request.is_resumed:  # the first part of a resumed request's energy is unknown
+            self._energy.opened(request)
         self._live[request.request_id] = request
         self.idle.clear()
         self._totals.accepted += 1

@@ -143,7 +143,9 @@ class FakeAppliance:
         self.submitted.append(request)
         for sequence in request.sequences:
             self.find_cached(sequence)
-            self._tasks[sequence.seq_id] = asyncio.create_task(self._generate(request, sequence))
+            if not sequence.is_finished:  # else a daemon before has ended it
+                task = asyncio.create_task(self._generate(request, sequence))
+                self._tasks[sequence.seq_id] = task
 
     def stop_sequence(self, sequence: Sequence, num_kept_tokens: int) -> None:
         self.stopped.append((sequence.seq_id, num_kept_tokens))
@@ -242,7 +244,7 @@ class FakeAppliance:
             size = sequence.num_prompt_tokens - 1
             sequence.prompt_logprobs = self._some_logprobs(width, size, -0.5)
         output = self._output(sequence)
-        for start in range(0, len(output), self.burst):
+        for start in range(sequence.num_output_tokens, len(output), self.burst):
             await asyncio.sleep(self.interval_s)
             ids = output[start : start + self.burst]
             sequence.output_token_ids += ids

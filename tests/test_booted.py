@@ -193,6 +193,21 @@ def test_a_killed_worker_is_noticed_by_nobody(machine):
     machine.wait_for(lambda: is_ready(machine))
 
 
+def test_a_stream_goes_on_in_the_next_daemon(machine):
+    """After a kill, and after a restart on purpose; with the same text as undisturbed."""
+    machine.wait_for(lambda: is_ready(machine))
+    words = (booted_machine.PROGRAM, *LONG, "1500", "--seed", "3")
+    whole = machine.run(*words).stdout
+    for end in (lambda pid: tell(machine, "KILL", pid), lambda _: machine.penstock("restart")):
+        stream, pid = machine.start(*words), main_pid(machine)
+        machine.wait_for(lambda: is_decoding(machine))
+        end(pid)
+        out, err = stream.communicate(timeout=120)
+        assert (stream.returncode, err) == (0, "")
+        assert out == whole
+        machine.wait_for(lambda pid=pid: main_pid(machine) not in (0, pid) and is_ready(machine))
+
+
 def test_a_stopped_daemon_is_found_and_serves_again(machine):
     machine.wait_for(lambda: is_ready(machine))
     pid = main_pid(machine)

@@ -21,6 +21,7 @@ from appliance.api.tools import Tools
 from appliance.api.tools_in_words import in_words, needs_words
 from appliance.formats.format_choice import OutputFormat
 from appliance.frame.figures import things
+from appliance.journal import drawn
 from appliance.json_fields import (
     INT64_MAX,
     invalid_value,
@@ -238,7 +239,7 @@ class Ask:
         if self.base.min_tokens > most:
             what = "max_tokens and output_offset together" if most > max_tokens else "max_tokens"
             raise invalid_value("min_tokens", f"is more than {what}, which is {most}")
-        seed = secrets.randbits(63) if self.seed is None else self.seed + choice
+        seed = drawn(secrets.randbits, 63) if self.seed is None else self.seed + choice
         return msgspec.structs.replace(
             self.base,
             max_tokens=max_tokens,

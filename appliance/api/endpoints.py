@@ -25,6 +25,7 @@ from appliance.api.respond import ReplyForm
 from appliance.api.response_events import ResponseShape
 from appliance.api.responses import in_our_words, previous_items, response_ask, store_for
 from appliance.api.wire import appliance_of
+from appliance.journal import drawn
 from appliance.json_fields import Json, decode_object, invalid_value
 from appliance.request import Request
 from engine.errors import RequestError
@@ -87,7 +88,7 @@ def _reply_form(asked: Asked, request: Request, http: HttpRequest) -> ReplyShape
         ask=asked.ask,
         request=request,
         tokenizer=appliance.tokenizer,
-        created=int(time.time()),
+        created=int(drawn(time.time)),
         fingerprint=fingerprint(appliance.model),
     )
 
@@ -97,7 +98,7 @@ def _response_form(asked: Asked, request: Request, http: HttpRequest) -> Respons
     return ResponseShape(
         request,
         asked.fields,
-        created_at=int(time.time()),
+        created_at=int(drawn(time.time)),
         on_end=store_for(asked.fields, http),
     )
 

@@ -8,6 +8,7 @@ Never: knows a field, or how a reply looks.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,11 +27,20 @@ from appliance.api.endpoints import ENDPOINTS, Asked, Endpoint, decode
 from appliance.api.fair_threads import Turns, hang_up
 from appliance.api.ollama_api import NothingToGenerate, unloaded
 from appliance.api.prepare import Prepared, prepare, request_of
-from appliance.api.respond import Reply
-from appliance.api.wire import appliance_of, arrival_of, client_request_id, json_response, require
+from appliance.api.respond import Reply, ReplyForm
+from appliance.api.wire import (
+    KeptWords,
+    appliance_of,
+    arrival_of,
+    client_request_id,
+    json_response,
+    require,
+)
 from appliance.fleet.swaps import IncomingRequest
-from appliance.request import Role
-from engine.errors import RequestError
+from appliance.journal import current
+from appliance.journaled_inbox import JournaledInbox
+from appliance.request import Request, Role
+from engine.errors import RequestError, Unavailable
 from engine.wire.not_json import NOT_JSON
 
 MAX_INLINE_BYTES = 16 << 10
@@ -66,6 +76,8 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
         RequestError: it cannot be served, whatever room there is.
     """
     appliance, arrival = appliance_of(http), arrival_of(http)
+    journal = arrival.journal()
+    current.set(journal)
     arrival.generates(endpoint.id_prefix)
     with await _turn(http, appliance):
         try:
@@ -79,9 +91,25 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
         request = request_of(http, asked.ask, prepared)
         form = endpoint.form(asked, request, http)
         reply = Reply(http, asked.ask, request, prepared.echoes, form, endpoint.refusal)
+        if journal is not None and asked.ask.prompt_logprobs is not None and request.is_stream:
+            journal = None  # its first event needs the whole prompt computed again
+        if journal is not None:
+            request.inbox = JournaledInbox(journal, request)
         appliance.submit(request)
+        if journal is not None:
+            arrival.keep(journal, _kept_words(request, form), body)
         _keep(appliance, asked.ask.keep_alive_s)
         return reply
+
+
+def _kept_words(request: Request, form: ReplyForm) -> KeptWords:
+    """Write the events that a later daemon may send in this one's place."""
+    failure = ping = b""
+    if request.is_stream:
+        about = "the daemon was restarted and cannot continue this reply"
+        failure = copy.copy(form).failure(Unavailable(about, code="daemon_died"))
+        ping = form.alive(None)
+    return KeptWords(request.request_id, request.model, failure, ping)
 
 
 def _keep(appliance: Appliance, keep_alive_s: float | None) -> None:
@@ -97,7 +125,11 @@ async def _body(http: HttpRequest) -> bytes:
     body = await http.body()
     arrival.has_body()
     appliance.check_available()
-    appliance.check_room(arrival.peer.name, len(body))
+    journal = current.get()
+    if journal is not None and journal.is_replay:
+        journal.take_up(appliance.model.model_id)
+    else:
+        appliance.check_room(arrival.peer.name, len(body))
     return body
 
 
@@ -148,6 +180,11 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
         asked = msgspec.json.decode(body, type=_Asked).model or ""
     except NOT_JSON:
         asked = ""  # it will be refused in the usual words
+    journal = current.get()
+    if journal is not None and journal.head is not None:
+        asked = (
+            journal.head.model
+        )  # a request without a name continues with the model it began with
     name = swaps.name_of(asked)
     unloading = unloaded(http.url.path, body, name)
     if unloading is not None and name not in ("", swaps.current):

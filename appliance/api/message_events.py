@@ -16,6 +16,7 @@ from appliance.api.dialects import Dialect, error_body
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
+from appliance.journal import drawn
 from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
@@ -149,7 +150,7 @@ class MessageShape:
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": num_cached,
                 **self._request.cut_usage,
-                **self._request.miss_usage,
+                **drawn(lambda: self._request.miss_usage),
             },
         }
 

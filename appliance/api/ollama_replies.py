@@ -14,6 +14,7 @@ import msgspec
 from appliance.api.dialects import Dialect, error_body
 from appliance.api.stream import Delta
 from appliance.frame.protocol import utc_now
+from appliance.journal import drawn
 from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
@@ -104,7 +105,7 @@ class OllamaShape:
             said = {"message": said}
         else:
             said["response"] = text
-        return {"model": self._request.model, "created_at": utc_now(), **said}
+        return {"model": self._request.model, "created_at": drawn(utc_now), **said}
 
     def _end(self) -> Json:
         """Write the reason and the times in nanoseconds, without those not measured."""

@@ -10,6 +10,7 @@ Never: knows tokens.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from appliance.api.tools import Tools
 from appliance.formats.call_readers import read_json
@@ -21,6 +22,7 @@ from appliance.formats.text_reading import (
     TextReading,
     partial_match_chars,
 )
+from appliance.journal import drawn
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.\-]+)")
@@ -52,7 +54,7 @@ class OutputParser:
         self._is_forced = tools is not None and tools.is_required
         self._reading = TextReading(
             tools.schemas if tools else {},
-            output_format.tools.new_call_id,
+            partial(drawn, output_format.tools.new_call_id),
             is_reasoning=is_reasoning and self._thoughts is not None,
         )
         has_channels = output_format.tools.is_harmony and (is_free or self._is_forced)

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from appliance.api.ask import Ask
 from appliance.api.stream import Delta, OpenReply, PromptEcho
 from appliance.api.wire import appliance_of, arrival_of, error_response
+from appliance.journal import Differs, drawn
 from appliance.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Request
 from engine.errors import RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
@@ -110,6 +111,8 @@ class Reply:
         except asyncio.CancelledError:
             status = 503
             raise
+        except Differs as error:
+            _log.error("request %s was ended after a restart: %s", request.request_id, error)
         finally:
             watch.cancel()
             if not request.is_finished:
@@ -153,6 +156,8 @@ class Reply:
         try:
             async for piece in self._pieces():
                 await write_part(piece)
+        except Differs:
+            raise
         except Exception:  # noqa: BLE001 - the border of one reply
             # The status is out already: an event is the only way left to say it.
             _log.exception("request %s failed", self._request.request_id)
@@ -171,7 +176,7 @@ class Reply:
                 yield self._shape.failure(failure)
                 return
             if not deltas:
-                yield self._shape.alive(self._appliance.queue_place(self._request))
+                yield self._shape.alive(drawn(self._appliance.queue_place, self._request))
             elif piece := await self._written(self._events, deltas):
                 yield piece
         yield self._shape.closing()

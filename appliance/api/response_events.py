@@ -17,6 +17,7 @@ import msgspec
 from appliance.api.replies import EVENTS, event, keep_alive
 from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
+from appliance.journal import drawn
 from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
@@ -183,7 +184,7 @@ class ResponseShape:
         return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
 
     def _begin_message(self) -> bytes:
-        message: Json = {"id": f"msg_{secrets.token_hex(12)}", "type": "message"}
+        message: Json = {"id": f"msg_{drawn(secrets.token_hex, 12)}", "type": "message"}
         begun = self._begin({**message, "role": "assistant", "content": []}, None)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._output[-1]["content"].append(part)
@@ -193,7 +194,7 @@ class ResponseShape:
         """Reasoning, in an item of its own."""
         begun = b""
         if not self._is_open or self._output[-1]["type"] != "reasoning":
-            item: Json = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning"}
+            item: Json = {"id": f"rs_{drawn(secrets.token_hex, 12)}", "type": "reasoning"}
             begun = self._begin({**item, "summary": [], "content": []}, None)
             part = {"type": self._thought.part, "text": ""}
             self._output[-1][self._thought.place].append(part)
@@ -210,7 +211,7 @@ class ResponseShape:
         if not self._is_open or self._call_index != call.index:
             is_custom = call.name in self._custom
             kind, holds = ("custom_tool_call", "input") if is_custom else _FUNCTION_CALL
-            item: Json = {"id": f"fc_{secrets.token_hex(12)}", "type": kind}
+            item: Json = {"id": f"fc_{drawn(secrets.token_hex, 12)}", "type": kind}
             begun = self._begin(
                 {**item, "call_id": call.call_id, "name": call.name, holds: ""}, call.index
             )

@@ -30,6 +30,7 @@ from appliance.api.ask import Ask
 from appliance.api.chat_messages import left_out
 from appliance.api.openai import ask_of_chat, refuse_unsupported
 from appliance.api.wire import json_response, peer_of, require, response_not_found
+from appliance.journal import drawn
 from appliance.json_fields import Json, check, invalid_value, renamed, undeclared, unsupported
 from appliance.request import ModelInfo, Role
 from engine.errors import RequestError
@@ -351,7 +352,7 @@ def previous_items(values: Json, http: HttpRequest) -> list[Json]:
     if not previous:
         return []
     try:
-        return _store(http).items(previous, peer_of(http).name)
+        return drawn(_store(http).items, previous, peer_of(http).name)
     except RequestError as error:
         raise RequestError(
             f"there is no response `{previous[:200]}` to continue",

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 from starlette.requests import Request
@@ -24,6 +24,7 @@ from starlette.types import Scope
 from appliance.api.appliance import Appliance
 from appliance.api.dialects import Dialect, dialect_of, error_body
 from appliance.frame.protocol import utc_now
+from appliance.journal import Journal, drawn
 from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError
 
@@ -33,6 +34,17 @@ _KEY = "arrival"
 
 def _new_id() -> str:
     return f"req-{secrets.token_hex(12)}"
+
+
+class KeptWords(NamedTuple):
+    """What the next daemon says of a request before it can read its body, or instead."""
+
+    request_id: str
+    model: str
+    failure: bytes
+    """The events that end its stream with an error; empty: a whole reply."""
+    ping: bytes
+    """An event that keeps its stream alive; empty: its clients know none."""
 
 
 @dataclass(slots=True)
@@ -54,16 +66,20 @@ class Arrival:
     swap_wait_ns: int = 0
     """Part of the time since arrival in which it waited for its model's swap."""
     _has_body: bool = False
+    journal: Callable[[], Journal | None] = lambda: None
+    """Makes the journal of a request that outlives the daemon; None: it ends with the daemon."""
+    keep: Callable[[Journal, KeptWords, bytes], None] = lambda *_: None
+    """Keeps an admitted request and its connection for the next daemon, given its body."""
     hang_up: Callable[[], None] = lambda: None
     """Ends the connection, whatever has not been read; what is still sent on it goes nowhere."""
 
-    def keep(self, scope: Scope) -> None:
+    def put_into(self, scope: Scope) -> None:
         """Keep it where all handlers of this request find it."""
         scope.setdefault("state", {})[_KEY] = self
 
     def generates(self, id_prefix: str) -> None:
         """Name its id by the kind of text it asks for, as clients expect."""
-        self.request_id = f"{id_prefix}{secrets.token_hex(12)}"
+        self.request_id = f"{id_prefix}{drawn(secrets.token_hex, 12)}"
 
     def has_body(self) -> None:
         """Note that the whole body has arrived.
@@ -74,7 +90,7 @@ class Arrival:
         if self._has_body:
             return
         self._has_body = True
-        self.arrived_ns, self.received_at = time.monotonic_ns(), utc_now()
+        self.arrived_ns, self.received_at = drawn(time.monotonic_ns), drawn(utc_now)
 
 
 def arrival_of(http: Request) -> Arrival:

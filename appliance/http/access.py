@@ -31,10 +31,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.api.wire import Arrival, error_response
+from appliance.api.wire import Arrival, KeptWords, error_response
 from appliance.configuration.config import DEFAULT_OPERATORS, ServeConfig
 from appliance.http.api_keys import ApiKey, find_key, read_keys
 from appliance.http.tls import tls_context
+from appliance.journal import Journal
 from appliance.request import Peer, Role
 from engine.errors import ConfigError, Forbidden, RequestError, Unavailable
 
@@ -312,6 +313,10 @@ class ClientLine:
     """Called with each part of a reply's body, after its head."""
     hang_up: Callable[[], None]
     """Ends the connection, dropping what has not been read."""
+    journal: Callable[[], Journal | None]
+    """See Arrival.journal."""
+    keep: Callable[[Scope, Journal, KeptWords, bytes], None]
+    """Keeps a request, given its scope, journal and body; see Arrival.keep."""
     num_announced: Callable[[], int]
     """Counts the bytes that the current chunk of a body still announces."""
 
@@ -336,8 +341,13 @@ class Gate:
                 return
             send = readable(send, origin)
         line = _line(scope)
-        arrival = Arrival(line.write_part, hang_up=line.hang_up)
-        arrival.keep(scope)
+        arrival = Arrival(
+            line.write_part,
+            journal=line.journal,
+            keep=functools.partial(line.keep, scope),
+            hang_up=line.hang_up,
+        )
+        arrival.put_into(scope)
         try:
             _check_head(scope)
             arrival.peer = self._peer(scope, line)

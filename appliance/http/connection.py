@@ -21,16 +21,22 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import h11
 import msgspec
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from appliance.api.wire import error_object
+from appliance.api.wire import KeptWords, error_object
 from appliance.http.access import ClientLine, Credentials, headers_too_large
+from appliance.http.kept_replies import PREFIX, LeftReply, ReplyTransport, forget
 from appliance.http.rejected_connections import too_many_connections
+from appliance.http.reply_file import ReplyFile
+from appliance.journal import VERSION, Head, Journal
+from appliance.keeper_channel import notify
 from engine.errors import RequestError
 
 log = logging.getLogger("penstock.http")
@@ -113,6 +119,9 @@ class ClientProtocol(H11Protocol):
         credentials: Credentials | None,
         check_key: Callable[[str], None],
         refuse_early: RefuseEarly,
+        *,
+        keeps: bool = False,
+        left: LeftReply | None = None,
     ) -> None:
         """Wait for a transport.
 
@@ -123,12 +132,18 @@ class ClientProtocol(H11Protocol):
             credentials: the peer's; None on TCP.
             check_key: raises RequestError if the key of that name may have no more connections.
             refuse_early: see RefuseEarly.
+            keeps: whether replies are to outlive the daemon.
+            left: the reply of a dead daemon that this connection is for.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        calls = (self._on_key, self._write_part, self._hang_up, self._num_announced)
-        line = ClientLine(credentials, *calls)
+        calls = (self._on_key, self._write_part, self._hang_up)
+        line = ClientLine(credentials, *calls, self._new_journal, self._keep, self._num_announced)
         super().__init__(config, server_state, {"line": line})
         self.logger = log
+        self._keeps, self._left = keeps, left
+        self._kept_name = "" if left is None else left.name
+        """The keeper's name of the request that is being answered; empty: it is not kept."""
+        self._journal: Journal | None = None if left is None else left.journal
         self.credentials = credentials
         self.key: str | None = None
         """Name of the last valid key that was sent."""
@@ -144,21 +159,111 @@ class ClientProtocol(H11Protocol):
         self._handshake: tuple[float, socket.socket] | None = None
         """Start time and socket of the TLS handshake."""
 
+    @property
+    def is_left(self) -> bool:
+        """Say whether a dead daemon accepted it."""
+        return self._left is not None
+
     def shakes_hands(self, connection: socket.socket) -> None:
         """Note the TLS handshake; until it ends the connection may be evicted."""
         self._handshake = time.monotonic(), connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the client's time limits."""
+        if self._keeps or self._left is not None:
+            transport = ReplyTransport(transport, self._forget)
         super().connection_made(transport)
         self._reply_transport = _ReplyTransport(transport, self._close_after_reply)
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._mark = self._observe(time.monotonic())
         self._opened_at = self._mark.since
         self._handshake = None
+        if self._left is not None:
+            self._take_up(self._left)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Have the keeper close its copy, too."""
+        super().connection_lost(exc)
+        self._forget(is_lost=True)
+
+    def _take_up(self, left: LeftReply) -> None:
+        """Send what is unsent, and a dead daemon's request through the code that answers it."""
+        self._num_received = 1
+        self._open_file(left.journal, left.fd)
+        if left.is_answered:
+            self.loop.call_soon(self._end_kept)
+        else:
+            self.loop.call_soon(super().data_received, left.journal.request)
+
+    def _open_file(self, journal: Journal, fd: int = -1) -> ReplyFile:
+        transport = cast(ReplyTransport, self.transport)
+        calls = (self.pause_writing, self.resume_writing)
+        transport.file = ReplyFile(self._socket, journal, *calls, fd)
+        return transport.file
+
+    def _new_journal(self) -> Journal | None:
+        """Return a dead daemon's journal, or a new one where the reply outlives this daemon."""
+        if self._left is not None:
+            return self._left.journal
+        is_busy = self._kept_name or self.transport.get_write_buffer_size()
+        return Journal() if self._keeps and not is_busy else None
+
+    def _keep(self, scope: Scope, journal: Journal, words: KeptWords, body: bytes) -> None:
+        """Give the keeper an admitted request's socket, reply and journal."""
+        if self._left is not None:
+            self._left.on_failed = lambda: None  # the service writes its row from now on
+            return
+        try:
+            journal.open(self._head(scope, words), [*_head_lines(scope, len(body)), body])
+            file = self._open_file(journal)
+        except OSError as error:
+            self._abandon(journal, words.request_id, error.strerror)
+            return
+        name, fds = PREFIX + words.request_id, (self._socket.fileno(), file.fd, journal.fd)
+        if notify(*fds, FDSTORE=1, FDNAME=name):
+            self._kept_name, self._journal = name, journal
+        else:
+            cast(ReplyTransport, self.transport).end_file()
+            self._abandon(journal, words.request_id, "the keeper cannot be reached")
+
+    def _abandon(self, journal: Journal, request_id: str, why: str | None) -> None:
+        logging.getLogger("penstock").warning(
+            "request %s ends with the daemon: %s", request_id, why
+        )
+        journal.close()
+
+    def _head(self, scope: Scope, words: KeptWords) -> Head:
+        who = self.credentials
+        credentials = None if who is None else (who.uid, who.gid, who.pid, tuple(who.gids))
+        failure, ping = words.failure, words.ping
+        if scope["http_version"] == "1.1":
+            failure = failure and _chunk(failure) + b"0\r\n\r\n"
+            ping = ping and _chunk(ping)
+        return Head(VERSION, failure, ping, words.model, credentials)
+
+    def _end_kept(self) -> None:
+        """Give up what is kept once all is sent; a dead daemon's connection closes then."""
+        file = cast(ReplyTransport, self.transport).file
+        if self._left is not None:
+            self.transport.close()
+        elif file is not None:
+            file.when_sent(self._forget)
+
+    def _forget(self, *, is_lost: bool = False) -> None:
+        if not self._kept_name:
+            return
+        forget(self._kept_name, self._socket if is_lost or self.transport.is_closing() else None)
+        self._kept_name = ""
+        if self._journal is not None:
+            self._journal.close()
+        if self._left is not None:
+            self._left.on_failed()
+        cast(ReplyTransport, self.transport).end_file()
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes; refuse early while the queue is full."""
+        if self._left is not None:
+            return  # nothing but an end is expected of its client
         self._num_received += len(data)
         if self._is_lingering:
             return
@@ -221,6 +326,8 @@ class ClientProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Close a half-closed connection unless earlier requests wait."""
         self._num_requests += 1
+        if self._kept_name:
+            self._end_kept()
         super().on_response_complete()
         if self._is_lingering:  # nothing follows
             self._unset_keepalive_if_required()
@@ -231,6 +338,11 @@ class ClientProtocol(H11Protocol):
         """End after the current reply; at once without one."""
         if not self.transport.is_closing():
             super().shutdown()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the next daemon can continue the reply."""
+        return bool(self._kept_name)
 
     def retire(self) -> bool:
         """End with the current reply; return False while one more request may come.
@@ -330,7 +442,7 @@ class ClientProtocol(H11Protocol):
             await self.flow.drain()
         if part and not self.cycle.disconnected:
             is_chunked = self.scope["http_version"] == "1.1"
-            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
+            self.transport.write(_chunk(part) if is_chunked else part)
 
     def _hang_up(self) -> None:
         """End the connection now; drop unread input and further output."""
@@ -411,3 +523,17 @@ class ClientProtocol(H11Protocol):
             self.cycle.message_event.set()
             self.flow.resume_writing()
         self.transport.close()
+
+
+def _chunk(part: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(part), part)
+
+
+def _head_lines(scope: Scope, num_bytes: int) -> list[bytes]:
+    """Write a request's head again, for a body in one piece."""
+    left_out = (b"transfer-encoding", b"content-length", b"expect")
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    first = (scope["method"].encode(), target, scope["http_version"].encode())
+    lines = [b"%b %b HTTP/%b\r\n" % first, b"content-length: %d\r\n" % num_bytes]
+    lines += [b"%b: %b\r\n" % pair for pair in scope["headers"] if pair[0] not in left_out]
+    return [b"".join(lines) + b"\r\n"]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.http.kept_replies import PREFIX
 from appliance.keeper_channel import count_kept, notify
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
@@ -182,6 +183,8 @@ class PassedSockets(NamedTuple):
     of_unit: list[socket.socket]
     kept: list[socket.socket]
     """Listeners of a daemon that has died."""
+    replies: dict[str, list[int]]
+    """Descriptors of its unfinished replies, by the name of the request."""
 
 
 def passed_sockets(environ: MutableMapping[str, str]) -> PassedSockets:
@@ -195,13 +198,17 @@ def passed_sockets(environ: MutableMapping[str, str]) -> PassedSockets:
     is_ours = environ.pop("LISTEN_PID", "") == str(os.getpid())
     count = environ.pop("LISTEN_FDS", "")
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
-    passed = PassedSockets([], [])
+    passed = PassedSockets([], [], {})
     if not is_ours or not count.isdigit():
         return passed
     count_kept(names)
     for fd in range(FIRST_INHERITED_FD, FIRST_INHERITED_FD + int(count)):
-        is_kept = names[fd - FIRST_INHERITED_FD :][:1] == [KEPT]
+        name = "".join(names[fd - FIRST_INHERITED_FD :][:1])
+        is_kept = name == KEPT
         os.set_inheritable(fd, False)
+        if name.startswith(PREFIX):
+            passed.replies.setdefault(name, []).append(fd)
+            continue
         listener = socket.socket(fileno=fd)
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if listener.type != socket.SOCK_STREAM or not is_listening:

@@ -23,8 +23,10 @@ from starlette.applications import Starlette
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import MAX_HEAD_BYTES, AccessPolicy, Credentials, Gate, credentials_of
 from appliance.http.connection import ClientLimits, ClientProtocol
+from appliance.http.kept_replies import LeftReply
 from appliance.http.listeners import Acceptor, ListenerCloser
 from appliance.http.rejected_connections import RejectedConnections, too_many_connections
+from appliance.keeper_channel import has_keeper
 from appliance.process import max_connections
 from appliance.request import Role
 
@@ -126,6 +128,12 @@ class ApiServer:
             for each in self._listeners
         }
 
+    def take_up(self, left: LeftReply) -> None:
+        """Continue the reply to a dead daemon's request."""
+        peer = left.journal.head.credentials if left.journal.head else None
+        who = None if peer is None else Credentials(*peer[:3], frozenset(peer[3]))
+        self._serve_on(left.client, who, left)
+
     async def hand_over(self, listeners: Sequence[socket.socket]) -> None:
         """Stop accepting on listeners that the next daemon serves.
 
@@ -158,7 +166,7 @@ class ApiServer:
         """
         await self.hand_over(self._listeners)
         for _ in range(round(STRAGGLER_S / STRAGGLER_CHECK_S)):
-            if not self._connections:
+            if all(one.is_kept for one in self._connections):
                 return
             await asyncio.sleep(STRAGGLER_CHECK_S)
 
@@ -206,9 +214,22 @@ class ApiServer:
             turn_away = self._turned_away.drop if is_encrypted else self._turned_away.tell
             turn_away(connection, self._name(who))
             return
+        self._serve_on(connection, who)
+
+    def _serve_on(
+        self, connection: socket.socket, who: Credentials | None, left: LeftReply | None = None
+    ) -> None:
         state = self._server.server_state
+        is_encrypted = who is None and self.policy.tls is not None  # the session dies with us
         protocol = ClientProtocol(
-            self._config, state, self._limits, who, self._check_key, self._refuse_early
+            self._config,
+            state,
+            self._limits,
+            who,
+            self._check_key,
+            self._refuse_early,
+            keeps=has_keeper() and not is_encrypted,
+            left=left,
         )
         state.connections.add(protocol)  # it counts before its transport is there
         task = asyncio.create_task(self._open(connection, protocol))
@@ -217,7 +238,8 @@ class ApiServer:
 
     async def _open(self, connection: socket.socket, protocol: ClientProtocol) -> None:
         loop = asyncio.get_running_loop()
-        tls = self.policy.tls if protocol.credentials is None else None
+        is_plain = protocol.credentials is not None or protocol.is_left
+        tls = None if is_plain else self.policy.tls
         patience_s = None if tls is None else HANDSHAKE_S
         if tls is not None:
             protocol.shakes_hands(connection)

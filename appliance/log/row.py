@@ -379,6 +379,14 @@ class OpenRequests:
         self._is_failing = False
         self._lock = threading.Lock()
 
+    def leave(self, rids: Iterable[str]) -> dict[str, LogRow]:
+        """Keep requests open that were cut, since this daemon continues them; return their rows."""
+        left = {row.rid: row for row in self.cut if row.rid in rids}
+        self.cut = [row for row in self.cut if row.rid not in left]
+        for rid, row in left.items():
+            self._lines[rid] = _line(msgspec.structs.replace(row, finish_reason=None, error=None))
+        return left
+
     def begin(self) -> None:
         """Start a new file: the previous daemon's requests are in the log."""
         with self._lock:
@@ -392,7 +400,7 @@ class OpenRequests:
         self._note(msgspec.structs.replace(row, prompt=None))
 
     def _note(self, row: LogRow) -> None:
-        line = msgspec.json.encode(row) + b"\n"
+        line = _line(row)
         with self._lock:
             self._lines[row.rid] = line
             if self._num_bytes > self._rewrite_at:
@@ -455,6 +463,10 @@ class OpenRequests:
             what = "requests cut off by a crash will have no row"
             _LOG.error("%s: cannot write, so that %s: %s", self.path, what, error.strerror)
         self._is_failing = True
+
+
+def _line(row: LogRow) -> bytes:
+    return msgspec.json.encode(row) + b"\n"
 
 
 def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:

@@ -313,6 +313,15 @@ class RequestLog:
             self._upkeep.set_limits(limits)
             self._wake.notify_all()
 
+    def leave_open(self, rids: set[str]) -> tuple[set[str], dict[str, LogRow]]:
+        """Leave a dead daemon's requests open that this one continues; call it before start_run().
+
+        Returns:
+            The ids of answered requests; and the rows of the others, for record() if they do not
+            continue.
+        """
+        return {row.rid for row in self._open.answered} & rids, self._open.leave(rids)
+
     def opened(self, row: LogRow) -> None:
         """Note an accepted request, so that a crash leaves a row."""
         self._open.add(row)

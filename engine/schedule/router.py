@@ -148,6 +148,20 @@ class Router:
         self.queue.push(sequences, now_ns)
         self.dispatch(now_ns)
 
+    def resume(self, sequences: list[Sequence], now_ns: int) -> None:
+        """Continue sequences of a daemon that died, before the queue.
+
+        Raises:
+            RequestError: they do not fit the pools any more.
+        """
+        unfinished = [sequence for sequence in sequences if not sequence.is_finished]
+        for sequence in unfinished:
+            self.routes.check_fits(sequence)
+        for sequence in unfinished:
+            self.at.put(sequence, Paused())
+        self.counters.recovered_sequences += len(unfinished)
+        self.dispatch(now_ns)
+
     def finish(self, sequence: Sequence, reason: FinishReason, now_ns: int) -> None:
         """End a sequence now: its blocks drain, its worker is told, its reply is closed."""
         if sequence.is_finished:

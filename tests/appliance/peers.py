@@ -30,7 +30,7 @@ def _known(app: ASGIApp, peer: Peer | None) -> ASGIApp:
         async def write_part(part):
             await send({"type": "http.response.body", "body": part, "more_body": True})
 
-        Arrival(write_part, peer or Peer()).keep(scope)
+        Arrival(write_part, peer or Peer()).put_into(scope)
         await app(scope, receive, send)
 
     return asgi

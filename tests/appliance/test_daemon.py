@@ -15,7 +15,7 @@ from engine.errors import PenstockError
 from tests.appliance.model_folder import make_model
 from tests.fakes import until
 
-NOTHING_PASSED = PassedSockets([], [])
+NOTHING_PASSED = PassedSockets([], [], {})
 
 
 def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:

@@ -150,7 +150,13 @@ def kill_the_daemon_and_its_keeper(subject: Subject, rng: Random) -> Iterator[No
 
 @kind("daemon")
 def kill_the_daemon_under_its_keeper(subject: Subject, rng: Random) -> Iterator[None]:
-    subject.kill_under_its_keeper()
+    subject.end_under_its_keeper(signal.SIGKILL)
+    yield
+
+
+@kind("daemon")
+def restart_the_daemon_on_purpose(subject: Subject, rng: Random) -> Iterator[None]:
+    subject.end_under_its_keeper(signal.SIGUSR2)
     yield
 
 

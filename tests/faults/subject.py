@@ -64,6 +64,7 @@ class Subject:
         self.num_own_ends = 0
         self._orders: list[tuple[str, Any]] = []
         self._ends: list[list[float]] = []
+        self._successions: list[list[float]] = []
         self._stops: list[list[float]] = []
         self._excused: list[list[float]] = []
         self._damaged: int | None = None
@@ -108,22 +109,24 @@ class Subject:
                 early.kill()
             self._start()
 
-    def kill_under_its_keeper(self) -> None:
-        """Kill the daemon alone: its keeper starts the next one."""
+    def end_under_its_keeper(self, number: signal.Signals) -> None:
+        """End the daemon alone: its keeper starts the next one, which continues the replies."""
         with self._lock:
             pids, pid = self.worker_pids(), self.daemon.pid
-            self._ends.append([time.monotonic(), float("inf")])
+            self._successions.append([time.monotonic(), float("inf")])
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            self._see_end_of(pids)
+                os.kill(pid, number)
             deadline = time.monotonic() + START_S
-            while not self.is_ready():
+            while is_alive(pid) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self._see_end_of(pids)
+            while is_alive(pid) or not self.is_ready():
                 if time.monotonic() > deadline:
                     self.problems.append(f"its keeper started no other: {self.describe()}")
                     break
                 time.sleep(0.1)
             self._pid = self.daemon.pid
-            self._seen_s = self._ends[-1][1] = time.monotonic()
+            self._seen_s = self._successions[-1][1] = time.monotonic()
 
     def _kill(self) -> None:
         pids = self.worker_pids()
@@ -218,8 +221,8 @@ class Subject:
         return any(begin_s <= to_s and from_s <= end_s for from_s, to_s in [*self._ends])
 
     def has_stopped_in(self, begin_s: float, end_s: float) -> bool:
-        """Say whether new connections may have found nobody."""
-        stops = [*self._stops, *self._ends]
+        """Say whether requests that were not accepted yet may have been cut."""
+        stops = [*self._stops, *self._ends, *self._successions]
         return any(begin_s <= to_s and from_s <= end_s for from_s, to_s in stops)
 
     # its log
@@ -266,7 +269,8 @@ class Subject:
         yield
         if only_by_a_kill:
             span[1] = time.monotonic() + 2.0
-            if not any(span[0] <= from_s <= span[1] for from_s, _ in self._ends):
+            ends = [*self._ends, *self._successions]
+            if not any(span[0] <= from_s <= span[1] for from_s, _ in ends):
                 return
         else:
             self._damaged = inode

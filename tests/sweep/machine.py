@@ -29,15 +29,16 @@ from unittest import mock
 
 import appliance.daemon
 import appliance.fleet.supervisor
+import appliance.keeper_channel
 import appliance.process
 import engine.offload.disk
 from appliance.api import fair_threads
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
-from appliance.http.listeners import PassedSockets
 from engine.errors import InvariantViolated
 from engine.offload import slab_files
 from engine.text.tokenizer import Tokenizer
+from tests.sweep.keeper import Keeper
 from tests.sweep.simulated_worker import WorkerProcess, spawner
 from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
 
@@ -146,6 +147,7 @@ class Machine:
         self._files_before = set(map(int, os.listdir("/proc/self/fd")))
         self._clients: set[socket.socket] = set()
         self._booting: asyncio.Task[None] | None = None
+        self._keeper = Keeper()
         self._lives: list[Process] = []
         """All lives of the daemon: what a killed one held stays held."""
         self._is_stopping = False
@@ -156,6 +158,8 @@ class Machine:
             replies = self.loop.run_until_complete(self._serve(calls))
         rows, facts, endings = self._logged()
         num_killed = len(self._lives) - 1
+        if left := self._keeper.names:
+            self.problems.append(f"the keeper still has {left}")
         if endings != ["crash"] * num_killed + ["clean"]:
             self.problems.append(f"{num_killed} daemons were killed, and the runs ended {endings}")
         return Outcome(replies, rows, facts, self.num_at_ready, self.loop.num_events, self.problems)
@@ -200,6 +204,7 @@ class Machine:
             mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),
             mock.patch.object(Tokenizer, "from_folder", _read_tokenizer),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
+            mock.patch.object(appliance.keeper_channel, "_channel", return_value=self._keeper),
             mock.patch.object(secrets, "token_bytes", drawn.randbytes),
             mock.patch.object(secrets, "randbits", drawn.getrandbits),
             mock.patch.dict(
@@ -251,7 +256,7 @@ class Machine:
         policy = AccessPolicy.from_config(self.config)
         stacks_fd = os.dup(2)
         self.daemon = daemon = appliance.daemon._Daemon(
-            self.config, lambda: self.config, None, PassedSockets([], []), stacks_fd
+            self.config, lambda: self.config, None, self._keeper.pass_on(), stacks_fd
         )
         self._running = self._lives[-1].run(self.loop.create_task, daemon.run(policy))
         self._running.add_done_callback(lambda _: os.close(stacks_fd))
@@ -269,7 +274,11 @@ class Machine:
         lost_log, path = self.daemon._request_log, str(self.config.log_path)
         lost_log._commit = lambda *_: threading.Event().wait()  # its thread is gone
         kept = self._files_before.union(*(worker.files for worker in self.workers))
-        kept |= {client.fileno() for client in self._clients} | {self.loop._csock.fileno()}
+        kept |= (
+            self._keeper.files
+            | {client.fileno() for client in self._clients}
+            | {self.loop._csock.fileno()}
+        )
         kept |= {self.loop._ssock.fileno(), -1}
         watched = self.loop._selector.get_map()
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -362,7 +371,8 @@ class Machine:
             client.close()
         reply.head, _, reply.body = said.partition(b"\r\n\r\n")
         reply.status = int(said.split()[1]) if said else 0
-        return reply.status not in (LOADING, BUSY)
+        # 0: a daemon died before it had accepted this
+        return reply.status not in (0, LOADING, BUSY)
 
     def _logged(self) -> tuple[list[Row], list[dict[str, int]], list[str]]:
         """Read requests, what they counted, and how each of the daemon's runs ended."""

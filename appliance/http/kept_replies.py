@@ -1,0 +1,215 @@
+"""Keep what an unfinished reply needs where it outlives the daemon, and take it over from there.
+
+The keeper holds three descriptors under the name of each request: the client's socket, the reply's
+memfd and the journal.
+Owns: which descriptors belong together; the replies that wait until this daemon can continue them.
+Invariant: a reply whose row says that it was answered is only sent, never generated again. What
+cannot be continued gets its API's error event, and its row.
+Never: parses HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from appliance.http import reply_file
+from appliance.http.reply_file import HEAD_END, ReplyFile
+from appliance.journal import FD_NAME, Foreign, Journal
+from appliance.keeper_channel import notify
+
+PREFIX = "reply-"
+"""Begins the name of a kept request; its id follows."""
+PING_S = 10.0
+"""Seconds between two pings of a stream that waits for this daemon."""
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
+_log = logging.getLogger("penstock")
+
+
+@dataclass(slots=True, eq=False)
+class LeftReply:
+    """A reply that a dead daemon has begun."""
+
+    request_id: str
+    client: socket.socket
+    fd: int
+    """The reply's memfd."""
+    journal: Journal
+    foreign: Foreign | None = None
+    """Why the journal cannot be read; None: it can."""
+    is_answered: bool = False
+    """Whether all bytes are in the memfd, and the row is written."""
+    on_failed: Callable[[], None] = lambda: None
+    """Called if the request is not admitted again; writes its row."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it is kept."""
+        return PREFIX + self.request_id
+
+    def ping(self) -> None:
+        """Keep a stream alive that stands between two events."""
+        ping = self.journal.head.ping if self.journal.head else b""
+        position = os.fstat(self.fd).st_size
+        tail = os.pread(self.fd, 64, max(position - 64, 0))
+        between = b"\n\n\r\n" if ping.endswith(b"\r\n") else b"\n\n"
+        if not ping or tail.endswith(_LAST_CHUNK) or not tail.endswith((between, HEAD_END)):
+            return
+        self.journal.ping_at(position)
+        os.pwrite(self.fd, ping, position)
+        with contextlib.suppress(OSError):  # who does not read is found out when it continues
+            num_unsent = position + len(ping) - os.lseek(self.fd, 0, os.SEEK_CUR)
+            os.sendfile(self.client.fileno(), self.fd, None, num_unsent)
+
+    def end(self) -> None:
+        """End it without continuing: with an error event where it is a stream."""
+        if not self.is_answered:
+            failure = b""
+            if self.foreign is not None:
+                _log.warning("request %s cannot continue: %s", self.request_id, self.foreign)
+                failure = self.foreign.failure
+            elif self.journal.head is not None:
+                failure = self.journal.head.failure
+            reply = ReplyFile(self.client, self.journal, lambda: None, lambda: None, self.fd)
+            reply.fail(failure)
+            reply.close()
+            self.on_failed()
+        forget(self.name, self.client)
+        self.client.close()
+        self.journal.close()
+
+
+def forget(name: str, client: socket.socket | None) -> None:
+    """Have the keeper close its descriptors of a request.
+
+    Args:
+        name: see LeftReply.name.
+        client: shut down first, since the keeper's copy would keep it open; None: it stays open.
+    """
+    if client is not None:
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+    notify(FDSTOREREMOVE=1, FDNAME=name)
+
+
+class LeftReplies:
+    """The replies of a dead daemon, until this one is ready to continue them.
+
+    Args:
+        kept: the descriptors by name.
+    """
+
+    def __init__(self, kept: dict[str, list[int]]) -> None:
+        read = [_read(name, fds) for name, fds in kept.items()]
+        self.replies = [each for each in read if each is not None]
+
+    @property
+    def request_ids(self) -> set[str]:
+        return {each.request_id for each in self.replies}
+
+    def end_foreign(self) -> None:
+        """End the replies whose journals this version cannot read."""
+        for left in [each for each in self.replies if each.foreign is not None]:
+            self.replies.remove(left)
+            left.end()
+
+    async def ping(self) -> None:
+        """Keep the streams alive until they are taken."""
+        while True:
+            await asyncio.sleep(PING_S)
+            for left in self.replies:
+                if not left.is_answered:
+                    left.ping()
+
+    def take(self) -> list[LeftReply]:
+        """Hand the replies over to the caller."""
+        taken, self.replies = self.replies, []
+        return taken
+
+    def end(self) -> None:
+        """End what has not been taken: this daemon stops."""
+        for left in self.take():
+            left.end()
+
+
+def _read(name: str, fds: Iterable[int]) -> LeftReply | None:
+    """Sort a request's descriptors by what they are; None: its client or reply is missing."""
+    client, reply, journal, request_id = None, -1, -1, name.removeprefix(PREFIX)
+    for fd in fds:
+        target = os.readlink(f"/proc/self/fd/{fd}")
+        if client is None and stat.S_ISSOCK(os.fstat(fd).st_mode):
+            client = socket.socket(fileno=fd)
+            client.setblocking(False)
+        elif reply < 0 and reply_file.FD_NAME in target:
+            reply = fd
+        elif journal < 0 and FD_NAME in target:
+            journal = fd
+        else:
+            os.close(fd)
+    if client is None or reply < 0:
+        _log.warning("request %s cannot continue: its descriptors are incomplete", request_id)
+        forget(name, client)
+        return None
+    try:
+        if journal < 0:
+            raise Foreign("its journal is missing")
+        return LeftReply(request_id, client, reply, Journal(journal))
+    except Foreign as error:
+        return LeftReply(request_id, client, reply, Journal(), error)
+
+
+class ReplyTransport(asyncio.Transport):
+    """A connection whose replies may go through a file; uvicorn writes to it.
+
+    Args:
+        transport: asyncio's.
+        on_sent: called once the file is sent after close().
+    """
+
+    def __init__(self, transport: asyncio.Transport, on_sent: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport, self._on_sent = transport, on_sent
+        self.file: ReplyFile | None = None
+        self._is_closing = False
+        self.abort = transport.abort  # type: ignore[method-assign]
+        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
+        self.pause_reading = transport.pause_reading  # type: ignore[method-assign]
+        self.resume_reading = transport.resume_reading  # type: ignore[method-assign]
+        self.can_write_eof = transport.can_write_eof  # type: ignore[method-assign]
+        self.write_eof = transport.write_eof  # type: ignore[method-assign]
+        self.set_protocol = transport.set_protocol  # type: ignore[method-assign]
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write to the file while there is one, else to the connection."""
+        (self._transport if self.file is None else self.file).write(data)  # type: ignore[arg-type]
+
+    def is_closing(self) -> bool:
+        """Say whether close() was called, or the connection is lost."""
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection once all is sent."""
+        self._is_closing = True
+        if self.file is None:
+            self._transport.close()
+        else:
+            self.file.when_sent(self._on_sent)
+
+    def get_write_buffer_size(self) -> int:
+        """Count the bytes that wait for the client."""
+        unsent = 0 if self.file is None else self.file.num_unsent
+        return unsent + self._transport.get_write_buffer_size()
+
+    def end_file(self) -> None:
+        """Leave the file; close the connection if that has been asked for."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        if self._is_closing:
+            self._transport.close()
