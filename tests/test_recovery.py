@@ -207,19 +207,18 @@ def unfinished(daemon):
 def test_a_daemon_killed_under_load_comes_back_and_its_clients_wait(
     start_daemon, tiny_llama, tmp_path
 ):
-    """Its workers go, even those that stand still, and what it cut gets rows from the next."""
+    """Its workers go, even those that stand still, and the next daemon continues what it had."""
     path, keys = make_keys(tmp_path, laptop="user")
     options = ("--kv-memory", "1MiB", *ARMS["shm"], "--listen", "127.0.0.1:0", "--api-keys")
     first = start_daemon(*options, str(path), model=tiny_llama).wait_ready()
     killed, url = first.pid, first.tcp_url
     pids = [w["pid"] for w in first.state()["workers"]]
     assert len(pids) == 2
-    body = {"max_tokens": 600, "ignore_eos": True}  # so long that none ends before it is cut
+    body = {"max_tokens": 600, "ignore_eos": True}  # so long that none ends before it dies
 
     def ask(number):
         fields = {**body, "stream": bool(number % 2), "prompt": [number] * 3}
-        with contextlib.suppress(httpx.HTTPError):
-            first.http.post("/v1/completions", json=fields)
+        return first.http.post("/v1/completions", json=fields, timeout=240)
 
     with ThreadPoolExecutor(24) as pool:
         asked = [pool.submit(ask, number) for number in range(24)]
@@ -240,7 +239,7 @@ def test_a_daemon_killed_under_load_comes_back_and_its_clients_wait(
         assert first.complete("again", max_tokens=2)["usage"]["completion_tokens"] == 2
         assert on_tcp.result().json()["usage"]["completion_tokens"] == 2
         first.wait_for(lambda: not any(is_alive(pid) for pid in pids))
-        assert all(each.exception() is None for each in asked)
+        assert [each.result().status_code for each in asked] == [200] * 24
     second = first.wait_ready()
     assert second.pid != killed
     assert UnixAddress(second.socket).listener_pid() == second.pid  # `penstock stop` relies on it
@@ -248,11 +247,9 @@ def test_a_daemon_killed_under_load_comes_back_and_its_clients_wait(
     assert live
     assert known <= set(rows)
     for rid in live:
-        assert rows[rid]["finish_reason"] == "error"
-        assert "daemon ended" in rows[rid]["error"]
+        assert rows[rid]["finish_reason"] == "length"
     told = [e["message"] for e in second.state()["events"] if e["code"] == "daemon.died"]
     assert len(told) == 1
-    assert f"; {len(live)} requests were cut short" in told[0]
     assert second.stop() == 0
     assert not second.socket.exists()
     assert sorted(each.name for each in (first.folder / "state").glob("requests*")) == [
