@@ -28,6 +28,7 @@ from appliance.configuration import paths
 from appliance.configuration.address import TcpAddress
 from appliance.configuration.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.configuration.folders import check_directories, prepare_directories
+from appliance.disk_reads import SILENT_S, read_in_thread
 from appliance.doctor.stacks import wait_for_signal
 from appliance.fleet.boot import (
     BootPlan,
@@ -56,23 +57,16 @@ from appliance.http.listeners import (
 from appliance.http.server import ApiServer
 from appliance.keeper import RESTART_STATUS, check_next
 from appliance.keeper_channel import close_channel, has_keeper, notify, notify_watchdog
-from appliance.loading import Fetching, Swapping
+from appliance.loading import Fetching
 from appliance.log.retention import RetentionLimits
 from appliance.log.writer import RequestLog
+from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.measuring import LOOK_S, Measuring
 from appliance.models.names import HubName
-from appliance.process import (
-    SILENT_S,
-    Formatter,
-    forbid_core_dumps,
-    has_terminal,
-    own_command,
-    raise_limit,
-    read_in_thread,
-    standing_threads,
-)
+from appliance.process import forbid_core_dumps, raise_limit, standing_threads
 from appliance.residents import LoadedModel, Residents
 from appliance.service import Service
+from appliance.swapping import Swapping
 from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.cache.blocks import Ledger

@@ -29,7 +29,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-from appliance import process
+from appliance import log_lines
 from engine.errors import ConfigError
 
 MAX_FAILED = 5
@@ -86,7 +86,9 @@ def check_next(command: list[str]) -> None:
     )
     if checked.returncode:
         found = checked.stderr.decode(errors="replace").partition("\n")[0]
-        raise ConfigError("a new daemon would not start", where=found.removeprefix(process.PREFIX))
+        raise ConfigError(
+            "a new daemon would not start", where=found.removeprefix(log_lines.PREFIX)
+        )
 
 
 class _Keeper:
@@ -268,7 +270,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _tell(text: str) -> None:
-    line = process.lines(text, logging.ERROR, to_journal=process.is_journal())
+    line = log_lines.lines(text, logging.ERROR, to_journal=log_lines.is_journal())
     os.write(2, f"{line}\n".encode())
 
 

@@ -21,6 +21,7 @@ from appliance.api.appliance import Readings
 from appliance.closed_requests import ClosedRequests
 from appliance.configuration.config import ServeConfig
 from appliance.devices.machine import Devices
+from appliance.disk_reads import read_in_thread
 from appliance.fleet.boot import BootPlan, model_info
 from appliance.fleet.cache_identity import make_hasher
 from appliance.fleet.kv_caches import KvCaches
@@ -33,7 +34,6 @@ from appliance.log.query import UsageQuery
 from appliance.log.row import LogRow, frame_of_row
 from appliance.log.writer import RequestLog
 from appliance.measuring import Measuring
-from appliance.process import read_in_thread
 from appliance.request import (
     CLIENT_CLOSED_REQUEST,
     FAILED,

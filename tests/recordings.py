@@ -13,8 +13,9 @@ import pytest
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import gauges
 from appliance.log.query import Span, log_time
+from appliance.log.recording_copy import write_recording
 from appliance.log.row import LogRow
-from appliance.log.writer import RequestLog, write_recording
+from appliance.log.writer import RequestLog
 from tests.appliance.logs import row, start
 from tests.tui import frames
 

@@ -36,10 +36,10 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, Records, Release
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob
+from engine.workers.grammars import Grammars
 from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 from engine.workers.runner import Runner
 from engine.workers.speculation import Speculation
-from engine.workers.worker_request import Grammars
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
 from tests.gguf_files import write_gguf

@@ -1,6 +1,5 @@
 """Clients leave and workers die by SIGKILL in every phase; nobody else notices."""
 
-import contextlib
 import os
 import shutil
 import signal

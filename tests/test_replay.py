@@ -14,7 +14,7 @@ import pytest
 
 from appliance.frame.protocol import PHASES, Frame
 from appliance.log.query import Span
-from appliance.log.writer import write_recording
+from appliance.log.recording_copy import write_recording
 from tests.appliance.cli_process import penstock
 from tests.daemons import Daemon
 from tests.recordings import assert_same

@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -70,7 +71,9 @@ class Turns:
             self._num_free -= 1
         else:
             await self._turn(http)
-        job = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
+        job = asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(copy_context().run, work)
+        )
         job.add_done_callback(lambda _: self._pass_on())
         # A thread cannot be stopped: its turn is not over when its client leaves.
         return await asyncio.shield(job)

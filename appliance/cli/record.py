@@ -61,7 +61,9 @@ def _download(client: Client, query: dict[str, str], target: Path) -> None:
 
 def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
     from appliance.log.query import span_query
-    from appliance.log.writer import write_recording  # 70 ms that only a missing daemon costs
+    from appliance.log.recording_copy import (
+        write_recording,  # 70 ms that only a missing daemon costs
+    )
 
     try:
         target.write_bytes(b"")

@@ -195,15 +195,15 @@ def report(error: PenstockError) -> int:
     """Print an error and its hint, or several; return the exit code."""
     import logging  # most verbs have nothing to report
 
-    from appliance import process
+    from appliance import log_lines
 
-    to_journal, hints = process.is_journal(), ""
+    to_journal, hints = log_lines.is_journal(), ""
     for each in error.errors if isinstance(error, SeveralWrong) else (error,):
-        note(process.lines(printable(each), logging.ERROR, to_journal=to_journal))
+        note(log_lines.lines(printable(each), logging.ERROR, to_journal=to_journal))
         if each.hint:
             hints += (hint := f"hint: {printable(each.hint)}")
-            note(process.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
-    if "penstock " in hints and (command := process.own_command()) != "penstock":
+            note(log_lines.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
+    if "penstock " in hints and (command := log_lines.own_command()) != "penstock":
         note(f"hint: penstock is not on PATH; type {printable(command)}")
     return error.exit_code
 

@@ -32,7 +32,7 @@ from appliance.doctor.stacks import stacks
 from appliance.http.api_keys import KEY_PREFIX
 from appliance.log.query import EventQuery, RowQuery, Span, log_time
 from appliance.log.reader import read_events, read_rows
-from appliance.log.writer import write_recording
+from appliance.log.recording_copy import write_recording
 from engine.errors import FileError, PenstockError
 
 NUM_EVENTS = 1000

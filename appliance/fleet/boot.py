@@ -51,8 +51,8 @@ from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import AlreadyRunning, ConfigError, refuse
 from engine.kernels.attention_backends import this_machine
-from engine.offload.arena import num_slots_for
 from engine.offload.cache_memory import CacheMemory
+from engine.offload.staged_disk import num_slots_for
 from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
 from engine.schedule.step_times import place_of

@@ -23,8 +23,9 @@ from engine.cache.hashes import PrefixHasher
 from engine.cache.topology import DRAM
 from engine.offload.arena import CacheArena, WorkerCopies
 from engine.offload.cache_memory import CacheMemory
+from engine.offload.copy_deadlines import Context, CopyDeadlines
 from engine.offload.index import SlabIndex
-from engine.offload.jobs import Context, CopyDeadlines, Job
+from engine.offload.jobs import Job
 from engine.offload.load_costs import Costs
 from engine.offload.tier import Tier
 from engine.schedule.router import Router

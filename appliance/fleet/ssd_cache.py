@@ -21,21 +21,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
+from appliance.disk_reads import read_in_thread
 from appliance.fleet.boot import NO_PREFIX_CACHE, BootPlan, CacheForecast
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame
-from appliance.process import read_in_thread
 from engine.cache.hashes import PrefixHasher
 from engine.cache.topology import DRAM, SSD
 from engine.errors import PenstockError
-from engine.offload.arena import StagedDisk, WorkerCopies
+from engine.offload.arena import WorkerCopies
+from engine.offload.copy_deadlines import Context, CopyDeadlines
 from engine.offload.disk import Disk, probe
 from engine.offload.files import BusyError, ModelShare, SlabContents, slab_bytes
 from engine.offload.index import SlabIndex
-from engine.offload.jobs import Context, CopyDeadlines, Job
+from engine.offload.jobs import Job
 from engine.offload.load_costs import Costs
 from engine.offload.slab_files import RESERVE_BYTES, Reclaimed, Slabs, full_text
+from engine.offload.staged_disk import StagedDisk
 from engine.offload.tier import Tier
 from engine.profile.facts import DISK_BYTES_PER_S, FactKey
 from engine.schedule.router import Router

@@ -63,7 +63,7 @@ class LeftReply:
             return
         self.journal.ping_at(position)
         os.pwrite(self.fd, ping, position)
-        with contextlib.suppress(OSError):  # who does not read is found out when it continues
+        with contextlib.suppress(OSError):  # a full socket is noticed when the reply continues
             num_unsent = position + len(ping) - os.lseek(self.fd, 0, os.SEEK_CUR)
             os.sendfile(self.client.fileno(), self.fd, None, num_unsent)
 

@@ -1,10 +1,12 @@
-"""Write the request log from one thread: rows, events, packed frames.
+"""Write the request log from one thread: a row per request, events, frames.
 
-Owns: the queue of unwritten rows, and the daemon's one connection that writes; the template that
-frames are packed against, renewed now and then.
-Invariant: an accepted request gets one row; a frame's template is written before it or with it;
-failed writes are retried, counted and reported.
-Never: blocks the daemon's loop; changes an existing row, except to complete its energy.
+Owns: the queue of unwritten rows, and the daemon's one connection that writes.
+Invariant: an accepted request gets one row; only the writer thread uses the connection once the run
+has started; lost rows and frames are counted in `rows_lost` and `frames_lost`; a file that was
+deleted is made again with the next row; a damaged one is kept under another name, and a new one
+made.
+Never: blocks the caller of record(), event() or frame(); changes an existing row, except to
+complete its energy; stores prompt text unless asked to; ends the daemon because a disk is full.
 """
 
 from __future__ import annotations
@@ -14,23 +16,18 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, TypeVar
 
 from appliance.frame.protocol import MAX_FRAME_EVENTS, EventFrame, Frame, utc_now
 from appliance.frame.recording import (
-    APPLICATION_ID,
-    RECORDING_VERSION,
-    FramePacker,
     gauges,
-    template_of,
 )
+from appliance.log.frame_rows import Recorder
 from appliance.log.log_file import abandon, file_id, open_log, remove_backups, set_aside
-from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery, log_time
+from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.reader import (
     SQLITE_ERRORS,
     DamagedLog,
@@ -39,8 +36,8 @@ from appliance.log.reader import (
     read_row,
     read_rows,
     read_usage,
-    reading,
 )
+from appliance.log.recording_copy import remove_unfinished, temporary_recording
 from appliance.log.retention import RetentionLimits, Upkeep
 from appliance.log.row import (
     Event,
@@ -55,136 +52,6 @@ from appliance.log.row import (
     update_energy,
 )
 from engine.errors import ConfigError, FileError, PenstockError, RequestError, Unavailable
-
-TEMPLATE_FRAMES = 600
-"""Maximum frames per template: ten minutes."""
-
-
-class Recorder:
-    """Write the frames of one run."""
-
-    def __init__(self) -> None:
-        self._packer: FramePacker | None = None
-        self._template_id = 0
-        self._state = ""
-        self._num_packed = 0
-
-    def reset(self) -> None:
-        """Start a new template with the next frame: the old one may not be in the file."""
-        self._packer = None
-
-    def insert(self, db: sqlite3.Connection, run_id: int, frames: Iterable[Frame]) -> None:
-        """Insert frames in their order; after an error, reset()."""
-        for frame in frames:
-            packer = self._packer_for(db, frame)
-            db.execute(
-                "INSERT OR IGNORE INTO frames VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    frame.at,
-                    run_id,
-                    frame.seq,
-                    round(frame.uptime_s * 1000),
-                    frame.version,
-                    self._template_id,
-                    packer.pack(frame),
-                ),
-            )
-
-    def _packer_for(self, db: sqlite3.Connection, frame: Frame) -> FramePacker:
-        # A frame of another state, such as loading, hardly resembles the following ones.
-        is_stale = self._num_packed == TEMPLATE_FRAMES or frame.state != self._state
-        if self._packer is None or is_stale:
-            template = template_of(frame)
-            inserted = db.execute("INSERT INTO frame_templates (frame) VALUES (?)", (template,))
-            self._packer = FramePacker(template)
-            self._template_id = inserted.lastrowid or 0
-            self._state = frame.state
-            self._num_packed = 0
-        self._num_packed += 1
-        return self._packer
-
-
-# A recording out of the log: frames of a span, and what it takes to show all that was then.
-#
-# Owns: which rows a recording has.
-# Invariant: a recording is one moment of the log, and complete or not there at all.
-# Never: takes the text of a prompt; writes to the log.
-
-
-_PREFIX = ".recording-"
-LONGEST_REQUEST = timedelta(days=1)
-"""Maximum age of requests to include that began before the span."""
-_NEVER = "9"
-"""A text after every time."""
-
-# Text of prompts is in a table of its own, which is not among these.
-_COPIES = (
-    "CREATE TABLE made.frames AS SELECT * FROM main.frames WHERE at >= :since AND at < :until",
-    "CREATE UNIQUE INDEX made.ix_frames ON frames(at, run_id, seq)",
-    "CREATE TABLE made.frame_templates AS SELECT * FROM main.frame_templates"
-    " WHERE template_id IN (SELECT template_id FROM made.frames)",
-    "CREATE TABLE made.requests AS SELECT * FROM main.requests"
-    " WHERE received_at >= :begun AND received_at < :until AND"
-    " julianday(received_at) + coalesce(t_finished_us, 0) / 86400e6 >= julianday(:since)",
-    "CREATE INDEX made.ix_requests ON requests(run_id, received_at)",
-    "CREATE TABLE made.events AS SELECT * FROM main.events WHERE at >= :since AND at < :until"
-    " UNION ALL SELECT * FROM (SELECT * FROM main.events WHERE at < :since"
-    f" ORDER BY at DESC LIMIT {MAX_FRAME_EVENTS})",
-    "CREATE INDEX made.ix_events ON events(run_id, at)",
-    "CREATE TABLE made.runs AS SELECT * FROM main.runs"
-    " WHERE run_id IN (SELECT run_id FROM made.frames)",
-)
-
-
-def write_recording(log_path: Path, target: Path, span: Span) -> None:
-    """Write a recording into an empty file.
-
-    Raises:
-        PenstockError: the log is missing, unreadable, or of a release that did not record.
-        RequestError: 404 `nothing_recorded`: it has no frames of that span.
-    """
-    until = span.until or _NEVER
-    with reading(log_path) as db:
-        # Also what is written by others meanwhile stays out: one transaction sees one moment.
-        db.execute("ATTACH ? AS made", (f"{target.absolute().as_uri()}?mode=rw",))
-        db.execute("PRAGMA made.journal_mode = OFF")
-        db.execute("PRAGMA made.synchronous = OFF")
-        db.execute(f"PRAGMA made.application_id = {APPLICATION_ID}")
-        db.execute(f"PRAGMA made.user_version = {RECORDING_VERSION}")
-        db.execute("BEGIN")
-        (since,) = db.execute(
-            "SELECT min(at) FROM frames WHERE at >= ? AND at < ?", (span.since or "", until)
-        ).fetchone()
-        if since is None:
-            raise RequestError(
-                "nothing was recorded in that time", code="nothing_recorded", status=404
-            )
-        begun = log_time(datetime.fromisoformat(since) - LONGEST_REQUEST)
-        for copy in _COPIES:
-            db.execute(copy, {"since": since, "until": until, "begun": begun})
-        db.execute("COMMIT")
-
-
-def remove_unfinished(log_path: Path) -> None:
-    """Remove unfinished recordings of a daemon that was killed."""
-    for left in log_path.parent.glob(f"{_PREFIX}*"):
-        left.unlink(missing_ok=True)
-
-
-def temporary_recording(log_path: Path, span: Span) -> IO[bytes]:
-    """Open a recording as a file that vanishes when closed; raises as write_recording()."""
-    with NamedTemporaryFile(prefix=_PREFIX, dir=log_path.parent) as made:
-        write_recording(log_path, Path(made.name), span)
-        return open(made.name, "rb")
-
-
-# The request log: one SQLite row per request, one thread that writes them.
-# Invariant: only the writer thread uses the connection once the run has started; what could not be
-# kept is counted in `rows_lost` and `frames_lost`; a file deleted under the daemon is made again
-# with the next row; one that is damaged is kept under another name, and a new one made.
-# Never: blocks the caller of record(), event() or frame(); stores prompt text unless asked to; ends
-# the daemon because a disk is full.
-
 
 _LOG = logging.getLogger("penstock.request_log")
 

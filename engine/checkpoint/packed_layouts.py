@@ -97,11 +97,6 @@ def panels_shape(form: str, num_rows: int, depth: int) -> tuple[int, int]:
     return -(-num_rows // PANEL_ROWS), PANEL_ROWS * FORMS[form].row_bytes(depth)
 
 
-# The layout of matrices that are packed in pairs, as engine/kernels/pairs.h has it.
-# Invariant: the C files have the same numbers; a test packs and looks.
-# Never: touches data.
-
-
 TILE_DEPTH = 32
 """Values of a row in a tile of a matrix unit; packed rows are whole tiles."""
 

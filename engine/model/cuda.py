@@ -22,7 +22,7 @@ from engine.model.layers import gated, split_gates
 from engine.model.library_attention import PagedAttention
 from engine.model.paged_step import PagedStep, paged_step
 from engine.model.triton_attention import attend_several, attend_single
-from engine.model.triton_ops import sample_rows
+from engine.model.triton_sampling import sample_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from engine.cache.blocks import BlockPool
 from engine.cache.hashes import Hash, PrefixChain, border_of, record_hashes
+from engine.offload.copy_deadlines import Context
 from engine.offload.index import LOW_WATERMARK, IndexEntry
-from engine.offload.jobs import Context, CopyJob, GrowJob, SweepJob
+from engine.offload.jobs import CopyJob, GrowJob, SweepJob
 from engine.offload.load_costs import Costs
 from engine.wire.messages import Copy
 

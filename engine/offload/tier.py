@@ -1,4 +1,4 @@
-"""Present stores of blocks below the pools as tiers, the fastest first.
+"""Present a store of blocks below the pools as a tier.
 
 A block that is used a second time is stored; a queued prompt waits for stored blocks if loading
 beats computing. SSD and DRAM differ only by their store. After three misses in a row, deadlines or
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 
 from engine.cache.hashes import Hash
+from engine.offload.copy_deadlines import Context, Counts
 from engine.offload.index import SlabIndex
-from engine.offload.jobs import Context, CopyJob, Counts, GrowJob, Job, ProbeJob, SweepJob
+from engine.offload.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.offload.load_costs import Costs
-from engine.offload.loads import Loads, PredictMs, Restored, Stores, WantedBlocks, joined
+from engine.offload.loads import Loads, PredictMs, Restored, Stores, WantedBlocks
 
 MAX_MISSES = 3
 MAX_DECLINED = 8
@@ -287,61 +287,3 @@ class Tier:
             self._stores.refused(job.error)
         else:
             self._stores.looked(self._max_places, job.limit)
-
-
-# All tiers below the pools of one router, the fastest first.
-# Invariant: a prompt waits for one tier at a time; a victim's blocks go to the first that takes
-# them.
-# Never: knows what a tier is made of.
-
-
-class OffloadTiers:
-    """None, one or several; they come and go while prompts are served."""
-
-    def __init__(self) -> None:
-        self.each: list[Tier] = []
-        self.numbers = count(1)
-        """Numbers of their copies."""
-
-    def __bool__(self) -> bool:
-        return bool(self.each)
-
-    def loading(self, seq_id: int) -> Tier | None:
-        """Return the tier that a sequence waits for."""
-        return next((tier for tier in self.each if tier.is_loading(seq_id)), None)
-
-    def has_decided(self, seq_id: int) -> bool:
-        """Say whether all tiers have decided a queued sequence, or it waits for one."""
-        if self.loading(seq_id) is not None:
-            return True
-        return all(tier.has_decided(seq_id) for tier in self.each)
-
-    def decide(self, wanted: WantedBlocks) -> None:
-        """Load blocks of a queued prompt from the first tier where it is worth it."""
-        for tier in self.each:
-            if not tier.has_decided(wanted.seq_id):
-                tier.decide(wanted)
-                if tier.is_loading(wanted.seq_id):
-                    return
-
-    def forget(self, seq_id: int) -> Restored | None:
-        """End the waits of an admitted or ended sequence; return the outcome."""
-        found: Restored | None = None
-        for tier in self.each:
-            found = joined(found, tier.forget(seq_id))
-        return found
-
-    def placed(self, found: list[Hash], missing: list[Hash]) -> None:
-        """Call Tier.placed() of every tier."""
-        for tier in self.each:
-            tier.placed(found, missing)
-
-    def preempted(self, pool: str, hashes: list[Hash], num_tokens: int) -> None:
-        for tier in self.each:
-            if tier.preempted(pool, hashes, num_tokens):
-                return
-
-    def computed(self, hashes: list[Hash]) -> None:
-        """Call Tier.computed() of every tier."""
-        for tier in self.each:
-            tier.computed(hashes)

@@ -23,7 +23,7 @@ from engine.cache.hashes import Hash
 from engine.cache.topology import PREFILL, Topology
 from engine.cache.window_blocks import Span
 from engine.offload.loads import WantedBlocks
-from engine.offload.tier import OffloadTiers
+from engine.offload.offload_tiers import OffloadTiers
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.prefix_copies import PrefixCopies, PrefixLookup, longest
 from engine.schedule.prefix_misses import CacheMiss, PrefixMisses

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from engine.model.transformer import Transformer
     from engine.model.weight import Weight
     from engine.workers.affinity import NodeMemory
+    from engine.workers.grammars import Grammars
     from engine.workers.speculation import Speculation
-    from engine.workers.worker_request import Grammars
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -168,7 +168,7 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
     """Compile grammars for a model's tokenizer, loaded with the first grammar."""
     from engine.text.grammar import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
-    from engine.workers.worker_request import Grammars
+    from engine.workers.grammars import Grammars
 
     folder, config = checkpoint.folder, checkpoint.config
     size, ends = config.vocab_size, config.eos_token_ids

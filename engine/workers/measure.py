@@ -40,11 +40,12 @@ from engine.units import size_text
 from engine.wire.sampling import SamplingParams
 from engine.workers.copying import copy_blocks
 from engine.workers.device import CudaDevice, Device
+from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.kernel_cases import SEQUENCES, SMALL_SEQUENCES, KernelFixture
 from engine.workers.runner import Runner
 from engine.workers.weight_streaming import arena_views
-from engine.workers.worker_request import Grammars, WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -50,6 +50,7 @@ from engine.workers.gpu_sizes import (
     num_blocks_that_fit,
     step_tokens,
 )
+from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs
 from engine.workers.kv_pool import map_pool
 from engine.workers.runner import Runner
@@ -60,7 +61,6 @@ from engine.workers.weight_streaming import (
     stream_arena,
     stream_weights,
 )
-from engine.workers.worker_request import Grammars
 
 _SEAL_BYTES = 16
 SLOW_ATTENTION = "attention by torch, many times slower than by kernels: run penstock doctor"

@@ -27,8 +27,9 @@ from engine.model.transformer import StepBatch, Transformer
 from engine.text.grammar import GrammarError
 from engine.wire.sampling import TokenLogprob
 from engine.workers.device import Device
+from engine.workers.grammars import Grammars, Masks
 from engine.workers.graphs import DecodeGraphs
-from engine.workers.worker_request import Grammars, Masks, WorkerRequest, draws_of
+from engine.workers.worker_request import WorkerRequest, draws_of
 
 _NUMBERS_PATIENCE_S = 2.0
 _NUMBERS_PAUSE_S = 0.01

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance import daemon, process
+from appliance import daemon, disk_reads
 from appliance.configuration.config import ServeConfig
 from appliance.http.listeners import PassedSockets
 from appliance.log.writer import RequestLog
@@ -25,7 +25,7 @@ def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:
 @pytest.mark.parametrize("is_first", [True, False], ids=["served first", "of a table"])
 def test_a_start_gives_up_a_disk_that_hangs_and_names_the_model(tmp_path, monkeypatch, is_first):
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
-        monkeypatch.setattr(process, name, value)
+        monkeypatch.setattr(disk_reads, name, value)
     folder = tmp_path / "model"
     folder.mkdir()
     os.mkfifo(folder / "config.json")  # which nobody writes: whoever opens it to read waits

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance import loading, process
+from appliance import disk_reads
+from appliance import swapping as swapping_module
 from appliance.api.appliance import Appliance
 from appliance.configuration.config import ServeConfig
-from appliance.loading import Fetching, Swapping
+from appliance.loading import Fetching
 from appliance.models.names import HubName
+from appliance.swapping import Swapping
 from engine.errors import ConfigError, PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.model_folder import make_model
@@ -104,7 +106,7 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
             raise PenstockError("its worker died")
 
     service.change_model = change_model
-    monkeypatch.setattr(loading, "BACK_AFTER_S", (0,))
+    monkeypatch.setattr(swapping_module, "BACK_AFTER_S", (0,))
     monkeypatch.setattr(Swapping, "_plan", lambda self, name: name)
     swapping = swapping_of(a, service, start=lambda _: (None, None), stop=stop, load=load)
     first, swap = service.tokenizer, await swapping._prepare("b")
@@ -130,16 +132,17 @@ async def test_files_that_cannot_be_read_are_an_event_of_their_model(tmp_path):
 
 async def test_a_folder_that_still_hangs_gets_no_second_reader(tmp_path, monkeypatch):
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.1)):
-        monkeypatch.setattr(process, name, value)
+        monkeypatch.setattr(disk_reads, name, value)
     a, service, events = two_models(tmp_path)
     swapping = swapping_of(a, service)
-    answers, readers = threading.Event(), []
+    answers, ended, readers = threading.Event(), threading.Event(), []
 
     def hang(config):
-        readers.append(threading.current_thread())
+        readers.append(config)
         answers.wait()
+        ended.set()
 
-    monkeypatch.setattr(loading, "check_files", hang)
+    monkeypatch.setattr(swapping_module, "check_files", hang)
     with pytest.raises(PenstockError, match="does not answer for"):
         await swapping._prepare("b")
     with pytest.raises(PenstockError, match="earlier reader"):
@@ -147,6 +150,6 @@ async def test_a_folder_that_still_hangs_gets_no_second_reader(tmp_path, monkeyp
     assert len(readers) == 1
     assert [code for code, _ in events].count("model.swap_failed") == 2
     answers.set()
-    await asyncio.to_thread(readers[0].join)
+    await asyncio.to_thread(ended.wait, 60)
     await swapping._prepare("b")
     assert len(readers) == 2

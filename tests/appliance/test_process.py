@@ -17,8 +17,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from appliance import process
-from appliance.process import NUM_APART, OWN_PAGES_BYTES, is_journal, lines, max_connections
+from appliance import disk_reads, log_lines, process
+from appliance.log_lines import is_journal, lines
+from appliance.process import NUM_APART, OWN_PAGES_BYTES, max_connections
 from engine.errors import PenstockError
 
 CHURN = """
@@ -89,7 +90,7 @@ def test_a_program_off_the_path_is_named_by_its_own(tmp_path, monkeypatch, is_on
     program.touch(0o755)
     monkeypatch.setattr("sys.argv", [str(program), "serve"])
     monkeypatch.setenv("PATH", str(tmp_path if is_on_path else tmp_path / "other"))
-    assert process.own_command() == ("penstock" if is_on_path else str(program))
+    assert log_lines.own_command() == ("penstock" if is_on_path else str(program))
 
 
 def test_the_journal_is_known_by_its_stream(tmp_path):
@@ -120,7 +121,7 @@ def test_people_read_whose_line_it_is():
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Set, it ends the hang of whoever reads it; patience is for some looks."""
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
-        monkeypatch.setattr(process, name, value)
+        monkeypatch.setattr(disk_reads, name, value)
     event = threading.Event()
     yield event
     event.set()
@@ -131,7 +132,7 @@ def test_what_a_disk_yields_or_refuses_comes_from_its_thread(tmp_path: Path) -> 
 
     def read(name: str) -> str:
         return asyncio.run(
-            process.read_in_thread("it", (tmp_path / name).read_text, lambda _: None)
+            disk_reads.read_in_thread("it", (tmp_path / name).read_text, lambda _: None)
         )
 
     assert read("x") == "y"
@@ -142,7 +143,7 @@ def test_what_a_disk_yields_or_refuses_comes_from_its_thread(tmp_path: Path) -> 
 def test_a_disk_that_hangs_is_told_of_once_and_left_behind(hanging: threading.Event) -> None:
     told: list[str] = []
     late = SimpleQueue[bool]()
-    reading = process.read_in_thread("the folder /x", hanging.wait, told.append, late.put)
+    reading = disk_reads.read_in_thread("the folder /x", hanging.wait, told.append, late.put)
     with pytest.raises(PenstockError, match=r"/x .*0\.2 s"):
         asyncio.run(reading)
     assert [("/x" in one, "0.05 s" in one, "0.2 s" in one) for one in told] == [(True, True, True)]
@@ -155,9 +156,9 @@ def test_a_disk_that_hangs_is_told_of_once_and_left_behind(hanging: threading.Ev
 def test_a_read_whose_thread_has_no_memory_to_begin_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "start_new_thread", lambda *_: None)
+    monkeypatch.setattr(disk_reads, "start_new_thread", lambda *_: None)
     with pytest.raises(PenstockError, match="does not answer"):
-        asyncio.run(process.read_in_thread("the folder /x", list, lambda _: None))
+        asyncio.run(disk_reads.read_in_thread("the folder /x", list, lambda _: None))
 
 
 def test_standing_threads_work_where_no_other_can_be_started(
@@ -177,7 +178,7 @@ def test_nobody_who_stops_waits_for_a_disk(hanging: threading.Event) -> None:
     late = SimpleQueue[bool]()
 
     async def read() -> None:
-        reading = process.read_in_thread("it", hanging.wait, lambda _: None, late.put)
+        reading = disk_reads.read_in_thread("it", hanging.wait, lambda _: None, late.put)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reading, 0.02)
 
@@ -197,15 +198,15 @@ def test_a_slow_disk_is_waited_for_as_long_as_its_thread_computes(
             hanging.set()
         return float(look)
 
-    monkeypatch.setattr(process, "_used_s", used_s)
-    assert asyncio.run(process.read_in_thread("it", hanging.wait, pytest.fail))
+    monkeypatch.setattr(disk_reads, "_used_s", used_s)
+    assert asyncio.run(disk_reads.read_in_thread("it", hanging.wait, pytest.fail))
     assert next(looks) > 100
 
 
 def test_the_clock_of_a_thread_tells_what_it_has_used() -> None:
     clocks = [time.pthread_getcpuclockid(threading.get_ident())]
-    before_s = process._used_s(clocks)
+    before_s = disk_reads._used_s(clocks)
     assert before_s is not None
     sum(range(100_000))
-    assert process._used_s(clocks) > before_s
-    assert process._used_s([]) is None
+    assert disk_reads._used_s(clocks) > before_s
+    assert disk_reads._used_s([]) is None

@@ -19,14 +19,14 @@ from triton import knobs
 
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.packed_layouts import CPU_FORMS, FORMS, panels_shape
-from engine.model import triton_attention, triton_delta, triton_linear, triton_ops
+from engine.model import triton_attention, triton_delta, triton_linear, triton_ops, triton_sampling
 from engine.model.attention import several_queries_tiling, single_query_tiling
 from engine.model.delta_inputs import DeltaConstants, DeltaInputs
 from engine.model.paged_step import PagedStep
 from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_delta import gated_delta
-from engine.model.triton_ops import sample_rows
+from engine.model.triton_sampling import sample_rows
 from engine.model.weight import Weight
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
@@ -197,8 +197,8 @@ FUNCTIONS = {
     "norm": triton_ops._norm_kernel,
     "gated": triton_ops._gated_kernel,
     "place": triton_ops._place_kernel,
-    "sample": triton_ops._sample_kernel,
-    "greedy": triton_ops._sample_kernel,
+    "sample": triton_sampling._sample_kernel,
+    "greedy": triton_sampling._sample_kernel,
     "convolve": triton_delta._convolve_kernel,
     "recur": triton_delta._recur_kernel,
     "gate": triton_delta._gate_kernel,

@@ -10,7 +10,7 @@ from engine.model.backend import TorchBackend
 from engine.model.paged_step import paged_step
 from engine.model.sampler import NO_DRAW, draw_of, sample
 from engine.model.triton_attention import attend_several, attend_single
-from engine.model.triton_ops import sample_rows
+from engine.model.triton_sampling import sample_rows
 from engine.wire.sampling import SamplingParams
 from tests.engine.references import reference_attention
 

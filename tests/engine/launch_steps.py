@@ -17,9 +17,10 @@ from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.wire.sampling import SamplingParams
+from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
-from engine.workers.worker_request import Grammars, WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS, NUM_STEPS = 16, 1024, 64, 60

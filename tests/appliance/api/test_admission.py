@@ -94,7 +94,7 @@ class Client:
     def __init__(self, name: str) -> None:
         self._gone = asyncio.Event()
         scope = {"type": "http", "headers": []}
-        Arrival(_write_part, Peer(key=name)).keep(scope)
+        Arrival(_write_part, Peer(key=name)).put_into(scope)
         self.http = Request(scope, self._receive)
 
     def hang_up(self) -> None:

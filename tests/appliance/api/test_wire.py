@@ -18,7 +18,7 @@ async def write_part(part: bytes) -> None:
 def test_a_request_finds_what_was_kept_for_it():
     scope = {"type": "http", "headers": []}
     arrival = Arrival(write_part, Peer(key="ann"))
-    arrival.keep(scope)
+    arrival.put_into(scope)
     assert arrival_of(Request(scope)) is arrival
     assert arrival.is_known()
 

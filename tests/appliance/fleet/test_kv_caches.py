@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance import process
+from appliance import disk_reads
 from appliance.configuration.config import ServeConfig
 from appliance.fleet import ssd_cache
 from appliance.fleet.placement import Placement
@@ -186,7 +186,7 @@ async def test_without_memory_for_its_threads_the_cache_is_done_without(tmp_path
 
 async def test_a_disk_that_hangs_while_it_is_opened_is_done_without(tmp_path, monkeypatch):
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
-        monkeypatch.setattr(process, name, value)
+        monkeypatch.setattr(disk_reads, name, value)
     hangs, seen = threading.Event(), {}
     open_slabs = ssd_cache.Slabs.open
     monkeypatch.setattr(ssd_cache.Slabs, "open", lambda slabs: [open_slabs(slabs), hangs.wait()][0])

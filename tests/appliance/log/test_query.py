@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from appliance.frame.protocol import utc_now
 from appliance.frame.recording import TABLES, open_recording
 from appliance.log import query as log_query
+from appliance.log import reader
 from appliance.log.query import (
     STAGES,
     EventQuery,
@@ -29,7 +30,7 @@ from appliance.log.query import (
     usage_query,
 )
 from appliance.log.reader import read_events, read_row, read_rows, read_usage
-from appliance.log.writer import temporary_recording, write_recording
+from appliance.log.recording_copy import temporary_recording, write_recording
 from appliance.request import Peer
 from engine.errors import PenstockError, RequestError
 from tests.appliance.logs import query, rids, row, start, write
@@ -334,7 +335,7 @@ def test_joules_are_summed_over_the_requests_that_have_them(tmp_path: Path) -> N
     [
         ("SELECT * FROM v_requests WHERE user = ? ORDER BY received_at DESC, id DESC", "user"),
         (
-            f"SELECT * FROM v_requests WHERE ({log_query._FAILED}) AND received_at >= ?"
+            f"SELECT * FROM v_requests WHERE ({reader._FAILED}) AND received_at >= ?"
             " ORDER BY received_at DESC, id DESC",
             "failed",
         ),
@@ -352,8 +353,8 @@ def test_queries_walk_an_index_and_sort_nothing(path: Path, sql: str, index: str
 
 
 def test_a_query_that_takes_too_long_is_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_query, "MAX_QUERY_S", -1.0)
-    monkeypatch.setattr(log_query, "_STEPS_BETWEEN_LOOKS_AT_THE_CLOCK", 1)
+    monkeypatch.setattr(reader, "MAX_QUERY_S", -1.0)
+    monkeypatch.setattr(reader, "_STEPS_BETWEEN_LOOKS_AT_THE_CLOCK", 1)
     with pytest.raises(PenstockError, match="interrupted") as caught:
         read_usage(path, UsageQuery())
     assert "since" in caught.value.hint

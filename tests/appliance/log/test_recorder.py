@@ -14,11 +14,12 @@ from sqlite_utils import Database
 
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker
-from appliance.log import writer
+from appliance.log import frame_rows, writer
 from appliance.log.log_file import open_log
 from appliance.log.query import Span
+from appliance.log.recording_copy import write_recording
 from appliance.log.retention import KEEP_FRAMES, Pruned, RetentionLimits, estimate, prune_steps
-from appliance.log.writer import RequestLog, write_recording
+from appliance.log.writer import RequestLog
 from engine.errors import PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, row, start
@@ -78,7 +79,7 @@ def test_frames_wait_for_each_other_and_rows_take_them_along(path: Path) -> None
 
 
 def test_templates_are_renewed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "TEMPLATE_FRAMES", 3)
+    monkeypatch.setattr(frame_rows, "TEMPLATE_FRAMES", 3)
     assert write_log(path, [frame_at(second) for second in range(8)]).close()
     assert query(path, "SELECT template_id, count(*) FROM frames GROUP BY 1") == [
         (1, 3), (2, 3), (3, 2),

@@ -5,8 +5,9 @@ from collections import deque
 from engine.cache.blocks import BlockPool, Ledger
 from engine.cache.hashes import PrefixHasher
 from engine.cache.topology import SSD
+from engine.offload.copy_deadlines import Context
 from engine.offload.index import SlabIndex
-from engine.offload.jobs import Context, CopyJob, GrowJob, ProbeJob, SweepJob
+from engine.offload.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.offload.load_costs import Costs
 from engine.offload.loads import WantedBlocks
 from engine.offload.records import SlabHead

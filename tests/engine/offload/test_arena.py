@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.topology import DRAM, SSD
-from engine.offload.arena import CacheArena, StagedDisk, WorkerCopies, num_slots_for
+from engine.offload.arena import CacheArena, WorkerCopies
 from engine.offload.cache_memory import CacheMemory
+from engine.offload.copy_deadlines import CopyDeadlines
 from engine.offload.index import IndexEntry, RecordPlace
-from engine.offload.jobs import CopyDeadlines, CopyJob, GrowJob, ProbeJob, SweepJob
+from engine.offload.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
 from engine.offload.loads import JOB_BYTES, URGENT_BYTES
 from engine.offload.records import SlabHead
+from engine.offload.staged_disk import StagedDisk, num_slots_for
 from engine.wire.messages import Copied, Copy
 from tests.engine.offload.tiered_world import (
     ARMS,

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.cache.blocks import BlockState
-from engine.offload.jobs import CopyDeadlines
+from engine.offload.copy_deadlines import CopyDeadlines
 from engine.offload.load_costs import DEADLINE_RATIO, OVERHEAD_MS, Costs
 from engine.offload.loads import LOOK_S, PAUSE_S, STORED_AT_ONCE
 from engine.offload.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S

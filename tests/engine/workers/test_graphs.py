@@ -21,10 +21,11 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, Release
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
+from engine.workers.grammars import Grammars
 from engine.workers.graphs import BATCH_SIZES, DecodeGraphs, bucket_of
 from engine.workers.runner import Runner
 from engine.workers.speculation import Speculation
-from engine.workers.worker_request import Grammars, WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness

@@ -18,9 +18,9 @@ from engine.schedule.sequence import FinishReason, Sequence, Stamps
 from engine.wire.messages import Copied
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
+from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.runner import Runner
-from engine.workers.worker_request import Grammars
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness

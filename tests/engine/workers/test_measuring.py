@@ -10,9 +10,9 @@ from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.wire.messages import MeasureSteps, StepShape
 from engine.workers import measuring
+from engine.workers.grammars import Grammars
 from engine.workers.measuring import MAX_HALF_MS, StepMeasuring
 from engine.workers.runner import Runner
-from engine.workers.worker_request import Grammars
 from tests.checkpoints import make_checkpoint
 
 PROMPT, DECODE = StepShape(1, 64, 0), StepShape(2, 1, 20)

@@ -32,11 +32,11 @@ from engine.wire.messages import (
 from engine.workers import weight_streaming
 from engine.workers.device import CudaDevice, Memory, check_allocator
 from engine.workers.gpu_sizes import MIN_STEP_TOKENS, num_blocks_that_fit, step_tokens
+from engine.workers.grammars import Grammars
 from engine.workers.kv_pool import block_shape
 from engine.workers.on_gpu import SLOW_ATTENTION, run_largest_steps
 from engine.workers.runner import Runner
 from engine.workers.weight_streaming import arena_views, stream_weights
-from engine.workers.worker_request import Grammars
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, no_grammars, start_alone

@@ -19,10 +19,10 @@ from engine.model.weights import load_weights
 from engine.wire.messages import Admit, PoolMade, Records
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
+from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.kv_pool import block_shape
 from engine.workers.runner import Runner
-from engine.workers.worker_request import Grammars
 from tests.accelerator import FakeDevice
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE as GPU_BLOCK_SIZE

@@ -28,8 +28,9 @@ from engine.wire.messages import Admit
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers import runner as runner_file
+from engine.workers.grammars import Grammars
 from engine.workers.runner import Runner
-from engine.workers.worker_request import Grammars, WorkerRequest
+from engine.workers.worker_request import WorkerRequest
 from tests.checkpoints import load_oracle
 from tests.engine.worker_harness import Harness
 

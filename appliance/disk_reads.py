@@ -1,0 +1,93 @@
+"""Read a disk that may hang (NFS, FUSE) in a thread of its own.
+
+Nothing can end a thread that waits in the kernel, so it is left behind and does not delay the exit.
+Even a slow read uses CPU time, so a thread without CPU time hangs; the total time has no limit.
+
+Owns: how long a read may be silent.
+Invariant: a hanging disk blocks neither the loop nor the exit.
+Never: ends a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from _thread import start_new_thread
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from engine.errors import PenstockError
+
+HANG_S = 30.0
+"""Time without CPU use after which a thread is left behind."""
+SILENT_S = 5.0
+"""Time without a result after which the user is told what is read."""
+_LOOK_S = 0.5
+
+T = TypeVar("T")
+
+
+async def read_in_thread(
+    what: str,
+    read: Callable[[], T],
+    tell: Callable[[str], None],
+    late: Callable[[T], None] = lambda _: None,
+) -> T:
+    """Read a disk in a thread while the loop runs.
+
+    Args:
+        what: names the data in a sentence: `the folder /x`.
+        read: called in a thread of its own.
+        tell: gets that sentence, once, after a while without a result.
+        late: called in the thread with a result that comes too late.
+
+    Raises:
+        PenstockError: the disk hangs, or whatever read() raises.
+    """
+    import asyncio  # each command that has an error to tell passes here, and few have a loop
+
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()
+    clocks: list[int] = []
+
+    def run() -> None:
+        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        try:
+            result = read()
+        except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    def is_late(ended: Future[T]) -> None:
+        if ended.exception() is None:
+            late(ended.result())
+
+    # a Thread's start() would wait, and this loop with it, for one that has no memory to begin
+    start_new_thread(run, ())
+    waiting = asyncio.wrap_future(outcome)
+    silent_s, used_s, has_told = 0.0, None, False
+    try:
+        while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
+            before_s, used_s = used_s, _used_s(clocks)
+            silent_s = silent_s + _LOOK_S if used_s == before_s else 0.0
+            if silent_s >= HANG_S:
+                hint = "see the kernel log, and what serves that file system"
+                raise PenstockError(f"{what} does not answer for {HANG_S:g} s", hint=hint)
+            if silent_s >= SILENT_S and not has_told:
+                has_told = True
+                tell(f"{what} does not answer for {SILENT_S:g} s; at {HANG_S:g} s it is given up")
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            outcome.add_done_callback(is_late)
+    return waiting.result()
+
+
+def _used_s(clocks: list[int]) -> float | None:
+    """Read a thread's CPU time by its clock; None: not started, or ended."""
+    try:
+        return time.clock_gettime(clocks[0]) if clocks else None
+    except OSError:
+        return None

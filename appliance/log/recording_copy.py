@@ -1,0 +1,85 @@
+"""Copy a span of the request log into a recording: its frames, and the rows that they need.
+
+Owns: which rows a recording has.
+Invariant: a recording is one moment of the log, and complete or absent.
+Never: takes the text of a prompt; writes to the log.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO
+
+from appliance.frame.protocol import MAX_FRAME_EVENTS
+from appliance.frame.recording import APPLICATION_ID, RECORDING_VERSION
+from appliance.log.query import Span, log_time
+from appliance.log.reader import reading
+from engine.errors import RequestError
+
+_PREFIX = ".recording-"
+LONGEST_REQUEST = timedelta(days=1)
+"""Maximum age of requests to include that began before the span."""
+_NEVER = "9"
+"""A text after every time."""
+
+# Text of prompts is in a table of its own, which is not among these.
+_COPIES = (
+    "CREATE TABLE made.frames AS SELECT * FROM main.frames WHERE at >= :since AND at < :until",
+    "CREATE UNIQUE INDEX made.ix_frames ON frames(at, run_id, seq)",
+    "CREATE TABLE made.frame_templates AS SELECT * FROM main.frame_templates"
+    " WHERE template_id IN (SELECT template_id FROM made.frames)",
+    "CREATE TABLE made.requests AS SELECT * FROM main.requests"
+    " WHERE received_at >= :begun AND received_at < :until AND"
+    " julianday(received_at) + coalesce(t_finished_us, 0) / 86400e6 >= julianday(:since)",
+    "CREATE INDEX made.ix_requests ON requests(run_id, received_at)",
+    "CREATE TABLE made.events AS SELECT * FROM main.events WHERE at >= :since AND at < :until"
+    " UNION ALL SELECT * FROM (SELECT * FROM main.events WHERE at < :since"
+    f" ORDER BY at DESC LIMIT {MAX_FRAME_EVENTS})",
+    "CREATE INDEX made.ix_events ON events(run_id, at)",
+    "CREATE TABLE made.runs AS SELECT * FROM main.runs"
+    " WHERE run_id IN (SELECT run_id FROM made.frames)",
+)
+
+
+def write_recording(log_path: Path, target: Path, span: Span) -> None:
+    """Write a recording into an empty file.
+
+    Raises:
+        PenstockError: the log is missing, unreadable, or of a release that did not record.
+        RequestError: 404 `nothing_recorded`: it has no frames of that span.
+    """
+    until = span.until or _NEVER
+    with reading(log_path) as db:
+        # Also what is written by others meanwhile stays out: one transaction sees one moment.
+        db.execute("ATTACH ? AS made", (f"{target.absolute().as_uri()}?mode=rw",))
+        db.execute("PRAGMA made.journal_mode = OFF")
+        db.execute("PRAGMA made.synchronous = OFF")
+        db.execute(f"PRAGMA made.application_id = {APPLICATION_ID}")
+        db.execute(f"PRAGMA made.user_version = {RECORDING_VERSION}")
+        db.execute("BEGIN")
+        (since,) = db.execute(
+            "SELECT min(at) FROM frames WHERE at >= ? AND at < ?", (span.since or "", until)
+        ).fetchone()
+        if since is None:
+            raise RequestError(
+                "nothing was recorded in that time", code="nothing_recorded", status=404
+            )
+        begun = log_time(datetime.fromisoformat(since) - LONGEST_REQUEST)
+        for copy in _COPIES:
+            db.execute(copy, {"since": since, "until": until, "begun": begun})
+        db.execute("COMMIT")
+
+
+def remove_unfinished(log_path: Path) -> None:
+    """Remove unfinished recordings of a daemon that was killed."""
+    for left in log_path.parent.glob(f"{_PREFIX}*"):
+        left.unlink(missing_ok=True)
+
+
+def temporary_recording(log_path: Path, span: Span) -> IO[bytes]:
+    """Open a recording as a file that vanishes when closed; raises as write_recording()."""
+    with NamedTemporaryFile(prefix=_PREFIX, dir=log_path.parent) as made:
+        write_recording(log_path, Path(made.name), span)
+        return open(made.name, "rb")
