@@ -57,16 +57,20 @@ _TIMED = re.compile("created|duration|cache|input_tokens|sequence_number|text_of
 _IDS = re.compile(r"\b(?:cmpl|chatcmpl|resp|msg|rs|fc|gen|chat|call)[-_][0-9a-f]{24}\b")
 
 
-def ask(daemon, path, body, begun=None):
-    """POST and read to the end; `begun` is told of the first bytes."""
+def request_of(path, body):
+    """The bytes of a request for a stream, after which the connection closes."""
     data = json.dumps({"stream": True, **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    head += f"Content-Length: {len(data)}\r\n\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def ask(daemon, path, body, begun=None):
+    """POST and read to the end; `begun` is told of the first bytes."""
     received = b""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(120)
         client.connect(str(daemon.socket))
-        client.sendall(head.encode() + data)
+        client.sendall(request_of(path, body))
         while part := client.recv(1 << 16):
             received += part
             if begun is not None and len(received) > 1200:

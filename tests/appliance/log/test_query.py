@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from appliance.frame.protocol import utc_now
 from appliance.frame.recording import TABLES, open_recording
-from appliance.log import query as log_query
 from appliance.log import reader
 from appliance.log.query import (
     STAGES,
