@@ -459,7 +459,10 @@ class _Daemon:
         """Leave the requests open that this daemon continues, and end what it cannot read."""
         answered, rows = self._request_log.leave_open(self._left.request_ids)
         for left in self._left.replies:
-            left.is_answered = left.request_id in answered
+            is_open = left.request_id in rows
+            left.is_answered = left.request_id in answered or (
+                left.journal.is_complete and not is_open  # its row is in the log
+            )
             if (row := rows.get(left.request_id)) is not None:
                 left.on_failed = partial(self._request_log.record, row)
         self._left.end_foreign()
@@ -521,6 +524,8 @@ class _Daemon:
         except (PenstockError, OSError, subprocess.SubprocessError) as error:
             self._service.event("error", "restart.refused", f"Not restarted: {error}")
             return
+        if self._router.is_idle:  # else the workers compute, and a flush would take their time
+            await self._caches.flush(is_end=True)
         if has_keeper() and not self._num_signals:
             await self._server.hand_over_all()
         if self._num_signals:  # it is stopping

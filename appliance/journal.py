@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 VERSION = 1
 """Version of the records. A journal of another version cannot be replayed."""
+MAX_UNWRITTEN = 32
+"""Maximum records that wait for a reply's next bytes."""
 MAX_TAKE_UPS = 2
 """Maximum daemons that take a request up and die before it makes progress."""
 FD_NAME = "penstock-journal"
@@ -48,6 +50,7 @@ class _Kind(enum.IntEnum):
     BATCH = 4
     TAKEN_UP = 5
     PING = 6
+    COMPLETE = 7
 
 
 class Foreign(PenstockError):
@@ -144,6 +147,8 @@ class Journal:
         """Positions in the reply of pings that were sent between two daemons."""
         self.batches: deque[list[Tokens]] = deque()
         """The batches that the dead daemon's reply took."""
+        self.is_complete = False
+        """Whether all bytes of the reply are in its file."""
         self.died_ns = 0
         """CLOCK_MONOTONIC of the dead daemon's last record."""
         self._draws: deque[Any] = deque()
@@ -178,6 +183,8 @@ class Journal:
                 self._num_take_ups += 1
             elif kind == _Kind.PING:
                 self.pings.append(msgspec.msgpack.decode(record))
+            elif kind == _Kind.COMPLETE:
+                self.is_complete = True
 
     def open(self, head: Head, request: list[bytes]) -> None:
         """Begin the memfd of a request that has been admitted.
@@ -217,6 +224,15 @@ class Journal:
     def took(self, batch: list[Tokens]) -> None:
         """Record a batch before anything of it is written."""
         self._add(_Kind.BATCH, batch)
+        if len(self._unwritten) >= MAX_UNWRITTEN:
+            self.flush()
+
+    def complete(self) -> None:
+        """Record that all bytes of the reply are in its file: the next daemon only sends them."""
+        if not self.is_complete:
+            self.is_complete = True
+            self._add(_Kind.COMPLETE, True)
+            self.flush()
 
     def take_up(self, model: str) -> None:
         """Record that this daemon continues the request.

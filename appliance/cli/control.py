@@ -236,7 +236,8 @@ def restart(host: Host = None) -> None:
             hint = "its log says why, and `penstock events` too"
             raise PenstockError("the daemon has not restarted", where=where, hint=hint)
         time.sleep(POLL_S)
-    terminal.write(f"restarted; serving {printable(str(frame['model']))}\n")
+    served = client.get("/v1/penstock/state")["model"]
+    terminal.write(f"restarted; serving {printable(str(served))}\n")
 
 
 def _is_next(client: Client, old: dict[str, Any]) -> bool:

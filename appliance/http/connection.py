@@ -244,6 +244,8 @@ class ClientProtocol(H11Protocol):
     def _end_kept(self) -> None:
         """Give up what is kept once all is sent; a dead daemon's connection closes then."""
         file = cast(ReplyTransport, self.transport).file
+        if self._journal is not None:
+            self._journal.complete()
         if self._left is not None:
             self.transport.close()
         elif file is not None:

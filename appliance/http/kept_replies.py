@@ -28,6 +28,10 @@ PREFIX = "reply-"
 """Begins the name of a kept request; its id follows."""
 PING_S = 10.0
 """Seconds between two pings of a stream that waits for this daemon."""
+_UNAVAILABLE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
+    b"connection: close\r\n\r\n"
+)
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _log = logging.getLogger("penstock")
 
@@ -77,6 +81,8 @@ class LeftReply:
             elif self.journal.head is not None:
                 failure = self.journal.head.failure
             reply = ReplyFile(self.client, self.journal, lambda: None, lambda: None, self.fd)
+            if not os.fstat(self.fd).st_size:
+                reply.write(_UNAVAILABLE)
             reply.fail(failure)
             reply.close()
             self.on_failed()

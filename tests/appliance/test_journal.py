@@ -67,6 +67,20 @@ def test_a_record_waits_in_memory_until_bytes_depend_on_it(journal):
     assert len(bytes_of(journal)) > size
 
 
+def test_a_whole_reply_records_its_batches_before_its_bytes(journal):
+    journal.open(HEAD, [b"request"])
+    for _ in range(journals.MAX_UNWRITTEN):
+        journal.took(BATCH)
+    assert len(left(bytes_of(journal)).batches) == journals.MAX_UNWRITTEN
+
+
+def test_a_complete_reply_is_known_to_be_complete(journal):
+    journal.open(HEAD, [b"request"])
+    assert not left(bytes_of(journal)).is_complete
+    journal.complete()
+    assert left(bytes_of(journal)).is_complete
+
+
 def test_a_torn_last_record_is_dropped_wherever_it_is_torn(journal):
     journal.open(HEAD, [b"request"])
     whole = len(bytes_of(journal))

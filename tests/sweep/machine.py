@@ -28,9 +28,9 @@ from typing import Any
 from unittest import mock
 
 import appliance.daemon
+import appliance.disk_reads
 import appliance.fleet.supervisor
 import appliance.keeper_channel
-import appliance.process
 import engine.offload.disk
 from appliance.api import fair_threads
 from appliance.configuration.config import ServeConfig
@@ -193,7 +193,7 @@ class Machine:
         drawn = self._random
         with (
             mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
-            mock.patch.object(appliance.process, "start_new_thread", lambda run, _: run()),
+            mock.patch.object(appliance.disk_reads, "start_new_thread", lambda run, _: run()),
             mock.patch.object(appliance.daemon, "standing_threads", _unused_threads),
             mock.patch.object(fair_threads, "standing_threads", _unused_threads),
             mock.patch.object(engine.offload.disk, "Thread", _Never),

@@ -276,7 +276,7 @@ def completed(environ: dict[str, str], *words: str) -> list[str]:
 
 def test_verbs_and_ids_are_completed(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     daemon.script.replies = {"GET /v1/requests": (200, {"data": [REQUEST, ENDED]})}
-    assert completed(environ, "res") == ["resume"]
+    assert completed(environ, "resu") == ["resume"]
     assert completed(environ, "show", "cm") == ["cmpl-1", "cmpl-0"]
     assert completed(environ, "cancel", "cm") == ["cmpl-1"]
 

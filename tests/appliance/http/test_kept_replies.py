@@ -243,6 +243,7 @@ async def test_an_answered_reply_is_only_sent(keeper, servers):
         await servers.kill(server)
         second, later = await servers.start()
         (left,) = keeper.pass_on().take()
+        assert left.journal.is_complete
         left.is_answered = True
         second.take_up(left)
         received, loop = b"", asyncio.get_running_loop()
@@ -291,6 +292,17 @@ async def test_replies_that_wait_at_a_stop_end_with_an_error(keeper, servers):
     received += await asyncio.wait_for(reader.read(), 60)
     assert b'"error"' in said(received)[1]
     assert rows == ["row"]
+    await until(lambda: not keeper.kept)
+
+
+async def test_a_whole_reply_that_waits_at_a_stop_is_a_503(keeper, servers):
+    server, appliance = await servers.start()
+    appliance.gate.clear()
+    reader, _ = await servers.ask(server, *ASKED["whole"])
+    await until(lambda: appliance.submitted and keeper.kept)
+    await servers.kill(server)
+    keeper.pass_on().end()
+    assert (await asyncio.wait_for(reader.read(), 60)).split()[1] == b"503"
     await until(lambda: not keeper.kept)
 
 
