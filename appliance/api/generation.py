@@ -91,12 +91,11 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
         request = request_of(http, asked.ask, prepared)
         form = endpoint.form(asked, request, http)
         reply = Reply(http, asked.ask, request, prepared.echoes, form, endpoint.refusal)
-        if journal is not None and asked.ask.prompt_logprobs is not None and request.is_stream:
-            journal = None  # its first event needs the whole prompt computed again
-        if journal is not None:
+        if journal is None or (asked.ask.prompt_logprobs is not None and request.is_stream):
+            appliance.submit(request)  # the first event of prompt_logprobs needs the whole prompt
+        else:
             request.inbox = JournaledInbox(journal, request)
-        appliance.submit(request)
-        if journal is not None:
+            appliance.submit(request)
             arrival.keep(journal, _kept_words(request, form), body)
         _keep(appliance, asked.ask.keep_alive_s)
         return reply
@@ -182,9 +181,7 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
         asked = ""  # it will be refused in the usual words
     journal = current.get()
     if journal is not None and journal.head is not None:
-        asked = (
-            journal.head.model
-        )  # a request without a name continues with the model it began with
+        asked = journal.head.model  # also where the request names none
     name = swaps.name_of(asked)
     unloading = unloaded(http.url.path, body, name)
     if unloading is not None and name not in ("", swaps.current):

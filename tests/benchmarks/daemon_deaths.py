@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -97,9 +97,11 @@ def main() -> None:
     args, options = parser.parse_known_args()
     draw, pauses, num_wrong, num_asked = random.Random(args.seed), [], 0, 0
     sent = signal.SIGUSR2 if args.restart else signal.SIGKILL
-    with tempfile.TemporaryDirectory(prefix="deaths-") as folder:
+    with tempfile.TemporaryDirectory(prefix="deaths-") as folder, ExitStack() as stack:
         options = [each for each in options if each != "--"]
-        daemon = Daemon(Path(folder) / "d", *options, model=args.model).wait_ready()
+        daemon = Daemon(Path(folder) / "d", *options, model=args.model)
+        stack.callback(daemon.stop)
+        daemon.wait_ready()
         calm = {name: said(Stream(daemon, name).read().received) for name in BODIES}
         num_asked, first = len(BODIES), holdings(daemon)
         for number in range(args.kills):
@@ -119,7 +121,6 @@ def main() -> None:
         worst = max(pauses, default=0.0)
         print(f"pause: median {statistics.median(pauses or [0.0]):.2f} s, worst {worst:.2f} s")
         print(f"keeper, daemon: first {first}; last {holdings(daemon)}")
-        daemon.stop()
     sys.exit(num_wrong > 0 or not rows == num_ids == num_asked)
 
 
