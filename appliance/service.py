@@ -51,7 +51,7 @@ from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailabl
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Copied, CoresUsed, PoolMade, Report, Stepped
+from engine.wire.messages import Begun, Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.wire.sampling import TokenLogprob
 
 log = logging.getLogger("penstock")
@@ -363,6 +363,8 @@ class Service:
             num_cores = report.num_cores or self._router.num_cores(worker)
             self._energy.stepped(worker, report, num_cores)
             self._router.stepped(worker, report, now_ns)
+        elif isinstance(report, Begun):
+            self._router.begun(report)
         elif isinstance(report, Copied):
             self._router.copied(worker, report, now_ns)
         elif isinstance(report, CoresUsed):

@@ -22,8 +22,12 @@ MAX_SUSPICIONS = 3
 
 
 def blame(victims: list[Sequence]) -> None:
-    """Suspect a dead worker's sequences on probation; without any, suspect all."""
-    for sequence in [s for s in victims if s.is_on_probation] or victims:
+    """Suspect a dead worker's sequences on probation; without any, suspect all.
+
+    A suspect that had not begun was sent to a worker that was dying already.
+    """
+    possible = [s for s in victims if s.has_begun or not s.num_suspicions]
+    for sequence in [s for s in possible if s.is_on_probation] or possible:
         sequence.num_suspicions += 1
         sequence.is_on_probation = sequence.num_suspicions >= PROBATION_SUSPICIONS
 

@@ -55,7 +55,7 @@ from engine.schedule.snapshot import (
 )
 from engine.schedule.step_times import StepLoad
 from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Pair, Routes, admit, route_stages
-from engine.wire.messages import Command, Copied, CoresUsed, Release, SequenceStep, Stepped
+from engine.wire.messages import Begun, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.wire.sampling import TokenLogprob
 
 MAX_RUNNING_SEQUENCES = 256  # for each worker that decodes
@@ -254,6 +254,12 @@ class Router:
                 self.counters.recovered_sequences += 1
         self.dispatch(now_ns)
 
+    def begun(self, report: Begun) -> None:
+        """Note that a suspect has reached its worker."""
+        sequence = self.at.running.get(report.seq_id)
+        if sequence is not None and sequence.generation == report.generation:
+            sequence.has_begun = True
+
     def stepped(self, worker: str, step: Stepped, now_ns: int) -> None:
         """Take in one step: progress, tokens and releases."""
         for outcome in self.roles.stepped(worker, step):
@@ -410,6 +416,7 @@ class Router:
             self._pause(sequence, now_ns)
             return
         sequence.generation += 1
+        sequence.has_begun = False
         self.at.put(sequence, On(stage))
         table = list(self.ledger.table(sequence.seq_id, pool))
         records = self.prefixes.records.of(sequence, pool)

@@ -228,6 +228,8 @@ class Sequence:
     """Times that its blocks were taken away for others."""
     num_suspicions: int = 0
     """Deaths of a worker for which it may be to blame."""
+    has_begun: bool = False
+    """Whether its worker has reported that it has this suspect."""
     is_on_probation: bool = False
     """Under suspicion, and without progress since: no other such sequence runs beside it."""
     handoff_bytes: int = 0

@@ -115,6 +115,7 @@ def admit(
         max_chunk_tokens=sequence.max_chunk_tokens,
         records=records,
         window_tables=window_tables or [],
+        is_suspect=sequence.num_suspicions > 0,
     )
 
 

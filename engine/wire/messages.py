@@ -195,6 +195,8 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     """None: the model keeps no recurrent states."""
     window_tables: list[list[int]] = []
     """The blocks of each group of layers with windows; 0: behind the window."""
+    is_suspect: bool = False
+    """A worker has died while it had this sequence. Answered by Begun before anything is done."""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -382,6 +384,13 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     """The cores that computed it, if fewer than given."""
 
 
+class Begun(msgspec.Struct, tag=True, frozen=True):
+    """This worker was alive when a suspect came, so that its death may be the suspect's fault."""
+
+    seq_id: int
+    generation: int
+
+
 class Copied(msgspec.Struct, tag=True, frozen=True):
     """More of a Copy's pairs are done, or the rest is given up."""
 
@@ -457,6 +466,7 @@ Report = (
     | WeightsLoaded
     | PoolMade
     | Ready
+    | Begun
     | Stepped
     | Copied
     | Unmapped

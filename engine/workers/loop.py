@@ -27,6 +27,7 @@ from engine.schedule.sequence import FinishReason
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     Admit,
+    Begun,
     Command,
     Copy,
     CoresUsed,
@@ -364,6 +365,8 @@ class StepLoop:
             self._pages.use(block_ids)
 
     def _take(self, admit: Admit) -> WorkerRequest:
+        if admit.is_suspect:
+            self._channel.send(Begun(admit.seq_id, admit.generation))
         for table in (admit.block_table, *admit.window_tables):
             self._use_blocks(table)
         grammar = admit.spec.sampling.grammar

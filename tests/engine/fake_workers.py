@@ -13,6 +13,7 @@ import msgspec
 from engine.schedule.plan import is_chunk, plan
 from engine.wire.messages import (
     Admit,
+    Begun,
     Copied,
     Copy,
     CoresUsed,
@@ -95,6 +96,8 @@ class FakeWorker:
         command = self.inbox.popleft()
         match command:
             case Admit():
+                if command.is_suspect:
+                    self.outbox.append(Begun(command.seq_id, command.generation))
                 self.running[command.seq_id] = WorkerRequest.of(command, self.eos_token_ids, now_ns)
             case Release(seq_id, generation, reason):
                 running = self.running.get(seq_id)

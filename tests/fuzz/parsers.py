@@ -47,6 +47,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.channel import DaemonChannel, WorkerChannel, frame
 from engine.wire.messages import (
     Admit,
+    Begun,
     Copied,
     Copy,
     Extend,
@@ -286,7 +287,8 @@ def _reports() -> Parser:
     """Read the daemon's end of a channel."""
     entry = SequenceStep(1, 1, 3, [5], [], None, None, 3, 0)
     stepped = Stepped(1, 2, 3, 0, [entry])
-    kinds = [LoadingProgress(1, 2), stepped, Copied(1, 1, 9, 1, 2, True), Failed("what", "", "")]
+    copied, failed = Copied(1, 1, 9, 1, 2, True), Failed("what", "", "")
+    kinds = [LoadingProgress(1, 2), Begun(1, 1), stepped, copied, failed]
 
     async def receive(data: bytes) -> None:
         for sent in (data, frame(data)):

@@ -9,7 +9,7 @@ from engine.cache.window_blocks import NO_WINDOWS
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.messages import Copied, CoresUsed, Stepped
+from engine.wire.messages import Begun, Copied, CoresUsed, Stepped
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.engine.fake_workers import BLOCK_SIZE, RECORD, FakeWorker, next_token
@@ -135,6 +135,8 @@ class World:
                 for entry in report.entries:
                     self.scheduled[entry.seq_id] += entry.num_scheduled_tokens
                 self.router.stepped(worker.name, report, self.now_ns)
+            case Begun():
+                self.router.begun(report)
             case CoresUsed():
                 self.router.roles.answered(worker.name, report)
             case Copied():
@@ -173,13 +175,17 @@ class World:
         """Everybody does everything there is to do, once."""
         self.now_ns += 1_000_000
         for worker in self.workers.values():
-            while worker.inbox:
-                worker.receive(self.now_ns)
+            self.receive(worker)
             self.step(worker)
             while worker.copy(self.now_ns):
                 pass
             while worker.outbox:
                 self.deliver(worker)
+
+    def receive(self, worker):
+        """The worker takes all its commands."""
+        while worker.inbox:
+            worker.receive(self.now_ns)
 
     def step(self, worker):
         """One step; a core that two compute on is one of theirs, which was taken back."""

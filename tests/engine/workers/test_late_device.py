@@ -15,7 +15,7 @@ from engine.model.weights import load_weights
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.wire.messages import Copied
+from engine.wire.messages import Begun, Copied
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.workers.grammars import Grammars
@@ -106,6 +106,8 @@ class Machine:
             if isinstance(report, Copied):
                 assert report.error is None
                 self.router.copied(name, report, now_ns)
+            elif isinstance(report, Begun):
+                self.router.begun(report)
             else:
                 self.router.stepped(name, report, now_ns)
             self.router.check_invariants()

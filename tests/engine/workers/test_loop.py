@@ -10,6 +10,7 @@ import torch
 from engine.errors import ChannelClosed
 from engine.wire.messages import (
     Admit,
+    Begun,
     Copied,
     Copy,
     CoresUsed,
@@ -301,6 +302,14 @@ def test_reports_carry_the_steps_times_and_tokens(make):
     assert isinstance(report, Stepped)
     assert (report.num_decode_tokens, report.num_prefill_tokens) == (1, 5)
     assert 0 < report.started_ns <= report.ended_ns
+
+
+def test_a_suspect_is_reported_before_its_first_step(make):
+    harness = make()
+    harness.tell(msgspec.structs.replace(admit(), is_suspect=True), admit(seq_id=2))
+    begun, stepped = harness.step()
+    assert begun == Begun(1, 1)
+    assert isinstance(stepped, Stepped)
 
 
 def test_a_sequence_waits_for_its_grammar_and_holds_up_no_other(make):
