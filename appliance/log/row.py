@@ -10,6 +10,7 @@ Never: reads a clock or the database.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
@@ -403,18 +404,19 @@ class OpenRequests:
         line = _line(row)
         with self._lock:
             self._lines[row.rid] = line
-            if self._num_bytes > self._rewrite_at:
-                self._rewrite()
-            else:
+            is_due = self._is_failing or self._num_bytes > self._rewrite_at
+            if not (is_due and self._rewrite()):
                 self._write(line)
 
     def settle(self, rids: Iterable[str]) -> None:
-        """Forget requests that have their rows."""
+        """Forget requests that have their rows; write the lines that the disk had refused."""
         with self._lock:
             had_some = bool(self._lines)
             for rid in rids:
                 self._lines.pop(rid, None)
-            if had_some and not self._lines and self._fd >= 0:
+            if self._is_failing:
+                self._rewrite()
+            elif had_some and not self._lines and self._fd >= 0:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, 0)
                     self._num_bytes = 0
@@ -425,44 +427,52 @@ class OpenRequests:
             if self._fd < 0:
                 return
             os.close(self._fd)
-            self._fd = -1
+            self._fd, self._is_failing = -1, False
             if not self._lines:
                 self.path.unlink(missing_ok=True)
 
-    def _rewrite(self) -> None:
-        """Start a file with the requests without a row; the old one stays until it is complete."""
+    def _rewrite(self) -> bool:
+        """Start a file with the requests without a row; False: the old one stays."""
         fresh = self.path.with_name(f"{self.path.name}.new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        lines, fd = b"".join(self._lines.values()), -1
         try:
             fd = os.open(fresh, flags, 0o600)
+            _write_whole(fd, lines)
+            os.replace(fresh, self.path)
         except OSError as error:
+            if fd >= 0:
+                os.close(fd)
             self._say_failing(error)
-            return
+            return False
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd, self._num_bytes = fd, 0
-        self._write(b"".join(self._lines.values()))
+        self._fd, self._num_bytes, self._is_failing = fd, len(lines), False
         self._rewrite_at = max(MIN_REWRITE_BYTES, 2 * self._num_bytes)
-        os.replace(fresh, self.path)
+        return True
 
-    def _write(self, lines: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         if self._fd < 0:
             return
         try:
-            num_written = os.write(self._fd, lines)
-            if num_written < len(lines):  # the disk is full: the next line must not follow half one
-                os.write(self._fd, b"\n")
+            _write_whole(self._fd, line)
         except OSError as error:
             self._say_failing(error)
         else:
-            self._num_bytes += num_written
-            self._is_failing = False
+            self._num_bytes += len(line)
 
     def _say_failing(self, error: OSError) -> None:
         if not self._is_failing:
-            what = "requests cut off by a crash will have no row"
+            what = "requests cut off by a crash now will have no row"
             _LOG.error("%s: cannot write, so that %s: %s", self.path, what, error.strerror)
         self._is_failing = True
+
+
+def _write_whole(fd: int, lines: bytes) -> None:
+    """Append lines; raises OSError if the disk has no room for all of them."""
+    if os.write(fd, lines) < len(lines):
+        os.write(fd, b"\n")  # the next line must not follow half a line
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _line(row: LogRow) -> bytes:

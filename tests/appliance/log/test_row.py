@@ -119,19 +119,49 @@ def test_a_torn_line_and_another_versions_cost_only_themselves(
     log.close()
 
 
-def test_a_disk_without_room_is_said_once_and_outlived(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("num_fitting", [0, 40])
+@pytest.mark.parametrize("ends_by", ["a request", "a commit"])
+def test_what_a_full_disk_refused_is_written_when_it_has_room(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_fitting: int,
+    ends_by: str,
 ) -> None:
-    log = start(path)
+    path.parent.mkdir()
+    mine, write = OpenRequests(path), os.write
+    mine.begin()
+    mine.add(row("cmpl-0"))
     with monkeypatch.context() as full:
 
         def refuse(fd: int, data: bytes) -> int:
-            raise OSError(28, os.strerror(28))
+            if not num_fitting:
+                raise OSError(28, os.strerror(28))
+            return write(fd, data[:num_fitting])
 
         full.setattr(os, "write", refuse)
-        log.opened(row("cmpl-1"))
-        log.opened(row("cmpl-2"))
+        mine.add(row("cmpl-1"))
+        mine.add(row("cmpl-2"))
+        assert "cmpl-0" in [one.rid for one in OpenRequests(path).answered]
     assert caplog.text.count("No space left") == 1
-    log.opened(row("cmpl-3"))
-    assert [one.rid for one in OpenRequests(path).answered] == ["cmpl-3"]
-    log.close()
+    mine.settle(["cmpl-0"]) if ends_by == "a commit" else mine.end(row("cmpl-0"))
+    left = [one.rid for one in OpenRequests(path).answered]
+    assert left[-2:] == ["cmpl-1", "cmpl-2"]
+    assert ("cmpl-0" in left) is (ends_by == "a request")
+
+
+def test_a_daemon_that_starts_on_a_full_disk_notes_requests_when_it_has_room(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.mkdir()
+    mine = OpenRequests(path)
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object) -> int:
+            raise OSError(28, os.strerror(28))
+
+        full.setattr(os, "open", refuse)
+        mine.begin()
+        mine.add(row("cmpl-1"))
+    mine.add(row("cmpl-2"))
+    assert [one.rid for one in OpenRequests(path).answered] == ["cmpl-1", "cmpl-2"]
