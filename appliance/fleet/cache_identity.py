@@ -10,16 +10,18 @@ Never: reveals the key.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
 import secrets
 import stat
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
@@ -161,9 +163,9 @@ def _digest(file: Path, num_bytes: int) -> str:
     The calling thread keeps using CPU time while parts are read, which shows that the disk
     responds.
     """
-    is_reading = SimpleQueue[bool]()
+    is_reading = SimpleQueue[None]()
 
-    def digest_part(start: int, tell: Callable[[bool], None]) -> bytes:
+    def digest_part(start: int, tell: Callable[[None], None]) -> bytes:
         digest = blake2b(digest_size=32)
         with file.open("rb", buffering=0) as opened:
             opened.seek(start)
@@ -171,29 +173,32 @@ def _digest(file: Path, num_bytes: int) -> str:
             while left and (data := opened.read(min(left, _READ_BYTES))):
                 digest.update(data)
                 left -= len(data)
-                tell(True)
+                tell(None)
         return digest.digest()
 
     starts = range(0, num_bytes, _PART_BYTES)
     parts, left = [b""] * len(starts), iter(enumerate(starts))
     errors: list[OSError] = []
 
-    def digest_parts(tell: Callable[[bool], None]) -> None:
+    def digest_parts(tell: Callable[[None], None]) -> None:
         try:
             for index, start in left:
                 parts[index] = digest_part(start, tell)
         except OSError as error:
             errors.append(error)
+        except MemoryError:
+            errors.append(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(file)))
         finally:
-            tell(False)
+            tell(None)
 
-    # no pool: its threads would hold up the daemon's exit where the disk hangs
-    num_others = _NUM_THREADS - 1
-    for _ in range(num_others):
-        Thread(target=digest_parts, args=[is_reading.put], daemon=True).start()
+    # no pool: its threads would hold up the daemon's exit where the disk hangs;
+    # no Thread: its start would wait without end for one that has no memory to begin
+    for _ in range(_NUM_THREADS - 1):
+        with contextlib.suppress(RuntimeError, MemoryError):  # the parts are read without it
+            start_new_thread(digest_parts, (is_reading.put,))
     digest_parts(lambda _: None)
-    while num_others:
-        num_others -= not is_reading.get()
+    while not (errors or all(parts)):
+        is_reading.get()
     if errors:
         raise errors[0]
     whole = blake2b(num_bytes.to_bytes(8, "little"), digest_size=32)

@@ -52,6 +52,7 @@ from appliance.log.row import (
     update_energy,
 )
 from engine.errors import ConfigError, FileError, PenstockError, RequestError, Unavailable
+from engine.threads import start
 
 _LOG = logging.getLogger("penstock.request_log")
 
@@ -160,7 +161,7 @@ class RequestLog:
             for row in (*self._open.answered, *self._open.cut):
                 self.record(row)
         self._open.begin()
-        self._writer.start()
+        start(self._writer)
         return self._run_id
 
     def _begin_run(self) -> None:

@@ -28,6 +28,7 @@ from threading import Lock, Thread
 from engine.errors import PenstockError
 from engine.offload.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.offload.slab_files import DamagedError, RecordBuffer, Slabs
+from engine.threads import start
 
 NUM_READERS = NUM_WRITERS = 2
 WRITE_SHARE = 0.25
@@ -70,12 +71,11 @@ class Disk:
         try:
             for queue in queues:
                 thread = Thread(target=self._run, args=(queue,), name="ssd", daemon=True)
-                thread.start()
+                start(thread)
                 self._threads.append(thread)
-        except RuntimeError as error:  # no memory is left, or too many threads run
+        except PenstockError:
             self.close(timeout_s=1.0)
-            hint = "free memory, or raise the limit of processes"
-            raise PenstockError(f"no thread for the disk: {error}", hint=hint) from error
+            raise
 
     def reach(self, pool: str) -> str | None:
         """Return no worker: the disk's threads reach host memory."""

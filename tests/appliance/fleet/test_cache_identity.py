@@ -116,6 +116,21 @@ def test_parts_of_a_large_file_are_all_read(tmp_path, monkeypatch):
         cache_identity._digest(tmp_path / "none", 4500)
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError, MemoryError])
+def test_parts_are_read_without_other_threads_where_none_begins(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(cache_identity, "_PART_BYTES", 1000)
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(os.urandom(4500))
+    right = cache_identity._digest(file, 4500)
+
+    def start(*_):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(cache_identity, "start_new_thread", start)
+    assert cache_identity._digest(file, 4500) == right
+
+
 def test_who_waits_for_anothers_part_computes_at_each_read_of_it(monkeypatch):
     """By its CPU time whoever looks knows that a slow disk is no disk that hangs."""
     monkeypatch.setattr(cache_identity, "_PART_BYTES", 5)

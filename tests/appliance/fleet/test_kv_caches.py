@@ -17,6 +17,7 @@ from appliance.configuration.config import ServeConfig
 from appliance.fleet import ssd_cache
 from appliance.fleet.placement import Placement
 from appliance.fleet.ssd_cache import SsdAllowance, allowance, ssd_forecast
+from engine import threads
 from engine.cache.topology import Topology
 from engine.errors import PenstockError
 from engine.offload import disk as disk_threads
@@ -164,21 +165,30 @@ HASHER = SimpleNamespace(fingerprint=bytes(32))
 NO_WORKERS = SimpleNamespace(workers={})
 
 
-async def test_without_memory_for_its_threads_the_cache_is_done_without(tmp_path, monkeypatch):
-    started = []
+@pytest.mark.parametrize("about", ["can't start new thread", "no memory to begin"])
+async def test_without_memory_for_its_threads_the_cache_is_done_without(
+    tmp_path, monkeypatch, about
+):
+    started, is_over = [], threading.Event()
 
     class Scarce(threading.Thread):
         def start(self):
-            if started:
-                raise RuntimeError("can't start new thread")
-            started.append(self)
-            super().start()
+            if not started:
+                started.append(self)
+                super().start()
+                if about == "no memory to begin":
+                    monkeypatch.setattr(threads, "BEGIN_S", 0.02)
+            elif about == "no memory to begin":
+                is_over.wait()
+            else:
+                raise RuntimeError(about)
 
     monkeypatch.setattr(disk_threads, "Thread", Scarce)
     cache = ssd_cache.SsdCache(config_of(tmp_path / "kv"), lambda *_: None)
     await cache.open(PLAN, HASHER, SimpleNamespace(tier_host=None), NO_WORKERS, None)
     assert (cache.frame().state, cache.tier) == ("failed", None)
-    assert "can't start new thread" in cache.frame().reason
+    assert about in cache.frame().reason
+    is_over.set()
     os.close(lock(tmp_path / "kv"))  # another daemon may have the folder
     assert [thread.is_alive() for thread in started] == [False]
     await cache.close()

@@ -1,0 +1,43 @@
+"""A thread runs, or its starter learns that it does not."""
+
+from threading import Event, Thread
+
+import pytest
+
+from engine import threads
+from engine.errors import PenstockError
+
+
+def test_a_thread_runs_when_its_start_returns():
+    ended = Event()
+    thread = Thread(target=ended.wait)
+    threads.start(thread)
+    assert thread.is_alive()
+    ended.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("is_starter_lost", [True, False])
+def test_a_thread_without_memory_to_begin_is_given_up(monkeypatch, is_starter_lost):
+    has_ended = Event()
+
+    class Stuck(Thread):
+        def start(self):
+            has_ended.wait()
+
+    monkeypatch.setattr(threads, "BEGIN_S", 0.02)
+    if is_starter_lost:
+        monkeypatch.setattr(threads, "start_new_thread", lambda *_: None)
+    with pytest.raises(PenstockError, match="no memory"):
+        threads.start(Stuck(name="rows"))
+    has_ended.set()
+
+
+def test_a_machine_without_threads_is_told(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", refuse)
+    with pytest.raises(PenstockError) as refused:
+        threads.start(Thread(name="rows"))
+    assert isinstance(refused.value.__cause__, RuntimeError)
