@@ -34,6 +34,9 @@ from tests.sweep.replies import read
 
 MAX_RECOVERY_S = 120.0
 MAX_HELD_S = 3.0
+MAX_REST_S = 0.5
+PAIRED = 0.8
+"""Of the faults, those with another one within."""
 MAX_GROWTH_BYTES = 64 * MiB
 SPARE = 10
 """Descriptors and threads that come and go by themselves."""
@@ -53,7 +56,7 @@ class Wounds:
 
 
 class Soak:
-    """One run: faults one after the other, and two at once now and then."""
+    """One run: faults one after the other, mostly two at once."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.rng, self.order = Random(options.seed), Random(options.seed)
@@ -98,11 +101,11 @@ class Soak:
         return self._report(clients, (before, shared), after)
 
     def _plan(self):
-        """Draw every kind once in an order of its own, and again; a third come in pairs."""
+        """Draw every kind once in an order of its own, and again; most come in pairs."""
         while True:
             for kind in self.order.sample(self.possible, len(self.possible)):
                 others = [other for other in self.possible if other.touches != kind.touches]
-                pair = others and self.order.random() < 1 / 3
+                pair = others and self.order.random() < PAIRED
                 yield [kind, self.order.choice(others)] if pair else [kind]
 
     def _hurt(self, kinds: list[Kind]) -> None:
@@ -132,7 +135,7 @@ class Soak:
                 time.sleep(0.1)
             for name in names:
                 times[name].append(time.monotonic() - began_s)
-        time.sleep(self.rng.uniform(0, 1))
+        time.sleep(self.rng.uniform(0, MAX_REST_S))
 
     def _serves(self) -> bool:
         reply = ask(self.subject.door, self.probe.path, self.probe.body, silence_s=10.0)
