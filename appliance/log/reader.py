@@ -118,7 +118,7 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
         return [dict(row) for row in db.execute(f"SELECT * FROM ({sql}) ORDER BY {order}", values)]
 
 
-SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)
 """What sqlite3 raises: of a damaged file also that a text, or its own message, is no UTF-8."""
 
 
@@ -136,7 +136,8 @@ def log_error(what: str, error: Exception, path: Path) -> PenstockError:
         error: why.
         path: of the file.
     """
-    what, about = f"{what}: {error}", str(error)
+    about = str(error) or "no memory is left"
+    what = f"{what}: {about}"
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # the rest says where
     is_garbled = isinstance(error, UnicodeDecodeError)
     if is_garbled or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

@@ -321,13 +321,17 @@ class RequestLog:
     def _write(self) -> None:
         """Run the writer thread: write batches until close(), retrying each."""
         while self._wait_for_work():
-            self._take_batch()
-            while self._in_hand and not self._commit(self._in_hand):
+            try:
+                self._take_batch()
+                is_written = not self._in_hand or self._commit(self._in_hand)
+                if is_written and not self._is_closing:
+                    self._keep_up()
+            except MemoryError:
+                is_written = False
+            if not is_written:  # the batch stays in hand
                 if self._is_closing:
                     break
                 self._wait_to_retry()
-            if not self._is_closing:
-                self._keep_up()
         if self._stop_reason and not self._is_failing:
             self._commit(_Batch(), self._stop_reason)
         self._connection.close()
@@ -347,18 +351,19 @@ class RequestLog:
                     ),
                     COMMIT_INTERVAL_S,
                 )
-            return bool(self._queued) or not self._is_closing
+            return bool(self._queued or self._in_hand) or not self._is_closing
 
     @property
     def _has_batch(self) -> bool:
         """Say whether something should be written now; frames alone may wait for more."""
         queued = self._queued
-        is_due = queued.num_rows or len(queued.frames) >= COMMIT_FRAMES
+        is_due = self._in_hand or queued.num_rows or len(queued.frames) >= COMMIT_FRAMES
         return bool(is_due or (self._is_hurried and queued))
 
     def _take_batch(self) -> None:
         with self._wake:
-            self._in_hand, self._queued = self._queued, _Batch()
+            if not self._in_hand:
+                self._in_hand, self._queued = self._queued, _Batch()
             self._is_hurried = False
 
     def _wait_to_retry(self) -> None:

@@ -216,6 +216,32 @@ def test_a_full_disk_is_outlived_and_counted(path: Path) -> None:
     assert rids(read_rows(path, RowQuery())) == ["cmpl-1"]
 
 
+@pytest.mark.parametrize("place", ["_store", "_take_batch", "_keep_up"])
+def test_the_log_goes_on_when_there_is_memory_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.01)
+    log = start(path)
+    assert log.flush(10)
+    work, has_failed = getattr(log, place), threading.Event()
+
+    def fail_once(*args: object) -> object:
+        if not has_failed.is_set():
+            has_failed.set()
+            raise MemoryError
+        return work(*args)
+
+    monkeypatch.setattr(log, place, fail_once)
+    log.record(row("cmpl-1"))
+    log.record(row("cmpl-2"))
+    assert log.flush(60)
+    assert has_failed.wait(60)
+    log.record(row("cmpl-3"))
+    assert log.close()
+    assert rids(read_rows(path, RowQuery())) == ["cmpl-3", "cmpl-2", "cmpl-1"]
+    assert log.rows_lost == 0
+
+
 def test_rows_that_cannot_be_written_in_the_end_are_counted(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
