@@ -42,7 +42,6 @@ LONGEST = (
     "workers/test_family_modes.py",
     "model/test_transformer.py",
     "model/test_row_bits.py",
-    "starter/test_train.py",
     "tui/test_keys.py",
     "schedule/test_prefix_cache.py",
     "test_replay.py",

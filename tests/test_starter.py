@@ -8,7 +8,7 @@ import pytest
 from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from tests.daemons import ARMS, Daemon
-from tests.starter.lessons import SMALL_TALK
+from tests.starter.words import SMALL_TALK
 
 SAMPLE = files("engine.starter").joinpath("sample")
 RUNBOOK = SAMPLE.joinpath("runbook.txt").read_text("utf-8").strip()

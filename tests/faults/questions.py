@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from tests.faults.wire import Door, ask
-from tests.starter.lessons import Document, Writer
+from tests.starter.documents import Document, Writer
 from tests.sweep.replies import Said, read
 
 FACTS = (2, 8, 25, 40, 60)

@@ -8,15 +8,14 @@ import msgspec
 import pytest
 import torch
 
+from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.wire.messages import GpuSpec, PoolMade, Records
 from engine.workers.device import CudaDevice
 from engine.workers.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, admit, start_alone
-from tests.starter import network
 
-STARTER = "penstock-starter-1"
 MAX_MARGIN = {"float32": 1e-4, "bfloat16": 0.15}
 """Of the reference's two likeliest, where rounding may turn them."""
 NUM_BLOCKS = 1 + 10 * 64
@@ -69,7 +68,7 @@ def test_greedy_tokens_are_transformers(checkpoint, uuid, dtype):
 
 
 def test_greedy_tokens_of_the_starter_model_are_transformers(uuid):
-    checkpoint = Checkpoint.open(network.__file__.rpartition("/")[0] + f"/{STARTER}")
+    checkpoint = Checkpoint.open(STARTER_FOLDER)
     asked = prompts(checkpoint.config.vocab_size, 4)
     with worker_on(checkpoint, uuid) as worker:
         commands = [admit(seq_id=i, prompt=prompt) for i, prompt in asked.items()]

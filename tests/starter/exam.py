@@ -23,7 +23,7 @@ from appliance.client import Client
 from appliance.configuration.address import find
 from appliance.ephemeral import daemon
 from engine.errors import PenstockError
-from tests.starter.lessons import Document, Turn, Writer
+from tests.starter.documents import Document, Turn, Writer
 
 LENGTHS = (256, 1024, 4096, 8000)
 NUM_CLIENTS = 2

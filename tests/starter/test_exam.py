@@ -4,8 +4,8 @@ import re
 import subprocess
 import sys
 
+from tests.starter.documents import Turn
 from tests.starter.exam import ExamScore
-from tests.starter.lessons import Turn
 
 
 def test_an_answer_is_right_only_as_it_stands():
