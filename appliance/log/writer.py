@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from appliance.frame.protocol import MAX_FRAME_EVENTS, EventFrame, Frame, utc_now
-from appliance.frame.recording import (
-    gauges,
-)
+from appliance.frame.recording import gauges
 from appliance.log.frame_rows import Recorder
 from appliance.log.log_file import abandon, file_id, open_log, remove_backups, set_aside
+from appliance.log.open_requests import OpenRequests
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.reader import (
     SQLITE_ERRORS,
@@ -39,11 +38,9 @@ from appliance.log.reader import (
 )
 from appliance.log.recording_copy import remove_unfinished, temporary_recording
 from appliance.log.retention import RetentionLimits, Upkeep
-from appliance.log.row import (
+from appliance.log.row import LogRow, RowEnergy
+from appliance.log.statements import (
     Event,
-    LogRow,
-    OpenRequests,
-    RowEnergy,
     boot_id,
     end_crashed_run,
     insert_events,

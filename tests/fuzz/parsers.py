@@ -28,7 +28,7 @@ from appliance.formats.format_choice import THOUGHTS, OutputFormat
 from appliance.formats.tool_format import FORMATS
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker, template_of
-from appliance.log.row import OpenRequests
+from appliance.log.open_requests import OpenRequests
 from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import GgufModel

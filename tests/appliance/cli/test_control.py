@@ -14,7 +14,7 @@ from appliance.cli import control
 from appliance.configuration.paths import log_path
 from appliance.log.query import EventQuery
 from appliance.log.reader import read_events
-from appliance.log.row import end_crashed_run
+from appliance.log.statements import end_crashed_run
 from tests.appliance.cli_data import ENDED, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock
 from tests.appliance.fake_daemon import FakeDaemon

@@ -14,9 +14,9 @@ from sqlite_utils import Database
 
 from appliance.log import writer
 from appliance.log.log_file import damaged_logs, open_log, remove_backups, set_aside
+from appliance.log.open_requests import CUT, OpenRequests
 from appliance.log.query import RowQuery
 from appliance.log.reader import DamagedLog, read_row, read_rows
-from appliance.log.row import CUT, OpenRequests
 from appliance.log.writer import RequestLog
 from engine.errors import ConfigError, PenstockError
 from migrations.request_log import migration

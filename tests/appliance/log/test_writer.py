@@ -18,7 +18,8 @@ from appliance.frame.latency import Stages, stages
 from appliance.log import store, writer
 from appliance.log.query import RowQuery
 from appliance.log.reader import read_rows
-from appliance.log.row import LogRow, RowEnergy, insert_row
+from appliance.log.row import LogRow, RowEnergy
+from appliance.log.statements import insert_row
 from appliance.log.writer import RequestLog
 from engine.schedule.sequence import Stamps
 from engine.wire.run_spec import RunSpec

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from appliance.frame.figures import request_facts
-from appliance.log import row as row_file
+from appliance.log import open_requests
+from appliance.log.open_requests import CUT, OpenRequests
 from appliance.log.query import RowQuery
-from appliance.log.row import CUT, LogRow, OpenRequests, frame_of_row
+from appliance.log.row import LogRow, frame_of_row
 from tests.appliance.logs import query, request, rids, row, run_python, start
 
 
@@ -87,7 +88,7 @@ def test_a_daemon_that_stops_leaves_no_file(path: Path) -> None:
 def test_the_file_stays_small_and_holds_what_is_open(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_file, "MIN_REWRITE_BYTES", 4096)
+    monkeypatch.setattr(open_requests, "MIN_REWRITE_BYTES", 4096)
     path.parent.mkdir()
     mine = OpenRequests(path)
     mine.begin()
