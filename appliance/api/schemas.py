@@ -52,8 +52,8 @@ from appliance.api.tokenize import (
     TokenizePrompt,
 )
 from appliance.configuration.settings import ROLES
-from appliance.frame.figures import STAGES
 from appliance.frame.protocol import Frame
+from appliance.frame.request_facts import STAGES
 
 TOKEN_ID = "TokenId"
 WHEN: Json = {

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from appliance.cli.tables import Row, flat, folded, printable, word
-from appliance.frame import figures
-from appliance.frame.figures import STAGES, TTFT_STAGES, count, duration, size
+from appliance.frame import figures, request_facts
+from appliance.frame.figures import count, duration, size
+from appliance.frame.request_facts import STAGES, TTFT_STAGES
 
 
 def stats_line(frame: Row) -> str:
@@ -79,7 +80,7 @@ def request_page(frame: Row, *, width: int, bar: str, room: int | None = None) -
         bar: one cell of a bar.
         room: the maximum columns of a line; longer facts are wrapped; None: no limit.
     """
-    facts = {"request": frame.get("id") or figures.ABSENT, **figures.request_facts(frame)}
+    facts = {"request": frame.get("id") or figures.ABSENT, **request_facts.request_facts(frame)}
     lines = [
         folded(f"{label:<{_LABEL_WIDTH}} {printable(text)}", room, _LABEL_WIDTH + 1)
         for label, text in facts.items()
@@ -89,7 +90,7 @@ def request_page(frame: Row, *, width: int, bar: str, room: int | None = None) -
 
 def waterfall(frame: Row, *, width: int, bar: str) -> list[str]:
     """Draw a line for each stage reached, then the sum, the whole and the difference."""
-    bars, sums = figures.waterfall(frame, width - _LABEL_WIDTH - _NUMBER_WIDTH - 3)
+    bars, sums = request_facts.waterfall(frame, width - _LABEL_WIDTH - _NUMBER_WIDTH - 3)
     lines = [
         _line(f"{each.stage}..." if each.is_open else each.stage, each.ms)
         + f"  {' ' * each.start}{bar * each.cells}"

@@ -13,7 +13,6 @@ from appliance.frame.figures import (
     count,
     duration,
     fine_ratio,
-    guesses,
     joules,
     plain,
     quantiles,
@@ -24,6 +23,7 @@ from appliance.frame.figures import (
     tokens_per_s,
     watts,
 )
+from appliance.frame.request_facts import guesses
 from engine.units import without_figures
 
 _RED, _YELLOW, _GREEN = "31", "33", "32"

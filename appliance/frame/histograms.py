@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-from appliance.frame.figures import STAGES
 from appliance.frame.latency import Stages
+from appliance.frame.request_facts import STAGES
 from engine.schedule.sequence import FinishReason
 from engine.schedule.sequence import Sequence as EngineSequence
 

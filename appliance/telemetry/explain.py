@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from appliance.frame.figures import TTFT_STAGES, duration, short_id, things
+from appliance.frame.figures import duration, short_id, things
 from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
+from appliance.frame.request_facts import TTFT_STAGES
 from appliance.telemetry.windows import UsualTimes
 from engine.schedule.prompt_waits import PromptWait, WaitsFor
 

@@ -12,11 +12,11 @@ from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean, median
 
-from appliance.frame.figures import TTFT_STAGES
 from appliance.frame.latency import Stages, Window, quantile_of, stages
 from appliance.frame.protocol import (
     LatencyFrame,
 )
+from appliance.frame.request_facts import TTFT_STAGES
 from engine.schedule.elastic import Slo
 from engine.schedule.sequence import FinishReason, Sequence
 

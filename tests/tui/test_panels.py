@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from appliance.frame import figures
 from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
+from appliance.frame.request_facts import STAGES
 from appliance.frame.tier_frames import fields
 from tests.tui import frames
 from tui import feed
@@ -539,7 +540,7 @@ def test_the_documentation_has_the_glossary_and_the_glossary_every_column_and_st
     words = {entry.word for entries in GLOSSARY.values() for entry in entries}
     known = {word for entry in words for word in entry.lower().split(", ")}
     columns = {column.title for column in requests.COLUMNS} - {"ID", "USER", "ENDPOINT"}
-    stages = {stage.replace("_", " ") for stage in figures.STAGES}
+    stages = {stage.replace("_", " ") for stage in STAGES}
     assert [word for word in columns | stages if word.lower() not in known] == []
 
 

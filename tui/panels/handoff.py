@@ -19,6 +19,7 @@ from appliance.frame.protocol import (
     RequestFrame,
     WayFrame,
 )
+from appliance.frame.request_facts import guesses
 from appliance.frame.tier_frames import fields
 from tui.history import Samples
 from tui.lines import (
@@ -271,7 +272,7 @@ def _trials(frame: Frame, width: int) -> list[Line]:
 def _guesses(frame: Frame, width: int) -> list[Line]:
     """List the sources of guessed tokens, with the share that was right."""
     totals = fields(frame.totals) | {"drafts": list(map(fields, frame.totals.drafts))}
-    per_step, *sources = fig.guesses(totals)
+    per_step, *sources = guesses(totals)
     lines = [line for source in sources for line in wrap(source, width)]
     return [rule("GUESSES", width, per_step), *lines] if lines else []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from appliance.frame import figures as fig
 from appliance.frame.protocol import Frame, LatencyFrame
+from appliance.frame.request_facts import TTFT_STAGES
 from tui.history import Samples
 from tui.lines import Line, Run, Tone, fold, pad, sparkline, wrap
 from tui.panels.gauges import MIN_REST_SHARE, NAME_WIDTH
@@ -85,7 +86,7 @@ def _made_of(now: LatencyFrame, width: int, height: int) -> list[Line]:
     the sum of the others unless it is small.
     """
     label = Run("ttft mean ", Tone.MUTED)
-    means = [(stage, getattr(now, f"{stage}_ms_mean")) for stage in fig.TTFT_STAGES]
+    means = [(stage, getattr(now, f"{stage}_ms_mean")) for stage in TTFT_STAGES]
     known = [(stage, mean_ms) for stage, mean_ms in means if mean_ms is not None]
     ranked = sorted(known, key=lambda mean: -mean[1])
     total_ms = sum(mean_ms for _, mean_ms in known)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from appliance.frame import figures as fig
+from appliance.frame import request_facts
 from appliance.frame.protocol import RequestFrame
 from appliance.frame.tier_frames import fields
 from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, wrap
@@ -23,7 +24,7 @@ _NUMBER_WIDTH = 10
 def detail(request: RequestFrame, width: int) -> list[Line]:
     """Draw the lines of one request's dialog."""
     known = fields(request)
-    told = fig.request_facts(known) | {
+    told = request_facts.request_facts(known) | {
         "state": phase_text(request),
         "received": fig.clock(request.received_at),
         "blocks": fig.count(request.num_blocks),
@@ -60,7 +61,7 @@ _FACT_TONES = {"waits": Tone.WARN, "slow because": Tone.STRONG}
 def waterfall(known: Mapping[str, Any], width: int) -> list[Line]:
     """Draw a bar for each stage at its place in the whole, then the sums."""
     room = width - _LABEL_WIDTH - _NUMBER_WIDTH - 2
-    bars, sums = fig.waterfall(known, room)
+    bars, sums = request_facts.waterfall(known, room)
     lines = [_row("stage", "ms", "", Tone.MUTED)]
     for bar in bars:
         label, tone = (f"{bar.stage}…", Tone.WARN) if bar.is_open else (bar.stage, Tone.PLAIN)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from appliance.frame import figures as fig
+from appliance.frame import request_facts
 from appliance.frame.protocol import RequestFrame
 from appliance.frame.tier_frames import fields
 from tui.lines import Line, Run, Tone, clean, clip, pad, width_of
@@ -51,7 +52,7 @@ class RequestColumn:
 
 def phase_text(request: RequestFrame) -> str:
     """Describe the phase: `prefilling 62%`, `handing off`, `decoding`, or the end."""
-    text = clean(fig.phase_text(fields(request)))
+    text = clean(request_facts.phase_text(fields(request)))
     sign = _estimate_sign(request)
     return text.replace("prefilling ", f"prefilling {sign}") if sign else text
 
@@ -102,7 +103,7 @@ COLUMNS = (
 
 def _joules(request: RequestFrame) -> str:
     """Return its energy without the unit."""
-    return fig.short_count(fig.energy_j(request.prefill_j, request.decode_j))
+    return fig.short_count(request_facts.energy_j(request.prefill_j, request.decode_j))
 
 
 def columns_for(width: int, is_metered: bool = True) -> list[RequestColumn]:

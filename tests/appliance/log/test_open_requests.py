@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.frame.figures import request_facts
+from appliance.frame.request_facts import request_facts
 from appliance.log import open_requests
 from appliance.log.open_requests import CUT, OpenRequests
 from appliance.log.query import RowQuery

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from appliance.fleet.placement import BLOCK_SIZE
-from appliance.frame.figures import phase_text
 from appliance.frame.protocol import LatencyFrame
+from appliance.frame.request_facts import phase_text
 from appliance.telemetry.explain import QueueWaits, limit, slow_because
 from appliance.telemetry.windows import UsualTimes
 from engine.cache.hashes import PrefixHasher
