@@ -7,13 +7,12 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.api.edge import plain_path
 from engine.errors import Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.appliance.peers import ALICE, VIEWER, client_of
+from tests.appliance.peers import ALICE, client_of
 from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
 
@@ -258,49 +257,3 @@ async def test_a_bug_is_an_error_object_with_the_id_to_look_for(appliance):
     assert request_id in reply.json()["error"]["message"]
     about = f"{request_id}: ZeroDivisionError in GET /v1/requests; the journal says where"
     assert appliance.events == [("error", "request.internal", about)]
-
-
-# --------------------------------------------------------------------------------------------------
-# GET /metrics over HTTP, and what it counts of HTTP.
-
-
-async def scrape(client) -> dict[tuple, float]:
-    reply = await client.get("/metrics")
-    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    return {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(reply.text)
-        for sample in family.samples
-    }
-
-
-async def test_replies_are_counted_by_route_method_and_status(appliance, tmp_path):
-    async with serving(appliance, tmp_path / "api.sock") as served:
-        await served.complete()
-        await served.http.get("/v1/models/a/b")
-        await served.http.get("/nowhere")
-        await served.http.get("/v1/completions")
-        appliance.unavailable = Unavailable("draining", code="draining")
-        await served.complete()
-        await served.http.get("/ready")
-        samples = await scrape(served.http)
-        again = await scrape(served.http)
-    counted = {key[1:]: n for key, n in samples.items() if key[0] == "http_requests_total"}
-    assert counted == {
-        ("/v1/completions", "2xx", "POST"): 1,
-        ("/v1/completions", "5xx", "POST"): 1,
-        ("/v1/completions", "4xx", "GET"): 1,
-        ("/v1/models/{id:path}", "4xx", "GET"): 1,
-        ("4xx", "GET", "none"): 1,
-    }
-    assert samples["http_request_duration_seconds_count", "/v1/completions", "POST"] == 2
-    assert samples["http_request_duration_seconds_sum", "/v1/completions", "POST"] > 0
-    assert {key for key in again if key[0] == "http_requests_total"} == {
-        ("http_requests_total", *key) for key in counted
-    }
-
-
-async def test_who_may_look_may_scrape(appliance):
-    samples = await scrape(client_of(appliance, VIEWER))
-    assert samples["vllm:num_requests_running", "0", "penstock-starter-random-1"] == 26
-    assert (await client_of(appliance, VIEWER).post("/metrics")).status_code == 405
