@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from appliance.frame.figures import transport_text
 from appliance.frame.protocol import Frame
 from appliance.request import ModelInfo
 from engine.units import size_text
@@ -42,7 +43,7 @@ def announcement(
         model: what it serves.
         folder: the checkpoint's.
         abouts: what each worker's start has found out, by its name.
-        measuring: what is measured while idle; None: nothing.
+        measuring: what is measured while idle; None: nothing to say.
         is_elastic_static: elastic roles act as static ones on this machine.
         has_template: the model can chat.
         addresses: where clients find it.
@@ -55,7 +56,7 @@ def announcement(
         yield f"  {frame.weights}"
     if frame.kv is not None:
         yield f"  {frame.kv}"
-    handoff = f"; handoff: {frame.transport}" if frame.transport else ""
+    handoff = f", {transport_text(frame.transport)}" if frame.transport else ""
     workers = ", ".join(f"{worker.name} on {worker.device}" for worker in frame.workers)
     yield f"  {workers}{handoff}"
     for worker in frame.workers:

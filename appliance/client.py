@@ -318,18 +318,19 @@ def _message(error: Any) -> str:
     return str(error["message"] if isinstance(error, dict) and "message" in error else error)
 
 
-def _start_command(address: Address) -> str:
-    is_units = isinstance(address, UnixAddress) and address.path == paths.SYSTEM_SOCKET
-    if not is_units or not paths.has_unit():
-        return "penstock serve"
-    return f"systemctl start {paths.SOCKET_UNIT_NAME} {paths.UNIT_NAME}"
+def start_hint(socket: str | None) -> str:
+    """Say how the daemon of a socket is started; None: it is asked over TCP."""
+    command = "penstock serve"
+    if socket == paths.SYSTEM_SOCKET and paths.has_unit():
+        command = f"systemctl start {paths.SOCKET_UNIT_NAME} {paths.UNIT_NAME}"
+    return f"start it with '{command}', or say where it is with --host"
 
 
 @contextmanager
 def _explained(address: Address) -> Iterator[None]:
     """Turn what the line and the reply can do wrong into words and exit codes."""
     where = str(address)
-    start_it = f"start it with '{_start_command(address)}', or say where it is with --host"
+    start_it = start_hint(address.path if isinstance(address, UnixAddress) else None)
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

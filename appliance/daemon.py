@@ -673,7 +673,7 @@ class _Daemon:
             self._service.model,
             self._plan.checkpoint.folder,
             abouts={worker.plan.name: worker.about for worker in workers},
-            measuring=self._measuring.announcement,
+            measuring=self._measuring.announce(),
             is_elastic_static=self._router.roles_now().acts_static,
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,

@@ -18,6 +18,7 @@ from appliance.fleet.boot import BootPlan
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.frame.figures import things
 from appliance.profile_store import ProfileUnusable
+from engine.profile.facts import FactKey
 from engine.schedule.measurer import MAX_WORK_MS, Measurer
 from engine.schedule.router import Router
 from engine.wire.messages import Command, CoresUsed, Report, StepsMeasured
@@ -26,6 +27,7 @@ QUIET_S = 1.0
 """Without a request, before something is measured."""
 LOOK_S = 0.25
 SAVE_INTERVAL_S = 10.0
+_ANNOUNCED = FactKey("measuring_announced")
 OFF_VARIABLE = "PENSTOCK_MEASURE"
 """Set to 0, nothing is measured while idle: for tests, whose machine has other things to do."""
 
@@ -64,13 +66,16 @@ class Measuring:
         self._quiet_since_s: float | None = None
         self._saved_s = time.monotonic()
 
-    @property
-    def announcement(self) -> str | None:
-        """Announce what will be measured while idle; None: nothing is unknown."""
+    def announce(self) -> str | None:
+        """Announce what will be measured while idle, once per model; None: nothing to say."""
         if not self._is_on or self._measurer.work_ms or not self._measurer.num_unknown:
             return None
         if self._known is not None and not self._known.store.is_readable:
             return None
+        if self._known is not None:
+            if self._known.profile.value(*_ANNOUNCED):
+                return None
+            self._known.profile.put(_ANNOUNCED, [1.0])
         about = f"measuring for up to {MAX_WORK_MS / 1e3:.0f} s while idle"
         return f"Step times of this model unknown: {about}"
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import h11
 import msgspec
 
-from appliance.client import JOIN_GROUP, DaemonUnreachable, PermissionRefused
+from appliance.client import JOIN_GROUP, DaemonUnreachable, PermissionRefused, start_hint
 from appliance.frame.protocol import Frame, RequestFrame
 from tui.panels.header import version_problem
 from tui.view import Caller, DaemonLink
@@ -39,7 +39,7 @@ class FeedLost(Exception):
     """Whether nothing listens there."""
     exit_code = DaemonUnreachable.exit_code
     """The exit code of a command that needs the daemon."""
-    hint = "`penstock serve` starts one; `penstock doctor` checks this machine"
+    hint = "`penstock doctor` checks this machine"
 
     @property
     def link(self) -> DaemonLink:
@@ -51,6 +51,10 @@ class FeedAbsent(FeedLost):
     """No daemon listens there."""
 
     is_absent = True
+
+    def __init__(self, why: str, socket_path: str) -> None:
+        super().__init__(f"the daemon is not running ({why}): {socket_path}")
+        self.hint = start_hint(socket_path)
 
 
 class FeedForbidden(FeedLost):
@@ -146,9 +150,9 @@ async def _exchange(socket_path: str) -> AsyncIterator[_Exchange]:
             reader, writer = await asyncio.open_unix_connection(socket_path)
         yield _Exchange(reader, writer)
     except FileNotFoundError:
-        raise FeedAbsent(f"no daemon: no socket {socket_path}") from None
+        raise FeedAbsent("no such socket", socket_path) from None
     except ConnectionRefusedError:
-        raise FeedAbsent(f"no daemon listens on {socket_path}") from None
+        raise FeedAbsent("connection refused", socket_path) from None
     except PermissionError:
         raise FeedForbidden(f"no permission to open {socket_path}") from None
     except TimeoutError:

@@ -43,9 +43,6 @@ class RequestListing:
             *unknown,
         ]
 
-    def num_admitted(self, requests: Iterable[RequestFrame]) -> int:
-        return sum(map(self.filter.admits, requests))
-
     def arranged(
         self, live: Sequence[RequestFrame], finished: Iterable[RequestFrame]
     ) -> list[RequestFrame]:

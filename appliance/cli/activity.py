@@ -19,7 +19,7 @@ import typer
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.tables import Format, Listing, TableColumn, printable, within
 from appliance.cli.terminal import Host, Output
-from appliance.client import Client, DaemonUnreachable, ReplyError
+from appliance.client import Client, DaemonAbsent, DaemonUnreachable, ReplyError
 from appliance.configuration import client_settings, paths
 from appliance.configuration.address import UnixAddress
 from engine.errors import RequestError
@@ -204,8 +204,11 @@ def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) ->
     """Return the log's file of a silent daemon, if it belongs to this machine's daemon."""
     folder = client_settings.state_dir(state_dir, warn=terminal.passed_over)
     path = paths.log_path(folder)
-    if not isinstance(client.address, UnixAddress) or not os.path.exists(path):
+    if not isinstance(client.address, UnixAddress):
         raise error
+    if not os.path.exists(path):
+        what = "no requests yet: no daemon has run, and there is no request log"
+        raise DaemonAbsent(what, where=str(path), hint=error.hint) from error
     other = "" if state_dir is not None else paths.socket_of(folder)
     if other and os.path.realpath(other) != os.path.realpath(client.address.path):
         error.hint = f"{path} is of the daemon at {other}; name the folder of this one: --state-dir"

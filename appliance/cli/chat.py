@@ -38,8 +38,12 @@ from appliance.cli.terminal import Host
 from appliance.client import Client, ClientError
 from appliance.configuration.setting_kinds import nearest
 from appliance.frame.figures import things
+from appliance.models.names import STARTER_FOLDER
 
 HISTORY_LINES = 1000
+STARTER_HINT = """\
+This built-in model only answers from a document in your message. For another one:
+  penstock serve --model Qwen/Qwen3-0.6B"""
 PROMPT, PROMPT_INSIDE = ">>> ", "... "
 QUOTES = '"""'
 
@@ -121,6 +125,8 @@ class Session:
         shown = ", ".join(self._setting(name) for name in ("temperature", "top_p"))
         model = printable(self._model.about["id"])
         terminal.note(f"{model}: {shown}; /set changes settings, /help lists all")
+        if model == STARTER_FOLDER.name:
+            terminal.note(STARTER_HINT)
 
     def turn(self, text: str) -> None:
         """Say something, and print the answer as it comes.

@@ -7,6 +7,7 @@ Never: asks a daemon, which may have other settings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -16,8 +17,10 @@ from appliance.cli import terminal
 from appliance.cli.tables import Format, TableColumn, yes_or_no
 from appliance.cli.terminal import Output
 from appliance.configuration.client_settings import explain
+from appliance.configuration.config import SSD_FOLDER
 from appliance.configuration.setting_kinds import (
     a_duration,
+    a_stay,
     on_or_off,
     parse_bytes,
     size_setting,
@@ -29,6 +32,18 @@ from appliance.configuration.sources import FoundSetting
 config = typer.Typer(
     help="The daemon's settings.", no_args_is_help=True, callback=terminal.of_this_machine
 )
+
+_UNSET = {
+    "model": "the built-in starter model",
+    "max_model_len": "default: the model's limit, or what the KV cache holds",
+    "default_max_tokens": "default: the context left",
+    "kv_memory": "default: from the free memory",
+    "ssd_dir": f"default: {SSD_FOLDER} in the state folder",
+    "listen": "none: only the Unix socket",
+    "priorities": "default: 1 each",
+}
+"""What a setting without a value means."""
+_CACHES = ("dram_cache", "ssd_cache")
 
 
 @config.command()
@@ -68,13 +83,13 @@ def _setting(found: FoundSetting) -> Setting:
 def _for_people(found: FoundSetting) -> Any:
     """Format the value as a user would type it: a size or a time with its unit."""
     parse = _setting(found).parse
-    if found.name == "model" and found.value is None:
-        return "the built-in starter model"
-    if parse is a_duration:
-        return f"{found.value:g}s"
+    if found.value is None or found.value == ():
+        return _UNSET.get(found.name, "none")
+    if parse in (a_duration, a_stay):
+        return "forever" if math.isinf(found.value) else f"{found.value:g}s"
     if parse is on_or_off:
         return "on" if found.value else "off"
-    if parse is parse_bytes and found.value is not None:
+    if parse is parse_bytes or (found.name in _CACHES and isinstance(found.value, int)):
         return size_setting(found.value)
     return _plain(found)
 

@@ -21,6 +21,7 @@ from typing import Any
 import typer
 
 from appliance.cli import terminal
+from appliance.cli.tables import folded
 from appliance.client import Client, ClientError, Stream
 from appliance.ephemeral import daemon
 from appliance.frame.figures import duration, size
@@ -29,6 +30,8 @@ from appliance.frame.latency import quantile
 _MACHINE = re.compile(r"[a-z]+-[a-z]+-\d+")
 """Matches the names of the runbook's machines, such as `amber-web-42`."""
 NUM_CHATS = 2
+_TEXT_AT = 9
+"""The column in which questions and answers begin, after their marks."""
 QUIET_S = 3.0
 _CHATS = ("Who are you?", "What can you do?", "Tell me a joke.", "What is the capital of France?")
 
@@ -99,25 +102,30 @@ def demo() -> None:
     with daemon("--prefix-cache", "off", "--speculate", "off") as where:
         client = Client(where, timeout_s=600)
         state = client.get("/v1/penstock/state")
-        terminal.write(f"{_opening(state, text)}\n{_made_up(text, questions)}\n\n")
+        _write(f"{_opening(state, text)}\n{_made_up(text, questions)}\n\n")
         with DemoChats(client) as chats:
             started_s = time.perf_counter()
             time.sleep(QUIET_S)
             quiet_ms = chats.itls_between(started_s, time.perf_counter())
-            terminal.write(
-                f"Two short chats stream all the while. {_itl_text('Alone', quiet_ms)}\n\n"
-            )
+            _write(f"Two short chats stream all the while. {_itl_text('Alone', quiet_ms)}\n\n")
             loaded_ms: list[float] = []
             num_right = 0
             for question in questions:
                 num_right += _ask(client, chats, text, question, loaded_ms)
         totals = client.get("/v1/penstock/state")["totals"]
-    terminal.write(f"{num_right} of {len(questions)} answers are right. ")
-    terminal.write(_itl_text("The chats while prompts were computed", loaded_ms) + "\n")
+    loaded = _itl_text("The chats while prompts were computed", loaded_ms)
+    _write(f"{num_right} of {len(questions)} answers are right. {loaded}")
     moved = size(totals["handoff_bytes"])
-    terminal.write(f"{totals['handoffs']} handoffs from prefill to decode moved {moved}.\n")
+    _write(f"{totals['handoffs']} handoffs from prefill to decode moved {moved}.")
     if num_right < len(questions):
         raise typer.Exit(1)
+
+
+def _write(text: str) -> None:
+    """Write lines, wrapped between words at the terminal's width."""
+    for line in text.splitlines():
+        text_at = _TEXT_AT if line.startswith(" ") else 0
+        terminal.write(folded(line, terminal.room(), text_at) + "\n")
 
 
 def _opening(state: dict[str, Any], text: str) -> str:
@@ -158,14 +166,14 @@ def _ask(
     row = client.request(str(request_id))
     is_right = answer == question["answer"]
     mark = "right" if is_right else "WRONG"
-    terminal.write(f"  {mark}  {question['question']}\n         {answer}\n")
+    _write(f"  {mark}  {question['question']}\n         {answer}")
     if not is_right:
-        terminal.write(f"         expected: {question['answer']}\n")
+        _write(f"         expected: {question['answer']}")
     figures = [f"{row['prompt_tokens']:,} tokens", f"TTFT {duration((first_s - asked_s) * 1e3)}"]
     if row["handoff_ms"] is not None:
         moved = size(row["handoff_bytes"] or 0)
         figures.append(f"handoff {duration(row['handoff_ms'])} ({row['transport']}, {moved})")
-    terminal.write(f"         {' · '.join(figures)}\n         {_itl_text('chats', itls_ms)}\n")
+    _write(f"         {' · '.join(figures)}\n         {_itl_text('chats', itls_ms)}")
     return is_right
 
 

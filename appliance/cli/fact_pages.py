@@ -12,7 +12,7 @@ from typing import Any
 
 from appliance.cli.tables import Row, flat, folded, printable, word
 from appliance.frame import figures, request_facts
-from appliance.frame.figures import count, duration, size
+from appliance.frame.figures import count, duration, size, transport_text
 from appliance.frame.request_facts import STAGES, TTFT_STAGES
 
 
@@ -62,7 +62,7 @@ def roles_text(frame: Row) -> str:
     targets = [f"{name} {duration(value)}" for name, value in named if value is not None]
     return (
         f"{frame.get('roles')}"
-        + (f", handoff by {path}" if path else "")
+        + (f", {transport_text(path)}" if path else "")
         + (f", targets {' and '.join(targets)}" if targets else "")
     )
 

@@ -19,7 +19,7 @@ from appliance.cli.tables import Format, Listing, TableColumn
 from appliance.cli.terminal import Host, Output, ProgressLine
 from appliance.configuration import client_settings
 from appliance.frame.figures import things
-from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, PROMPT_MS
+from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, MANY, PROMPT_MS
 
 # appliance.profile_store costs 70 ms, so it comes with the verbs.
 
@@ -57,7 +57,7 @@ COLUMNS = (
     TableColumn("MACHINE", "machine", is_wide=True),
     TableColumn("KERNELS", "build", is_wide=True),
     TableColumn("DEVICES", "placement", is_wide=True),
-    TableColumn("WHAT", "what", lambda what: _WHAT[what][0] if what in _WHAT else what),
+    TableColumn("WHAT", "what", lambda what: _WHAT[what][0]),
     TableColumn("WHERE", "place", lambda place: _ON.sub(r"\1, cores: \2", place)),
     TableColumn("SIZE", "size", _whole),
     TableColumn("CONTEXT", "depth", _whole),
@@ -79,23 +79,28 @@ def show_profile(state_dir: StateDir = None, output: Output = Format.TABLE) -> N
     LOW, a tenth above HIGH.
     """
     terminal.of_this_machine()
+    found = [row for row in _store(state_dir).rows() if row.key.what in _WHAT]
     rows = [
         {
             **row.scope._asdict(),
             **row.key._asdict(),
-            "unit": _WHAT[row.key.what][1] if row.key.what in _WHAT else None,
+            "unit": _WHAT[row.key.what][1],
             "value": row.fact.value,
             "low": row.fact.low,
             "high": row.fact.high,
             "samples": len(row.fact.samples),
             "at": row.fact.at,
         }
-        for row in _store(state_dir).rows()
+        for row in found
     ]
     listing = Listing(
         "profile", COLUMNS, output, colour=terminal.has_colour(), room=terminal.room()
     )
     terminal.write(listing.render(rows))
+    num_few = sum(len(row.fact.samples) < MANY for row in found)
+    if num_few and output.is_for_people:
+        about = f"{num_few} of {things(len(found), 'fact')} have fewer than {MANY} samples"
+        terminal.note(f"penstock: {about}; requests and idle time add more")
 
 
 @profile.command()

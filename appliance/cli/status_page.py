@@ -47,7 +47,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     if frame.get("limit"):
         lines.append(("limit", str(frame["limit"])))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
-    lines += [("trial", without_figures(trial)) for trial in frame.get("trials") or ()]
+    lines += [("tuning", without_figures(trial)) for trial in frame.get("trials") or ()]
     if frame.get("kv"):
         lines += _note_lines("kv", "KV is ", frame["kv"])
     lines += [("pool", _pool_text(pool)) for pool in frame.get("pools") or ()]

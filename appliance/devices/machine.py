@@ -79,6 +79,10 @@ class Devices:
         """Find the devices of this machine: CPUs with RAPL, GPUs with NVML."""
         return cls(find_packages(), find_gpus(open_nvml()))
 
+    @property
+    def num_gpus(self) -> int:
+        return len(self._gpus)
+
     def read(self, now_ns: int) -> list[DeviceFrame]:
         """Return one frame per device, even where it reports nothing."""
         if now_ns - self.read_ns >= MIN_INTERVAL_NS:

@@ -67,10 +67,12 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     state_dir = None if isinstance(found, PenstockError) else found.state_dir
     is_bitwise = isinstance(found, config.ServeConfig) and found.exact == "bitwise"
     yield _kernels(state_dir, checkpoint, is_bitwise=is_bitwise)
-    if not isinstance(found, PenstockError) and (why := _no_speculation(found)):
+    devices = Devices.of_machine()
+    has_gpus = bool(devices.num_gpus)
+    if not isinstance(found, PenstockError) and (why := _no_speculation(found, has_gpus=has_gpus)):
         yield Finding("speculation", "ok", f"off ({why})")
     yield _cores()
-    yield from _devices(Devices.of_machine())
+    yield from _devices(devices)
     yield _dynamo()
     for sentence in config.unknown_variables():
         yield Finding("environment", "note", sentence, "`penstock config show` lists the settings")
@@ -189,11 +191,11 @@ def _kernels(
     return Finding("kernels", "ok", about)
 
 
-def _no_speculation(found: config.ServeConfig) -> str | None:
-    """Say why no worker on CPUs would guess tokens; None: they do."""
+def _no_speculation(found: config.ServeConfig, *, has_gpus: bool) -> str | None:
+    """Say why no worker would guess tokens; None: they do."""
     if found.max_drafted == 0:
         return "speculate is off"
-    return None if has_kernels() else "no compiled kernels"
+    return None if has_kernels() or (has_gpus and found.devices != "cpu") else "no compiled kernels"
 
 
 def _quantised_ratio(model: Checkpoint) -> float:

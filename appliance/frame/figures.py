@@ -15,6 +15,11 @@ from typing import Any
 from engine.units import part_text, size_text
 
 ABSENT = "-"
+_TRANSPORTS = {
+    "alias": "one shared KV pool (alias)",
+    "peer": "KV copied from pool to pool (peer)",
+    "shm": "KV copied through shared memory (shm)",
+}
 _THOUSANDS = ("", "k", "M", "B", "T")
 
 
@@ -209,6 +214,11 @@ def measured_ms(value_ms: float | None) -> str:
     if value_ms is None or 99.95 <= value_ms < 999.5 or value_ms >= 59_950:
         return duration(value_ms)
     return f"{value_ms:#.3g}ms" if value_ms < 999.5 else f"{value_ms / 1000:#.3g}s"
+
+
+def transport_text(transport: str) -> str:
+    """Describe a transport: `one shared KV pool (alias)`."""
+    return _TRANSPORTS.get(transport, transport)
 
 
 def named(name: str, value: float | None) -> str:

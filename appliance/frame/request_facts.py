@@ -80,11 +80,10 @@ def guesses(totals: Mapping[str, Any]) -> list[str]:
     per_step = totals["decode_step_tokens"] / max(totals["decode_steps"], 1)
     texts = [f"{per_step:.1f} tokens per step"]
     for each in totals["drafts"]:
-        places = zip(each["right"], each["guessed"], strict=True)
-        by_place = " ".join(f"{100 * right / guessed:.0f}" for right, guessed in places)
-        share = 100 * sum(each["right"]) / sum(each["guessed"])
+        num_guessed = sum(each["guessed"])
+        share = 100 * sum(each["right"]) / num_guessed
         name = each["drafter"].replace("_", " ")
-        texts.append(f"{name} {share:.0f} % right, by place {by_place}")
+        texts.append(f"{name}: {share:.0f} % of {count(num_guessed)} guesses right")
     return texts
 
 

@@ -110,14 +110,15 @@ def quiet(daemon):
 
 
 def test_after_a_quiet_second_everything_is_measured_slice_after_slice(daemon):
-    assert "15 s" in daemon.measuring.announcement
+    assert "15 s" in daemon.measuring.announce()
+    assert daemon.measuring.announce() is None, "the next start says it no more"
     daemon.deliver()
     daemon.measuring.look(is_idle=True)
     assert not daemon.deliver(), "not at once"
     quiet(daemon)
     daemon.deliver()
     assert daemon.measuring.frame()["num_unknown"] == 0
-    assert daemon.measuring.announcement is None
+    assert daemon.measuring.announce() is None
     assert daemon.measuring.words.startswith("timed ")
     assert daemon.router.ledger.is_idle
     assert not daemon.router.roles.cores.used("prefill"), "cores are where the next prompt goes"

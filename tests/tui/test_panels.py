@@ -123,7 +123,10 @@ def test_a_reading_of_a_daemon_that_is_gone_says_since_when_it_is_stale():
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
-        (feed.FeedAbsent("nobody listens"), "  no daemon; start one with: penstock serve"),
+        (
+            feed.FeedAbsent("no such socket", "/run/p.sock"),
+            "  no daemon; start one with: penstock serve",
+        ),
         (feed.FeedLost("no daemon speaks so"), "  no daemon speaks so"),
     ],
 )
@@ -340,9 +343,9 @@ def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
     frame = frames.busy()
     frame.totals.routes = {"move unknown": 3, "decode some new reason": 1}
     shown = text(handoff.page(View().after(frame), 100, 40))
-    assert "3  move    steps of this size not measured yet; static route" in shown
-    assert "1  decode  some new reason" in shown
-    assert "3 move not measured" in text(lanes.handoff(View().after(frame), 40, 20))
+    assert "3  handed over  steps of this size not measured yet; static route" in shown
+    assert "1  on decode    some new reason" in shown
+    assert "3 handed over: not measured" in text(lanes.handoff(View().after(frame), 40, 20))
 
 
 def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_closed():
@@ -353,19 +356,20 @@ def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_close
         WayFrame("decode", "decode", True, True, 64, 3, 2, 1, 2.6, True),
     ]
     shown = text(handoff.page(View().after(frame), 140, 40))
-    assert (
-        "7  move    on prefill, own cores, beside decodes, steps of 512 tokens, error 1.1x" in shown
-    )
+    told = "on prefill, own cores, beside decode steps, steps of 512 tokens, error 1.1x"
+    assert f"7  handed over  {told}" in shown
     missed = "2 took at least twice the prediction, 1 moved away"
     closed = f"error 2.6x, {missed}, not used until measured again"
-    assert f"3  decode  on decode, all cores, beside decodes, steps of 64 tokens, {closed}" in shown
+    assert (
+        f"3  on decode    on decode, all cores, beside decode steps, steps of 64 tokens, {closed}"
+        in shown
+    )
     assert shown.index("not used until") < shown.index("error 1.1x"), "what is wrong comes first"
 
 
-def test_the_title_counts_finished_requests():
+def test_the_title_counts_requests_since_the_start_and_not_the_listed_ones():
     view = View(frame=frames.busy(), finished=(frames.finished(31),))
-    assert ", 1 finished, 1-9 by time v" in requests.title(view, 31, 1, 9)
-    assert "finished" not in requests.title(view, 30, 1, 9)
+    assert "REQUESTS  30 live, 1-9 by time v │ 1,204 done" in requests.title(view, 31, 1, 9)
 
 
 @pytest.mark.parametrize("frame", [frames.busy(), frames.idle(), frames.colocated()])

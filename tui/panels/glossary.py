@@ -183,8 +183,8 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             ),
             Entry("moved away", "prompts that left a worker because its gaps grew too long"),
             Entry("not used", "a route with bad predictions, until its steps are measured again"),
-            Entry("trials", "what the machine's profile chose, with the measured figures"),
-            Entry("guesses", "tokens that speculation guessed: how many were right, by place"),
+            Entry("tuning", "what was chosen from measurements of this machine"),
+            Entry("guesses", "tokens that speculation guessed, by source: how many were right"),
             Entry("wait", "time from the handoff to the decode worker's first step"),
             Entry("serves too, comes next, swaps", "other models; the next one; swaps so far"),
             Entry(

@@ -36,12 +36,12 @@ from tui.lines import (
     width_of,
     wrap,
 )
-from tui.panels.lanes import newest_size, ranked_routes
+from tui.panels.lanes import newest_size, ranked_routes, route_text
 from tui.view import View, pool_counts
 
 _WIDE_LABEL = 16
 _COUNT_WIDTH = 8
-_ROUTE_WIDTH = 8
+_ROUTE_WIDTH = 13
 _RATE_WIDTH = 12
 _STAGING = "ring"
 _MAX_LINKS = 8
@@ -50,6 +50,7 @@ _LEAST_RECENT = 6
 """Minimum rows of newest handoffs, with their heading."""
 REASONS: Mapping[str, str] = MappingProxyType(
     {
+        "alone": "nothing else ran; all cores computed it",
         "cheapest": "meets the targets at the lowest cost",
         "closest": "no route met the targets; least bad chosen",
         "kept": "as good as the best route, and used before",
@@ -71,7 +72,7 @@ def page(view: View, width: int, height: int) -> list[Line]:
     below = [
         *_routes(frame, width),
         *_predictions(frame, width),
-        *_trials(frame, width),
+        *_tuning(frame, width),
         *_guesses(frame, width),
         *_models(frame, width),
     ]
@@ -256,17 +257,17 @@ def _routes(frame: Frame, width: int) -> list[Line]:
         lines.append(
             [
                 Run(pad(fig.count(num), _COUNT_WIDTH, right=True), Tone.STRONG),
-                Run(f"  {pad(route, _ROUTE_WIDTH)}"),
+                Run(f"  {pad(route_text(route), _ROUTE_WIDTH)}"),
                 Run(why, Tone.MUTED),
             ]
         )
     return lines if len(lines) > 1 else [*lines, [Run("no sequence placed yet", Tone.MUTED)]]
 
 
-def _trials(frame: Frame, width: int) -> list[Line]:
-    """List the choices of the machine's profile, with their figures."""
+def _tuning(frame: Frame, width: int) -> list[Line]:
+    """List what was chosen from measurements of this machine, with the figures."""
     lines = [line for trial in frame.trials for line in wrap(trial, width)]
-    return [rule("TRIALS", width, "chosen by the machine's profile"), *lines] if lines else []
+    return [rule("TUNING", width, "from measurements of this machine"), *lines] if lines else []
 
 
 def _guesses(frame: Frame, width: int) -> list[Line]:
@@ -282,16 +283,16 @@ def _predictions(frame: Frame, width: int) -> list[Line]:
     ways = sorted(frame.totals.ways, key=lambda way: (-way.is_closed, -way.num_missed))
     if not ways:
         return []
-    return [rule("PREDICTIONS", width, "prompts, by way and size of step"), *map(_way, ways)]
+    return [rule("PREDICTIONS", width, "of prompts, by route and step size"), *map(_way, ways)]
 
 
 def _way(way: WayFrame) -> Line:
     where = f"{way.worker}, {'all' if way.has_all else 'own'} cores"
-    beside = "beside decodes" if way.is_beside else "alone"
+    beside = "beside decode steps" if way.is_beside else "no decode steps beside"
     error = "" if way.error_ratio is None else f", error {way.error_ratio:.1f}x"
     line = [
         Run(pad(fig.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
-        Run(f"  {pad(way.route, _ROUTE_WIDTH)}"),
+        Run(f"  {pad(route_text(way.route), _ROUTE_WIDTH)}"),
         Run(f"on {where}, {beside}, steps of {fig.count(way.step_tokens)} tokens{error}"),
     ]
     if way.num_missed:

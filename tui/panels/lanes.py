@@ -34,7 +34,14 @@ from tui.view import View, workers_for
 _LABEL_WIDTH = 13
 _PLACE_WIDTH = 44
 """Minimum width for a worker's device in its row."""
-_SHORT_REASONS = {"unknown": "not measured"}
+_SHORT_REASONS = {
+    "alone": "nothing else ran",
+    "closest": "least late",
+    "kept": "as before",
+    "only": "other not ready",
+    "unknown": "not measured",
+    "wary": "slower than predicted",
+}
 """Words for route reasons that are unclear without context."""
 
 
@@ -154,10 +161,15 @@ def ranked_routes(frame: Frame) -> list[tuple[int, str, str]]:
     return [(num, clean(route), clean(reason)) for num, route, _, reason in ways]
 
 
+def route_text(route: str) -> str:
+    """Describe a route: `handed over`, or `on decode`."""
+    return "handed over" if route == "move" else f"on {route}"
+
+
 def routes(frame: Frame) -> list[str]:
-    """List `1,204 move cheapest` for each route taken."""
+    """List `1,204 handed over: cheapest` for each route taken."""
     return [
-        f"{fig.count(num)} {route} {_SHORT_REASONS.get(reason, reason)}"
+        f"{fig.count(num)} {route_text(route)}: {_SHORT_REASONS.get(reason, reason)}"
         for num, route, reason in ranked_routes(frame)
     ]
 

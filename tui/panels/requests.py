@@ -169,9 +169,7 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
     if frame is None:
         return "REQUESTS"
     arrow = "^" if listing.is_reversed else "v"
-    num_finished = num_shown - listing.num_admitted(frame.requests)
     text = f"REQUESTS  {fig.count(frame.num_requests)} live"
-    text += f", {fig.count(num_finished)} finished" if num_finished > 0 else ""
     text += f", {first}-{last} by {listing.sort} {arrow}" if num_shown else ""
     text += f" │ filter {listing.filter.text}" if listing.filter.text else ""
     totals, sign = frame.totals, " │ "

@@ -220,10 +220,10 @@ def test_what_the_pools_keep_is_told_above_them() -> None:
 
 
 def test_what_was_chosen_at_start_is_told_without_its_figures() -> None:
-    assert "trial" not in status_page.page(FRAME, colour=False)
+    assert "tuning" not in status_page.page(FRAME, colour=False)
     told = ["up to 256 prompt tokens a step", "attention of prompts by tiles"]
     trials = [with_figures(each, "3.1x as fast, or not") for each in told]
     lines = status_page.page({**FRAME, "trials": trials}, colour=False).splitlines()
-    assert [line for line in lines if line.startswith("trial")] == [
-        f"trial    {each}" for each in told
+    assert [line for line in lines if line.startswith("tuning")] == [
+        f"tuning   {each}" for each in told
     ]

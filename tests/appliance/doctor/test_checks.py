@@ -19,15 +19,24 @@ def test_connections_are_held_against_the_hard_limit_of_open_files(
 
 
 @pytest.mark.parametrize(
-    ("speculate", "has_kernels", "is_off"),
-    [("auto", True, False), (3, True, False), ("off", True, True), ("auto", False, True)],
+    ("speculate", "has_kernels", "has_gpus", "devices", "is_off"),
+    [
+        ("auto", True, False, "auto", False),
+        (3, True, False, "auto", False),
+        ("off", True, True, "auto", True),
+        ("auto", False, False, "auto", True),
+        ("auto", False, True, "auto", False),
+        ("auto", False, True, "cpu", True),
+    ],
 )
 def test_speculation_is_told_where_it_is_off(
     monkeypatch: pytest.MonkeyPatch,
     speculate: int | str,
     has_kernels: bool,
+    has_gpus: bool,
+    devices: str,
     is_off: bool,
 ) -> None:
     monkeypatch.setattr(checks, "has_kernels", lambda: has_kernels)
-    found = ServeConfig(Path("s"), Path("s"), speculate=speculate)
-    assert bool(checks._no_speculation(found)) == is_off
+    found = ServeConfig(Path("s"), Path("s"), speculate=speculate, devices=devices)
+    assert bool(checks._no_speculation(found, has_gpus=has_gpus)) == is_off
