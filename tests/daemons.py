@@ -231,9 +231,10 @@ def open_by_both_doors(
     folder: Path, model: Path
 ) -> Iterator[tuple[Daemon, dict[str, openai.OpenAI]]]:
     """A daemon, and clients on the socket and on TCP; all must be free when they are done."""
-    path, keys = make_keys(folder, laptop="user")
+    path, keys = make_keys(folder, laptop="user", wall="viewer")
     daemon = Daemon(folder, "--listen", "127.0.0.1:0", "--api-keys", str(path), model=model)
     daemon.wait_ready()
+    daemon.keys = keys
     with daemon.official_client() as on_socket, daemon.official_client(keys["laptop"]) as on_tcp:
         yield daemon, dict(zip(DOORS, (on_socket, on_tcp), strict=True))
     daemon.assert_all_free()

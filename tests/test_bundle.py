@@ -63,7 +63,7 @@ def make_bundle(daemon: Daemon, path: Path) -> dict[str, bytes]:
         return {name: archive.extractfile(each).read() for name, each in names.items()}
 
 
-def test_a_report_has_what_is_needed_and_nothing_private(daemon, tmp_path):
+def test_a_report_has_what_is_needed_and_nothing_private_also_of_a_dead_daemon(daemon, tmp_path):
     with closing(sqlite3.connect(daemon.folder / "state" / "requests.db")) as db:
         assert PROMPT in str(db.execute("SELECT * FROM request_text").fetchall())
     parts = make_bundle(daemon, tmp_path / "report.tar.gz")
@@ -93,15 +93,16 @@ def test_a_report_has_what_is_needed_and_nothing_private(daemon, tmp_path):
     assert "penstock-prefil" in hung
     (other,) = [each for each in workers if each is not hung]
     assert 'loop.py", line' in other
-
-
-def test_a_report_of_a_daemon_that_has_died_says_what_cannot_be_had(daemon, tmp_path):
     daemon.kill()
-    parts = make_bundle(daemon, tmp_path / "report.tar.gz")
+    assert_says_what_cannot_be_had(daemon, tmp_path / "later.tar.gz")
+
+
+def assert_says_what_cannot_be_had(daemon, path):
+    parts = make_bundle(daemon, path)
     assert parts.keys() == PARTS
     assert b"no daemon runs" in parts["stacks.txt"]
     assert b"worker.ready" in parts["events.json"]
     environ = {**daemon.env, "PENSTOCK_STATE_DIR": str(daemon.folder / "state")}
-    again = penstock(environ, "doctor", "--bundle", str(tmp_path / "report.tar.gz"))
+    again = penstock(environ, "doctor", "--bundle", str(path))
     assert again.returncode == 2
     assert "File exists" in again.stderr

@@ -13,6 +13,9 @@ import pytest
 
 from tests.daemons import ALONE, LONG, Daemon, is_alive
 
+MAX_QUEUED, NUM_PROMPTS = 160, 110
+"""Prompts of one request: it fits the queue, two of them do not, and the pool has room for few."""
+
 
 @pytest.fixture(scope="module")
 def standing(tiny_llama, tmp_path_factory):
@@ -32,13 +35,15 @@ def standing(tiny_llama, tmp_path_factory):
         env = {"NOTIFY_SOCKET": str(folder / "notify")}
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
         permit = partial(resource.setrlimit, resource.RLIMIT_CORE, (hard, hard))
-        small = ("--kv-memory", "1MiB")
+        small = ("--kv-memory", "1MiB", "--max-queued", str(MAX_QUEUED))
         daemon = Daemon(folder, *small, model=tiny_llama, env=env, preexec_fn=permit)
         daemon.wait_for(daemon.is_listening)
         daemon.early = daemon.http.post("/v1/completions", json={"prompt": "early"})
         while b"READY=1" not in manager.recv(4096):
             pass
         daemon.status_when_announced = daemon.get_status("/ready")
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.told_of_reload = [manager.recv(4096).decode() for _ in range(2)]
     yield daemon
     daemon.assert_all_free()
     assert daemon.stop() == 0
@@ -46,6 +51,19 @@ def standing(tiny_llama, tmp_path_factory):
 
 def test_ready_is_announced_to_systemd(standing):
     assert standing.status_when_announced == 200
+
+
+def test_systemd_is_told_when_a_reload_begins_and_ends(standing):
+    begun, ended = standing.told_of_reload
+    assert begun.startswith("RELOADING=1\nMONOTONIC_USEC=")
+    assert ended.startswith("READY=1")
+
+
+def test_tcp_without_keys_is_refused_before_anything_starts(start_daemon, tiny_llama):
+    daemon = start_daemon("--listen", "127.0.0.1:0", model=tiny_llama)
+    assert daemon.process.wait(120) == 78
+    assert "API keys" in daemon.stderr
+    assert "penstock keys add" in daemon.stderr
 
 
 def test_503_while_loading(standing):
@@ -95,13 +113,13 @@ def test_a_second_daemon_on_the_same_state_directory_is_refused(standing, start_
 
 def test_a_full_queue_answers_429_and_recovers(standing):
     daemon = standing
-    body = {"prompt": [[1, 2, 3]] * 350, "max_tokens": 2, "ignore_eos": True}
+    body = {"prompt": [[1, 2, 3]] * NUM_PROMPTS, "max_tokens": 2, "ignore_eos": True}
     pids = [worker["pid"] for worker in daemon.state()["workers"]]
     with ThreadPoolExecutor(2) as pool:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)  # so that the queue is certainly full
         filler = pool.submit(daemon.http.post, "/v1/completions", json=body)
-        daemon.wait_for(lambda: daemon.state()["queue"]["queued"] > 200)
+        daemon.wait_for(lambda: daemon.state()["queue"]["queued"] > MAX_QUEUED - NUM_PROMPTS)
         big = daemon.http.post("/v1/completions", json=body)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)

@@ -1,6 +1,6 @@
 """What only a model can show: the fields of the official client against the running daemon.
 
-Each is asked for on the socket and on TCP, whole and streamed: presence_penalty, frequency_penalty,
+Each is asked for on the socket, streamed, and on TCP, whole: presence_penalty, frequency_penalty,
 repetition_penalty, logit_bias, n, echo, min_tokens, logprobs in both forms, max_completion_tokens,
 content in parts and all roles, response_format (json_object, json_schema), tools and tool_choice
 (auto, none, required, a named function), stream_options (include_usage, continuous_usage_stats),
@@ -51,19 +51,29 @@ def folder(tiny_llama, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def clients(folder, tmp_path_factory):
-    with open_by_both_doors(tmp_path_factory.mktemp("fields"), folder) as (_daemon, clients):
-        yield clients
+def opened(folder, tmp_path_factory):
+    with open_by_both_doors(tmp_path_factory.mktemp("fields"), folder) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def daemon(opened):
+    return opened[0]
 
 
 @pytest.fixture(params=DOORS)
-def client(clients, request):
-    return clients[request.param]
-
-
-@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
-def stream(request):
+def door(request):
     return request.param
+
+
+@pytest.fixture
+def client(opened, door):
+    return opened[1][door]
+
+
+@pytest.fixture
+def stream(door):
+    return door == "socket"
 
 
 @dataclass
@@ -111,6 +121,19 @@ def chat(client, **fields) -> list[Said]:
     extra = {"return_token_ids": True, **fields.pop("extra_body", {})}
     fixed = {"model": MODEL, "messages": [USER], "temperature": 0}
     return read(client.chat.completions.create(**(fixed | fields), extra_body=extra))
+
+
+def test_a_viewer_reads_and_generates_nothing_and_a_stranger_neither(daemon):
+    with daemon.official_client(daemon.keys["wall"]) as wall:
+        assert wall.models.list().data[0].id == MODEL
+        with pytest.raises(openai.PermissionDeniedError, match="viewer"):
+            complete(wall)
+    with daemon.official_client("wrong") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with daemon.official_client(daemon.keys["laptop"]) as laptop:
+        complete(laptop, max_tokens=1)
+    assert daemon.log_rows(1)[0]["user"] == "key:laptop"
+    assert daemon.keys["laptop"] not in str(daemon.log_rows())
 
 
 # Sampling

@@ -28,7 +28,7 @@ def ask(daemon, prompt, max_tokens, **fields):
     return outputs, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.fixture(scope="module", params=["alias", "shm", "2x2"])
+@pytest.fixture(scope="module", params=["alias", "2x2"])
 def arm(request):
     return request.param
 
@@ -100,9 +100,7 @@ def test_salts_and_users_are_set_apart(daemon, arm):
     daemon.wait_for(lambda: [row["cached_tokens"] for row in daemon.log_rows(4)] == found[::-1])
 
 
-def test_warm_turns_while_roles_change_and_workers_die(daemon, arm, served):
-    if arm == "shm":
-        pytest.skip("one pool, and several pools with several workers of a role, are enough")
+def test_warm_turns_while_roles_change_and_workers_die(daemon, served):
     _, oracle = served
     conversations = prompts([150, 70, 200], seed=11)
     for turn, roles in enumerate(["static", "colocated", "elastic", "static"]):

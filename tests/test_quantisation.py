@@ -10,9 +10,9 @@ from tests.engine.workers.computing_world import finish, transformer_of, world_o
 from tests.quantised_checkpoints import ROUNDED, SHAPE, rounded, write_quantised
 from tests.test_exactness import assert_all_same, prompts
 
-CASES = {"fp8-blocks": "elastic", "int8-rows": "shm", "gptq-order": "colocated"}
+CASES = {"int8-rows": "elastic", "gptq-order": "colocated"}
 """By kind: the arm. Several workers map one copy of the weights, except where it is widened."""
-IN_ONE_PROCESS = ("int4-32", "gptq", "awq")
+IN_ONE_PROCESS = ("fp8-blocks", "int4-32", "gptq", "awq")
 WIDENED = ("gptq-order",)
 
 

@@ -91,7 +91,7 @@ def test_a_client_that_leaves_frees_its_blocks(daemon, is_stream):
 
 
 def test_a_burst_with_random_cancels_leaves_the_pool_free(daemon):
-    """200 requests; some finish, some are cancelled by api, some leave."""
+    """100 requests; some finish, some are cancelled by api, some leave."""
 
     def one(i):
         prompt = [(i * 13 + j) % 280 for j in range(1 + (i * 37) % 300)]
@@ -115,8 +115,8 @@ def test_a_burst_with_random_cancels_leaves_the_pool_free(daemon):
         return reply.status_code
 
     before = daemon.fresh_state()["totals"]
-    with ThreadPoolExecutor(40) as pool:
-        statuses = list(pool.map(one, range(200)))
+    with ThreadPoolExecutor(30) as pool:
+        statuses = list(pool.map(one, range(100)))
     assert set(statuses) <= {200, 429, 499}
     daemon.wait_for(lambda: daemon.num_live() == 0)
     daemon.assert_all_free()
@@ -124,7 +124,7 @@ def test_a_burst_with_random_cancels_leaves_the_pool_free(daemon):
     accepted = after["accepted"] - before["accepted"]
     ended = ("finished", "aborted", "failed")
     assert accepted == sum(after[name] - before[name] for name in ended)
-    assert accepted + after["refused"] - before["refused"] == 200
+    assert accepted + after["refused"] - before["refused"] == 100
     assert sum(1 for row in daemon.log_rows(1000)) >= accepted
     assert after["failed"] == before["failed"]
 
