@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import json
 import os
 import pty
 import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import termios
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PROMPT = ">>> "
+TIMEOUT_S = 180
 
 
 def user_environ(home: Path) -> dict[str, str]:
@@ -33,18 +40,63 @@ def command(*arguments: str) -> list[str]:
 def penstock(
     environ: dict[str, str], *arguments: str, stdin: bytes = b"", cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    ended = subprocess.run(
-        command(*arguments),
-        env=environ,
-        input=stdin,
-        capture_output=True,
-        timeout=180,
-        check=False,
-        cwd=cwd,
-    )
-    return subprocess.CompletedProcess(
-        ended.args, ended.returncode, ended.stdout.decode(), ended.stderr.decode()
-    )
+    """Run the command to its end; in a fork, unless its interpreter needs settings of its own."""
+    with (
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        given.write(stdin)
+        given.seek(0)
+        if _has_own_interpreter(environ):
+            streams = {"stdin": given, "stdout": out, "stderr": err}
+            code = subprocess.run(
+                command(*arguments), env=environ, cwd=cwd, timeout=TIMEOUT_S, check=False, **streams
+            ).returncode
+        else:
+            fds = [given.fileno(), out.fileno(), err.fileno()]
+            code = _fork({"arguments": arguments, "environ": environ, "cwd": cwd}, fds)
+        out.seek(0)
+        err.seek(0)
+        said = (out.read().decode(), err.read().decode())
+    return subprocess.CompletedProcess(command(*arguments), code, *said)
+
+
+def _has_own_interpreter(environ: dict[str, str]) -> bool:
+    """Whether Python itself reads settings here that the forking process has not."""
+    others = environ.keys() - {"PYTHONPATH"}
+    is_usual = environ.get("PYTHONPATH") == str(ROOT)
+    return not is_usual or any(name.startswith(("PYTHON", "LANG", "LC_")) for name in others)
+
+
+def _fork(asked: dict[str, Any], fds: list[int]) -> int:
+    """Have the command forked; return its exit code."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            packet = json.dumps(asked, default=str).encode()
+            socket.send_fds(_zygote(os.getpid())[0], [packet], [*fds, theirs.fileno()])
+        ours.settimeout(TIMEOUT_S)
+        pid = int(ours.recv(16))
+        try:
+            return int(ours.recv(16))
+        except TimeoutError:
+            os.kill(pid, signal.SIGKILL)
+            raise
+
+
+@functools.cache
+def _zygote(_pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start the process that forks, once per process of tests; it ends when this one does."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.appliance.cli_zygote", str(theirs.fileno())],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    return ours, process
 
 
 def start(environ: dict[str, str], *arguments: str) -> subprocess.Popen[bytes]:
