@@ -37,6 +37,7 @@ class AcceleratedDaemon(Daemon):
     """Of so many GPUs."""
 
     program = ("-m", "tests.accelerated")
+    python_path = ""  # the accelerator's tensors are of the device "meta"
     ready_s = 240.0
     """Its workers compute on cores what GPUs would, and there may be eight."""
 

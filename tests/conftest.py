@@ -7,11 +7,12 @@ import hypothesis
 import pytest
 
 from tests.checkpoints import make_checkpoint, use_one_thread
-from tests.daemons import ARMS, Daemon
+from tests.daemons import ARMS, QUICK_TORCH, Daemon
 
 # without a GPU Triton interprets its kernels; it asks when it is imported
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    Daemon.python_path = QUICK_TORCH
 
 # tests start some thousand processes: each would compile the modules that it imports again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

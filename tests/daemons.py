@@ -41,6 +41,8 @@ LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 1}
 STEP_BY_STEP = ["--speculate", "off"]
 """For tests that need replies of equal length to last equally long, or a short one to last."""
 READY_S = 180.0
+QUICK_TORCH = str(Path(__file__).parent / "quick_torch")
+"""A folder for PYTHONPATH: interpreters there import torch in four fifths of the time."""
 LOADING_POLL_S = 0.1
 """Asking takes both sides a few milliseconds, which loading needs more."""
 
@@ -49,6 +51,7 @@ class Daemon:
     """`penstock serve` as an operator would start it."""
 
     program = ("-m", "appliance.cli")
+    python_path = ""
     ready_s = READY_S
 
     def __init__(
@@ -67,6 +70,7 @@ class Daemon:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
         names = ("CACHE_HOME", "CONFIG_HOME", "RUNTIME_DIR")
         dirs = {f"XDG_{name}": str(folder / name.lower()) for name in names}
+        inherited |= {"PYTHONPATH": self.python_path} if self.python_path else {}
         self.env = {**inherited, **dirs, "PENSTOCK_MEASURE": "0", **(env or {})}
         with self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(

@@ -17,7 +17,10 @@ import termios
 from pathlib import Path
 from typing import Any
 
+from tests.daemons import QUICK_TORCH
+
 ROOT = Path(__file__).parents[2]
+PYTHON_PATH = f"{ROOT}:{QUICK_TORCH}"
 PROMPT = ">>> "
 TIMEOUT_S = 180
 
@@ -29,7 +32,7 @@ def user_environ(home: Path) -> dict[str, str]:
         "HOME": str(home),
         "PENSTOCK_SOCKET": str(home / "p.sock"),
         "PENSTOCK_STATE_DIR": str(home / "state"),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHON_PATH,
     }
 
 
@@ -65,7 +68,7 @@ def penstock(
 def _has_own_interpreter(environ: dict[str, str]) -> bool:
     """Whether Python itself reads settings here that the forking process has not."""
     others = environ.keys() - {"PYTHONPATH"}
-    is_usual = environ.get("PYTHONPATH") == str(ROOT)
+    is_usual = environ.get("PYTHONPATH") == PYTHON_PATH
     return not is_usual or any(name.startswith(("PYTHON", "LANG", "LC_")) for name in others)
 
 
@@ -92,7 +95,7 @@ def _zygote(_pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.appliance.cli_zygote", str(theirs.fileno())],
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": PYTHON_PATH},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
