@@ -82,7 +82,7 @@ def test_a_reload_takes_over_what_it_can_and_names_what_it_cannot(
     assert fixed.startswith("max_model_len:")
     daemon.process.send_signal(signal.SIGHUP)
     told = daemon.wait_for(lambda: len(found := events(daemon, "config.reloaded")) == 3 and found)
-    assert told[0] == "configuration reloaded (nothing changed)"
+    assert "(nothing changed)" in told[0]
     assert daemon.complete("Hello", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 

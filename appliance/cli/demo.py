@@ -132,8 +132,8 @@ def _opening(state: dict[str, Any], text: str) -> str:
     workers = ", ".join(f"{worker['name']} on {worker['device']}" for worker in state["workers"])
     return (
         f"{state['model']} ({state['dtype']}): {workers}; roles {state['roles']}\n"
-        f"The document is a runbook of {len(text.splitlines())} lines, sent with each question\n"
-        "and computed each time: the demo's daemon has its prefix cache off."
+        f"The document is a runbook of {len(text.splitlines())} lines. It is sent and computed\n"
+        "with each question: the demo's daemon has its prefix cache off."
     )
 
 

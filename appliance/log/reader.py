@@ -27,11 +27,9 @@ RECOVER = "`sqlite3 FILE .dump` saves the readable rows; move the file away for 
 
 # The first line has the words of the index ix_requests_failed, without which SQLite would not use
 # it; the second leaves out clients that disconnected (499) or cancelled on purpose.
-_FAILED = (
-    "(http_status >= 400 OR finish_reason IN ('error', 'abort'))"
-    " AND (finish_reason IS 'error' OR cancelled_by IS 'drain'"
-    " OR (http_status >= 400 AND http_status <> 499))"
-)
+_INDEXED = "(http_status >= 400 OR finish_reason IN ('error', 'abort'))"
+_OURS = "(http_status >= 400 AND http_status <> 499)"
+_FAILED = f"{_INDEXED} AND ({_OURS} OR finish_reason IS 'error' OR cancelled_by IS 'drain')"
 
 _MOST_TOKENS_FIRST = "prompt_tokens + coalesce(completion_tokens, 0) DESC, 1"
 # The + keeps SQLite from following the index by user, which takes twice as long as to sort.

@@ -24,8 +24,8 @@ from engine.wire.messages import LogitsLoss
 from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 
 TEXTS = (
-    "The river rises in the hills above the town and runs for ninety miles to the sea. In spring "
-    "the melting snow doubles its width, and the lower fields stand under water until May.",
+    "The river rises in the hills above the town. It runs for ninety miles to the sea. In spring "
+    "the melting snow doubles its width. The lower fields stand under water until May.",
     "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    "
     "return total / len(values)\n\n\nprint(mean([1, 2, 3]))\n",
     "Question: A train leaves at 14:20 and arrives at 17:05. How long is the journey?\nAnswer: "

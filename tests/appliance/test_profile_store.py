@@ -102,4 +102,4 @@ def test_a_model_is_named_by_its_shapes(tiny_llama):
 
 def test_devices_are_named_by_cores():
     workers = [WorkerPlan("prefill", (0,), "kv"), WorkerPlan("decode", (1, 2), "kv")]
-    assert devices_name(workers) == "prefill cpu 0; decode cpu 1-2"
+    assert devices_name(workers).split("; ") == ["prefill cpu 0", "decode cpu 1-2"]

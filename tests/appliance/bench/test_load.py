@@ -123,7 +123,7 @@ def test_refusals_are_samples_with_their_status(server: FakeOpenAI, target: Targ
 def test_a_reply_that_breaks_off_is_an_error(server: FakeOpenAI, target: Target) -> None:
     server.script.breaks_after = 1
     (sample,) = run(target, replace(TRACE, trace=BURST[:1])).samples
-    assert sample.error == "the server closed the connection before the end"
+    assert "closed the connection" in sample.error
     assert sample.ttft_ms is not None
 
 
@@ -139,7 +139,7 @@ async def test_a_reply_that_never_ends_is_an_error_and_is_hung_up_on(
 async def test_a_server_that_is_gone_is_an_error_of_each_request(tmp_path: Path) -> None:
     nobody = Target("nobody", UnixAddress(tmp_path / "none"), random.Random(0))
     (sample,) = await offer(nobody, [PlannedArrival(0, 5, 3)], 1)
-    assert sample.error == "cannot connect: No such file or directory"
+    assert "cannot connect" in sample.error
     assert sample.status is None
 
 

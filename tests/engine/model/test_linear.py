@@ -175,7 +175,9 @@ def test_torch_multiplies_what_the_kernels_do_not(num_tokens, has_bias):
 def test_a_way_that_is_not_the_best_says_why():
     assert choose_linears("cuda", torch.bfloat16) == Linears("torch", None)
     half = choose_linears("cpu", torch.float16)
-    assert (half.name, half.kernels) == ("torch (no compiled kernels for float16)", None)
+    assert half.kernels is None
+    assert half.name.startswith("torch")
+    assert "float16" in half.name
     unknown = choose_linears("cpu", torch.float32, "no such level")
     assert unknown.kernels is None
     assert "compiled kernels" in unknown.name

@@ -66,7 +66,7 @@ def judged():
 def test_a_prompt_that_went_as_predicted_is_judged_and_its_way_stays_open(judged):
     outcome = judged.prompt(BESIDE, 10, others=2)
     assert (outcome.seq_id, outcome.yields) == (1, False)
-    assert outcome.about == "; it took 40 ms and ITL 10.0 ms"
+    assert "40 ms and ITL 10.0 ms" in outcome.about
     record = judged.outcomes.records[BESIDE]
     assert (record.num_judged, record.num_missed) == (1, 0)
     assert record.error == pytest.approx(0, abs=0.01)

@@ -208,7 +208,8 @@ def test_one_core_makes_elastic_roles_act_as_static_and_says_so():
     machine = Machine(cores={"prefill": (0,), "decode": (0,)})
     assert machine.roles.acts_static
     assert machine.settle(DECODING) == [[0], [0]]
-    assert machine.route(sequence()) == PairChoice(MOVE, "static", "both workers share one device")
+    choice = machine.route(sequence())
+    assert (choice.pair, choice.reason) == (MOVE, "static")
 
 
 def test_workers_that_share_cores_with_their_like_have_something_to_choose():
