@@ -6,18 +6,22 @@ from collections import deque
 from types import SimpleNamespace
 
 import torch
+from msgspec import structs
 
 from engine.cache.topology import DRAM
 from engine.cache.window_blocks import Windows
 from engine.checkpoint.checkpoint import Checkpoint, weights_layout
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
+from engine.offload.cache_memory import CacheMemory
 from engine.workers.kv_pool import TORCH_DTYPES, block_shape
 from engine.workers.loop import StepLoop
 from engine.workers.runner import Runner
 from engine.workers.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.fake_workers import BLOCK_SIZE
+from tests.engine.offload.test_arena import ArenaWorld
+from tests.engine.offload.tiered_world import TieredWorld
 from tests.engine.schedule.harness import World
 from tests.test_exactness import assert_same
 
@@ -115,6 +119,23 @@ def world_of(
     return world
 
 
+class SsdWorld(TieredWorld):
+    """Its disk keeps blocks of the workers' pools."""
+
+    def __init__(self, arm, **options):
+        super().__init__(arm, **options)
+        self.disk.num_slabs = CACHE_BLOCKS // self.disk.slab_records
+        self.disk.read = lambda pool, block_id: self.pools[pool][block_id].clone()
+        self.disk.write = lambda pool, block_id, data: self.pools[pool][block_id].copy_(data)
+
+
+class DramWorld(ArenaWorld):
+    """Its workers copy blocks of their pools to host memory, and back."""
+
+    def __init__(self, arm, **options):
+        super().__init__(arm, cache=CacheMemory(CACHE_BLOCKS, is_shared=False), **options)
+
+
 def forget_pools(world):
     """As after a restart: only the tiers below the pools have any bytes."""
     world.forget_pools()
@@ -138,6 +159,27 @@ def finish(world, oracle, *sequences):
     world.submit(*sequences)
     world.run()
     assert_right(world, oracle, *sequences)
+
+
+def restored_tokens(world, oracle, prompt):
+    """Store a conversation in a tier, forget the pools, and go on; tokens that came back."""
+    for _ in range(2):  # what is used twice is stored
+        first = world.sequence(prompt=prompt, max_tokens=9)
+        finish(world, oracle, first)
+    forget_pools(world)
+    tokens = [*prompt, *world.emitted[first.seq_id], *prompts_of(11, seed=6)[0]]
+    second = world.sequence(prompt=tokens, max_tokens=9)
+    finish(world, oracle, second)
+    assert second.num_restored_tokens == second.num_cached_tokens
+    return second.num_restored_tokens
+
+
+def predicted(world, sequence, reply):
+    """The sequence asked again, with its reply as a prediction that is wrong here and there."""
+    again = world.sequence(prompt=sequence.prompt_token_ids, max_tokens=len(reply))
+    guess = [token if index % 7 else 5 for index, token in enumerate(reply)]
+    again.spec = structs.replace(again.spec, prediction=guess)
+    return again
 
 
 def finish_across_a_death(world, oracle, *sequences, when="reply"):

@@ -8,6 +8,8 @@ import pytest
 from tests.checkpoints import GEMMA4_E, GEMMA4_MOE
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.workers.computing_world import (
+    DramWorld,
+    SsdWorld,
     finish,
     finish_across_a_death,
     forget_pools,
@@ -15,7 +17,6 @@ from tests.engine.workers.computing_world import (
     prompts_of,
     world_of,
 )
-from tests.engine.workers.test_recurrent_modes import DramWorld, SsdWorld
 from tests.levels import LEVELS
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

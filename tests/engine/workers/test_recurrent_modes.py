@@ -8,23 +8,21 @@ import sys
 from functools import cache
 
 import pytest
-from msgspec import structs
 
 from engine.model import backend
-from engine.offload.cache_memory import CacheMemory
 from engine.wire.messages import Stepped
 from tests.checkpoints import GATED_DELTA_NETS, load_oracle, make_checkpoint
 from tests.engine.fake_workers import BLOCK_SIZE
-from tests.engine.offload.test_arena import ArenaWorld
-from tests.engine.offload.tiered_world import TieredWorld
 from tests.engine.workers.computing_world import (
-    CACHE_BLOCKS,
+    DramWorld,
+    SsdWorld,
     assert_right,
     finish,
     finish_across_a_death,
-    forget_pools,
     load,
+    predicted,
     prompts_of,
+    restored_tokens,
     transformer_of,
     world_of,
 )
@@ -87,37 +85,13 @@ def test_a_conversation_goes_on_from_another_pool(arm, models):
     assert second.num_cached_tokens == world.router.counters.prefix_cache_fetches == 76
 
 
-class SsdWorld(TieredWorld):
-    """Its disk keeps blocks of the workers' pools."""
-
-    def __init__(self, arm, **options):
-        super().__init__(arm, **options)
-        self.disk.num_slabs = CACHE_BLOCKS // self.disk.slab_records
-        self.disk.read = lambda pool, block_id: self.pools[pool][block_id].clone()
-        self.disk.write = lambda pool, block_id, data: self.pools[pool][block_id].copy_(data)
-
-
-class DramWorld(ArenaWorld):
-    """Its workers copy blocks of their pools to host memory, and back."""
-
-    def __init__(self, arm, **options):
-        super().__init__(arm, cache=CacheMemory(CACHE_BLOCKS, is_shared=False), **options)
-
-
 @pytest.mark.parametrize("kind", [SsdWorld, DramWorld])
 @pytest.mark.parametrize("arm", ["alias", "peer"])
 def test_a_conversation_goes_on_from_a_tier(arm, kind, models):
     transformer, oracle = models(FAMILY_OF[arm])
     world = world_of(arm, transformer, kind=kind)
     (prompt,) = prompts_of(70, seed=5)
-    for _ in range(2):  # what is used twice is stored
-        first = world.sequence(prompt=prompt, max_tokens=9)
-        finish(world, oracle, first)
-    forget_pools(world)
-    tokens = [*prompt, *world.emitted[first.seq_id], *prompts_of(11, seed=6)[0]]
-    second = world.sequence(prompt=tokens, max_tokens=9)
-    finish(world, oracle, second)
-    assert second.num_restored_tokens == second.num_cached_tokens == 68
+    assert restored_tokens(world, oracle, prompt) == 68
 
 
 def test_attention_that_masks_unwritten_positions_meets_no_bytes_of_records(tmp_path, monkeypatch):
@@ -166,14 +140,6 @@ def test_a_death_costs_no_computed_token_where_the_pool_outlives_it(when, models
     world.run()
     assert_right(world, oracle, sequence)
     assert world.scheduled[sequence.seq_id] == sequence.num_tokens - 1
-
-
-def predicted(world, sequence, reply):
-    """The sequence asked again, with its reply as a prediction that is wrong here and there."""
-    again = world.sequence(prompt=sequence.prompt_token_ids, max_tokens=len(reply))
-    guess = [token if index % 7 else 5 for index, token in enumerate(reply)]
-    again.spec = structs.replace(again.spec, prediction=guess)
-    return again
 
 
 @needs_kernels

@@ -9,19 +9,17 @@ from functools import cache
 import pytest
 
 from tests.engine.workers.computing_world import (
-    finish,
-    finish_across_a_death,
-    forget_pools,
-    load,
-    prompts_of,
-    world_of,
-)
-from tests.engine.workers.test_recurrent_modes import (
     DramWorld,
     SsdWorld,
-    needs_kernels,
+    finish,
+    finish_across_a_death,
+    load,
     predicted,
+    prompts_of,
+    restored_tokens,
+    world_of,
 )
+from tests.levels import needs_kernels
 
 FAMILY_OF = {
     "colocated": "gemma3_text",
@@ -96,14 +94,7 @@ def test_a_conversation_goes_on_from_a_tier(arm, kind, models):
     transformer, oracle = models(FAMILY_OF[arm])
     world = world_of(arm, transformer, kind=kind, num_blocks=1500)
     (prompt,) = prompts_of(170, seed=5)
-    for _ in range(2):  # what is used twice is stored
-        first = world.sequence(prompt=prompt, max_tokens=9)
-        finish(world, oracle, first)
-    forget_pools(world)
-    tokens = [*prompt, *world.emitted[first.seq_id], *prompts_of(11, seed=6)[0]]
-    second = world.sequence(prompt=tokens, max_tokens=9)
-    finish(world, oracle, second)
-    assert second.num_restored_tokens == second.num_cached_tokens == 168
+    assert restored_tokens(world, oracle, prompt) == 168
 
 
 @needs_kernels
