@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from appliance.bench.arms import ROLES, Arms
+from appliance.bench.arms import Arms
 from appliance.bench.comparison import INTERFERENCE_METRICS, LOAD_METRICS, rows
 from appliance.bench.exchange import Target
 from appliance.bench.load import (
@@ -53,11 +53,10 @@ from appliance.cli.bench_options import (
     Specs,
     under_load,
 )
-from appliance.cli.bench_pages import COMPARISON, STEPS, Bar, run_page
+from appliance.cli.bench_pages import COMPARISON, Bar, run_page
 from appliance.cli.tables import Format, Row, printable, within
 from appliance.cli.terminal import Host, Output
 from appliance.client import GenerationFailed
-from appliance.configuration import config
 from appliance.frame.figures import (
     named,
     unitless,
@@ -175,45 +174,6 @@ def interference(
     disturbed = [each for turns in results.values() for each in turns]
     _tell_errors([sample for each in disturbed for sample in (*each.alone, *each.loaded)])
     _show(rows(figures, INTERFERENCE_METRICS), disturbed, save, output)
-
-
-@bench.command("step")
-def step(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder of a model. Default: the one of the settings.")
-    ] = None,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(metavar="BxN", help="B sequences of N tokens. May be repeated."),
-    ] = None,
-    roles: Annotated[
-        str, typer.Option(help="colocated: all cores; static: a decode worker's cores.")
-    ] = ("colocated"),
-    rounds: Rounds = 3,
-    save: Save = None,
-    output: Output = Format.TABLE,
-) -> None:
-    """Time a worker's steps without HTTP: prefill by chunk and context, decode by batch."""
-    from appliance.bench import steps  # with all that starts a worker
-
-    if roles not in ROLES:
-        raise typer.BadParameter(f"roles are {', '.join(ROLES)}")
-    try:
-        cases = [steps.StepCase.parse(text) for text in case or ("1x512", "1x2048", "8x128")]
-    except ValueError as error:
-        raise typer.BadParameter(f"give cases as 8x128 ({error})") from error
-    settings, bar = config.load({"model": model, "roles": roles, "transport": "auto"}), Bar(1)
-    tick = bar.turn("steps")
-    timed = asyncio.run(
-        steps.time_steps(settings, cases, num_rounds=rounds, num_steps=24, tick=tick)
-    )
-    bar.end()
-    rows = [each.row() for each in timed]
-    _keep({"data": rows}, timed, save)
-    if output is Format.JSON:
-        _write({"data": rows}, timed)
-    else:
-        terminal.write(terminal.listing("bench", STEPS, output).render(rows))
 
 
 def _figures(measured: Measured, slo: GoodputTargets) -> Figures:

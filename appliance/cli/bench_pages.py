@@ -18,13 +18,11 @@ from appliance.cli import terminal
 from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
 from appliance.cli.terminal import ProgressLine
 from appliance.frame.figures import (
-    count,
     duration,
     factor,
     fine_ratio,
     measured_ms,
     named,
-    rate,
     unitless,
 )
 
@@ -48,18 +46,6 @@ COMPARISON = (
     TableColumn("A/A LOW", "band_low", factor, is_wide=True),
     TableColumn("A/A HIGH", "band_high", factor, is_wide=True),
     TableColumn("VERDICT", "verdict"),
-)
-
-STEPS = (
-    TableColumn("STEP", "kind"),
-    TableColumn("BATCH", "batch", count),
-    TableColumn("TOKENS", "num_tokens", count),
-    TableColumn("CONTEXT", "context", count),
-    TableColumn("P50", "ms_p50", duration),
-    TableColumn("MIN", "ms_min", duration),
-    TableColumn("MAX", "ms_max", duration),
-    TableColumn("TOK/S", "tokens_per_s", rate),
-    TableColumn("STEPS", "steps", count, is_wide=True),
 )
 
 DEVICE = (

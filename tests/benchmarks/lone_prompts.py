@@ -33,9 +33,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from appliance.bench.steps import StepCase, _Worker
 from appliance.configuration import config
 from appliance.fleet.boot import make_plan
+from tests.benchmarks.worker_steps import StepWorker
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _MOST_OTHERS_S, _MOST_OTHERS_SHARE = 0.025, 0.03
@@ -135,15 +135,10 @@ def daemon(stack: ExitStack, model: str, state: Path, options: list[str]) -> Ask
 def steps(stack: ExitStack, runner: asyncio.Runner, model: str) -> Ask:
     """Start a worker with all cores and no server."""
     settings = config.load({"model": model, "roles": "colocated", "transport": "auto"})
-    worker = _Worker(make_plan(settings))
+    worker = StepWorker(make_plan(settings))
     runner.run(worker.start())
     stack.callback(lambda: runner.run(worker.stop()))
-
-    def took_ms(num_tokens: int) -> float:
-        taken = runner.run(worker.run(StepCase(1, num_tokens), 1))
-        return sum(ms for kind, ms in taken if kind.kind == "prefill")
-
-    return took_ms
+    return lambda num_tokens: runner.run(worker.prefill_ms(num_tokens))
 
 
 def main() -> None:

@@ -110,8 +110,6 @@ def test_interference_needs_no_more_than_two_arms(
         (["run", "--speed", "2"], 2, "are of a --trace"),
         (["compare", "foo"], 3, "or one of static, colocated, elastic"),
         (["compare", "static", "static"], 78, "two servers have the same name"),
-        (["step", "--roles", "none"], 2, "roles are"),
-        (["step", "--case", "8"], 2, "give cases as"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -138,20 +136,3 @@ def test_arms_that_are_roles_are_daemons_of_its_own(
     for sample in samples:
         assert 3 - sample["merged_tokens"] <= len(sample["itl_ms"]) <= 3
     assert not (tmp_path / "state").exists(), "the user's own log is left alone"
-
-
-def test_steps_are_timed_in_a_worker(tiny_llama: Path, environ: dict[str, str]) -> None:
-    options = ["--case", "1x600", "--case", "2x16", "--rounds", "1", "-o", "json"]
-    ended = penstock(environ, "bench", "step", str(tiny_llama), *options)
-    assert ended.returncode == 0, ended.stderr
-    rows = json.loads(ended.stdout)["data"]
-    kinds = [(r["kind"], r["batch"], r["num_tokens"], r["context"]) for r in rows]
-    chunk = max(n for kind, batch, n, _ in kinds if kind == "prefill" and batch == 1)
-    chunks = [("prefill", 1, min(chunk, 600 - before), before) for before in range(0, 600, chunk)]
-    assert chunk in (128, 256, 512)
-    assert set(chunks) <= set(kinds)
-    assert {kind for kind in kinds if kind[0] == "decode"} == {
-        ("decode", 1, 1, 600),
-        ("decode", 2, 2, 16),
-    }
-    assert all(row["ms_min"] > 0 for row in rows)
