@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import functools
 import json
@@ -78,7 +79,7 @@ def _fork(asked: dict[str, Any], fds: list[int]) -> int:
     with ours:
         with theirs:
             packet = json.dumps(asked, default=str).encode()
-            socket.send_fds(_zygote(os.getpid())[0], [packet], [*fds, theirs.fileno()])
+            socket.send_fds(_zygote(os.getpid()), [packet], [*fds, theirs.fileno()])
         ours.settimeout(TIMEOUT_S)
         pid = int(ours.recv(16))
         try:
@@ -89,7 +90,7 @@ def _fork(asked: dict[str, Any], fds: list[int]) -> int:
 
 
 @functools.cache
-def _zygote(_pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _zygote(_pid: int) -> socket.socket:
     """Start the process that forks, once per process of tests; it ends when this one does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -99,7 +100,13 @@ def _zygote(_pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
-    return ours, process
+    atexit.register(_end, ours, process)
+    return ours
+
+
+def _end(zygote: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    zygote.close()
+    process.wait()
 
 
 def start(environ: dict[str, str], *arguments: str) -> subprocess.Popen[bytes]:

@@ -20,6 +20,8 @@ from appliance.cli import main
 from appliance.cli.main import VERBS
 
 MAX_PACKET_BYTES = 1 << 20
+LATE = ("chat", "models", "run", "verify")
+"""Files that import huggingface_hub, which reads the environment when it is imported."""
 
 
 def serve(requests: socket.socket) -> None:
@@ -61,7 +63,7 @@ def become(asked: MappingProxyType, stdin: int, stdout: int, stderr: int, outcom
 
 
 if __name__ == "__main__":
-    for file in {place.partition(".")[0] for place in VERBS.values()}:
+    for file in {place.partition(".")[0] for place in VERBS.values()}.difference(LATE):
         import_module(f"appliance.cli.{file}")
     sys.argv[0] = str(import_module("appliance.cli").__path__[0]) + "/__main__.py"
     gc.freeze()

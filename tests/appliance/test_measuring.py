@@ -175,7 +175,7 @@ def test_who_has_it_switched_off_can_still_ask_for_it(daemon, tmp_path, monkeypa
     off.deliver()
     quiet(off)
     assert not off.deliver(answers=False)
-    assert off.measuring.announcement is None
+    assert off.measuring.announce() is None
     off.measuring.allow_again()
     off.measuring.look(is_idle=True)
     assert off.deliver(answers=False)
@@ -187,7 +187,7 @@ async def test_facts_are_written_and_the_next_start_has_them(daemon, tmp_path):
     daemon.deliver()
     await daemon.measuring.save()
     again = Daemon(tmp_path, daemon.clock)
-    assert again.measuring.announcement is None
+    assert again.measuring.announce() is None
     assert again.router.roles.prompt_ms("prefill", 200, 0) is not None
 
 
@@ -206,7 +206,7 @@ async def test_of_a_file_that_cannot_be_read_one_warning_says_how_to_mend_it(
     path = daemon.known.store.path
     path.write_bytes(b"no database" * 1000)
     again = Daemon(tmp_path, daemon.clock)
-    assert again.measuring.announcement is None
+    assert again.measuring.announce() is None
     again.known.profile.put(STARTED_TWO, [1.0])
     await again.measuring.save()
     assert [str(path) in each.message for each in caplog.records] == [True]

@@ -205,7 +205,7 @@ async def test_a_pipe_without_a_daemon_exits_3_with_a_hint(daemon, options):
     await daemon.die()
     code, out, err = await run_piped(daemon, *options)
     assert (code, out) == (3, "")
-    assert "no daemon listens" in err
+    assert "the daemon is not running" in err
     assert "hint: `penstock serve`" in err
 
 

@@ -344,9 +344,9 @@ def test_the_handoff_page_says_in_words_why_sequences_went_where_they_did():
     frame = frames.busy()
     frame.totals.routes = {"move unknown": 3, f"decode {new}": 1}
     shown = text(handoff.page(View().after(frame), 100, 40))
-    assert f"3  handed over  {handoff.REASONS['unknown']}" in shown
-    assert f"1  on decode    {new}" in shown
-    assert "handed over: not measured" in text(lanes.handoff(View().after(frame), 40, 20))
+    assert f"3  handoff    {handoff.REASONS['unknown']}" in shown
+    assert f"1  on decode  {new}" in shown
+    assert "handoff: not measured" in text(lanes.handoff(View().after(frame), 40, 20))
 
 
 def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_closed():
@@ -358,11 +358,11 @@ def test_the_handoff_page_says_what_came_of_predictions_and_which_ways_are_close
     ]
     shown = text(handoff.page(View().after(frame), 140, 40))
     told = "on prefill, own cores, beside decode steps, steps of 512 tokens, error 1.1x"
-    assert f"7  handed over  {told}" in shown
+    assert f"7  handoff    {told}" in shown
     missed = "2 took at least twice the prediction, 1 moved away"
     closed = f"error 2.6x, {missed}, not used until measured again"
     assert (
-        f"3  on decode    on decode, all cores, beside decode steps, steps of 64 tokens, {closed}"
+        f"3  on decode  on decode, all cores, beside decode steps, steps of 64 tokens, {closed}"
         in shown
     )
     assert shown.index("not used until") < shown.index("error 1.1x"), "what is wrong comes first"

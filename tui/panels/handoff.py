@@ -41,7 +41,7 @@ from tui.view import View, pool_counts
 
 _WIDE_LABEL = 16
 _COUNT_WIDTH = 8
-_ROUTE_WIDTH = 13
+_ROUTE_WIDTH = 11
 _RATE_WIDTH = 12
 _STAGING = "ring"
 _MAX_LINKS = 8

@@ -162,12 +162,12 @@ def ranked_routes(frame: Frame) -> list[tuple[int, str, str]]:
 
 
 def route_text(route: str) -> str:
-    """Describe a route: `handed over`, or `on decode`."""
-    return "handed over" if route == "move" else f"on {route}"
+    """Describe a route: `handoff`, or `on decode`."""
+    return "handoff" if route == "move" else f"on {route}"
 
 
 def routes(frame: Frame) -> list[str]:
-    """List `1,204 handed over: cheapest` for each route taken."""
+    """List `1,204 handoff: cheapest` for each route taken."""
     return [
         f"{fig.count(num)} {route_text(route)}: {_SHORT_REASONS.get(reason, reason)}"
         for num, route, reason in ranked_routes(frame)
