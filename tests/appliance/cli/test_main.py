@@ -157,7 +157,8 @@ def test_no_daemon_is_exit_code_3_with_a_hint(
     ended = penstock(environ, *verb)
     assert (ended.returncode, ended.stdout) == (3, "")
     error, hint = ended.stderr.splitlines()
-    assert error.startswith("penstock: unix://")
+    where = f"{environ['PENSTOCK_STATE_DIR']}/requests.db" if verb == ("log",) else "unix://"
+    assert error.startswith(f"penstock: {where}")
     assert hint.startswith("hint: ")
 
 
