@@ -45,7 +45,7 @@ async def test_a_frame_may_come_in_pieces(socket_path):
 
 async def test_no_socket_is_said(socket_path):
     loss = await lost(feed.first_frame(str(socket_path)))
-    assert (loss.is_absent, "no socket" in str(loss)) == (True, True)
+    assert (loss.is_absent, "no such socket" in str(loss)) == (True, True)
 
 
 async def test_a_socket_without_a_listener_is_said(socket_path):

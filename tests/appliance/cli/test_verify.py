@@ -8,7 +8,7 @@ import typer
 
 from appliance.cli import verify as verb
 from appliance.cli.verify import Text, compare
-from tests.appliance.cli_process import penstock, user_environ
+from tests.appliance.cli_process import ROOT, penstock, user_environ
 from tests.checkpoints import make_checkpoint
 
 WAYS = ("cached", "in", "handed", "speculated", "transformers")
@@ -25,7 +25,8 @@ def test_verify_ends_otherwise_where_no_model_is_served(tmp_path, model, code):
 
 def test_a_models_texts_are_equal_in_every_way_and_to_transformers(tmp_path):
     folder = make_checkpoint(tmp_path / "model", max_position_embeddings=512)
-    ended = penstock(user_environ(tmp_path), "verify", str(folder), "--tokens", "8", "-o", "json")
+    environ = user_environ(tmp_path) | {"PYTHONPATH": str(ROOT)}  # transformers needs all of torch
+    ended = penstock(environ, "verify", str(folder), "--tokens", "8", "-o", "json")
     assert ended.returncode == 0, ended.stderr
     rows = json.loads(ended.stdout)["data"]
     assert {row["result"] for row in rows} == {"equal"}
