@@ -318,7 +318,7 @@ def _message(error: Any) -> str:
     return str(error["message"] if isinstance(error, dict) and "message" in error else error)
 
 
-def start_hint(socket: str | None) -> str:
+def start_hint(socket: Path | None) -> str:
     """Say how the daemon of a socket is started; None: it is asked over TCP."""
     command = "penstock serve"
     if socket == paths.SYSTEM_SOCKET and paths.has_unit():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -54,7 +55,7 @@ class FeedAbsent(FeedLost):
 
     def __init__(self, why: str, socket_path: str) -> None:
         super().__init__(f"the daemon is not running ({why}): {socket_path}")
-        self.hint = start_hint(socket_path)
+        self.hint = start_hint(Path(socket_path))
 
 
 class FeedForbidden(FeedLost):
