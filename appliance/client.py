@@ -12,6 +12,7 @@ import json
 import select
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 from urllib.parse import quote, urlencode
