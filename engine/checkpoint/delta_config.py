@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from engine.checkpoint.json_keys import JsonKeys
 
 _KINDS = ("linear_attention", "full_attention")
+_MAX_CONV_SIZE = 16
+"""MAX_TAPS of engine/kernels/delta.c; published models have 4."""
 _STATE_BYTES = 4
 """Bytes of a value in a record, which is float32 whatever the pool's dtype."""
 
@@ -73,7 +75,7 @@ class GatedDeltaConfig:
             num_value_heads=num_value_heads,
             key_dim=keys.integer("linear_key_head_dim"),
             value_dim=keys.integer("linear_value_head_dim"),
-            conv_size=keys.integer("linear_conv_kernel_dim"),
+            conv_size=keys.integer("linear_conv_kernel_dim", maximum=_MAX_CONV_SIZE),
             layers=frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
             projections=("in_proj_qkv", "in_proj_z", *projections[1:])
             if projections[0] == "in_proj_qkvz" and keys.flag("linear_split_qkvz")

@@ -14,7 +14,13 @@
 #endif
 #include "simd.h"
 
-enum { TILE_TOKENS = 32, VECTORS = 2, COLUMNS = VECTORS * LANES };
+enum {
+    TILE_TOKENS = 32,
+    VECTORS = LANES == 16 ? 4 : 2, /* as many sums as there are registers for */
+    COLUMNS = VECTORS * LANES,
+    USUAL_TAPS = 4,
+    MAX_TAPS = 16, /* tokens of a convolution; engine/checkpoint/delta_config.py refuses more */
+};
 static const float UNIT_EPS = 1e-6f; /* of queries and keys */
 
 /* A layer's, as engine/model/delta.py fills it. Steps count elements from a key head to the next. */
@@ -46,7 +52,7 @@ typedef struct {
 typedef struct {
     int64_t head, key_width, value_width, width, first_row;
     const int64_t *read, *written; /* blocks of the record; NULL: none */
-    float *inputs;                 /* [conv_size - 1 + TILE_TOKENS, width], the oldest first */
+    float *inputs;                 /* before the next token: [conv_size - 1, width], oldest first */
     float *mixed;                  /* [TILE_TOKENS, width] */
     float *outputs;                /* [TILE_TOKENS, value_width] */
     float *states; /* by value head, then COLUMNS at a time: [key_dim, COLUMNS] */
@@ -77,7 +83,12 @@ INLINE int64_t conv_width_of(const struct layer *l)
 
 INLINE float read_one(const char *base, int64_t i, int type)
 {
-    return load_part(at(base, i, type), 1, type)[0];
+    uint32_t bits = 0;
+    char *high = (char *)&bits + sizeof bits - size_of(type); /* bfloat16 is the upper half */
+    memcpy(high, at(base, i, type), (size_t)size_of(type));
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 /* Copies values [first, first + count) of a record: to them, or from them. What is not there is 0. */
@@ -161,7 +172,36 @@ static void copy_states(const step *s, const work *w, int is_read)
     }
 }
 
-/* The convolution of a tile's tokens over their inputs and those before, and SiLU. */
+/* The convolution of a tile's tokens over their inputs and those before, and SiLU; LANES channels of a
+ * run from c on. */
+INLINE void convolve_lanes(const work *w, const run *r, int64_t c, const char *from, int64_t stride,
+                           const float *weights, int64_t conv_width, int64_t count, int64_t taps,
+                           int type)
+{
+    const int64_t left = r->count - c;
+    vec factors[MAX_TAPS], newest[MAX_TAPS];
+    float *before = w->inputs + r->own + c, *to = w->mixed + r->own + c;
+#pragma GCC unroll 4
+    for (int64_t place = 0; place < taps; place++) {
+        factors[place] = load_upto(weights + place * conv_width + c, left, FLOAT32);
+        newest[place] = place + 1 < taps ? load(before + place * w->width, FLOAT32) : all(0);
+    }
+    for (int64_t t = 0; t < count; t++, from += stride * size_of(type), to += w->width) {
+        newest[taps - 1] = load_upto(at(from, c, type), left, type);
+        vec sum = {0};
+#pragma GCC unroll 4
+        for (int64_t place = 0; place < taps; place++)
+            sum = multiply_add(sum, newest[place], factors[place]);
+        store(to, silu(sum), FLOAT32);
+#pragma GCC unroll 4
+        for (int64_t place = 0; place < taps - 1; place++)
+            newest[place] = newest[place + 1];
+    }
+#pragma GCC unroll 4
+    for (int64_t place = 0; place < taps - 1; place++)
+        store(before + place * w->width, newest[place], FLOAT32);
+}
+
 INLINE void convolve(const step *s, const work *w, int64_t first_row, int64_t count, int type)
 {
     const struct layer *l = s->layer;
@@ -169,25 +209,15 @@ INLINE void convolve(const step *s, const work *w, int64_t first_row, int64_t co
     for (int64_t i = 0; i < 2 + l->ratio; i++) {
         const run r = run_of(s, w, i);
         const float *weights = (const float *)(uintptr_t)l->conv + r.channel;
-        for (int64_t t = 0; t < count; t++) {
-            const char *from = at(r.from, (first_row + t) * l->inputs_stride, type);
-            float *to = w->inputs + (l->conv_size - 1 + t) * w->width + r.own;
-            for (int64_t c = 0; c < r.count; c += LANES)
-                store(to + c, load_upto(at(from, c, type), r.count - c, type), FLOAT32);
-        }
+        const char *from = at(r.from, first_row * l->inputs_stride, type);
         for (int64_t c = 0; c < r.count; c += LANES)
-            for (int64_t t = 0; t < count; t++) {
-                const float *inputs = w->inputs + t * w->width + r.own + c;
-                vec sum = {0};
-                for (int64_t place = 0; place < l->conv_size; place++)
-                    sum = multiply_add(
-                        sum, load(inputs + place * w->width, FLOAT32),
-                        load_upto(weights + place * conv_width + c, r.count - c, FLOAT32));
-                store(w->mixed + t * w->width + r.own + c, silu(sum), FLOAT32);
-            }
+            if (l->conv_size == USUAL_TAPS)
+                convolve_lanes(w, &r, c, from, l->inputs_stride, weights, conv_width, count,
+                               USUAL_TAPS, type);
+            else
+                convolve_lanes(w, &r, c, from, l->inputs_stride, weights, conv_width, count,
+                               l->conv_size, type);
     }
-    memmove(w->inputs, w->inputs + count * w->width,
-            (size_t)((l->conv_size - 1) * w->width) * sizeof(float));
 }
 
 INLINE float dot(const float *a, const float *b, int64_t width)
@@ -201,17 +231,41 @@ INLINE float dot(const float *a, const float *b, int64_t width)
 /* Queries and keys of length 1, queries scaled; and the product of each token's two. */
 static void norm_keys(const struct layer *l, work *w, int64_t count)
 {
+    float q_factors[TILE_TOKENS], k_factors[TILE_TOKENS];
+    for (int64_t t = 0; t < count; t++) {
+        const float *q = w->mixed + t * w->width, *k = q + w->key_width;
+        q_factors[t] = dot(q, q, w->key_width);
+        k_factors[t] = dot(k, k, w->key_width);
+    }
+    const float root = sqrtf((float)l->key_dim);
+    for (int64_t t = 0; t < count; t++) {
+        q_factors[t] = 1.0f / sqrtf(q_factors[t] + UNIT_EPS) / root;
+        k_factors[t] = 1.0f / sqrtf(k_factors[t] + UNIT_EPS);
+    }
     for (int64_t t = 0; t < count; t++) {
         float *q = w->mixed + t * w->width, *k = q + w->key_width;
-        const float q_factor = 1.0f / sqrtf(dot(q, q, w->key_width) + UNIT_EPS);
-        const float k_factor = 1.0f / sqrtf(dot(k, k, w->key_width) + UNIT_EPS);
-        const float scale = q_factor / sqrtf((float)l->key_dim);
+        vec sum = {0};
         for (int64_t i = 0; i < w->key_width; i += LANES) {
-            store(q + i, load(q + i, FLOAT32) * scale, FLOAT32);
-            store(k + i, load(k + i, FLOAT32) * k_factor, FLOAT32);
+            const vec query = load(q + i, FLOAT32) * q_factors[t];
+            const vec key = load(k + i, FLOAT32) * k_factors[t];
+            store(q + i, query, FLOAT32);
+            store(k + i, key, FLOAT32);
+            sum = multiply_add(sum, query, key);
         }
-        w->products[t] = dot(q, k, w->key_width);
+        w->products[t] = sum_of(sum);
     }
+}
+
+/* log(1 + e^x) of each lane. With y = e^-|x|, log(1 + y) is twice the series of y / (2 + y). */
+INLINE vec softplus(vec x)
+{
+    const vec y = exponential(smaller(x, -x));
+    const vec part = y / (2.0f + y), square = part * part;
+    vec sum = all(1.0f / 15);
+#pragma GCC unroll 6
+    for (int i = 13; i > 1; i -= 2)
+        sum = sum * square + 1.0f / (float)i;
+    return larger(x, all(0)) + 2 * (part * (sum * square + 1.0f));
 }
 
 /* What a token leaves of a value head's state, and how much of the difference it writes. */
@@ -223,10 +277,12 @@ static void open_gates(const step *s, work *w, int64_t value_head, int64_t first
     const float bias = ((const float *)(uintptr_t)l->step_bias)[number];
     for (int64_t t = 0; t < count; t++) {
         const int64_t i = (first_row + t) * l->betas_stride + w->head * l->betas_step + value_head;
-        const float wide = read_one(s->a, i, s->type) + bias;
-        const float softplus = wide > 20 ? wide : log1pf(expf(wide));
-        w->kept[t] = expf(decay * softplus);
-        w->betas[t] = 1.0f / (1.0f + expf(-read_one(s->b, i, s->type)));
+        w->kept[t] = read_one(s->a, i, s->type) + bias;
+        w->betas[t] = read_one(s->b, i, s->type);
+    }
+    for (int64_t t = 0; t < count; t += LANES) {
+        store(w->kept + t, exponential(decay * softplus(load(w->kept + t, FLOAT32))), FLOAT32);
+        store(w->betas + t, 1.0f / (1.0f + exponential(-load(w->betas + t, FLOAT32))), FLOAT32);
     }
 }
 
@@ -239,7 +295,7 @@ INLINE void pass(float *state, int64_t key_dim, int updates, float kept, const f
     for (int j = 0; j < VECTORS; j++)
         held[j] = seen[j] = all(0);
     for (int64_t i = 0; i < key_dim; i++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int j = 0; j < VECTORS; j++) {
             float *place = state + i * COLUMNS + j * LANES;
             vec value = load(place, FLOAT32);
@@ -283,10 +339,15 @@ INLINE void write_outputs(const step *s, const work *w, int64_t value_head, int6
     const struct layer *l = s->layer;
     const float *norm = (const float *)(uintptr_t)l->norm;
     const int64_t number = w->head * l->out_key_step + value_head * l->out_step;
+    float scales[TILE_TOKENS];
+    for (int64_t t = 0; t < count; t++)
+        scales[t] = dot(w->outputs + t * w->value_width, w->outputs + t * w->value_width,
+                        w->value_width);
+    for (int64_t t = 0; t < count; t++)
+        scales[t] = 1.0f / sqrtf(scales[t] / (float)l->value_dim + s->eps);
     for (int64_t t = 0; t < count; t++) {
         const float *from = w->outputs + t * w->value_width;
-        const float square = dot(from, from, w->value_width) / (float)l->value_dim;
-        const float scale = 1.0f / sqrtf(square + s->eps);
+        const float scale = scales[t];
         const char *gates = at(s->z, (first_row + t) * l->gates_stride + w->head * l->gates_step +
                                          value_head * l->value_dim, type);
         char *to = at(s->out, ((first_row + t) * l->num_key_heads * l->ratio + number) *
@@ -347,7 +408,7 @@ static void open_work(const step *s, work *w)
     w->key_width = up_to(l->key_dim, LANES);
     w->value_width = up_to(l->value_dim, COLUMNS);
     w->width = 2 * w->key_width + l->ratio * w->value_width;
-    const int64_t sizes[] = {(l->conv_size - 1 + TILE_TOKENS) * w->width, TILE_TOKENS * w->width,
+    const int64_t sizes[] = {(l->conv_size - 1) * w->width, TILE_TOKENS * w->width,
                              TILE_TOKENS * w->value_width,
                              l->ratio * l->key_dim * w->value_width, w->value_width};
     float **const parts[] = {&w->inputs, &w->mixed, &w->outputs, &w->states, &w->row};

@@ -257,7 +257,11 @@ INLINE vec exponential(vec x)
     sum = sum * r + 0.5f;
     sum = sum * r + 1.0f;
     sum = sum * r + 1.0f;
+#if LANES == 16
+    return (vec)_mm512_scalef_ps((__m512)sum, (__m512)n); /* the same product */
+#else
     return sum * (vec)(((vec_int)shifted << 23) + (127 << 23));
+#endif
 }
 
 #endif

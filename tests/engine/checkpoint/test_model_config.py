@@ -256,6 +256,7 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
             "with full_attention",
         ),
         ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, "a multiple of 16"),
+        ({"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 17}, "an integer from 1 to 16"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2Moe"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
