@@ -76,6 +76,10 @@ class StepBatch:
     device_records: torch.Tensor | None = None
     """[num_sequences, 2, blocks of a record] int32: blocks to read and to write, or block 0; None:
     the model keeps none."""
+    device_record_starts: torch.Tensor | None = None
+    """[num_sequences + 1] int32: the first row of each record, and the end; some may have no row.
+
+    None: each sequence has one record. In a captured step several rows may share one."""
 
     def of_windows(self) -> list[StepBatch]:
         """Return the step as each group of layers after the first sees it."""

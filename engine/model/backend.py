@@ -33,7 +33,7 @@ class Backend(Protocol):
 
     @property
     def gated_delta(self) -> Callable[..., torch.Tensor] | None:
-        """What engine.model.triton_delta computes, with a plan; None: engine.model.delta does."""
+        """Layers by engine.model.triton_delta; None: engine.model.delta computes them."""
 
     def plan(
         self,

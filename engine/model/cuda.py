@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.model import triton_delta, triton_ops
 from engine.model.attention import StepBatch, num_parts, several_queries_tiling, single_query_tiling
-from engine.model.delta_inputs import DeltaConstants, DeltaInputs
+from engine.model.delta_inputs import RecordRuns
 from engine.model.layers import gated, split_gates
 from engine.model.library_attention import PagedAttention
 from engine.model.paged_step import PagedStep, paged_step
@@ -35,10 +34,8 @@ class CudaPlan:
     tables: list[tuple[torch.Tensor, torch.Tensor]]
     """Cosine and signed sine of all positions, for each RoPE of the model."""
     step: PagedStep
-    records: torch.Tensor | None = None
-    """The step's device_records; None: the model keeps no records."""
-    token_sequences: torch.Tensor | None = None
-    """[num_tokens] int32: the sequence of each; None as records."""
+    runs: RecordRuns | None = None
+    """What the step does to records; None: the model keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +103,7 @@ class CudaBackend:
 
     sample_rows = staticmethod(sample_rows)
     is_paged = True
+    gated_delta = staticmethod(triton_delta.gated_delta)
 
     def __init__(self, name: str, attention: PagedAttention, queries_per_tile: int = 0) -> None:
         self.name = name
@@ -123,23 +121,13 @@ class CudaBackend:
         plan = CudaPlan(batch.positions, batch.token_slots, tables, step)
         if batch.device_records is None:
             return plan
-        tokens = torch.arange(len(batch.positions), dtype=torch.int32, device=kv.device)
-        sequences = torch.searchsorted(step.query_starts[1:], tokens, right=True, out_int32=True)
-        return replace(plan, records=batch.device_records, token_sequences=sequences)
-
-    def gated_delta(
-        self,
-        inputs: DeltaInputs,
-        constants: DeltaConstants,
-        config: GatedDeltaConfig,
-        kv: torch.Tensor,
-        plan: CudaPlan,
-    ) -> torch.Tensor:
-        """Compute the heads of a Gated DeltaNet layer, [num_tokens, all_values]."""
-        assert plan.records is not None
-        assert plan.token_sequences is not None
-        how = (config, kv, plan.step, plan.token_sequences, plan.records)
-        return triton_delta.gated_delta(inputs, constants, *how)
+        starts, lens = step.query_starts, step.seq_lens
+        if batch.device_record_starts is not None:
+            starts = batch.device_record_starts
+            ends = starts[1:]
+            lens = torch.where(ends > starts[:-1], lens.index_select(0, ends - 1), 0)
+        runs = RecordRuns.of(starts, lens, batch.device_records, len(batch.positions))
+        return replace(plan, runs=runs)
 
     def plan_of(self, plan: CudaPlan, _kv: torch.Tensor) -> CudaPlan:
         """Make the step's plan over another view of the pool, for layers of other widths."""

@@ -23,7 +23,7 @@ from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.model_config import ModelConfig
 from engine.model.backend import Backend
 from engine.model.compiled import ELEMENT_TYPES, MAX_TOKENS, CompiledBackend
-from engine.model.delta_inputs import DeltaConstants, DeltaInputs
+from engine.model.delta_inputs import DeltaConstants, DeltaInputs, RecordRuns
 from engine.model.linear import Linears
 from engine.model.records import StepRecords
 from engine.model.weight import Weight
@@ -67,6 +67,8 @@ class GatedDelta:
         self._norm = weights[f"{prefix}norm.weight"].values.float()
         self._backend = backend if isinstance(backend, CompiledBackend) else None
         self._gated_delta = backend.gated_delta
+        self._kept: DeltaInputs | None = None
+        """The first inputs of the last step on a GPU."""
         constants = (self._conv, self._decay, self._step_bias, self._norm)
         self._constants = DeltaConstants(*constants, self._eps, self._number)
         self._layout = self._layout_of_layer()
@@ -75,8 +77,10 @@ class GatedDelta:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
         made = [project(x) for project in self._project]
         if self._gated_delta is not None:
-            how = (self._constants, self._config, step.kv, step.plan)
-            return self._output(self._gated_delta(self._inputs(made), *how))
+            if self._kept is None:
+                self._kept = DeltaInputs.kept(self._config, made[0])
+            inputs, how = self._inputs(made), (self._constants, self._config, step.kv)
+            return self._output(self._gated_delta(inputs, self._kept, *how, step.plan.runs))
         if self._backend is None:
             return self._output(self._by_torch(made, step).to(x.dtype))
         plan = step.plan
@@ -101,6 +105,13 @@ class GatedDelta:
             self._take_inputs(name, num_rows, width, dtype) for name, width in self._widths.items()
         ]
         self._compiled(backend, made, kv, sequences, records)
+
+    def write_on_gpu(self, kv: torch.Tensor, runs: RecordRuns) -> None:
+        """Write the same of a step on a GPU, which had at most KEPT_TOKENS."""
+        assert self._gated_delta is not None
+        assert self._kept is not None
+        inputs = self._kept.first(len(runs.of_rows))
+        self._gated_delta(inputs, self._kept, self._constants, self._config, kv, runs)
 
     def _take_inputs(
         self, kind: str, num_tokens: int, width: int, dtype: torch.dtype

@@ -34,6 +34,7 @@ from engine.model.compiled import (
     records_tensor,
 )
 from engine.model.delta import GatedDelta
+from engine.model.delta_inputs import RecordRuns
 from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward, WithSharedExpert
 from engine.model.layer_inputs import LayerInput, LayerInputs
 from engine.model.layers import query_growth, rms_norm, rope_table, soft_cap
@@ -160,6 +161,12 @@ class Transformer:
         return isinstance(self._backend, CompiledBackend)
 
     @property
+    def rewrites_records(self) -> bool:
+        """True if records of a step can be written again, or the model keeps none."""
+        has_kernels = self.keeps_row_bits or self._backend.gated_delta is not None
+        return has_kernels or not self._recurrent
+
+    @property
     def attention_backend(self) -> str:
         """What computes attention and the small operations, and why if it is not the best."""
         return self._backend.name
@@ -235,6 +242,13 @@ class Transformer:
             records: what the step has read and written, of each.
             kv: the pool.
         """
+        if self._backend.gated_delta is not None:
+            dtype = str(kv.dtype).removeprefix("torch.")
+            width = self.config.record_blocks(kv.shape[3], dtype)
+            runs = RecordRuns.again(rows, records, width, self.device)
+            for layer in self._recurrent:
+                layer.write_on_gpu(kv, runs)
+            return
         sequences = torch.tensor([(first, count, 0) for first, count in rows])
         places = records_tensor(records)
         for layer in self._recurrent:

@@ -2,7 +2,8 @@
 
 Three kernels: one convolves, and norms queries and keys. One runs each sequence's tokens through
 the states, one by one. One norms and gates the results. A state is cut by columns, which do not
-depend on each other, so that few sequences use many processors.
+depend on each other, so that few sequences use many processors. The inputs of a small step are
+kept: the same kernels write its records again from them, without the guesses that were refused.
 Owns: the kernels and their launches; what they compute is engine.model.delta's, in float32.
 Invariant: a launch depends on shapes alone, never on a device value, so that it can be captured; a
 step reads one record of a sequence and writes another, and no program reads what another writes.
@@ -17,8 +18,7 @@ import triton.language as tl
 
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.model.attention import next_power_of_2
-from engine.model.delta_inputs import DeltaConstants, DeltaInputs
-from engine.model.paged_step import PagedStep
+from engine.model.delta_inputs import KEPT_TOKENS, DeltaConstants, DeltaInputs, RecordRuns
 
 _COLUMNS = 8
 """Columns of a state that one warp keeps in registers."""
@@ -31,39 +31,35 @@ _part = triton.jit if not triton.knobs.runtime.interpret else lambda function: f
 _kernel = triton.jit(
     # these differ from step to step, and no step may wait for a compiler
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["records", "token_sequences", "query_starts", "seq_lens"],
+    do_not_specialize_on_alignment=["records", "row_runs", "run_starts", "run_lens"],
 )
 
 
 def gated_delta(
     inputs: DeltaInputs,
+    kept: DeltaInputs,
     constants: DeltaConstants,
     config: GatedDeltaConfig,
     kv: torch.Tensor,
-    step: PagedStep,
-    token_sequences: torch.Tensor,
-    records: torch.Tensor,
+    runs: RecordRuns,
 ) -> torch.Tensor:
     """Compute what the layer's output projection takes, [num_tokens, all_values].
 
     Args:
         inputs: of the step's tokens.
+        kept: where the inputs of the first KEPT_TOKENS are copied to; may be `inputs`.
         constants: of the layer.
         config: of all such layers.
         kv: the pool, of which records are blocks.
-        step: where sequences begin, and how long they are.
-        token_sequences: int32 [num_tokens], the sequence of each.
-        records: int32 [num_sequences, 2, record blocks], to read and to write; a sequence that has
-            only new tokens reads none.
+        runs: of the step's tokens; a run without tokens before it reads no record.
     """
     num_tokens, device = len(inputs.heads), inputs.heads.device
     pool = kv.view(len(kv), -1).view(torch.float32)
     mixed = torch.empty(num_tokens, config.conv_width, dtype=torch.float32, device=device)
     made = torch.empty(num_tokens, config.all_values, dtype=torch.float32, device=device)
     out = torch.empty(num_tokens, config.all_values, dtype=inputs.heads.dtype, device=device)
-    where = (pool, records)
-    _convolve(mixed, inputs, constants, config, where, step, token_sequences)
-    _recur(made, mixed, inputs, constants, config, where, step)
+    _convolve(mixed, inputs, kept, constants, config, pool, runs)
+    _recur(made, mixed, inputs, constants, config, pool, runs)
     tiles = triton.cdiv(num_tokens, _TOKENS)
     _gate_kernel[(tiles, config.num_value_heads)](
         out,
@@ -94,30 +90,38 @@ def _shape(config: GatedDeltaConfig) -> dict[str, int]:
 def _convolve(
     mixed: torch.Tensor,
     inputs: DeltaInputs,
+    kept: DeltaInputs,
     constants: DeltaConstants,
     config: GatedDeltaConfig,
-    where: tuple[torch.Tensor, torch.Tensor],
-    step: PagedStep,
-    token_sequences: torch.Tensor,
+    pool: torch.Tensor,
+    runs: RecordRuns,
 ) -> None:
-    """Convolve the heads; `where` are the pool and the records in it."""
-    pool, records = where
+    """Convolve the heads, and keep the first tokens' inputs."""
     tiles = triton.cdiv(len(mixed), _TOKENS)
     _convolve_kernel[(tiles, 2 * config.num_key_heads + config.num_value_heads)](
         mixed,
         inputs.heads,
+        inputs.betas,
+        inputs.time_steps,
+        kept.heads,
+        kept.betas,
+        kept.time_steps,
         constants.conv,
-        *where,
-        token_sequences,
-        step.query_starts,
-        step.seq_lens,
+        pool,
+        runs.records,
+        runs.of_rows,
+        runs.starts,
+        runs.lens,
         len(mixed),
         inputs.heads.stride(0),
         *inputs.places,
         inputs.key_step,
         inputs.value_step,
+        inputs.betas.stride(0),
+        inputs.small_step,
         BLOCK_VALUES=pool.shape[1],
-        NUM_BLOCKS=records.shape[2],
+        NUM_BLOCKS=runs.records.shape[2],
+        KEPT=KEPT_TOKENS,
         FIRST=constants.number * config.layer_values,
         CONV_SIZE=config.conv_size,
         DIM=next_power_of_2(max(config.key_dim, config.value_dim)),
@@ -132,13 +136,12 @@ def _recur(
     inputs: DeltaInputs,
     constants: DeltaConstants,
     config: GatedDeltaConfig,
-    where: tuple[torch.Tensor, torch.Tensor],
-    step: PagedStep,
+    pool: torch.Tensor,
+    runs: RecordRuns,
 ) -> None:
-    """Run the tokens through the states; `where` are the pool and the records in it."""
-    pool, records = where
+    """Run the tokens through the states."""
     columns = min(_COLUMNS, next_power_of_2(config.value_dim))
-    grid = len(step.seq_lens), config.num_value_heads, triton.cdiv(config.value_dim, columns)
+    grid = len(runs.lens), config.num_value_heads, triton.cdiv(config.value_dim, columns)
     values = (pool.shape[1], config.layer_values, config.tail_values)
     _recur_kernel[grid](
         made,
@@ -147,13 +150,14 @@ def _recur(
         inputs.time_steps,
         constants.decay,
         constants.step_bias,
-        *where,
-        step.query_starts,
-        step.seq_lens,
+        pool,
+        runs.records,
+        runs.starts,
+        runs.lens,
         inputs.betas.stride(0),
         inputs.small_step,
         BLOCK_VALUES=pool.shape[1],
-        NUM_BLOCKS=records.shape[2],
+        NUM_BLOCKS=runs.records.shape[2],
         FIRST=constants.number * config.layer_values,
         TAIL_VALUES=config.tail_values,
         ROWS_FIT=all(size % config.value_dim == 0 for size in values),
@@ -173,11 +177,12 @@ def _place(pool, blocks, value, BLOCK_VALUES: tl.constexpr, mask):
 
 @_kernel
 def _convolve_kernel(
-    mixed, heads, conv, pool, records, token_sequences, query_starts, seq_lens, num_tokens,
-    stride, keys_at, values_at, key_step, value_step,
+    mixed, heads, betas, time_steps, kept_heads, kept_betas, kept_steps, conv, pool, records,
+    row_runs, run_starts, run_lens, num_tokens,
+    stride, keys_at, values_at, key_step, value_step, small_stride, small_step,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_VALUES: tl.constexpr, NUM_BLOCKS: tl.constexpr, FIRST: tl.constexpr,
-    CONV_SIZE: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    CONV_SIZE: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Run a program for some tokens and one head of queries, keys or values."""
     head, dims = tl.program_id(1), tl.arange(0, DIM)
@@ -192,12 +197,12 @@ def _convolve_kernel(
     columns = tl.where(is_value, of_value, of_key) + dims
     is_dim = dims < tl.where(is_value, VALUE_DIM, KEY_DIM)
     is_there = (tokens < num_tokens)[:, None] & is_dim[None, :]
-    sequences = tl.load(token_sequences + tokens, mask=tokens < num_tokens, other=0)
-    first_rows = tl.load(query_starts + sequences)
-    counts = tl.load(query_starts + sequences + 1) - first_rows
-    has_before = (tl.load(seq_lens + sequences) > counts)[:, None]
+    runs = tl.load(row_runs + tokens, mask=tokens < num_tokens, other=0)
+    first_rows = tl.load(run_starts + runs)
+    counts = tl.load(run_starts + runs + 1) - first_rows
+    has_before = (tl.load(run_lens + runs) > counts)[:, None]
     own = tokens - first_rows
-    read = (records + sequences * (2 * NUM_BLOCKS))[:, None]
+    read = (records + runs * (2 * NUM_BLOCKS))[:, None]
     tails = FIRST + channels[None, :]
     summed = tl.zeros([TOKENS, DIM], tl.float32)
     x = summed
@@ -219,14 +224,38 @@ def _convolve_kernel(
         summed *= scale[:, None]
     rows = tokens.to(tl.int64)[:, None]
     tl.store(mixed + rows * width + channels[None, :], summed, mask=is_there)
-    kept: tl.constexpr = CONV_SIZE - 1
+    # x are now the tokens' own inputs
+    places = kept_heads + rows * width + channels[None, :]
+    tl.store(places, x.to(kept_heads.dtype.element_ty), mask=is_there & (rows < KEPT))
+    small = tokens * small_stride + value_head // RATIO * small_step + value_head % RATIO
+    own_small = tokens * (KEY_HEADS * RATIO) + value_head
+    is_small = tokens < tl.where(is_value, tl.minimum(num_tokens, KEPT), 0)
+    _copy(kept_betas + own_small, betas + small, is_small)
+    _copy(kept_steps + own_small, time_steps + small, is_small)
+    _keep_tail(
+        x, tails, width, own, counts, has_before, is_there, pool, read,
+        BLOCK_VALUES, NUM_BLOCKS, CONV_SIZE - 1,
+    )  # fmt: skip
+
+
+@_part
+def _copy(to, places, mask):
+    tl.store(to, tl.load(places, mask=mask), mask=mask)
+
+
+@_part
+def _keep_tail(
+    x, tails, width: tl.constexpr, own, counts, has_before, is_there, pool, read,
+    BLOCK_VALUES: tl.constexpr, NUM_BLOCKS: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Write the inputs before each run's next token to its record."""
     written = read + NUM_BLOCKS
-    row = own - counts + kept
+    row = own - counts + KEPT
     is_kept = is_there & (row >= 0)[:, None]
     value = tails + row[:, None] * width
     tl.store(_place(pool, written, value, BLOCK_VALUES, is_kept), x, mask=is_kept)
-    for slot in tl.static_range(kept):
-        is_moved = is_there & ((own == 0) & (slot + counts < kept))[:, None]
+    for slot in tl.static_range(KEPT):
+        is_moved = is_there & ((own == 0) & (slot + counts < KEPT))[:, None]
         is_old = is_moved & has_before
         value = tails + (slot + counts)[:, None] * width
         old = tl.load(_place(pool, read, value, BLOCK_VALUES, is_old), mask=is_old, other=0.0)
@@ -259,25 +288,25 @@ def _token(
 
 @_kernel
 def _recur_kernel(
-    out, mixed, betas, time_steps, decays, biases, pool, records, query_starts, seq_lens,
+    out, mixed, betas, time_steps, decays, biases, pool, records, run_starts, run_lens,
     stride, small_step,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_VALUES: tl.constexpr, NUM_BLOCKS: tl.constexpr, FIRST: tl.constexpr,
     TAIL_VALUES: tl.constexpr, ROWS_FIT: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Run a program for each sequence, value head and some columns of its state."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    """Run a program for each run, value head and some columns of its state."""
+    run, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, KEYS)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    first_row = tl.load(query_starts + sequence)
-    end = tl.load(query_starts + sequence + 1)
+    first_row = tl.load(run_starts + run)
+    end = tl.load(run_starts + run + 1)
     is_column = (columns < VALUE_DIM)[None, :]
     is_there = (keys < KEY_DIM)[:, None] & is_column
-    has_before = tl.load(seq_lens + sequence) > end - first_row
+    has_before = tl.load(run_lens + run) > end - first_row
     is_old = (keys < tl.where(has_before, KEY_DIM, 0))[:, None] & is_column
     rows = FIRST + TAIL_VALUES + (head * KEY_DIM + keys)[:, None] * VALUE_DIM
     is_row = (keys < KEY_DIM)[:, None]
-    read = records + sequence * (2 * NUM_BLOCKS)
+    read = records + run * (2 * NUM_BLOCKS)
     written = read + NUM_BLOCKS
     if ROWS_FIT:  # a row of a state lies in one block
         old = _place(pool, read, rows, BLOCK_VALUES, is_row) + columns[None, :]

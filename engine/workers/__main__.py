@@ -159,8 +159,8 @@ def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | 
     # a guess could change a letter; on GPUs another batch could, too
     if setup.gpu is None and not transformer.keeps_row_bits:
         return None, ["Speculation: off (no compiled kernels)"]
-    if setup.gpu is not None and config.delta is not None:  # a record cannot be written again
-        return None, ["Speculation: off (recurrent layers on a GPU)"]
+    if not transformer.rewrites_records:
+        return None, ["Speculation: off (recurrent layers without Triton)"]
     return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
 
 

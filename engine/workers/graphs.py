@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from operator import is_
 
 import torch
@@ -84,8 +85,9 @@ class DecodeGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=on)
         dtype = str(pool.dtype).removeprefix("torch.")
         self._record_blocks = transformer.config.record_blocks(block_size, dtype)
-        shape = (rows, 2, self._record_blocks)
-        self._records = torch.zeros(shape, dtype=torch.int32, device=on)
+        num_values = rows * 2 * self._record_blocks + rows + 1
+        self._records = torch.zeros(num_values, dtype=torch.int32, device=on)
+        """The record blocks of each run of rows, then where runs begin."""
         vocab_size = transformer.config.vocab_size
         self._logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=on)
         self._stepping: list[WorkerRequest] = []
@@ -111,6 +113,7 @@ class DecodeGraphs:
                 self._samplers[size, is_greedy] = self._device.capture(sampler)
             # fields lie one after the other at each size's own distance
             self._write([_padding(0)] * size)
+            self._write_records([], size, 0)
             for width in reversed(self.widths):
                 self._steps[size, width] = self._device.capture(self._step(size, width))
             heartbeat()
@@ -216,13 +219,20 @@ class DecodeGraphs:
         self._fields[: len(values)].copy_(values, non_blocking=True)
 
     def _write_records(self, sequences: Sequence[WorkerRequest], size: int, ahead: int) -> None:
-        """Fill in which records a step reads and writes, where the model keeps any."""
+        """Fill in which records a step reads and writes, where the model keeps any.
+
+        A sequence's rows are one run through its record; rows that fill up are runs of their own.
+        """
         if not self._record_blocks:
             return
         records = [r.record_blocks_ahead() if ahead else r.record_blocks for r in sequences]
         records += [RecordBlocks()] * (size - len(records))
-        values = self._device.pinned(record_rows(records, self._record_blocks), torch.int32)
-        self._records[:size].view(-1).copy_(values, non_blocking=True)
+        starts = list(accumulate((1 + len(r.draft) for r in sequences), initial=0))
+        starts += range(starts[-1] + 1, size + 1)
+        starts += [size] * (size + 1 - len(starts))
+        flat = record_rows(records, self._record_blocks) + starts
+        values = self._device.pinned(flat, torch.int32)
+        self._records[: len(values)].copy_(values, non_blocking=True)
 
     def _write_tables(self, tables: dict[int, list[int]]) -> None:
         """Replace some rows' tables in one copy; an empty one by block 0."""
@@ -242,7 +252,11 @@ class DecodeGraphs:
         """Return the forward pass of one size, which leaves logits."""
         fields = self._fields[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
         tables = self._tables[:, :width]
-        records = self._records[:size] if self._record_blocks else None
+        records = starts = None
+        if self._record_blocks:
+            num_blocks = size * 2 * self._record_blocks
+            records = self._records[:num_blocks].view(size, 2, -1)
+            starts = self._records[num_blocks : num_blocks + size + 1]
 
         def step() -> None:
             token_ids, positions, slots, _, sources, places = fields.long()
@@ -259,6 +273,7 @@ class DecodeGraphs:
                 device_tables=tables.index_select(0, places),
                 device_lens=fields[3],
                 device_records=records,
+                device_record_starts=starts,
             )
             self._logits[:size].copy_(self._transformer.forward(batch, self._pool))
 

@@ -219,20 +219,25 @@ class Runner:
             ends = list(accumulate(count for _, count in launched.planned))
             for index in {bisect_right(ends, row) for row in bad_rows}:
                 results[index] = Sampled(error=_NO_NUMBERS_BEFORE, is_fault=True)
-        self._take_back_refused(launched.planned, results)
+        self._take_back_refused(launched, results)
         return results
 
-    def _take_back_refused(
-        self, planned: list[tuple[WorkerRequest, int]], results: list[Sampled]
-    ) -> None:
-        """Write the records of sequences with refused guesses again, from those before the step."""
+    def _take_back_refused(self, launched: Launched, results: list[Sampled]) -> None:
+        """Write the records of sequences with refused guesses again, from those before the step.
+
+        A step with guesses has one known token of each sequence.
+        """
+        num_taken = {
+            id(running): len(result.token_ids)
+            for (running, _), result in zip(launched.planned, results, strict=True)
+        }
         rows, records, first = [], [], 0
-        for (running, num_new), result in zip(planned, results, strict=True):
-            num_right = max(len(result.token_ids) - 1, 0)
+        for running in launched.sampling:
+            num_right = max(num_taken[id(running)] - 1, 0)
             if running.records is not None and num_right < len(running.draft):
-                rows.append((first, num_new + num_right))
+                rows.append((first, 1 + num_right))
                 records.append(running.record_blocks)
-            first += num_new + len(running.draft)
+            first += 1 + len(running.draft)
         if rows:
             self._transformer.write_records(rows, records, self._pool)
 
@@ -399,6 +404,8 @@ class Runner:
             self._check_numbers(length)
         if self._device is not None:
             self.dummy_step(1, max_model_len, num_new_tokens=1)
+            if self._record_blocks and self._transformer.rewrites_records:
+                self._transformer.write_records([(0, 1)], [RecordBlocks()], self._pool)
 
     def _check_numbers(self, length: int) -> None:
         """Run a step of one prompt, and check that its logits are finite.

@@ -21,7 +21,7 @@ from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.packed_layouts import CPU_FORMS, FORMS, panels_shape
 from engine.model import triton_attention, triton_delta, triton_linear, triton_ops, triton_sampling
 from engine.model.attention import several_queries_tiling, single_query_tiling
-from engine.model.delta_inputs import DeltaConstants, DeltaInputs
+from engine.model.delta_inputs import DeltaConstants, DeltaInputs, RecordRuns
 from engine.model.paged_step import PagedStep
 from engine.model.sampler import NUM_DRAW_FIELDS
 from engine.model.triton_attention import attend_several, attend_single
@@ -159,13 +159,13 @@ def _product(form, num_tokens):
 def _delta(dtype):
     """A layer of Qwen3.5's shape, without its products."""
     config = GatedDeltaConfig(16, 32, 128, 128, 4, frozenset({0, 1}), ())
-    step = PagedStep(*[torch.zeros(3, dtype=torch.int32)] * 5, 1, 1, True)
     heads, gates, betas = (torch.zeros(3, width, dtype=dtype) for width in (8192, 4096, 32))
     inputs = DeltaInputs(heads, (2048, 4096), 128, 256, gates, 256, betas, betas, 2)
     conv, small = torch.zeros(4, 8192), torch.zeros(128)
     constants = DeltaConstants(conv, small, small, small, 1e-6, 1)
     kv, records = torch.zeros(9, 1, 2, 64, 2, 256, dtype=dtype), torch.zeros(3, 2, 49).int()
-    gated_delta(inputs, constants, config, kv, step, step.seq_lens, records)
+    runs = RecordRuns(*[torch.zeros(3, dtype=torch.int32)] * 3, records)
+    gated_delta(inputs, DeltaInputs.kept(config, heads), constants, config, kv, runs)
 
 
 PRODUCTS = {

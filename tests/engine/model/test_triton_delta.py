@@ -8,6 +8,8 @@ import torch
 
 from engine.model.cuda import CudaBackend
 from engine.model.delta import GatedDelta
+from engine.model.delta_inputs import RecordRuns
+from engine.model.records import RecordBlocks
 from tests.engine.model.test_attention import batch_of
 from tests.engine.model.test_delta import BLOCK_SIZE, MODELS, SHAPES, TOLERANCES, Layer
 from tests.levels import needs_kernels
@@ -76,3 +78,23 @@ def test_a_sequence_has_the_same_bits_however_it_is_cut(tmp_path):
         first = border
     assert torch.equal(torch.cat(made), expected)
     assert torch.equal(cut.values(0), whole.values(0))
+
+
+def test_a_record_written_again_counts_the_rows_that_are_right(tmp_path):
+    layer = OnGpu(tmp_path, "qwen3_next", (2, 4, 16, 24, 4), torch.bfloat16)
+    layer.step((0, 0, 5))
+    before = layer.pool.clone()
+    layer.step((0, 5, 7))
+    expected = layer.values(0)
+    layer.pool = before.clone()
+    layer.step((1, 0, 2), (0, 5, 9), (2, 0, 1))
+    read, written = layer.record(0, 0), layer.record(0, 1)
+    layer.pool[read] = before[read]
+    others = layer.pool.clone()
+    records, width = [RecordBlocks(read, written)], layer.record_blocks
+    runs = RecordRuns.again([(2, 2)], records, width, torch.device("cpu"))
+    layer.triton.write_on_gpu(layer.pool, runs)
+    others[written] = layer.pool[written]
+    assert torch.equal(*(each.view(torch.uint8)[1:] for each in (layer.pool, others)))
+    layer.pool[read] = layer.pool[written]
+    assert torch.equal(layer.values(0), expected)

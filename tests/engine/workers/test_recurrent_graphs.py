@@ -23,6 +23,7 @@ from engine.workers.grammars import Grammars
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.kv_pool import block_shape
 from engine.workers.runner import Runner
+from engine.workers.speculation import Speculation
 from tests.accelerator import FakeDevice
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE as GPU_BLOCK_SIZE
@@ -67,7 +68,7 @@ def triton_backend(_device, dtype, config, *_):
 class Worker:
     """A worker's loop over one pool."""
 
-    def __init__(self, checkpoint, monkeypatch, device):
+    def __init__(self, checkpoint, monkeypatch, device, *, max_batch=2, most_guessed=0):
         config = checkpoint.config
         backend = triton_backend if device else lambda *_: TorchBackend()
         monkeypatch.setattr(transformer_module, "choose_backend", backend)
@@ -77,17 +78,20 @@ class Worker:
         self.size, graphs = config.record_blocks(BLOCK_SIZE, "float32"), None
         assert NUM_TABLE_BLOCKS + 4 * self.size < NUM_BLOCKS / 2
         if device:
-            sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN, "max_batch": 2}
+            sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
+            sizes["max_batch"] = max_batch
             graphs = DecodeGraphs(model, self.pool, device, **sizes)
             graphs.capture()
         runner = Runner(model, self.pool, BLOCK_SIZE, Grammars(None), device, graphs)
-        self.harness = Harness(runner, self.pool, eos_token_ids=(), max_num_batched_tokens=8)
+        guesses = Speculation(config.vocab_size, BLOCK_SIZE, most_guessed) if most_guessed else None
+        how = {"eos_token_ids": (), "max_num_batched_tokens": 8, "speculation": guesses}
+        self.harness = Harness(runner, self.pool, **how)
 
     def records(self, seq_id):
         first = 1 + seq_id * (NUM_TABLE_BLOCKS + 4 * self.size) + NUM_TABLE_BLOCKS
         return [list(range(first + i * self.size, first + (i + 1) * self.size)) for i in range(4)]
 
-    def admit(self, seq_id, num_prompt, num_outputs, temperature):
+    def admit(self, seq_id, num_prompt, num_outputs, temperature, prediction=()):
         rng, first = random.Random(seq_id), 1 + seq_id * (NUM_TABLE_BLOCKS + 4 * self.size)
         self.harness.tell(
             Admit(
@@ -97,7 +101,9 @@ class Worker:
                 num_prompt_tokens=num_prompt,
                 num_computed_tokens=0,
                 block_table=list(range(first, first + NUM_TABLE_BLOCKS)),
-                spec=RunSpec(SamplingParams(num_outputs, seq_id, temperature)),
+                spec=RunSpec(
+                    SamplingParams(num_outputs, seq_id, temperature), prediction=[*prediction]
+                ),
                 until_output=num_outputs,
                 records=Records(self.records(seq_id), 0, [], [4], BLOCK_SIZE),
             )
@@ -142,10 +148,10 @@ def test_steps_ahead_within_graphs_yield_torchs_tokens_and_records(checkpoint, m
     gpu, torchs = Worker(checkpoint, monkeypatch, device), Worker(checkpoint, monkeypatch, None)
     found = []
     for worker in (gpu, torchs):
-        worker.admit(0, 6, 6, 0.0)
+        worker.admit(0, 6, 4, 0.0)
         worker.admit(1, 3, 3, 1.0)
         found.append(worker.run())
-    assert device.num_replayed > 6
+    assert device.num_replayed > 4
     ours, theirs = (
         [
             [(e.token_ids, e.num_computed_tokens, e.valid_record) for e in entries if e.seq_id == i]
@@ -162,3 +168,26 @@ def test_steps_ahead_within_graphs_yield_torchs_tokens_and_records(checkpoint, m
         for place in range(4):  # frozen at 4, kept at the last border, the valid one
             values = (each.values(seq_id, place)[:used] for each in (gpu, torchs))
             torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
+
+
+def test_guesses_leave_the_tokens_and_record_of_steps_without(checkpoint, monkeypatch):
+    guessing = Worker(checkpoint, monkeypatch, HostDevice(), max_batch=4, most_guessed=3)
+    plain = Worker(checkpoint, monkeypatch, None)
+    plain.admit(0, 3, 10, 1.0)
+    expected, place = reply(plain.run())
+    guess = [token if i != 7 else 7 for i, token in enumerate(expected)]
+    guessing.admit(0, 3, 10, 1.0, prediction=guess)
+    entries = guessing.run()
+    num_right = sum(len(e.token_ids) - 1 for e in entries if e.num_drafted)
+    assert 0 < num_right < sum(e.num_drafted for e in entries)
+    found, now = reply(entries)
+    assert found == expected
+    used = checkpoint.config.delta.record_bytes // 4
+    values = guessing.values(0, now)[:used], plain.values(0, place)[:used]
+    torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
+
+
+def reply(entries):
+    """Return a sequence's tokens, and the place of its last valid record."""
+    said = [entry for entry in entries if entry.token_ids]
+    return [token for entry in said for token in entry.token_ids], said[-1].valid_record
