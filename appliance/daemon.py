@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from typing import TypeVar
 
 from appliance.announcement import IS_OPEN, OPEN_CODE, announcement
 from appliance.api.routes import build_app
@@ -79,12 +80,15 @@ from engine.wire.messages import CoresUsed, Report
 
 log = logging.getLogger("penstock")
 
+T = TypeVar("T")
+
 NUM_THREADS = 8
 """Threads of the loop, for files and for processes that end."""
 FRAME_INTERVAL_S = 1.0
 PARK_S = 2.0
 """Maximum wait for the workers of a model that is to stay loaded."""
 PARK_POLL_S = 0.01
+LOG_PATIENCE_S, LOG_RETRY_S = 60.0, 0.5
 REPLY_GRACE_S = 3.0
 """Between aborting what is live and closing the connections."""
 
@@ -215,7 +219,8 @@ class _Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         async with contextlib.AsyncExitStack() as stack:
-            request_log = RequestLog(self._config.log_path, _log_limits(self._config))
+            limits = _log_limits(self._config)
+            request_log = await self._patiently(partial(RequestLog, self._config.log_path, limits))
             self._request_log = request_log
             self._find_rows()
             stack.push_async_exit(self._close_log)
@@ -255,6 +260,24 @@ class _Daemon:
         log.info("stopped")
         return 0
 
+    async def _patiently(self, use_log: Callable[[], T]) -> T:
+        """Use the log's disk; after a crash, clients wait until it takes writes again.
+
+        Raises:
+            PenstockError: it does not within LOG_PATIENCE_S, or this is no restart.
+        """
+        deadline, has_told = time.monotonic() + LOG_PATIENCE_S, False
+        while True:
+            try:
+                return use_log()
+            except PenstockError as error:
+                if not self._kept or self._drain.is_set() or time.monotonic() >= deadline:
+                    raise
+                if not has_told:
+                    log.error("%s; trying for %g s", error, LOG_PATIENCE_S)
+                has_told = True
+            await asyncio.sleep(LOG_RETRY_S)
+
     async def _close_log(self, _: object, error: BaseException | None, __: object) -> None:
         """Say why this run ends, if that is an error which the next start need not guess at."""
         if isinstance(error, PenstockError):
@@ -283,13 +306,15 @@ class _Daemon:
         disk = _disk(self._config)
         read_plan = partial(make_plan, self._config, self._placed, self._caches.memory)
         plan = await read_in_thread(disk, read_plan, log.warning, BootPlan.close)
-        self._request_log.start_run(
+        start_run = partial(
+            self._request_log.start_run,
             version=version("penstock"),
             model=plan.model_id,
             dtype=plan.dtype,
             roles=plan.roles,
             transport=plan.placement.topology.transport,
         )
+        await self._patiently(start_run)
         self._start_workers(plan)  # they import torch meanwhile
         on_cpu = [worker for worker in plan.placement.workers if worker.gpu is None]
         for about in self._core_note.take({cpu for worker in on_cpu for cpu in worker.cpus}):

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from appliance.log.writer import RequestLog
+from engine.errors import ConfigError
 from tests.sweep import __main__
 from tests.sweep.planted import BUGS, ROOT
 from tests.sweep.scenarios import SCENARIOS
@@ -29,6 +31,30 @@ def test_no_client_notices_what_fails(names):
     assert swept.returncode == 0, swept.stdout + swept.stderr
     num_runs = len(names) * NUM_RUNS
     assert f"{num_runs} runs, 0 failures" in swept.stdout
+
+
+@pytest.mark.parametrize("place", ["__init__", "start_run"])
+def test_no_client_notices_that_the_logs_disk_is_full_when_the_daemon_dies(
+    place, monkeypatch, tmp_path
+):
+    use = getattr(RequestLog, place)
+
+    def refuse(log, *args, **options):
+        path, num_refused = args[0] if args else log.path, len(list(tmp_path.iterdir()))
+        if path.with_suffix(".open").exists() and num_refused < 3:  # a dead daemon's
+            (tmp_path / str(num_refused)).touch()
+            raise ConfigError("database or disk is full")
+        return use(log, *args, **options)
+
+    monkeypatch.setattr(RequestLog, place, refuse)
+    run = __main__.Run("alias", 1)
+    with __main__._pool(1) as pool:
+        calm = pool.apply(__main__.execute, (run,))
+        middle = (calm.num_at_ready + calm.num_events) // 2
+        killed = run._replace(faults=(__main__.Fault(middle, "daemon"),))
+        seen = pool.apply(__main__.execute, (killed,))
+    assert __main__.differences(calm, seen) == []
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("name", BUGS)
