@@ -37,7 +37,7 @@ from appliance.http.rejected_connections import too_many_connections
 from appliance.http.reply_file import ReplyFile
 from appliance.journal import VERSION, Head, Journal
 from appliance.keeper_channel import notify
-from engine.errors import RequestError
+from engine.errors import RequestError, Unavailable
 
 log = logging.getLogger("penstock.http")
 log.setLevel(logging.ERROR)
@@ -449,6 +449,11 @@ class ClientProtocol(H11Protocol):
     def _hang_up(self) -> None:
         """End the connection now; drop unread input and further output."""
         self.transport.abort()
+
+    def cut_unfinished(self) -> None:
+        """Refuse a request that has not come whole."""
+        if self._phase() in (ConnectionPhase.HEAD, ConnectionPhase.BODY) and self._num_received:
+            self._refuse(Unavailable("the daemon is stopping", code="draining"))
 
     def _on_key(self, name: str | None) -> None:
         if name is not None and name != self.key:

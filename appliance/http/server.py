@@ -184,7 +184,10 @@ class ApiServer:
             self._config.timeout_graceful_shutdown = cast(int, grace_s)
             self._server.should_exit = True
             self._turned_away.close()
+            # Uvicorn's own end of them, just after, is an error with a stack for each in the log.
+            cutting = asyncio.get_running_loop().call_later(grace_s, self._cut_unfinished)
             await self._task
+            cutting.cancel()
             await self._cut()
 
     async def _cut(self) -> None:
@@ -194,6 +197,10 @@ class ApiServer:
             connection.transport.abort()
         if state.tasks:
             await asyncio.wait(state.tasks)
+
+    def _cut_unfinished(self) -> None:
+        for connection in self._connections:
+            connection.cut_unfinished()
 
     @property
     def _connections(self) -> set[ClientProtocol]:

@@ -122,6 +122,21 @@ async def test_what_outlives_the_grace_is_cut_and_closed_once(appliance, tmp_pat
     await served.close()
 
 
+async def test_a_request_that_is_not_whole_at_a_stop_is_refused_in_silence(
+    appliance, tmp_path, caplog
+):
+    path = tmp_path / "api.sock"
+    server = ApiServer(build_app(appliance), [bind_socket(path)])
+    await server.start()
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90\r\n\r\n{")
+    await until(lambda: server._server.server_state.tasks)
+    await server.stop(grace_s=0.3)
+    assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+    assert not caplog.records
+    writer.close()
+
+
 async def test_a_waiting_request_is_answered_at_a_stop(appliance, tmp_path, caplog):
     path = tmp_path / "api.sock"
     server = ApiServer(build_app(appliance), [bind_socket(path)], is_restart=True)
