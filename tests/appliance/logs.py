@@ -80,6 +80,23 @@ def write(path: Path, *rows: LogRow) -> None:
     assert log.close()
 
 
+DAYS = tuple(f"2026-01-0{day}T12:00:00.000Z" for day in range(1, 6))
+
+
+def write_five_days(folder: Path) -> Path:
+    """Write five requests, a day apart: two of bob's key, one refused, one aborted, one slow."""
+    path = folder / "requests.db"
+    write(
+        path,
+        row("a", received_at=DAYS[0]),
+        row("b", received_at=DAYS[1], peer_user=None, key_name="bob", model="other"),
+        row("c", received_at=DAYS[2], peer_user=None, key_name="bob", http_status=500),
+        row("d", received_at=DAYS[3], finish_reason="abort", t_decode_started_us=None),
+        row("e", received_at=DAYS[4], t_first_token_us=600_000, peer_user=None),
+    )
+    return path
+
+
 def query(path: Path, sql: str) -> list[tuple[object, ...]]:
     with closing(sqlite3.connect(path)) as db:
         return db.execute(sql).fetchall()

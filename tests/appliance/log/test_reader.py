@@ -22,24 +22,12 @@ from appliance.log.query import (
 from appliance.log.reader import read_events, read_row, read_rows, read_usage
 from appliance.request import Peer
 from engine.errors import PenstockError
-from tests.appliance.logs import rids, row, start, write
-
-DAYS = tuple(f"2026-01-0{day}T12:00:00.000Z" for day in range(1, 6))
+from tests.appliance.logs import DAYS, rids, row, start, write, write_five_days
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Five requests, a day apart: two of bob's key, one refused, one aborted, one slow."""
-    path = tmp_path / "requests.db"
-    write(
-        path,
-        row("a", received_at=DAYS[0]),
-        row("b", received_at=DAYS[1], peer_user=None, key_name="bob", model="other"),
-        row("c", received_at=DAYS[2], peer_user=None, key_name="bob", http_status=500),
-        row("d", received_at=DAYS[3], finish_reason="abort", t_decode_started_us=None),
-        row("e", received_at=DAYS[4], t_first_token_us=600_000, peer_user=None),
-    )
-    return path
+    return write_five_days(tmp_path)
 
 
 def test_rows_come_newest_first_and_carry_their_cursor(path: Path) -> None:

@@ -15,25 +15,13 @@ from appliance.log.query import (
 )
 from appliance.log.recording_copy import temporary_recording, write_recording
 from engine.errors import PenstockError, RequestError
-from tests.appliance.logs import query, row, write
+from tests.appliance.logs import query, write_five_days
 from tests.recordings import at, frame_at, make_recording, request_row, write_log
-
-DAYS = tuple(f"2026-01-0{day}T12:00:00.000Z" for day in range(1, 6))
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Five requests, a day apart: two of bob's key, one refused, one aborted, one slow."""
-    path = tmp_path / "requests.db"
-    write(
-        path,
-        row("a", received_at=DAYS[0]),
-        row("b", received_at=DAYS[1], peer_user=None, key_name="bob", model="other"),
-        row("c", received_at=DAYS[2], peer_user=None, key_name="bob", http_status=500),
-        row("d", received_at=DAYS[3], finish_reason="abort", t_decode_started_us=None),
-        row("e", received_at=DAYS[4], t_first_token_us=600_000, peer_user=None),
-    )
-    return path
+    return write_five_days(tmp_path)
 
 
 def cut(folder: Path, since: float | None, until: float | None = None) -> Path:
