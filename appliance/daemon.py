@@ -23,6 +23,8 @@ from functools import partial
 from importlib.metadata import version
 from typing import TypeVar
 
+import msgspec
+
 from appliance.announcement import IS_OPEN, OPEN_CODE, announcement
 from appliance.api.routes import build_app
 from appliance.configuration import paths
@@ -41,12 +43,13 @@ from appliance.fleet.boot import (
     place,
 )
 from appliance.fleet.core_claims import CoreNote
+from appliance.fleet.kept_pools import KeptPools
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.figures import things
 from appliance.http.access import AccessPolicy, credential_path
-from appliance.http.kept_replies import LeftReplies
+from appliance.http.kept_replies import LeftReplies, LeftReply
 from appliance.http.listeners import (
     KEPT,
     ListenerCloser,
@@ -60,6 +63,7 @@ from appliance.keeper import RESTART_STATUS, check_next
 from appliance.keeper_channel import close_channel, has_keeper, notify, notify_watchdog
 from appliance.loading import Fetching
 from appliance.log.retention import RetentionLimits
+from appliance.log.row import LogRow
 from appliance.log.writer import RequestLog
 from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.measuring import LOOK_S, Measuring
@@ -119,7 +123,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         log.warning("%s", about)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
-    policy, placed, _ = check(config)
+    policy, placed, _ = check(config, passed.pools)
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
     stacks_fd = wait_for_signal(config.state_dir)
@@ -132,8 +136,14 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         os.close(lock_fd)
 
 
-def check(config: ServeConfig) -> tuple[AccessPolicy, PlacedModel | None, list[str]]:
+def check(
+    config: ServeConfig, kept_pools: KeptPools | None = None
+) -> tuple[AccessPolicy, PlacedModel | None, list[str]]:
     """Find what a start would refuse, without making, locking or timing anything.
+
+    Args:
+        config: the settings.
+        kept_pools: of a dead daemon; None: there was none.
 
     Returns:
         the access policy; the placed model, None if it has to be downloaded first;
@@ -146,14 +156,18 @@ def check(config: ServeConfig) -> tuple[AccessPolicy, PlacedModel | None, list[s
     policy = AccessPolicy.from_config(config)
     check_directories(config)
     check_path(config.socket)
-    look = partial(_look_at_models, config)
+    look = partial(_look_at_models, config, kept_pools)
     disks = f"a disk of {', '.join(map(str, config.models))}, or " if config.models else ""
     return policy, *asyncio.run(read_in_thread(disks + _disk(config), look, log.warning))
 
 
-def _look_at_models(config: ServeConfig) -> tuple[PlacedModel | None, list[str]]:
+def _look_at_models(
+    config: ServeConfig, kept_pools: KeptPools | None
+) -> tuple[PlacedModel | None, list[str]]:
     others = check_others(config)
-    return None if is_to_be_fetched(config.model) else place(config), others
+    if is_to_be_fetched(config.model):
+        return None, others
+    return place(config, kept_pools=kept_pools), others
 
 
 def _disk(config: ServeConfig) -> str:
@@ -197,6 +211,7 @@ class _Daemon:
         """Listeners of a socket unit; with their waiting clients they outlive this process."""
         self._misses = PrefixMisses()
         self._left = LeftReplies(passed.replies)
+        self._kept_pools = passed.pools
         self._kept = passed.kept
         """Listeners of a daemon that has died."""
         self._num_signals = 0
@@ -304,8 +319,10 @@ class _Daemon:
             PenstockError: its disk hangs.
         """
         disk = _disk(self._config)
-        read_plan = partial(make_plan, self._config, self._placed, self._caches.memory)
+        pools = self._kept_pools if has_keeper() else None
+        read_plan = partial(make_plan, self._config, self._placed, self._caches.memory, pools)
         plan = await read_in_thread(disk, read_plan, log.warning, BootPlan.close)
+        self._kept_pools.keep()
         start_run = partial(
             self._request_log.start_run,
             version=version("penstock"),
@@ -440,13 +457,19 @@ class _Daemon:
         notify(STATUS="loading")
         loading = asyncio.create_task(self._load())
         stopping = asyncio.create_task(self._drain.wait())
+        stop_now = asyncio.create_task(self._stop_now.wait())
         try:
             await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not stopping.done():
+            if self._left.replies:  # a drain waits for them, too
+                await asyncio.wait({loading, stop_now}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
                 loading.result()
                 self._service.make_frame()
                 self._continue_replies()
                 self._server.open()
+            if stopping.done():
+                await self._server.has_taken_up()
+            else:
                 self._announce()
                 notify(READY="1", STATUS="ready")
                 self._is_ready = True
@@ -464,7 +487,6 @@ class _Daemon:
         )
         await self._server.hand_over(self._inherited)
         drained = asyncio.create_task(self._service.drained(REPLY_GRACE_S))
-        stop_now = asyncio.create_task(self._stop_now.wait())
         limit_s = self._config.max_drain_s or None
         await asyncio.wait(
             {drained, stop_now}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
@@ -489,8 +511,20 @@ class _Daemon:
                 left.journal.is_complete and not is_open  # its row is in the log
             )
             if (row := rows.get(left.request_id)) is not None:
-                left.on_failed = partial(self._request_log.record, row)
+                left.on_failed = partial(self._record_failed, left, row)
         self._left.end_foreign()
+
+    def _record_failed(self, left: LeftReply, row: LogRow) -> None:
+        """Record a request that this daemon could not continue, as its client has seen it."""
+        journal = left.journal
+        self._request_log.record(
+            msgspec.structs.replace(
+                row,
+                http_status=left.http_status,
+                completion_tokens=journal.num_tokens,
+                recoveries=max(journal.num_deaths, 1) * row.num_sequences,
+            )
+        )
 
     def _continue_replies(self) -> None:
         if self._left.replies:
@@ -508,6 +542,9 @@ class _Daemon:
         try:
             await asyncio.gather(self._supervisor.run(), keying)
             caches, hasher = self._caches, self._service.hasher
+            if self._plan.kept_pools is not None and hasher is not None:
+                pools = self._router.tier_host.ledger.pools
+                self._plan.kept_pools.adopt(pools, hasher.fingerprint, self._service.event)
             await caches.open(self._plan, hasher, self._router, self._supervisor)
         finally:
             keying.cancel()  # the next model has a key of its own
@@ -549,7 +586,7 @@ class _Daemon:
         except (PenstockError, OSError, subprocess.SubprocessError) as error:
             self._service.event("error", "restart.refused", f"Not restarted: {error}")
             return
-        if self._router.is_idle:  # else the workers compute, and a flush would take their time
+        if self._router.is_idle and self._plan.kept_pools is None:  # else it would only take time
             await self._caches.flush(is_end=True)
         if has_keeper() and not self._num_signals:
             await self._server.hand_over_all()

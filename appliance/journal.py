@@ -37,7 +37,7 @@ MAX_UNWRITTEN = 32
 """Maximum records that wait for a reply's next bytes."""
 MAX_TAKE_UPS = 2
 """Maximum daemons that take a request up and die before it makes progress."""
-FD_NAME = "penstock-journal"
+FD_NAME = "penstock-journal-"
 _FRAME = struct.Struct("<IB")
 
 
@@ -120,6 +120,8 @@ class Tokens(msgspec.Struct, array_like=True):
     """Given with the first tokens and with the last."""
     end: End | None
     """Given with the last tokens."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """Given with the first tokens, where they are asked for."""
 
 
 _BATCH = msgspec.msgpack.Decoder(list[Tokens])
@@ -153,6 +155,8 @@ class Journal:
         """CLOCK_MONOTONIC of the dead daemon's last record."""
         self._draws: deque[Any] = deque()
         self._unwritten: list[bytes] = []
+        self.num_deaths = 0
+        """Daemons that have died during the request."""
         self._num_take_ups = 0
         self._is_off = False
         if fd >= 0:
@@ -161,6 +165,7 @@ class Journal:
                 self._read(os.pread(fd, os.fstat(fd).st_size, 0))
             except (*NOT_JSON, ValueError) as error:
                 raise Foreign("the journal is damaged", _failure_of(self.head)) from error
+            self.num_deaths += 1
             if self.head is None or not self.request:
                 raise Foreign("the journal is damaged", _failure_of(self.head))
 
@@ -181,18 +186,19 @@ class Journal:
                 self._draws.append(msgspec.msgpack.decode(record))
             elif kind == _Kind.TAKEN_UP:
                 self._num_take_ups += 1
+                self.num_deaths += 1
             elif kind == _Kind.PING:
                 self.pings.append(msgspec.msgpack.decode(record))
             elif kind == _Kind.COMPLETE:
                 self.is_complete = True
 
-    def open(self, head: Head, request: list[bytes]) -> None:
-        """Begin the memfd of a request that has been admitted.
+    def open(self, head: Head, request: list[bytes], request_id: str = "") -> None:
+        """Begin the memfd of a request that has been admitted; its name ends with the id.
 
         Raises:
             OSError: there is no memory or no descriptor left.
         """
-        self.fd = os.memfd_create(FD_NAME, os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(FD_NAME + request_id, os.MFD_CLOEXEC)
         size = sum(map(len, request))
         parts = [_framed(_Kind.HEAD, _encode(head)), _FRAME.pack(size, _Kind.REQUEST), *request]
         if os.writev(self.fd, parts) < sum(map(len, parts)):
@@ -206,6 +212,13 @@ class Journal:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Count the tokens that a dead daemon's reply has taken; None: it cannot be read."""
+        if self.head is None:
+            return None
+        return sum(len(each.token_ids) for batch in self.batches for each in batch)
 
     @property
     def is_replay(self) -> bool:

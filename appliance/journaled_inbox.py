@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from appliance.journal import End, Facts, Journal, Tokens
 from appliance.request import Inbox, Request, TokensEmitted
 from engine.errors import RequestError
 from engine.schedule.sequence import Ended, FinishReason, RouteStage, Sequence
+from engine.wire.sampling import TokenLogprob
 
 BATCHES_PER_TURN = 64
 """Maximum replayed batches before other replies have a turn of the loop."""
@@ -35,8 +38,6 @@ class JournaledInbox(Inbox):
         if not journal.is_replay:
             return
         request.is_resumed = True
-        if any(one.sampling.prompt_logprobs is not None for one in request.sequences):
-            journal.batches.clear()  # each prompt token is reported on once, so begin again
         self._restore()
 
     async def take(self, patience_s: float | None = None) -> list[TokensEmitted]:
@@ -55,13 +56,15 @@ class JournaledInbox(Inbox):
             sequence = self._request.sequences[tokens.index]
             sequence.output_token_ids += tokens.token_ids
             sequence.num_preemptions = tokens.num_preemptions
+            if tokens.prompt_logprobs:
+                _restore_prompt(sequence, tokens.prompt_logprobs)
             if tokens.facts is not None:
                 _restore_facts(sequence, tokens.facts)
                 self._told.add(sequence.index)
             if tokens.end is not None:
                 self._restore_end(sequence, tokens.end)
         for sequence in self._request.sequences:
-            sequence.num_recoveries += 1
+            sequence.num_recoveries = self._journal.num_deaths
             if not sequence.is_finished:
                 sequence.stamps.pause(self._journal.died_ns)
 
@@ -81,7 +84,9 @@ class JournaledInbox(Inbox):
 
     def _tokens_of(self, emitted: TokensEmitted) -> Tokens:
         sequence, end = emitted.sequence, self._end_of(emitted)
-        facts = None
+        facts, of_prompt = None, list[TokenLogprob]()
+        if sequence.index not in self._told:
+            of_prompt = sequence.prompt_logprobs
         if end is not None or sequence.index not in self._told:
             self._told.add(sequence.index)
             facts = Facts(
@@ -94,7 +99,8 @@ class JournaledInbox(Inbox):
                 sequence.route_reason,
             )
         ids, logprobs = emitted.token_ids, emitted.logprobs
-        return Tokens(sequence.index, ids, logprobs, sequence.num_preemptions, facts, end)
+        num_preemptions = sequence.num_preemptions
+        return Tokens(sequence.index, ids, logprobs, num_preemptions, facts, end, of_prompt)
 
     def _end_of(self, emitted: TokensEmitted) -> End | None:
         if not emitted.is_last:
@@ -108,6 +114,14 @@ class JournaledInbox(Inbox):
             self._request.cancelled_by,
             None if failure is None else {name: getattr(failure, name) for name in fields},
         )
+
+
+def _restore_prompt(sequence: Sequence, logprobs: list[TokenLogprob]) -> None:
+    """Restore what was computed of the prompt; once it is all there, ask no worker again."""
+    sequence.prompt_logprobs = logprobs
+    if len(logprobs) == sequence.num_prompt_tokens - 1:
+        sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=None)
+        sequence.spec = msgspec.structs.replace(sequence.spec, sampling=sampling)
 
 
 def _restore_facts(sequence: Sequence, facts: Facts) -> None:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import NoReturn
 
 from appliance import log_lines
+from appliance.keeper_channel import REPLY
 from engine.errors import ConfigError
 
 MAX_FAILED = 5
@@ -107,6 +108,9 @@ class _Keeper:
         self._ended_by = 0
         """The first signal that asked for the end; 0: none."""
         self._is_ready, self._num_failed = False, MAX_FAILED
+        self._held = list[int]()
+        """Signals for a daemon that continues replies, until it can take them."""
+        self._takes_signals = True
         self._prctl = ctypes.CDLL(None).prctl
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._handlers = {each: signal.signal(each, self._pass_on) for each in _PASSED_ON}
@@ -129,7 +133,7 @@ class _Keeper:
             is_over = number in (0, *_PASSED_ON) and not is_wanted
             if is_over and is_restart and status and not self._is_ready:
                 _tell(f"The next daemon ended with {os.WEXITSTATUS(status)}; not started again")
-            if is_over or self._ended_by:
+            if is_over or (self._ended_by and not self._has_replies):
                 return 0 if is_wanted else status  # 0: it was told to end while it handed over
             self._num_failed = 0 if self._is_ready or is_wanted else self._num_failed + 1
             is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
@@ -162,8 +166,9 @@ class _Keeper:
             os.environ["WATCHDOG_USEC"] = str(WATCHDOG_S * 1_000_000)
         else:
             daemons.close()
-            if ended_by:
-                _send(self._pid, ended_by)
+            self._held = [ended_by] if ended_by else []
+            self._takes_signals = not self._has_replies
+            self._send_held()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
         return self._pid == 0
 
@@ -234,6 +239,9 @@ class _Keeper:
             self._kept = [each for each in self._kept if each[0] != name]
         for fd in given:
             os.close(fd)
+        if "STATUS" in fields:
+            self._takes_signals = True
+            self._send_held()
         self._is_ready |= fields.get("READY") == "1"
         if "READY" in fields or "STOPPING" in fields:
             self._is_watched = "STOPPING" not in fields
@@ -252,8 +260,19 @@ class _Keeper:
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         if number in _ENDING:
+            self._takes_signals |= bool(self._ended_by)  # the second one cannot wait
             self._ended_by = self._ended_by or number
-        _send(self._pid, number)
+        self._held.append(number)
+        self._send_held()
+
+    @property
+    def _has_replies(self) -> bool:
+        """Whether the next daemon is to continue replies."""
+        return any(name.startswith(REPLY) for name, _ in self._kept)
+
+    def _send_held(self) -> None:
+        while self._takes_signals and self._held:
+            _send(self._pid, self._held.pop(0))
 
     def _pause(self, *_: object) -> None:
         """Stop with the daemon, as Ctrl-Z asks, and go on with it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import select
@@ -24,6 +25,10 @@ PATIENCE_S = 10.0
 """Time without room after which the keeper counts as stuck."""
 CLOSE_S = 1.0
 """Maximum wait at the daemon's end for a keeper without room."""
+REPLY = "r-"
+"""Begins the names of unfinished replies; a number follows, as names are short."""
+POOL = "pool-"
+"""Begins the names of KV pools."""
 MAX_NAMES_BYTES = 100_000
 """Every descriptor has its name in LISTEN_FDNAMES, and Linux limits a variable to 128 KiB."""
 
@@ -54,6 +59,7 @@ class KeeperChannel:
         """Number of kept descriptors by name."""
         self._num_bytes = 0
         """Size of their names."""
+        self._numbers = itertools.count()
         self._waiting = deque[_Message]()
         self._waits_since_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,6 +119,12 @@ class KeeperChannel:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def unused_name(self, prefix: str) -> str:
+        """Make a short name under which nothing is kept."""
+        while (name := f"{prefix}{next(self._numbers):x}") in self._kept:
+            pass
+        return name
 
     def count(self, name: str, num_fds: int) -> bool:
         """Count descriptors as kept; False: there is no room for them."""
@@ -241,6 +253,11 @@ def notify_watchdog(environ: Mapping[str, str] = os.environ) -> bool:
 def has_keeper() -> bool:
     """Say whether descriptors outlive this process."""
     return _channel().keeps
+
+
+def unused_name(prefix: str) -> str:
+    """Make a short name for descriptors that the keeper is to have."""
+    return _channel().unused_name(prefix)
 
 
 def count_kept(names: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ TOOL = {
 }
 BODIES = {
     "choices": ("/v1/completions", {"prompt": "Once", "n": 2, "logprobs": 2, **DRAWN}),
+    "echo": ("/v1/completions", {"prompt": "Once upon", "echo": True, "logprobs": 1, **DRAWN}),
     "chat": (
         "/v1/chat/completions",
         {"messages": SAID, "stream_options": {"include_usage": True}, **DRAWN},
@@ -50,6 +51,7 @@ BODIES = {
         {"prompt": "Once", "raw": True, "options": {"num_predict": 200, "seed": 3}},
     ),
 }
+LAST = ("chat", "ollama")
 WHOLE = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "logprobs": 1}
 TEXTS = ("text", "content", "delta", "response", "arguments", "thinking", "partial_json")
 _TIMED = re.compile("created|duration|cache|input_tokens|sequence_number|text_offset")
@@ -140,6 +142,8 @@ def test_replies_of_every_api_continue_after_kill_9(start_daemon, tiny_llama, ar
     daemon = start_daemon(*arm).wait_ready()
     wanted = {name: said(ask(daemon, *asked)) for name, asked in BODIES.items()}
     whole = daemon.complete(**WHOLE)["choices"]
+    long = {"prompt": "A long story. " * 40, "max_tokens": 8}
+    told = daemon.complete(**long)["choices"]
     rows = {row["id"] for row in daemon.log_rows()}
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(len(BODIES) + 1) as pool:
@@ -152,8 +156,18 @@ def test_replies_of_every_api_continue_after_kill_9(start_daemon, tiny_llama, ar
         assert {name: said(reply.result()) for name, reply in replies.items()} == wanted
         assert at_once.result()["choices"] == whole
     new = [row for row in daemon.log_rows() if row["id"] not in rows]
+    again = daemon.complete(**long)  # its blocks were computed by the dead daemon's workers
+    assert again["choices"] == told
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
     assert len(new) == len(BODIES) + 1
     assert {row["http_status"] for row in new} == {200}
     assert {row["finish_reason"] for row in new} <= {"length", "stop"}
     daemon.assert_all_free()
-    assert daemon.stop() == 0
+    with ThreadPoolExecutor() as pool:
+        replies = {name: pool.submit(ask, daemon, *BODIES[name], begun) for name in LAST}
+        for _ in LAST:
+            assert begun.acquire(timeout=60)
+        os.kill(daemon.pid, signal.SIGKILL)
+        daemon.process.send_signal(signal.SIGTERM)  # the next daemon drains
+        assert all(said(reply.result()) == wanted[name] for name, reply in replies.items())
+    assert daemon.process.wait(60) == 0

@@ -91,8 +91,8 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
         request = request_of(http, asked.ask, prepared)
         form = endpoint.form(asked, request, http)
         reply = Reply(http, asked.ask, request, prepared.echoes, form, endpoint.refusal)
-        if journal is None or (asked.ask.prompt_logprobs is not None and request.is_stream):
-            appliance.submit(request)  # the first event of prompt_logprobs needs the whole prompt
+        if journal is None:
+            appliance.submit(request)
         else:
             request.inbox = JournaledInbox(journal, request)
             appliance.submit(request)

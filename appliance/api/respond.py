@@ -112,6 +112,7 @@ class Reply:
             status = 503
             raise
         except Differs as error:
+            status = 200  # which the dead daemon has sent
             _log.error("request %s was ended after a restart: %s", request.request_id, error)
         finally:
             watch.cancel()

@@ -22,6 +22,7 @@ from appliance import profile_store
 from appliance.configuration.config import ServeConfig
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import attention_for, installed_torch
+from appliance.fleet.kept_pools import KeptPools, memfd
 from appliance.fleet.known import Known, devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.placement import (
     MIN_BLOCKS,
@@ -46,6 +47,7 @@ from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import ProfileUnusable
 from appliance.request import ModelInfo
 from engine.cache.blocks import MIN_RECORDS
+from engine.cache.published_blocks import PoolShape
 from engine.cache.topology import DRAM
 from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
 from engine.checkpoint.model_config import ModelConfig
@@ -102,6 +104,8 @@ class BootPlan:
     """What the machine's profile chose, with the figures."""
     product_variants: str = ""
     """How products are computed, if that changes the bytes of a block; empty: exactly."""
+    kept_pools: KeptPools | None = None
+    """Its pools outlive the daemon; None: they end with it."""
     known: Known | None = None
     """Measured step times of the model; None: nothing is stored."""
     step_sizes: tuple[int, ...] = ()
@@ -109,6 +113,8 @@ class BootPlan:
 
     def close(self) -> None:
         """Close the shared memory; the workers have ended or never began."""
+        if self.kept_pools is not None:
+            self.kept_pools.close()
         for fd in self.inherited_fds:
             os.close(fd)
 
@@ -170,18 +176,29 @@ class PlacedModel(NamedTuple):
     """Blocks of the DRAM cache; 0: no cache."""
     notes: tuple[str, ...]
     """What the operator should know of the placement."""
+    free_bytes: int
+    """The free memory that it was placed by."""
 
 
-def place(config: ServeConfig, memory: CacheMemory | None = None) -> PlacedModel:
-    """Place a model as predict_place() does, and log its notes."""
-    placed = predict_place(config, memory)
+def place(
+    config: ServeConfig, memory: CacheMemory | None = None, kept_pools: KeptPools | None = None
+) -> PlacedModel:
+    """Place a model as predict_place() does, and log its notes.
+
+    Pools of a dead daemon are adopted or freed, so the memory counts that was free before them.
+    """
+    free_bytes = None if kept_pools is None else kept_pools.free_bytes
+    placed = predict_place(config, memory, free_bytes=free_bytes)
     for note in placed.notes:
         log.warning("%s", note)
     return placed
 
 
 def predict_place(
-    config: ServeConfig, memory: CacheMemory | None, freed_bytes: int = 0
+    config: ServeConfig,
+    memory: CacheMemory | None,
+    freed_bytes: int = 0,
+    free_bytes: int | None = None,
 ) -> PlacedModel:
     """Check options and checkpoint against each other and this machine: all that can be refused.
 
@@ -189,6 +206,7 @@ def predict_place(
         config: the settings.
         memory: of the DRAM cache; None: it is still to be made.
         freed_bytes: memory that will be free besides.
+        free_bytes: memory that counts as free; None: what is free now.
 
     Raises:
         ConfigError: naming what is wrong.
@@ -197,7 +215,9 @@ def predict_place(
     model_id = _model_id(config, checkpoint.folder)
     is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
     inventory = this_inventory()
-    inventory = replace(inventory, memory_bytes=inventory.memory_bytes + freed_bytes)
+    if free_bytes is None:
+        free_bytes = inventory.memory_bytes
+    inventory = replace(inventory, memory_bytes=free_bytes + freed_bytes)
 
     def known(gpus: Sequence[Gpu], serving_dtype: str) -> Profile:
         devices = gpus_name([gpu.uuid for gpu in gpus], inventory.driver)
@@ -210,14 +230,16 @@ def predict_place(
     dtype, placement = placed.dtype, placed.placement
     is_on_gpu = any(worker.gpu is not None for worker in placement.workers)
     check_weights(checkpoint, dtype, config.weights, is_on_gpu=is_on_gpu)
-    num_arena_blocks = _num_arena_blocks(config, placement, memory)
+    num_arena_blocks = _num_arena_blocks(config, placement, memory, inventory.memory_bytes)
     notes = [] if placed.about is None else [placed.about]
     own_len, max_len = checkpoint.config.max_position_embeddings, placement.max_model_len
     wanted_len = config.max_model_len or own_len
     if max_len < wanted_len:
         limit = "model's maximum context" if max_len == own_len else "capacity of the KV pools"
         notes.append(f"Model length lowered from {wanted_len} to {max_len} tokens, the {limit}.")
-    return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks, tuple(notes))
+    return PlacedModel(
+        model_id, checkpoint, dtype, placement, num_arena_blocks, tuple(notes), free_bytes
+    )
 
 
 def _model_id(config: ServeConfig, folder: Path) -> str:
@@ -230,7 +252,10 @@ def _model_id(config: ServeConfig, folder: Path) -> str:
 
 
 def make_plan(
-    config: ServeConfig, placed: PlacedModel | None = None, memory: CacheMemory | None = None
+    config: ServeConfig,
+    placed: PlacedModel | None = None,
+    memory: CacheMemory | None = None,
+    kept_pools: KeptPools | None = None,
 ) -> BootPlan:
     """Time the choices that depend on speed, and make the memory that workers share.
 
@@ -238,11 +263,13 @@ def make_plan(
         config: the settings.
         placed: the result of place(); None: place() is called.
         memory: of the daemon's DRAM cache; None: this plan has no such cache.
+        kept_pools: keeps the plan's pools; None: they end with the daemon.
 
     Raises:
         ConfigError: as place().
     """
-    model_id, checkpoint, dtype, placement, *_ = placed or place(config, memory)
+    placed = placed or place(config, memory, kept_pools)
+    model_id, checkpoint, dtype, placement, *_ = placed
     machine = Known.of(config.state_dir, machine_scope())
     weights = plan_weights(checkpoint, dtype, config, placement, machine.profile)
     _keep(machine)
@@ -253,17 +280,10 @@ def make_plan(
         known.profile.put(STARTED_TWO, [1.0])
         _keep(known)
     arena, num_staging = (None, 0) if memory is None else _arena(memory, config, placement)
-    workers, fds = _setups(
-        checkpoint,
-        dtype,
-        placement,
-        weights,
-        arena,
-        has_graphs=not config.eager,
-        kv_dtype=config.kv_dtype,
-        attention_variant=weights.choice.attention,
-        max_drafted=config.max_drafted,
-    )
+    if not config.prefix_cache or placement.windows.num_each:
+        kept_pools = None
+    pools, pool_fds = _pools(placement, kept_pools, placed.free_bytes)
+    workers, fds = _setups(config, checkpoint, dtype, placement, weights, pools, arena)
     roles = "elastic" if config.roles == "auto" else config.roles
     return BootPlan(
         model_id,
@@ -273,7 +293,7 @@ def make_plan(
         placement,
         "colocated" if placement.topology.is_colocated else roles,
         workers,
-        fds,
+        pool_fds + fds,
         arena,
         num_staging,
         aliases=config.model_aliases,
@@ -286,6 +306,7 @@ def make_plan(
         kv_dtype=config.kv_dtype,
         choices=tuple(filter(None, (weights.choice.why, prompts_why))),
         product_variants=weights.variants_text,
+        kept_pools=kept_pools,
         known=known,
         step_sizes=sizes,
     )
@@ -466,28 +487,33 @@ def check_files(config: ServeConfig) -> Tokenizer:
     return Tokenizer.from_folder(checkpoint.folder)
 
 
+def _pools(
+    placement: Placement, kept_pools: KeptPools | None, free_bytes: int
+) -> tuple[dict[str, PoolSpec], list[int]]:
+    """Make the pools in host memory; return all pools, and the memfds."""
+    specs: dict[str, PoolSpec] = {}
+    for pool in placement.topology.pools:
+        fd, shape = None, PoolShape(pool.num_blocks, placement.block_bytes, free_bytes)
+        if pool.home is None and kept_pools is not None and pool.tier == "device":
+            fd = kept_pools.memory_of(pool.name, shape)
+        elif pool.home is None:
+            fd = memfd(f"penstock-{pool.name}", shape.num_blocks * shape.block_bytes)
+        specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
+    return specs, [spec.fd for spec in specs.values() if spec.fd is not None]
+
+
 def _setups(
+    config: ServeConfig,
     checkpoint: Checkpoint,
     dtype: str,
     placement: Placement,
     weights: WeightsPlan,
+    specs: Mapping[str, PoolSpec],
     arena: PoolSpec | None,
-    *,
-    has_graphs: bool,
-    kv_dtype: str,
-    attention_variant: int,
-    max_drafted: int | None,
 ) -> tuple[list[tuple[WorkerPlan, Setup]], list[int]]:
-    """Make one Setup per worker, and the memfds that all workers inherit."""
+    """Make one Setup per worker, and the memfds of weights and arena that all workers inherit."""
     topology = placement.topology
-    specs: dict[str, PoolSpec] = {}
     fds = [] if arena is None or arena.fd is None else [arena.fd]
-    for pool in topology.pools:
-        fd = None
-        if pool.home is None:
-            fd = _memfd(f"penstock-{pool.name}", pool.num_blocks * placement.block_bytes)
-            fds.append(fd)
-        specs[pool.name] = PoolSpec(pool.name, fd, pool.num_blocks)
     specs_by_worker = _arenas(weights, placement) | _staged(
         checkpoint, dtype, placement, packing=weights.packing
     )
@@ -504,17 +530,17 @@ def _setups(
             cpus=list(plan.cpus),
             max_num_batched_tokens=placement.max_num_batched_tokens,
             max_model_len=placement.max_model_len,
-            gpu=_gpu_spec(plan, placement, has_graphs=has_graphs, packing=weights.packing),
+            gpu=_gpu_spec(plan, placement, has_graphs=not config.eager, packing=weights.packing),
             node=plan.node,
             other_pools=[
                 *(specs[name] for name in topology.copied_by(plan.name)),
                 *(() if arena is None else (arena,)),
             ],
-            kv_dtype=kv_dtype,
-            attention_variant=attention_variant,
-            max_drafted=max_drafted,
+            kv_dtype=config.kv_dtype,
+            attention_variant=weights.choice.attention,
+            max_drafted=config.max_drafted,
             has_window_blocks=placement.windows.num_each > 0,
-            measures_kv=kv_dtype != "auto" and plan is placement.workers[0],
+            measures_kv=config.kv_dtype != "auto" and plan is placement.workers[0],
         )
         workers.append((plan, setup))
     return workers, fds
@@ -552,13 +578,15 @@ def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
     return num_slots_for(placement.block_bytes)
 
 
-def _num_arena_blocks(config: ServeConfig, placement: Placement, memory: CacheMemory | None) -> int:
+def _num_arena_blocks(
+    config: ServeConfig, placement: Placement, memory: CacheMemory | None, free_bytes: int
+) -> int:
     """Count the blocks of the DRAM cache; 0: no cache.
 
     Raises:
         ConfigError: less memory is free than configured.
     """
-    asked, free_bytes = config.dram_cache, available_memory_bytes()
+    asked = config.dram_cache
     free_bytes += 0 if memory is None else memory.num_bytes
     if not isinstance(asked, int) or not config.prefix_cache:
         return 0
@@ -582,7 +610,7 @@ def _arenas(weights: WeightsPlan, placement: Placement) -> dict[str, WeightsSpec
     found = {}
     for node, names in by_node.items():
         at = "" if node is None else f"-node{node}"
-        fd = _memfd(f"penstock-weights{at}", weights.layout.num_bytes)
+        fd = memfd(f"penstock-weights{at}", weights.layout.num_bytes)
         for index, name in enumerate(names):
             found[name] = weights.spec(fd, index, len(names))
     return found
@@ -609,7 +637,7 @@ def _staged(
         )  # fmt: skip
         return {}
     log.info("%d workers read the weights once, into host memory", len(names))
-    fd = _memfd("penstock-weights-staged", num_bytes)
+    fd = memfd("penstock-weights-staged", num_bytes)
     return {
         name: WeightsSpec(fd, num_bytes, index, len(names), is_filled=False)
         for index, name in enumerate(names)
@@ -626,13 +654,6 @@ def _gpu_spec(
     exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
     fewest = MIN_BLOCKS + MIN_RECORDS * placement.record_blocks
     return GpuSpec(plan.gpu.uuid, plan.shares, fewest, has_graphs, is_shared, exports_pool, packing)
-
-
-def _memfd(name: str, num_bytes: int) -> int:
-    """Create anonymous shared memory; it takes pages when touched and leaves no file."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_bytes)
-    return fd
 
 
 def model_info(plan: BootPlan, tokenizer: Tokenizer) -> ModelInfo:

@@ -32,11 +32,11 @@ from uvicorn.server import ServerState
 
 from appliance.api.wire import KeptWords, error_object
 from appliance.http.access import ClientLine, Credentials, headers_too_large
-from appliance.http.kept_replies import PREFIX, LeftReply, ReplyTransport, forget
+from appliance.http.kept_replies import LeftReply, ReplyTransport, forget
 from appliance.http.rejected_connections import too_many_connections
 from appliance.http.reply_file import ReplyFile
 from appliance.journal import VERSION, Head, Journal
-from appliance.keeper_channel import notify
+from appliance.keeper_channel import REPLY, notify, unused_name
 from engine.errors import RequestError, Unavailable
 
 log = logging.getLogger("penstock.http")
@@ -144,6 +144,8 @@ class ClientProtocol(H11Protocol):
         self._kept_name = "" if left is None else left.name
         """The keeper's name of the request that is being answered; empty: it is not kept."""
         self._journal: Journal | None = None if left is None else left.journal
+        self.is_taken_up = left is not None and not left.is_answered
+        """Whether a dead daemon's request is on its way to the router."""
         self.credentials = credentials
         self.key: str | None = None
         """Name of the last valid key that was sent."""
@@ -212,25 +214,23 @@ class ClientProtocol(H11Protocol):
         """Give the keeper an admitted request's socket, reply and journal."""
         if self._left is not None:
             self._left.on_failed = lambda: None  # the service writes its row from now on
+            self.is_taken_up = False
             return
         try:
-            journal.open(self._head(scope, words), [*_head_lines(scope, len(body)), body])
+            request = [*_head_lines(scope, len(body)), body]
+            journal.open(self._head(scope, words), request, words.request_id)
             file = self._open_file(journal)
         except OSError as error:
-            self._abandon(journal, words.request_id, error.strerror)
+            about = "request %s ends with the daemon: %s"
+            logging.getLogger("penstock").warning(about, words.request_id, error.strerror)
+            journal.close()
             return
-        name, fds = PREFIX + words.request_id, (self._socket.fileno(), file.fd, journal.fd)
+        name, fds = unused_name(REPLY), (self._socket.fileno(), file.fd, journal.fd)
         if notify(*fds, FDSTORE=1, FDNAME=name):
             self._kept_name, self._journal = name, journal
-        else:
+        else:  # the channel has told why
             cast(ReplyTransport, self.transport).end_file()
-            self._abandon(journal, words.request_id, "the keeper cannot be reached")
-
-    def _abandon(self, journal: Journal, request_id: str, why: str | None) -> None:
-        logging.getLogger("penstock").warning(
-            "request %s ends with the daemon: %s", request_id, why
-        )
-        journal.close()
+            journal.close()
 
     def _head(self, scope: Scope, words: KeptWords) -> Head:
         who = self.credentials

@@ -23,15 +23,15 @@ from appliance.http import reply_file
 from appliance.http.reply_file import HEAD_END, ReplyFile
 from appliance.journal import FD_NAME, Foreign, Journal
 from appliance.keeper_channel import notify
+from appliance.request import CLIENT_CLOSED_REQUEST
 
-PREFIX = "reply-"
-"""Begins the name of a kept request; its id follows."""
 PING_S = 10.0
 """Seconds between two pings of a stream that waits for this daemon."""
 _UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"connection: close\r\n\r\n"
 )
+_STATUS_END = len("HTTP/1.1 200")
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _log = logging.getLogger("penstock")
 
@@ -40,7 +40,10 @@ _log = logging.getLogger("penstock")
 class LeftReply:
     """A reply that a dead daemon has begun."""
 
+    name: str
+    """The name under which it is kept."""
     request_id: str
+    """Empty if it is unknown."""
     client: socket.socket
     fd: int
     """The reply's memfd."""
@@ -53,9 +56,10 @@ class LeftReply:
     """Called if the request is not admitted again; writes its row."""
 
     @property
-    def name(self) -> str:
-        """The name under which it is kept."""
-        return PREFIX + self.request_id
+    def http_status(self) -> int:
+        """The status that was sent; 499 if nothing was."""
+        status = os.pread(self.fd, _STATUS_END, 0)[_STATUS_END - 3 :]
+        return int(status) if status.isdigit() else CLIENT_CLOSED_REQUEST
 
     def ping(self) -> None:
         """Keep a stream alive that stands between two events."""
@@ -84,8 +88,8 @@ class LeftReply:
             if not os.fstat(self.fd).st_size:
                 reply.write(_UNAVAILABLE)
             reply.fail(failure)
-            reply.close()
             self.on_failed()
+            reply.close()
         forget(self.name, self.client)
         self.client.close()
         self.journal.close()
@@ -146,7 +150,7 @@ class LeftReplies:
 
 def _read(name: str, fds: Iterable[int]) -> LeftReply | None:
     """Sort a request's descriptors by what they are; None: its client or reply is missing."""
-    client, reply, journal, request_id = None, -1, -1, name.removeprefix(PREFIX)
+    client, reply, journal, request_id = None, -1, -1, ""
     for fd in fds:
         target = os.readlink(f"/proc/self/fd/{fd}")
         if client is None and stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -155,19 +159,19 @@ def _read(name: str, fds: Iterable[int]) -> LeftReply | None:
         elif reply < 0 and reply_file.FD_NAME in target:
             reply = fd
         elif journal < 0 and FD_NAME in target:
-            journal = fd
+            journal, request_id = fd, target.partition(FD_NAME)[2].partition(" ")[0]
         else:
             os.close(fd)
     if client is None or reply < 0:
-        _log.warning("request %s cannot continue: its descriptors are incomplete", request_id)
+        _log.warning("a reply cannot continue: the keeper's descriptors of %s are incomplete", name)
         forget(name, client)
         return None
     try:
         if journal < 0:
             raise Foreign("its journal is missing")
-        return LeftReply(request_id, client, reply, Journal(journal))
+        return LeftReply(name, request_id, client, reply, Journal(journal))
     except Foreign as error:
-        return LeftReply(request_id, client, reply, Journal(), error)
+        return LeftReply(name, request_id, client, reply, Journal(), error)
 
 
 class ReplyTransport(asyncio.Transport):

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance.http.kept_replies import PREFIX
-from appliance.keeper_channel import count_kept, notify
+from appliance.fleet.kept_pools import KeptPools
+from appliance.keeper_channel import POOL, REPLY, count_kept, notify
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
 SOCKET_MODE = 0o660
@@ -185,6 +185,7 @@ class PassedSockets(NamedTuple):
     """Listeners of a daemon that has died."""
     replies: dict[str, list[int]]
     """Descriptors of its unfinished replies, by the name of the request."""
+    pools: KeptPools
 
 
 def passed_sockets(environ: MutableMapping[str, str]) -> PassedSockets:
@@ -198,16 +199,18 @@ def passed_sockets(environ: MutableMapping[str, str]) -> PassedSockets:
     is_ours = environ.pop("LISTEN_PID", "") == str(os.getpid())
     count = environ.pop("LISTEN_FDS", "")
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
-    passed = PassedSockets([], [], {})
+    passed = PassedSockets([], [], {}, KeptPools({}))
     if not is_ours or not count.isdigit():
         return passed
     count_kept(names)
+    pools: dict[str, list[int]] = {}
     for fd in range(FIRST_INHERITED_FD, FIRST_INHERITED_FD + int(count)):
         name = "".join(names[fd - FIRST_INHERITED_FD :][:1])
         is_kept = name == KEPT
         os.set_inheritable(fd, False)
-        if name.startswith(PREFIX):
-            passed.replies.setdefault(name, []).append(fd)
+        if name.startswith((REPLY, POOL)):
+            is_pool = name.startswith(POOL)
+            (pools if is_pool else passed.replies).setdefault(name, []).append(fd)
             continue
         listener = socket.socket(fileno=fd)
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -225,7 +228,7 @@ def passed_sockets(environ: MutableMapping[str, str]) -> PassedSockets:
             )
         listener.setblocking(False)
         (passed.kept if is_kept else passed.of_unit).append(listener)
-    return passed
+    return passed._replace(pools=KeptPools(pools))
 
 
 def _is_loopback(listener: socket.socket) -> bool:

@@ -134,6 +134,18 @@ class ApiServer:
         who = None if peer is None else Credentials(*peer[:3], frozenset(peer[3]))
         self._serve_on(left.client, who, left)
 
+    async def has_taken_up(self) -> None:
+        """Wait until a dead daemon's requests are admitted or refused, at most STRAGGLER_S."""
+        await self._wait_until(
+            lambda: not self._arriving and not any(one.is_taken_up for one in self._connections)
+        )
+
+    async def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        for _ in range(round(STRAGGLER_S / STRAGGLER_CHECK_S)):
+            if is_so():
+                return
+            await asyncio.sleep(STRAGGLER_CHECK_S)
+
     async def hand_over(self, listeners: Sequence[socket.socket]) -> None:
         """Stop accepting on listeners that the next daemon serves.
 
@@ -165,10 +177,7 @@ class ApiServer:
         That is what is not accepted yet. It takes milliseconds, and at most STRAGGLER_S.
         """
         await self.hand_over(self._listeners)
-        for _ in range(round(STRAGGLER_S / STRAGGLER_CHECK_S)):
-            if all(one.is_kept for one in self._connections):
-                return
-            await asyncio.sleep(STRAGGLER_CHECK_S)
+        await self._wait_until(lambda: all(one.is_kept for one in self._connections))
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting, end the frame streams, let replies end, then cut off the rest."""

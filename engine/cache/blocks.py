@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from engine.cache.hashes import Hash, PrefixChain
+from engine.cache.hashes import Hash, PrefixChain, border_of, record_hashes
 from engine.cache.prefix_index import PrefixIndex
+from engine.cache.published_blocks import Published, PublishedBlocks
 from engine.cache.window_blocks import NO_SPAN, NO_WINDOWS, WHOLE, Span, WindowBlocks, Windows
 from engine.errors import InvariantViolated
 
@@ -280,6 +281,39 @@ class BlockPool:
                 return False
             self.forget(dropped[0])
         return index.publish_snapshot(record, border, user)
+
+    def adopt(self, published: PublishedBlocks) -> int:
+        """Find a dead daemon's blocks again, and record this one's; return how many are found.
+
+        Parts of a snapshot that lacks others stay free.
+
+        Args:
+            published: the record of this pool's memory, in which nothing was allocated yet.
+
+        Raises:
+            Damaged: the record cannot be read; no block is found then.
+        """
+        found = published.read()
+        taken, snapshots = {each.block_id for each in found}, dict[Hash, list[Published]]()
+        self.free_block_ids = deque(b for b in self.free_block_ids if b not in taken)
+        for each in found:
+            self.count(each.block_id, references=1)
+            if (border := border_of(each.hash)) is not None:
+                snapshots.setdefault(border, []).append(each)
+            else:
+                self.index.publish(each.block_id, each.hash, each.parent, each.user)
+        for border, parts in snapshots.items():
+            places = {each.hash: each.block_id for each in parts}
+            names = record_hashes(border, self.record_blocks)
+            record = [places[name] for name in names if name in places]
+            if len(record) == self.record_blocks:
+                self.index.publish_snapshot(record, border, parts[0].user)
+        for each in found:
+            self.count(each.block_id, references=-1)
+            if each.block_id not in self.index:
+                published.remove(each.block_id)
+        self.index.published = published
+        return len(self.index)
 
     def check_invariants(self) -> None:
         """Recount everything; raise InvariantViolated with the numbers."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.cache.hashes import Hash, border_of, record_hashes
+from engine.cache.published_blocks import PublishedBlocks
 from engine.cache.snapshot_worths import Saved, SnapshotWorths
 from engine.errors import InvariantViolated
 
@@ -56,6 +57,8 @@ class PrefixIndex:
         """What each of them saves."""
         self._num_next: Counter[Hash] = Counter()
         """Successors of each hash."""
+        self.published: PublishedBlocks | None = None
+        """The record of hashes for the next daemon; None: the pool's memory ends with this one."""
         self._now = 0
 
     def __len__(self) -> int:
@@ -179,10 +182,14 @@ class PrefixIndex:
         self._hashed[block_id] = _Hashed(block_hash, parent, user)
         self._num_next[parent] += 1
         self.held[user] += 1
+        if self.published is not None:
+            self.published.add(block_id, block_hash, parent, user)
         return True
 
     def forget(self, block_id: int) -> Hash:
         """Remove the hash of a block in use or evicted."""
+        if self.published is not None:
+            self.published.remove(block_id)
         hashed = self._hashed.pop(block_id)
         del self._blocks[hashed.hash]
         if hashed.border is not None and hashed.border in self.snapshots:

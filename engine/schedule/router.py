@@ -158,6 +158,8 @@ class Router:
         for sequence in unfinished:
             self.routes.check_fits(sequence)
         for sequence in unfinished:
+            if (chain := sequence.prefix) is not None:  # its output may be cached, too
+                chain.grow(sequence.tokens_between(chain.num_tokens, sequence.num_tokens))
             self.at.put(sequence, Paused())
         self.counters.recovered_sequences += len(unfinished)
         self.dispatch(now_ns)

@@ -8,6 +8,7 @@ Never: chooses a block.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Iterable
@@ -47,6 +48,7 @@ def map_pool(spec: PoolSpec, config: ModelConfig, block_size: int, dtype: str) -
     assert spec.fd is not None, "a pool on a GPU is not mapped but made"
     num_bytes = spec.num_blocks * config.kv_block_bytes(block_size, dtype)
     memory = mmap.mmap(spec.fd, num_bytes, mmap.MAP_SHARED)
+    fcntl.lockf(spec.fd, fcntl.LOCK_SH)  # until we end: no later daemon adopts it before
     flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype])
     return flat.view(spec.num_blocks, *block_shape(config, block_size, dtype))
 

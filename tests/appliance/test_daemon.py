@@ -9,13 +9,15 @@ import pytest
 
 from appliance import daemon, disk_reads
 from appliance.configuration.config import ServeConfig
+from appliance.fleet.kept_pools import KeptPools
 from appliance.http.listeners import PassedSockets
 from appliance.log.writer import RequestLog
 from engine.errors import PenstockError
+from tests.appliance.logs import row
 from tests.appliance.model_folder import make_model
 from tests.fakes import until
 
-NOTHING_PASSED = PassedSockets([], [], {})
+NOTHING_PASSED = PassedSockets([], [], {}, KeptPools({}))
 
 
 def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:
@@ -111,3 +113,16 @@ async def test_a_start_that_is_silent_for_long_says_what_it_waits_for(
         await until(lambda: caplog.text.endswith("the caches...\n"))
     finally:
         telling.cancel()
+
+
+def test_the_row_of_a_request_that_cannot_continue_says_what_its_client_got(tmp_path):
+    one = daemon._Daemon(config_of(tmp_path, tmp_path), lambda: None, None, NOTHING_PASSED, -1)
+    recorded = []
+    one._request_log = SimpleNamespace(record=recorded.append)
+    cut = row("cmpl-1", http_status=500, completion_tokens=None, num_sequences=2)
+    journal = SimpleNamespace(num_tokens=17, num_deaths=3)
+    one._record_failed(SimpleNamespace(http_status=503, journal=journal), cut)
+    unread = SimpleNamespace(num_tokens=None, num_deaths=0)
+    one._record_failed(SimpleNamespace(http_status=200, journal=unread), cut)
+    told = [(each.http_status, each.completion_tokens, each.recoveries) for each in recorded]
+    assert told == [(503, 17, 6), (200, None, 2)]

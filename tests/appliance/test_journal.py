@@ -81,6 +81,18 @@ def test_a_complete_reply_is_known_to_be_complete(journal):
     assert left(bytes_of(journal)).is_complete
 
 
+def test_deaths_and_tokens_are_counted(journal):
+    journal.open(HEAD, [b"request"])
+    journal.took(BATCH)
+    journal.flush()
+    assert journal.num_tokens is None  # of a request that was not left
+    second = left(bytes_of(journal))
+    assert (second.num_deaths, second.num_tokens) == (1, 2)
+    second.take_up(HEAD.model)
+    third = left(bytes_of(second))
+    assert (third.num_deaths, third.num_tokens) == (2, 2)
+
+
 def test_a_torn_last_record_is_dropped_wherever_it_is_torn(journal):
     journal.open(HEAD, [b"request"])
     whole = len(bytes_of(journal))

@@ -66,6 +66,18 @@ with open(f"{folder}/said", "a+") as said:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         os.kill(os.getppid(), int(number))
         time.sleep(600)
+    if action == "reply":  # it dies, and the keeper's end is wanted
+        notify(0, FDSTORE=1, FDNAME="r-0")
+        notify(READY=1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "drain":  # SIGTERM ends it until it can take one
+        time.sleep(0.2)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        say("draining")
+        notify(STATUS="loading")
+        time.sleep(600)
     if action == "store":
         given = [socket.socketpair() for _ in range(96)]
         for one, other in given:
@@ -178,6 +190,13 @@ def test_an_end_that_crosses_a_restart_is_clean(keep):
     kept = keep("end=15")
     assert kept.wait() == 0
     assert kept.lives() == ["end=15"]
+
+
+def test_an_end_while_replies_wait_is_told_to_the_next_daemon_once_it_can_take_it(keep):
+    kept = keep("reply", "drain")
+    assert kept.wait() == 0
+    assert "draining" in kept.said()
+    assert kept.lives() == ["reply", "drain"]
 
 
 def test_a_burst_of_descriptors_is_kept_though_the_daemon_dies_at_once(keep):

@@ -15,9 +15,11 @@ from appliance import keeper_channel
 from appliance.keeper_channel import (
     MAX_NAMES_BYTES,
     close_channel,
+    count_kept,
     has_keeper,
     keeper_problem,
     notify,
+    unused_name,
 )
 
 
@@ -141,3 +143,8 @@ def test_a_keeper_that_comes_back_is_no_problem_any_more(
         listening.bind(str(tmp_path / "late"))
         assert notify(READY=1)
         assert keeper_problem() is None
+
+
+def test_a_new_name_is_short_and_not_one_that_the_keeper_has(manager: socket.socket) -> None:
+    count_kept(["r-0", "r-0", "listen", "r-2"])
+    assert [unused_name("r-") for _ in range(3)] == ["r-1", "r-3", "r-4"]

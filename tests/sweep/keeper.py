@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections.abc import Mapping
 from unittest import mock
@@ -19,6 +20,7 @@ class Keeper:
     def __init__(self) -> None:
         self._kept: list[tuple[str, int]] = []
         """Name and descriptor."""
+        self._numbers = itertools.count()
 
     @property
     def names(self) -> set[str]:
@@ -38,6 +40,9 @@ class Keeper:
                 os.close(fd)
             self._kept = [each for each in self._kept if each[0] != name]
         return True
+
+    def unused_name(self, prefix: str) -> str:
+        return f"{prefix}{next(self._numbers):x}"
 
     def count(self, name: str, num_fds: int) -> bool:
         return True

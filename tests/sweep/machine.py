@@ -300,6 +300,8 @@ class Machine:
 
     async def _start_again(self) -> None:
         await asyncio.sleep(RESTART_S)
+        for worker in self.workers:  # as the keeper does
+            worker.kill()
         await self._boot()
 
     def _look_inside(self) -> None:

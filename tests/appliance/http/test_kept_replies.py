@@ -13,6 +13,7 @@ import struct
 
 import pytest
 
+from appliance import keeper_channel
 from appliance.api.routes import build_app
 from appliance.http import connection, kept_replies
 from appliance.http.kept_replies import LeftReplies
@@ -30,6 +31,7 @@ ASKED = {
     "message": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 60}),
     "ollama": ("/api/generate", {"prompt": "hello", "options": {"num_predict": 60}}),
     "whole": ("/v1/completions", {"prompt": "hello", "max_tokens": 60, "stream": False}),
+    "echo": ("/v1/completions", {"prompt": "hello", "max_tokens": 60, "echo": True, "logprobs": 1}),
     "prompt": (
         "/v1/completions",
         {"prompt": "hello", "max_tokens": 60, "stream": False, "prompt_logprobs": 1},
@@ -212,15 +214,17 @@ async def test_a_request_that_cannot_continue_gets_an_error_and_its_row(keeper, 
         | {"model_id": "another"}
     )
     rows = []
-    for left in keeper.pass_on().take():
-        left.on_failed = lambda: rows.append("row")
-        second.take_up(left)
+    (left,) = keeper.pass_on().take()
+    told = (left.request_id, left.journal.num_deaths)
+    left.on_failed = lambda: rows.append((*told, left.http_status))
+    second.take_up(left)
     received += await asyncio.wait_for(reader.read(), 60)
     status, text = said(received)
     assert status.split()[1] == (b"200" if has_begun else b"503")
     assert b"daemon_died" in text
     assert text.endswith(b"[DONE]\n\n") == has_begun
-    await until(lambda: rows == ["row"])
+    (request,) = appliance.submitted
+    await until(lambda: rows == [(request.request_id, 1, 200 if has_begun else 503)])
     assert not later.submitted
 
 
@@ -287,11 +291,12 @@ async def test_replies_that_wait_at_a_stop_end_with_an_error(keeper, servers):
     received = await reader.readuntil(b"data: ")
     await servers.kill(server)
     found, rows = keeper.pass_on(), []
-    found.replies[0].on_failed = lambda: rows.append("row")
+    (left,) = found.replies
+    left.on_failed = lambda: rows.append(left.http_status)
     found.end()
     received += await asyncio.wait_for(reader.read(), 60)
     assert b'"error"' in said(received)[1]
-    assert rows == ["row"]
+    assert rows == [200]
     await until(lambda: not keeper.kept)
 
 
@@ -301,8 +306,12 @@ async def test_a_whole_reply_that_waits_at_a_stop_is_a_503(keeper, servers):
     reader, _ = await servers.ask(server, *ASKED["whole"])
     await until(lambda: appliance.submitted and keeper.kept)
     await servers.kill(server)
-    keeper.pass_on().end()
+    found, rows = keeper.pass_on(), []
+    (left,) = found.replies
+    left.on_failed = lambda: rows.append(left.http_status)
+    found.end()
     assert (await asyncio.wait_for(reader.read(), 60)).split()[1] == b"503"
+    assert rows == [503]
     await until(lambda: not keeper.kept)
 
 
@@ -322,4 +331,23 @@ async def test_a_keeper_that_cannot_be_reached_costs_only_the_next_life(
     server, _ = await servers.start()
     reader, _ = await servers.ask(server, *ASKED["chat"])
     assert b"[DONE]" in await asyncio.wait_for(reader.read(), 60)
-    assert [r.levelname for r in caplog.records if r.name == "penstock"] == ["WARNING"]
+    told = [r.levelname for r in caplog.records if r.name.startswith("penstock")]
+    assert told == ["WARNING"]
+
+
+async def test_what_the_keeper_has_no_room_for_is_told_once_and_answered(
+    keeper, servers, monkeypatch, caplog
+):
+    monkeypatch.setenv("FDSTORE", "3")
+    keeper_channel.close_channel()
+    server, appliance = await servers.start()
+    appliance.gate.clear()
+    asked = [await servers.ask(server, *ASKED["chat"]) for _ in range(4)]
+    await until(lambda: len(appliance.submitted) == 4 and keeper.kept)
+    assert len(keeper.kept) == 1
+    appliance.gate.set()
+    for reader, _ in asked:
+        assert b"[DONE]" in await asyncio.wait_for(reader.read(), 60)
+    told = [r.getMessage() for r in caplog.records if r.name.startswith("penstock")]
+    assert len(told) == 1
+    await until(lambda: not keeper.kept)

@@ -104,6 +104,26 @@ def test_the_file_stays_small_and_holds_what_is_open(
     assert mine.path.stat().st_size == 0
 
 
+def test_a_request_that_is_continued_stays_open_until_it_has_its_row(path: Path) -> None:
+    path.parent.mkdir()
+    dead = OpenRequests(path)
+    dead.begin()
+    for rid in ("continued", "cut"):
+        dead.add(row(rid, finish_reason=None))
+    dead.add(row("answered"))
+    mine = OpenRequests(path)
+    rows = mine.leave(["continued", "answered", "unknown"])
+    assert {rid: each.error for rid, each in rows.items()} == {"continued": CUT}
+    assert [one.rid for one in mine.cut] == ["cut"]
+    mine.begin()
+    again = OpenRequests(path)  # of the daemon after this one, if it dies, too
+    assert [one.rid for one in again.cut] == ["continued"]
+    mine.end(row("continued"))
+    assert [one.rid for one in OpenRequests(path).answered] == ["continued"]
+    mine.settle(["continued"])
+    assert mine.path.stat().st_size == 0
+
+
 def test_a_torn_line_and_another_versions_cost_only_themselves(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,11 +59,12 @@ class World:
         record_blocks=0,
         windows=NO_WINDOWS,
         misses=None,
+        memory=None,
     ):
         self.topology = places_of(arm, num_blocks, num_slots)
         self.ledger = Ledger(self.topology.new_block_pools(BLOCK_SIZE, record_blocks, windows))
         self.now_ns = 10**9
-        self.memory = {}
+        self.memory = {} if memory is None else memory
         cores = {name: (core,) for core, name in enumerate(self.topology.names)}
         self.workers = {
             worker.name: FakeWorker(worker.name, worker.pool, self.memory, cpus=cores[worker.name])

@@ -3,12 +3,16 @@
 import mmap
 import os
 import platform
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine.wire.messages import PoolSpec
 from engine.workers import kv_pool
-from engine.workers.kv_pool import PagesAhead
+from engine.workers.kv_pool import PagesAhead, map_pool
 
 LINUX = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
 pytestmark = pytest.mark.skipif(LINUX < (5, 14), reason="madvise() has no MADV_POPULATE_WRITE")
@@ -58,3 +62,25 @@ def test_pages_are_made_to_the_end_of_the_pool_and_keep_their_bytes(pool):
     assert num_made() == NUM_BLOCKS - 1
     assert blocks[20].eq(7.0).all()
     assert not blocks[21:].any()
+
+
+def test_no_other_process_can_lock_a_mapped_pool():
+    config = SimpleNamespace(
+        kv_block_bytes=lambda *_: 128,
+        kv_groups=SimpleNamespace(num_layers=1),
+        num_kv_heads=1,
+        head_dim=4,
+    )
+    fd = os.memfd_create("pool")
+    os.ftruncate(fd, 3 * 128)
+    lock = "import fcntl, sys; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+    def can_lock():
+        command = [sys.executable, "-c", lock, str(fd)]
+        return subprocess.run(command, pass_fds=[fd], capture_output=True).returncode == 0
+
+    assert can_lock()
+    pool = map_pool(PoolSpec("kv", fd, 3), config, 4, "float32")
+    assert pool.shape == (3, 1, 2, 4, 1, 4)
+    assert not can_lock()
+    os.close(fd)
