@@ -424,8 +424,10 @@ def _sharing(client: Callable[[], Client]) -> Iterator[Finding]:
     except PenstockError:
         return  # which is told of the daemon
     asked = address.path if isinstance(address, UnixAddress) else None
-    if shared := list(shared_cores(os.sched_getaffinity(0), asked)):
-        hint = "stop one with `penstock stop`, or give each cores of its own: taskset -c 0-1 ..."
+    cores = os.sched_getaffinity(0)
+    if shared := list(shared_cores(cores, asked)):
+        half = ",".join(map(str, sorted(cores)[: max(len(cores) // 2, 1)]))
+        hint = f"stop one with `penstock stop`, or start each on cores of its own: taskset -c {half}"
         yield Finding("sharing", "note", "; ".join(map(sharing_text, shared)), hint)
 
 

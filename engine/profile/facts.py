@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
 from typing import NamedTuple
 
 PROMPT_MS, DECODE_MS = "prompt_ms", "decode_ms"
@@ -52,7 +53,7 @@ class Fact:
     def value(self) -> float:
         """The median of the samples."""
         if self._value is None:
-            self._value = _quantile(self.samples, 0.5)
+            self._value = median(self.samples)
         return self._value
 
     @property
