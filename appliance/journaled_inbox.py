@@ -32,8 +32,8 @@ class JournaledInbox(Inbox):
     def __init__(self, journal: Journal, request: Request) -> None:
         super().__init__()
         self._journal, self._request = journal, request
-        self._told: set[int] = set()
-        """Sequences whose facts are recorded."""
+        self._told: dict[int, bool] = {}
+        """Sequences whose facts are recorded; true: those after the second token."""
         self._num_replayed = 0
         if not journal.is_replay:
             return
@@ -60,12 +60,14 @@ class JournaledInbox(Inbox):
                 _restore_prompt(sequence, tokens.prompt_logprobs)
             if tokens.facts is not None:
                 _restore_facts(sequence, tokens.facts)
-                self._told.add(sequence.index)
+                self._told[sequence.index] = _is_decoding(sequence)
             if tokens.end is not None:
                 self._restore_end(sequence, tokens.end)
         for sequence in self._request.sequences:
             sequence.num_recoveries = self._journal.num_deaths
             if not sequence.is_finished:
+                if _is_decoding(sequence):
+                    sequence.stamps.last_token_ns = self._journal.died_ns
                 sequence.stamps.pause(self._journal.died_ns)
 
     def _restore_end(self, sequence: Sequence, end: End) -> None:
@@ -87,8 +89,9 @@ class JournaledInbox(Inbox):
         facts, of_prompt = None, list[TokenLogprob]()
         if sequence.index not in self._told:
             of_prompt = sequence.prompt_logprobs
-        if end is not None or sequence.index not in self._told:
-            self._told.add(sequence.index)
+        is_decoding = _is_decoding(sequence)
+        if end is not None or self._told.get(sequence.index) is not is_decoding:
+            self._told[sequence.index] = is_decoding
             facts = Facts(
                 sequence.stamps,
                 sequence.num_cached_tokens,
@@ -114,6 +117,11 @@ class JournaledInbox(Inbox):
             self._request.cancelled_by,
             None if failure is None else {name: getattr(failure, name) for name in fields},
         )
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    """Say whether its second token has been read."""
+    return sequence.stamps.second_token_ns is not None
 
 
 def _restore_prompt(sequence: Sequence, logprobs: list[TokenLogprob]) -> None:

@@ -427,7 +427,7 @@ def _sharing(client: Callable[[], Client]) -> Iterator[Finding]:
     cores = os.sched_getaffinity(0)
     if shared := list(shared_cores(cores, asked)):
         half = ",".join(map(str, sorted(cores)[: max(len(cores) // 2, 1)]))
-        hint = f"stop one with `penstock stop`, or start each on cores of its own: taskset -c {half}"
+        hint = f"stop one with `penstock stop`, or give each its own cores: taskset -c {half} ..."
         yield Finding("sharing", "note", "; ".join(map(sharing_text, shared)), hint)
 
 

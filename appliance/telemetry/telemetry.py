@@ -157,7 +157,9 @@ class Telemetry:
         """Count tokens that have come together for a reply, with one gap before them."""
         self._num_tokens_of[user] += count
         last_ns = self._last_token_ns.get(sequence.seq_id)
-        if last_ns is None:
+        if last_ns is None and sequence.num_output_tokens > count:
+            pass  # a dead daemon sent its first token
+        elif last_ns is None:
             ttft_ms = (now_ns - sequence.stamps.arrived_ns) / 1e6
             self.windows.first_token(sequence, ttft_ms, now_ns)
             self.histograms.ttft_s.observe(ttft_ms / 1e3)

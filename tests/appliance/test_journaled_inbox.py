@@ -1,0 +1,55 @@
+"""A request's inbox in the next daemon: its stages and figures are those of before."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from appliance import journal as journals
+from appliance.journal import Head, Journal
+from appliance.journaled_inbox import JournaledInbox
+from tests.appliance.machine import make_machine
+from tests.appliance.telemetry.test_telemetry import step
+
+HEAD = Head(journals.VERSION, b"", b"", "tiny", (0, 0, 7, (0, 4)))
+
+
+@pytest.fixture
+def machine(tiny_llama, tmp_path):
+    yield from make_machine(tiny_llama, tmp_path)
+
+
+def submit(machine, journal):
+    request = machine.request("her")
+    request.inbox = JournaledInbox(journal, request)
+    machine.service.submit(request)
+    return request
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+async def test_a_continued_reply_keeps_its_stages_and_has_one_first_token(machine, num_tokens):
+    machine.start_workers()
+    journal = Journal()
+    first = submit(machine, journal)
+    journal.open(HEAD, [b"request"])
+    for index in range(num_tokens):
+        step(machine, "decode" if index else "prefill")
+        await first.inbox.take(1)
+    journal.flush()
+    histograms = machine.service.readings().histograms
+    before = histograms.ttft_s.total, histograms.itl_s.total
+    left = Journal(os.dup(journal.fd))
+    second = submit(machine, left)
+    (old,), (new,) = first.sequences, second.sequences
+    assert new.output_token_ids == old.output_token_ids
+    assert new.stamps.first_token_ns == old.stamps.first_token_ns
+    assert new.stamps.second_token_ns == old.stamps.second_token_ns
+    if num_tokens > 1:
+        assert new.stamps.decode_started_ns == old.stamps.decode_started_ns
+        assert new.stamps.last_token_ns == left.died_ns
+    new.output_token_ids.append(9)
+    machine.service.emit(new, [9], [], False)
+    assert (histograms.ttft_s.total, histograms.itl_s.total) == before
+    journal.close()
+    left.close()
