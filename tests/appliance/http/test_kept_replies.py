@@ -82,6 +82,7 @@ async def keeper(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTIFY_SOCKET", path)
     made = Keeper(path)
     yield made
+    keeper_channel.close_channel()
     made.close()
 
 
