@@ -34,7 +34,7 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
 }
 """The settings of `/set`, as the API's fields."""
 UNSET: Mapping[str, str] = {
-    "max_tokens": "as many as fit into the model's context",
+    "max_tokens": "until the context is full",
     "seed": "another for each reply; the log keeps it",
     "stop": "none",
     "presence_penalty": "0 (default)",
