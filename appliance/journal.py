@@ -170,7 +170,9 @@ class Journal:
                 raise Foreign("the journal is damaged", _failure_of(self.head))
 
     def _read(self, data: bytes) -> None:
+        num_bytes = 0
         for kind, record in _records(data):
+            num_bytes += _FRAME.size + len(record)
             if kind == _Kind.HEAD:
                 version, failure = msgspec.msgpack.decode(record, type=list)[:2]
                 if version != VERSION:
@@ -191,6 +193,8 @@ class Journal:
                 self.pings.append(msgspec.msgpack.decode(record))
             elif kind == _Kind.COMPLETE:
                 self.is_complete = True
+        os.ftruncate(self.fd, num_bytes)  # a kill in mid-write has torn the last record
+        os.lseek(self.fd, num_bytes, os.SEEK_SET)
 
     def open(self, head: Head, request: list[bytes], request_id: str = "") -> None:
         """Begin the memfd of a request that has been admitted; its name ends with the id.

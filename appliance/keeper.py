@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -56,12 +57,16 @@ _PASSED_ON = (*_ENDING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_FDS = 253
 
 
-def keep_daemon() -> None:
-    """Return in the process that is to be the daemon: a child, unless a manager keeps this one."""
+def keep_daemon(end_replies: Callable[[dict[str, list[int]]], None]) -> None:
+    """Return in the process that is to be the daemon: a child, unless a manager keeps this one.
+
+    Args:
+        end_replies: ends replies that no daemon continues; takes their descriptors by name.
+    """
     started_by_manager = (os.environ.get(name) for name in ("LISTEN_PID", "SYSTEMD_EXEC_PID"))
     if str(os.getpid()) in started_by_manager or "NOTIFY_SOCKET" in os.environ:
         return
-    if (status := _Keeper().run()) is not None:
+    if (status := _Keeper(end_replies).run()) is not None:
         _end_as(status)
 
 
@@ -95,7 +100,8 @@ def check_next(command: list[str]) -> None:
 class _Keeper:
     """One `penstock serve`, through all its daemons."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_replies: Callable[[dict[str, list[int]]], None]) -> None:
+        self._tell_clients = end_replies
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -134,6 +140,7 @@ class _Keeper:
             if is_over and is_restart and status and not self._is_ready:
                 _tell(f"The next daemon ended with {os.WEXITSTATUS(status)}; not started again")
             if is_over or (self._ended_by and not self._has_replies):
+                self._end_replies()
                 return 0 if is_wanted else status  # 0: it was told to end while it handed over
             self._num_failed = 0 if self._is_ready or is_wanted else self._num_failed + 1
             is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
@@ -141,6 +148,7 @@ class _Keeper:
                 about = "starting it again" if is_restart else "not started again"
                 _tell(f"The daemon was killed by {signal.Signals(number).name}; {about}")
             if not is_restart:
+                self._end_replies()
                 return status
 
     def _fork(self) -> bool:
@@ -257,6 +265,18 @@ class _Keeper:
             while time.monotonic() < end_s:
                 if os.waitpid(-self._last_pid, os.WNOHANG)[0] == 0:
                     time.sleep(_POLL_S)
+
+    def _end_replies(self) -> None:
+        """Tell clients of unfinished replies that no daemon continues them."""
+        kept: dict[str, list[int]] = {}
+        for name, fd in self._kept:
+            if name.startswith(REPLY):
+                kept.setdefault(name, []).append(fd)
+        if kept:
+            try:
+                self._tell_clients(kept)
+            except (ImportError, AttributeError, TypeError, OSError) as error:  # a newer version
+                _tell(f"{len(kept)} replies end without an error event: {error!r}")
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         if number in _ENDING:

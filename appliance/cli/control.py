@@ -106,11 +106,17 @@ def serve(
             return
         from appliance.keeper import keep_daemon
 
-        keep_daemon()
+        keep_daemon(_end_replies)
         from appliance import daemon, process
 
         process.keep_small()
         raise typer.Exit(daemon.serve(load_config))
+
+
+def _end_replies(kept: dict[str, list[int]]) -> None:
+    from appliance.http.kept_replies import end_kept  # the keeper needs it at its end alone
+
+    end_kept(kept)
 
 
 def _listen_address(listen: str | None, host: str | None, port: str | None) -> str | None:

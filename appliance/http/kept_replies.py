@@ -148,6 +148,15 @@ class LeftReplies:
             left.end()
 
 
+def end_kept(kept: dict[str, list[int]]) -> None:
+    """End replies that no daemon continues; takes their descriptors by name."""
+
+    async def end() -> None:  # a reply's file needs a loop
+        LeftReplies(kept).end()
+
+    asyncio.run(end())
+
+
 def _read(name: str, fds: Iterable[int]) -> LeftReply | None:
     """Sort a request's descriptors by what they are; None: its client or reply is missing."""
     client, reply, journal, request_id = None, -1, -1, ""

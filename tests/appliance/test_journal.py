@@ -100,7 +100,12 @@ def test_a_torn_last_record_is_dropped_wherever_it_is_torn(journal):
     journal.flush()
     data = bytes_of(journal)
     for size in range(whole, len(data)):
-        assert not left(data[:size]).batches
+        second = left(data[:size])
+        assert not second.batches
+        second.took(BATCH)
+        second.flush()
+        assert bytes_of(second) == data
+        second.close()
     assert len(left(data).batches) == 1
 
 

@@ -22,7 +22,10 @@ from appliance import keeper
 keeper.WATCHDOG_S = float(os.environ.get("WATCHDOG_S", "60"))
 if "NUM_FDS" in os.environ:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["NUM_FDS"]),) * 2)
-keeper.keep_daemon()
+def end_replies(kept):
+    from appliance.http.kept_replies import end_kept
+    end_kept(kept)
+keeper.keep_daemon(end_replies)
 from appliance.keeper_channel import notify
 
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -88,6 +91,22 @@ with open(f"{folder}/said", "a+") as said:
         del os.environ["FDSTORE"]  # what the keeper said that it can keep
         notify(*[0] * 60, FDSTORE=1, FDNAME="too many")
         notify(0, FDSTORE=1, FDNAME="one")
+        notify(READY=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stream":
+        from appliance.http import reply_file
+        from appliance.journal import VERSION, Head, Journal
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{folder}/s")
+        listener.listen()
+        say("listening")
+        client, journal = listener.accept()[0], Journal()
+        head = Head(VERSION, b"event: error\\n\\n", b"", "a model", (0, 0, 7, (0, 4)))
+        journal.open(head, [b"POST / HTTP/1.1\\r\\n\\r\\n"], "one")
+        reply, begun = os.memfd_create(reply_file.FD_NAME), b"HTTP/1.1 200 OK\\r\\n\\r\\ndata\\n\\n"
+        os.write(reply, begun)
+        client.sendall(begun)
+        notify(client.fileno(), reply, journal.fd, FDSTORE=1, FDNAME="r-0")
         notify(READY=1)
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "count":
@@ -199,6 +218,15 @@ def test_an_end_while_replies_wait_is_told_to_the_next_daemon_once_it_can_take_i
     assert kept.lives() == ["reply", "drain"]
 
 
+def test_replies_that_no_daemon_continues_end_with_their_error(keep, tmp_path):
+    kept = keep("stream", "exit=78")
+    kept.wait_for("listening")
+    with socket.socket(socket.AF_UNIX) as client, client.makefile("rb") as reply:
+        client.connect(str(tmp_path / "s"))
+        assert reply.read() == b"HTTP/1.1 200 OK\r\n\r\ndata\n\nevent: error\n\n"
+    assert kept.wait() == 78
+
+
 def test_a_burst_of_descriptors_is_kept_though_the_daemon_dies_at_once(keep):
     kept = keep("store", "count")
     assert kept.wait() == 0
@@ -275,7 +303,7 @@ def test_the_daemon_does_not_outlive_its_keeper(keep):
 def test_a_service_managers_process_is_the_daemon_itself(tmp_path):
     environ = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "n")}
     script = "import os; from appliance.keeper import keep_daemon; before = os.getpid(); "
-    script += "keep_daemon(); raise SystemExit(os.getpid() != before)"
+    script += "keep_daemon(print); raise SystemExit(os.getpid() != before)"
     assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == 0
 
 
