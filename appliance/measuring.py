@@ -13,11 +13,9 @@ import os
 import time
 from collections.abc import Callable
 
-from appliance import profile_store
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.frame.figures import things
-from appliance.profile_store import ProfileUnusable
 from engine.profile.facts import FactKey
 from engine.schedule.measurer import MAX_WORK_MS, Measurer
 from engine.schedule.router import Router
@@ -53,29 +51,29 @@ class Measuring:
         self._was_disturbed = is_disturbed
         self._known = plan.known
         gpus = [worker.gpu for worker in plan.placement.workers if worker.gpu is not None]
-        self._measurer = Measurer.of(
+        self._measurer = Measurer(
             router,
             send,
             plan.step_sizes or (plan.placement.max_num_batched_tokens,),
             plan.placement.max_model_len,
             shares_gpu=len(gpus) > len(set(gpus)),
         )
+        self._profile = self._measurer.profile
         self._is_on = os.environ.get(OFF_VARIABLE) != "0"
         self._is_asked_for = False
         """Measuring was requested, and other programs do not stop it."""
         self._quiet_since_s: float | None = None
-        self._saved_s = time.monotonic()
+        self._save_at_s = time.monotonic() + SAVE_INTERVAL_S
 
     def announce(self) -> str | None:
         """Announce what will be measured while idle, once per model; None: nothing to say."""
         if not self._is_on or self._measurer.work_ms or not self._measurer.num_unknown:
             return None
-        if self._known is not None and not self._known.store.is_readable:
+        is_kept = self._known is None or self._known.store.is_readable
+        if not is_kept or self._profile.value(*_ANNOUNCED):
             return None
-        if self._known is not None:
-            if self._known.profile.value(*_ANNOUNCED):
-                return None
-            self._known.profile.put(_ANNOUNCED, [1.0])
+        self._profile.put(_ANNOUNCED, [1.0])
+        self._save_at_s = time.monotonic()  # lest a start after a kill says it again
         about = f"measuring for up to {MAX_WORK_MS / 1e3:.0f} s while idle"
         return f"Step times of this model unknown: {about}"
 
@@ -90,12 +88,12 @@ class Measuring:
 
     def frame(self) -> dict[str, object]:
         """Return the progress, for the API."""
-        measurer = self._measurer
+        left, work_ms = self._measurer.num_unknown, self._measurer.work_ms
         return {
-            "num_facts": measurer.num_facts,
-            "num_unknown": (left := measurer.num_unknown),
-            "work_ms": measurer.work_ms,
-            "is_going_on": self._is_on and left > 0 and measurer.work_ms < MAX_WORK_MS,
+            "num_facts": len(self._profile.facts),
+            "num_unknown": left,
+            "work_ms": work_ms,
+            "is_going_on": self._is_on and left > 0 and work_ms < MAX_WORK_MS,
         }
 
     def allow_again(self) -> None:
@@ -115,38 +113,36 @@ class Measuring:
         elif self._quiet_since_s is None:
             self._quiet_since_s = now_s
             self._is_disturbed()  # the next look compares with this one
-        elif self._measurer.is_measuring or not self._is_quiet(now_s):
+        elif self._measurer.is_measuring or not self._is_quiet:
             return
         elif self._is_disturbed():
             self._quiet_since_s = now_s
         elif self._is_on:
             self._measurer.begin(time.monotonic_ns())
 
-    def _is_quiet(self, now_s: float) -> bool:
-        return self._quiet_since_s is not None and now_s - self._quiet_since_s >= QUIET_S
+    @property
+    def _is_quiet(self) -> bool:
+        since_s = self._quiet_since_s
+        return since_s is not None and time.monotonic() - since_s >= QUIET_S
 
     def _is_disturbed(self) -> bool:
         return self._was_disturbed() and not self._is_asked_for
 
     def serves(self) -> None:
         """Note that all workers are ready, so two processes on one GPU work."""
-        if self._known is not None and self._known.profile.value(*STARTED_TWO):
-            self._known.profile.put(STARTED_TWO, [0.0])
+        if self._profile.value(*STARTED_TWO):
+            self._profile.put(STARTED_TWO, [0.0])
 
     async def save_when_due(self) -> None:
         """Write the profile now and then."""
-        if time.monotonic() - self._saved_s >= SAVE_INTERVAL_S:
+        if time.monotonic() >= self._save_at_s:
             await self.save()
 
     async def save(self) -> None:
         """Write what is new in the profile, in a thread."""
-        self._saved_s = time.monotonic()
-        if self._known is None or not (changed := self._known.profile.take_changed()):
-            return
-        try:
-            await asyncio.to_thread(self._known.store.save, self._known.scope, changed)
-        except ProfileUnusable as error:
-            profile_store.warn(error)
+        self._save_at_s = time.monotonic() + SAVE_INTERVAL_S
+        if self._known is not None:
+            await asyncio.to_thread(self._known.write, self._profile.take_changed())
 
     def stop(self) -> None:
         """Stop measuring because a request arrived."""
@@ -158,15 +154,13 @@ class Measuring:
         if isinstance(report, CoresUsed):
             self._measurer.go_on()
         elif isinstance(report, StepsMeasured):
-            now_s, now_ns = time.monotonic(), time.monotonic_ns()
-            is_kept = not self._is_disturbed()
+            now_ns, is_kept = time.monotonic_ns(), not self._is_disturbed()
             self._measurer.measured(worker, report, now_ns, is_kept=is_kept)
             if not is_kept and self._quiet_since_s is not None:
-                self._quiet_since_s = now_s
-            if not self._measurer.is_measuring and not (
-                self._is_quiet(now_s) and self._measurer.begin(now_ns)
-            ):
-                self._router.dispatch(now_ns)  # blocks and cores are there again
+                self._quiet_since_s = time.monotonic()
+            if self._measurer.is_measuring or (self._is_quiet and self._measurer.begin(now_ns)):
+                return
+            self._router.dispatch(now_ns)  # blocks and cores are there again
 
     def died(self, worker: str) -> None:
         self._quiet_since_s = None

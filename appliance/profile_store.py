@@ -16,6 +16,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +24,7 @@ from typing import NamedTuple
 from sqlite_utils import Database
 
 from engine.errors import PenstockError
-from engine.profile.facts import Fact, FactKey, Profile
-from engine.profile.machine import Scope
+from engine.profile.facts import Fact, FactKey, Profile, Scope
 from migrations.profile import migration
 
 log = logging.getLogger("penstock")
@@ -40,7 +40,7 @@ class ProfileUnusable(PenstockError):
     """The profile's file cannot be read or written."""
 
 
-def warn(error: ProfileUnusable) -> None:
+def _warn(error: ProfileUnusable) -> None:
     """Log once that the profile is not used, and what mends it."""
     if str(error) not in _told:
         _told.add(str(error))
@@ -73,7 +73,7 @@ class ProfileStore:
             rows = self.rows(scope)
         except ProfileUnusable as error:
             self.is_readable, rows = False, []
-            warn(error)
+            _warn(error)
         return Profile({row.key: row.fact for row in rows})
 
     def rows(self, scope: Scope | None = None) -> list[Row]:
@@ -85,14 +85,11 @@ class ProfileStore:
         if not self.path.exists():
             return []
         where, values = ("1", ()) if scope is None else (_SCOPE, tuple(scope))
+        query = f"SELECT * FROM facts WHERE {where} ORDER BY 1, 2, 3, 4, 5, 6, 9, 7, 8"
         with self._open() as db:
-            found = db.execute(
-                "SELECT machine, build, model, dtype, placement, what, size, depth, place, samples,"
-                f" at FROM facts WHERE {where} ORDER BY 1, 2, 3, 4, 5, 6, 9, 7, 8",
-                values,
-            ).fetchall()
+            found = db.execute(query, values).fetchall()
         return [
-            Row(Scope(*row[:5]), FactKey(*row[5:9]), Fact(json.loads(row[9]), row[10]))
+            Row(Scope(*row[:5]), FactKey(*row[5:9]), Fact(json.loads(row[9]), row[-1]))
             for row in found
         ]
 
@@ -141,3 +138,30 @@ class ProfileStore:
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             hint = "`penstock profile clear` starts a new one."
             raise ProfileUnusable(str(error), where=str(self.path), hint=hint) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The facts of one scope, and their store."""
+
+    store: ProfileStore
+    scope: Scope
+    profile: Profile
+
+    @classmethod
+    def of(cls, state_dir: Path, scope: Scope) -> Known:
+        store = ProfileStore(state_dir)
+        return cls(store, scope, store.load(scope))
+
+    def save(self) -> None:
+        """Write the facts that changed since the last call; blocking."""
+        self.write(self.profile.take_changed())
+
+    def write(self, changed: Mapping[FactKey, list[float]]) -> None:
+        """Write facts, and log once if that fails; from any thread."""
+        if not changed:
+            return
+        try:
+            self.store.save(self.scope, changed)
+        except ProfileUnusable as error:
+            _warn(error)

@@ -25,6 +25,8 @@ from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, 
 
 POLL_S = 0.5
 PATH = "/v1/penstock/measure"
+MIN_SAMPLES = 5
+"""Samples that have a spread."""
 
 profile = typer.Typer(
     help="What this machine does, measured once and kept.",
@@ -76,27 +78,18 @@ def show_profile(state_dir: StateDir = None, output: Output = Format.TABLE) -> N
 
     SIZE is a prefill step's tokens or a decode step's sequences, CONTEXT the tokens before them in
     each sequence, WHERE the worker and the cores that it used. A tenth of the samples are below
-    LOW, a tenth above HIGH.
+    LOW, a tenth above HIGH; fewer than 5 samples have neither.
     """
     terminal.of_this_machine()
     found = [row for row in _store(state_dir).rows() if row.key.what in _WHAT]
-    rows = [
-        {
-            **row.scope._asdict(),
-            **row.key._asdict(),
-            "unit": _WHAT[row.key.what][1],
-            "value": row.fact.value,
-            "low": row.fact.low,
-            "high": row.fact.high,
-            "samples": len(row.fact.samples),
-            "at": row.fact.at,
-        }
-        for row in found
-    ]
-    listing = Listing(
-        "profile", COLUMNS, output, colour=terminal.has_colour(), room=terminal.room()
-    )
-    terminal.write(listing.render(rows))
+    rows = []
+    for scope, key, fact in found:
+        low, high = (fact.low, fact.high) if len(fact.samples) >= MIN_SAMPLES else (None, None)
+        figures = {"value": fact.value, "low": low, "high": high, "samples": len(fact.samples)}
+        more = {"unit": _WHAT[key.what][1], "at": fact.at}
+        rows.append({**scope._asdict(), **key._asdict(), **figures, **more})
+    colour, room = terminal.has_colour(), terminal.room()
+    terminal.write(Listing("profile", COLUMNS, output, colour=colour, room=room).render(rows))
     num_few = sum(len(row.fact.samples) < MANY for row in found)
     if num_few and output.is_for_people:
         about = f"{num_few} of {things(len(found), 'fact')} have fewer than {MANY} samples"

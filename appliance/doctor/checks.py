@@ -32,12 +32,13 @@ from appliance.doctor.hub_models import in_a_sentence
 from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
-from appliance.fleet.known import Known, machine_scope
 from appliance.fleet.placement import available_cores, available_memory_bytes
+from appliance.fleet.scopes import machine_scope
 from appliance.http.access import AccessPolicy
 from appliance.log import log_file
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.process import max_connections
+from appliance.profile_store import Known
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import find_gguf
 from engine.checkpoint.model_config import ModelConfig

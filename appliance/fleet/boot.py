@@ -18,12 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance import profile_store
 from appliance.configuration.config import ServeConfig
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import attention_for, installed_torch
 from appliance.fleet.kept_pools import KeptPools, memfd
-from appliance.fleet.known import Known, devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.placement import (
     MIN_BLOCKS,
     Placement,
@@ -33,6 +31,7 @@ from appliance.fleet.placement import (
     placement_lines,
 )
 from appliance.fleet.placer import Placer, this_inventory
+from appliance.fleet.scopes import devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.weights_plan import (
     WeightsPlan,
     check_weights,
@@ -44,7 +43,7 @@ from appliance.formats.format_choice import output_format_of
 from appliance.models import cache
 from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
-from appliance.profile_store import ProfileUnusable
+from appliance.profile_store import Known
 from appliance.request import ModelInfo
 from engine.cache.blocks import MIN_RECORDS
 from engine.cache.published_blocks import PoolShape
@@ -272,13 +271,13 @@ def make_plan(
     model_id, checkpoint, dtype, placement, *_ = placed
     machine = Known.of(config.state_dir, machine_scope())
     weights = plan_weights(checkpoint, dtype, config, placement, machine.profile)
-    _keep(machine)
+    machine.save()
     devices = devices_name(placement.workers, this_inventory().driver)
     known = Known.of(config.state_dir, model_scope(machine.scope, checkpoint, dtype, devices))
     placement, sizes, prompts_why = _with_prompt_steps(placement, checkpoint.config, known.profile)
     if placement.is_trial:  # before anything can fail
         known.profile.put(STARTED_TWO, [1.0])
-        _keep(known)
+        known.save()
     arena, num_staging = (None, 0) if memory is None else _arena(memory, config, placement)
     if not config.prefix_cache or placement.windows.num_each:
         kept_pools = None
@@ -310,13 +309,6 @@ def make_plan(
         known=known,
         step_sizes=sizes,
     )
-
-
-def _keep(known: Known) -> None:
-    try:
-        known.save()
-    except ProfileUnusable as error:
-        profile_store.warn(error)
 
 
 def _with_prompt_steps(

@@ -317,7 +317,7 @@ class SsdCache:
             bytes_per_s = opened.bytes_per_s
             if plan.known is not None:
                 key = FactKey(DISK_BYTES_PER_S, place=str(self.folder))
-                bytes_per_s = plan.known.profile.usual(key, bytes_per_s)
+                bytes_per_s = plan.known.profile.observe(key, bytes_per_s)
             if blocks.slots:  # one half after the other
                 bytes_per_s = 1 / (1 / bytes_per_s + 1 / copied_per_s)
             try:

@@ -24,6 +24,18 @@ REOPEN_AFTER = 16
 """Samples in a row that are beyond the median: what was known before them is forgotten."""
 
 
+class Scope(NamedTuple):
+    """What a set of facts holds for; empty parts do not matter to it."""
+
+    machine: str
+    build: str
+    """Of the kernels."""
+    model: str = ""
+    dtype: str = ""
+    placement: str = ""
+    """The devices that it is served on."""
+
+
 class FactKey(NamedTuple):
     """What a fact is about."""
 
@@ -70,10 +82,8 @@ class Fact:
         return _quantile(self.samples, 0.9)
 
     def observe(self, sample: float) -> None:
-        if self.samples and not 1 / MAX_RATIO <= sample / self.value <= MAX_RATIO:
-            self._num_beyond += 1
-        else:
-            self._num_beyond = 0
+        is_near = not self.samples or 1 / MAX_RATIO <= sample / self.value <= MAX_RATIO
+        self._num_beyond = 0 if is_near else self._num_beyond + 1
         self.samples.append(sample)
         if self._num_beyond >= REOPEN_AFTER:
             self.samples = deque(list(self.samples)[-REOPEN_AFTER:], MAX_SAMPLES)
@@ -104,17 +114,12 @@ class Profile:
             if key.what == what and place in {None, key.place}:
                 yield key, fact
 
-    def observe(self, key: FactKey, sample: float) -> None:
-        fact = self.facts.get(key)
-        if fact is None:
-            fact = self.facts[key] = Fact()
+    def observe(self, key: FactKey, sample: float) -> float:
+        """Take in one sample, and return the median with it."""
+        fact = self.facts.setdefault(key, Fact())
         fact.observe(sample)
         self._changed.add(key)
-
-    def usual(self, key: FactKey, sample: float) -> float:
-        """Take in one sample, and give the median with it."""
-        self.observe(key, sample)
-        return self.facts[key].value
+        return fact.value
 
     def put(self, key: FactKey, samples: Iterable[float]) -> None:
         """Replace what is known of a fact."""

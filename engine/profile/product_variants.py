@@ -47,6 +47,9 @@ NUM_INPUTS = (1, 4, 16, 64, 256)
 MAX_FEW = 16
 """Maximum inputs for which another variant may replace tiles: a step without prompts."""
 ATTENTION_TOKENS = 512
+_HEADS, _HEAD_DIM = 4, 64
+"""A block of the trial has as many tokens as a head has values."""
+_WIDTH = _HEADS * _HEAD_DIM
 GAIN = 1.5
 """Minimum gain of packing at 256 inputs, for its memory and its time at start."""
 LOSS = 0.8
@@ -123,46 +126,49 @@ def choose_variants(profile: Profile, level: str, *, is_bitwise: bool = False) -
     a call longer.
     """
     variants = LEVELS.get(level, ())
-    right = [
-        variant for variant in variants if not profile.value(IS_WRONG, place=VARIANT_NAMES[variant])
-    ]
-    wrong = [VARIANT_NAMES[variant] for variant in variants if variant not in right]
-    warning = f" ({', '.join(wrong)} compute wrongly)" if wrong else ""
-    found = {count: _times_us(profile, count, right) for count in NUM_INPUTS}
-    stored = {count: _low_us(profile, count, STORED) for count in NUM_INPUTS}
-    if not right or not all(found.values()) or not all(stored.values()):
-        why = f"bfloat16 products: stored layout{warning}" if wrong else ""
-        return VariantsChoice(None, WIDENED, why)
-    attention = WIDENED if is_bitwise else _attention_variant(profile, right)
-    by_tiles = "; attention by tiles" if attention == TILES else ""
-    reason, gains = "", {}
-    for product_variants in _candidates(found, is_bitwise=is_bitwise):
-        gains = {
-            count: (stored[count] or 0) / found[count][product_variants.variant_of(count)]
-            for count in NUM_INPUTS
-        }
-        few, many = gains[NUM_INPUTS[0]], gains[NUM_INPUTS[-1]]
-        reason = f"repacked is {few:.1f}x at 1 token, {many:.1f}x at {NUM_INPUTS[-1]}"
-        if many >= GAIN and min(gains.values()) >= LOSS:
-            few_variant, *other = (VARIANT_NAMES[variant] for variant in product_variants.variants)
-            how = f"{few_variant} up to {MAX_FEW} tokens, then {other[0]}" if other else few_variant
-            said = f"bfloat16 products: repacked, {how}{by_tiles}{warning}"
-            return VariantsChoice(product_variants, attention, with_figures(said, reason))
-    said = f"bfloat16 products: stored layout{by_tiles}{warning}"
-    return VariantsChoice(None, attention, with_figures(said, reason))
+    wrong = [v for v in variants if profile.value(IS_WRONG, place=VARIANT_NAMES[v])]
+    right = [v for v in variants if v not in wrong]
+    names = ", ".join(VARIANT_NAMES[v] for v in wrong)
+    stored = f"bfloat16 products: stored layout{{}}{f' ({names} compute wrongly)' if wrong else ''}"
+    gains = {count: _gains(profile, PRODUCT_US, count, right) for count in NUM_INPUTS}
+    if not all(gains.values()):
+        return VariantsChoice(None, WIDENED, stored.format("") if wrong else "")
+    attention = _gains(profile, ATTENTION_US, ATTENTION_TOKENS, right, VARIANT_NAMES[WIDENED])
+    is_tiled = attention.get(TILES, 0) > GAIN_TO_CHANGE and not is_bitwise
+    is_tiled &= not profile.value(IS_WRONG, place="attention")
+    kind, by_tiles = (TILES, "; attention by tiles") if is_tiled else (WIDENED, "")
+    said, reason = stored, ""
+    for chosen in _candidates(gains, is_bitwise=is_bitwise):
+        found = [gains[count][chosen.variant_of(count)] for count in NUM_INPUTS]
+        reason = f"repacked is {found[0]:.1f}x at 1 token, {found[-1]:.1f}x at {NUM_INPUTS[-1]}"
+        if found[-1] >= GAIN and min(found) >= LOSS:
+            how = f" up to {MAX_FEW} tokens, then ".join(VARIANT_NAMES[v] for v in chosen.variants)
+            said = stored.replace("stored layout", f"repacked, {how}")
+            break
+    else:
+        chosen = None
+    return VariantsChoice(chosen, kind, with_figures(said.format(by_tiles), reason))
+
+
+def _gains(
+    profile: Profile, what: str, size: int, variants: list[int], usual: str = STORED
+) -> dict[int, float]:
+    """Compute how much faster than the usual each variant is; nothing where one is not known."""
+    facts = [profile.facts.get(FactKey(what, size, 0, VARIANT_NAMES[v])) for v in variants]
+    first = profile.facts.get(FactKey(what, size, 0, usual))
+    known = {v: fact.low for v, fact in zip(variants, facts, strict=True) if fact is not None}
+    return {} if first is None else {v: first.low / low for v, low in known.items()}
 
 
 def _candidates(
-    found: dict[int, dict[int, float]], *, is_bitwise: bool
+    gains: dict[int, dict[int, float]], *, is_bitwise: bool
 ) -> Iterator[ProductVariants]:
     """List variants by their speed for many inputs; the first may have another for few."""
-    most = found[NUM_INPUTS[-1]]
-    by_speed = sorted(most, key=most.__getitem__)
+    most = gains[NUM_INPUTS[-1]]
+    by_speed = sorted(most, key=most.__getitem__, reverse=True)
     if by_speed[0] == TILES and not is_bitwise:
-        few = [found[count] for count in NUM_INPUTS if count <= MAX_FEW]
-        costs = {
-            variant: sum(us[variant] / us[TILES] for us in few) / len(few) for variant in by_speed
-        }
+        few = [gains[count] for count in NUM_INPUTS if count <= MAX_FEW]
+        costs = {v: sum(gain[TILES] / gain[v] for gain in few) / len(few) for v in by_speed}
         best = min(costs, key=costs.__getitem__)
         if costs[best] * GAIN_TO_CHANGE < 1:
             yield ProductVariants((1, MAX_FEW + 1), (best, TILES))
@@ -171,44 +177,16 @@ def _candidates(
         yield ProductVariants((1,), (variant,))
 
 
-def _times_us(profile: Profile, count: int, variants: list[int]) -> dict[int, float]:
-    times_us = {variant: _low_us(profile, count, VARIANT_NAMES[variant]) for variant in variants}
-    return {variant: low_us for variant, low_us in times_us.items() if low_us}
-
-
-def _low_us(profile: Profile, count: int, place: str) -> float | None:
-    fact = profile.facts.get(FactKey(PRODUCT_US, count, 0, place))
-    return None if fact is None else fact.low
-
-
-def _attention_variant(profile: Profile, right: list[int]) -> int:
-    """Choose tiles if they compute correctly and are clearly faster."""
-    keys = [FactKey(ATTENTION_US, ATTENTION_TOKENS, 0, VARIANT_NAMES[w]) for w in (WIDENED, TILES)]
-    known = [profile.facts.get(key) for key in keys]
-    if TILES not in right or profile.value(IS_WRONG, place="attention") or not all(known):
-        return WIDENED
-    widened, tiled = known
-    assert widened is not None
-    assert tiled is not None
-    return TILES if widened.low > GAIN_TO_CHANGE * tiled.low else WIDENED
-
-
 class _AttentionTrial:
     """A prompt's chunk of 4 heads of 64 over itself."""
 
-    def __init__(self, kernels: Kernels, num_tokens: int = ATTENTION_TOKENS) -> None:
+    def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._num_heads, self._head_dim, self._block_size = 4, 64, 64
-        self._width = self._num_heads * self._head_dim
-        self._num_blocks = -(-num_tokens // self._block_size)
-        sizes = [
-            num_tokens * self._width * 2,
-            self._num_blocks * self._block_size * 4 * self._width,
-        ]
-        self._q, self._kv = _noise(sizes[0]), _noise(sizes[1])
-        self._outs = {variant: mmap.mmap(-1, sizes[0]) for variant in (WIDENED, TILES)}
-        self._sequence = array("q", [0, num_tokens, num_tokens])
-        self._table = array("q", range(self._num_blocks))
+        num_bytes = ATTENTION_TOKENS * _WIDTH * 2
+        self._q, self._kv = _noise(num_bytes), _noise(2 * num_bytes)
+        self._outs = {variant: mmap.mmap(-1, num_bytes) for variant in (WIDENED, TILES)}
+        self._sequence = array("q", [0, ATTENTION_TOKENS, ATTENTION_TOKENS])
+        self._table = array("q", range(ATTENTION_TOKENS // _HEAD_DIM))
 
     def call(self, variant: int) -> Callable[[], None]:
         """Make a call that computes the trial once."""
@@ -217,16 +195,15 @@ class _AttentionTrial:
         def call() -> None:
             self._kernels.attend(
                 out, q, kv, self._sequence.buffer_info()[0], self._table.buffer_info()[0], 0,
-                BFLOAT16, 1, self._num_blocks, self._width, self._num_heads, self._num_heads,
-                self._head_dim, self._block_size, 1, 0, 0, BFLOAT16,
-                self._block_size * self._width * 2, variant, 1, self._head_dim**-0.5, 0.0,
+                BFLOAT16, 1, len(self._table), _WIDTH, _HEADS, _HEADS, _HEAD_DIM, _HEAD_DIM,
+                1, 0, 0, BFLOAT16, _HEAD_DIM * _WIDTH * 2, variant, 1, _HEAD_DIM**-0.5, 0.0,
             )  # fmt: skip
 
         return call
 
     def is_right(self) -> bool:
         """Say whether both variants, computed before, agree."""
-        expected, found = (_floats(out[-16 * self._width * 2 :]) for out in self._outs.values())
+        expected, found = (_floats(out[-16 * _WIDTH * 2 :]) for out in self._outs.values())
         pairs = zip(expected, found, strict=True)
         return all(abs(a - b) <= _ATTENTION_TOLERANCE for a, b in pairs)
 

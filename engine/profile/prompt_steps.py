@@ -42,24 +42,21 @@ def choose_prompt_steps(profile: Profile, sizes: tuple[int, ...], place: str) ->
         sizes: that may be chosen, the default first.
         place: of facts about a worker on all cores.
     """
-    default, *others = sizes
-    usual = _fact(profile, default, place)
-    chosen, fastest = default, usual
-    for size in others:
-        fact = _fact(profile, size, place)
-        if usual is None or fact is None or fastest is None:
-            continue
+    facts = {size: profile.facts.get(FactKey(PROMPT_MS, size, 0, place)) for size in sizes}
+    known = {size: fact for size, fact in facts.items() if fact is not None}
+    default = chosen = sizes[0]
+    if default not in known:
+        said = "default; not measured before this start"
+        return PromptChoice(default, f"prefill step: {default:,} tokens ({said})")
+    usual, rates = known[default], {size: size / fact.value for size, fact in known.items()}
+    for size, fact in known.items():
         has_enough = min(len(fact.samples), len(usual.samples)) >= MIN_SAMPLES
         is_clear = has_enough and fact.high / size < usual.low / default
-        if is_clear and fact.value / size * MIN_GAIN < fastest.value / chosen:
-            chosen, fastest = size, fact
-    if usual is None:
-        said = "default; not measured before this start"
-    elif chosen == default:
+        if is_clear and rates[size] > MIN_GAIN * rates[chosen]:
+            chosen = size
+    said = f"{rates[chosen] / rates[default]:.2f}x as fast as {default}"
+    if chosen == default:
         said = "default; no size is clearly faster"
-    else:
-        gain = (usual.value / default) / (fastest.value / chosen if fastest else 1)
-        said = f"{gain:.2f}x as fast as {default}"
     return PromptChoice(chosen, f"prefill step: {chosen:,} tokens ({said})")
 
 
@@ -71,7 +68,3 @@ def may_gain(own: Fact | None, lent: Fact | None) -> bool:
         lent: the same with borrowed cores.
     """
     return own is None or lent is None or own.high / lent.low >= CORE_GAIN
-
-
-def _fact(profile: Profile, size: int, place: str) -> Fact | None:
-    return profile.facts.get(FactKey(PROMPT_MS, size, 0, place))

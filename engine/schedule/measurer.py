@@ -8,23 +8,18 @@ Never: reads a clock; takes a cached block; keeps a request waiting for more tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import NamedTuple
 
-from engine.cache.blocks import Ledger
 from engine.cache.topology import PREFILL
-from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey
+from engine.profile.facts import PROMPT_MS, FactKey
 from engine.profile.prompt_steps import MIN_SAMPLES
 from engine.schedule.core_lending import Cpus
-from engine.schedule.roles_in_force import Roles
 from engine.schedule.router import Router
-from engine.schedule.step_times import (
-    StepLoad,
-    depth_class,
-    place_of,
-    size_class,
-)
+from engine.schedule.step_times import StepLoad, place_of
 from engine.wire.messages import (
     Command,
     MeasuredStep,
@@ -69,8 +64,7 @@ def prompt_shapes(sizes: Iterable[int], max_model_len: int) -> list[StepShape]:
 
 def decode_shapes(max_model_len: int) -> list[StepShape]:
     """Decode steps that are worth knowing, in order."""
-    shapes = [StepShape(num, 1, min(before, max_model_len - 1)) for num, before in _DECODES]
-    return list(dict.fromkeys(shapes))
+    return list(dict.fromkeys(_decode(*each, max_model_len) for each in _DECODES))
 
 
 def _prompt(num_tokens: int, before: int, max_model_len: int) -> StepShape:
@@ -78,16 +72,13 @@ def _prompt(num_tokens: int, before: int, max_model_len: int) -> StepShape:
     return StepShape(1, num_tokens, min(before, max_model_len - num_tokens))
 
 
+def _decode(num_sequences: int, before: int, max_model_len: int) -> StepShape:
+    return StepShape(min(num_sequences, MAX_SEQUENCES), 1, min(before, max_model_len - 1))
+
+
 def key_of(shape: StepShape, place: str) -> FactKey:
     """Return the fact of which a step of this shape is a sample."""
-    load = StepLoad.alike(shape)
-    if load.batch:
-        return FactKey(
-            DECODE_MS, size_class(load.batch), depth_class(load.context / load.batch), place
-        )
-    return FactKey(
-        PROMPT_MS, size_class(load.num_prefill_tokens), depth_class(shape.num_before), place
-    )
+    return StepLoad.alike(shape).key(place)
 
 
 class Turn(NamedTuple):
@@ -103,12 +94,26 @@ class Turn(NamedTuple):
         return ALONE if self.is_alone else place_of(name, len(self.cores[name]) or 1)
 
 
+@dataclass(slots=True)
+class _Slice:
+    """A turn that is being measured."""
+
+    turn: Turn
+    began_ns: int
+    pending: set[str]
+    """Workers that have not answered."""
+    told: set[str] = field(default_factory=set)
+    taken: list[tuple[str, list[MeasuredStep]]] = field(default_factory=list)
+    """Steps, by place."""
+    is_kept: bool = True
+    is_stopped: bool = False
+
+
 class Measurer:
     """Measures in slices; begin() starts one, and it is over when all workers have answered.
 
     Args:
-        roles: learn from it; their cores change hands for it.
-        ledger: has the blocks.
+        router: its roles learn from it, their cores change hands for it; its ledger has the blocks.
         send: passes a command to a worker.
         sizes: of prompts' steps that may be chosen, the usual one first.
         max_model_len: positions that the model has.
@@ -117,65 +122,36 @@ class Measurer:
 
     def __init__(
         self,
-        roles: Roles,
-        ledger: Ledger,
+        router: Router,
         send: Callable[[str, Command], None],
-        sizes: Iterable[int],
+        sizes: tuple[int, ...],
         max_model_len: int,
         *,
         shares_gpu: bool = False,
     ) -> None:
         self._shares_gpu = shares_gpu
-        self._roles = roles
-        self._ledger = ledger
+        self._roles, self._ledger = router.roles, router.ledger
+        self.profile = router.roles.profile
         self._send = send
         self._max_model_len = max_model_len
-        sizes = tuple(sizes)
-        self._sizes = frozenset(sizes)
+        self._sizes = sizes
         self._prompts = prompt_shapes(sizes, max_model_len)
         self._decodes = decode_shapes(max_model_len)
-        names = roles.topology.names
-        self._owners = {name: -1 - index for index, name in enumerate(names)}
+        self._owners = {name: -1 - index for index, name in enumerate(self._roles.topology.names)}
         """Owners of the blocks by worker; no sequence has such an id."""
-        self._turn: Turn | None = None
-        self._pending: set[str] = set()
-        """Workers that have not answered in this slice."""
-        self._told: set[str] = set()
-        self._is_stopped = False
-        self._taken: list[tuple[str, list[MeasuredStep]]] = []
-        """Steps of this slice, by place."""
-        self._is_kept = True
-        self._began_ns = 0
+        self._slice: _Slice | None = None
         self._last_id = 0
         self._left_out: set[FactKey] = set()
         """Steps that would keep a request waiting."""
         self.num_done = 0
         """Steps that were timed since the start."""
-        self.work_ms = roles.profile.value(*MEASURED_MS) or 0.0
+        self.work_ms = self.profile.value(*MEASURED_MS) or 0.0
         """What this model has cost so far."""
-
-    @classmethod
-    def of(
-        cls,
-        router: Router,
-        send: Callable[[str, Command], None],
-        sizes: Iterable[int],
-        max_model_len: int,
-        *,
-        shares_gpu: bool,
-    ) -> Measurer:
-        """Measure for a router, with blocks of its pools."""
-        return cls(router.roles, router.ledger, send, sizes, max_model_len, shares_gpu=shares_gpu)
-
-    @property
-    def num_facts(self) -> int:
-        """Facts that are known of this machine and model."""
-        return len(self._roles.profile.facts)
 
     @property
     def is_measuring(self) -> bool:
         """True from begin() until all workers have answered."""
-        return self._turn is not None
+        return self._slice is not None
 
     @property
     def num_unknown(self) -> int:
@@ -189,32 +165,31 @@ class Measurer:
         turn = self._next()
         if turn is None or not self._take_blocks(turn):
             return False
-        self._turn, self._pending, self._told = turn, set(turn.cores), set()
-        self._is_stopped, self._began_ns = False, now_ns
-        self._taken, self._is_kept = [], True
+        self._slice = _Slice(turn, now_ns, set(turn.cores))
         self._roles.hold_cores(turn.cores)
         self.go_on()
         return True
 
     def go_on(self) -> None:
         """Tell workers that now have their cores to begin."""
-        if self._turn is None or self._is_stopped:
+        now, cores = self._slice, self._roles.cores
+        if now is None or now.is_stopped:
             return
-        cores = self._roles.cores
-        for name in sorted(self._pending - self._told):
-            if not cores.can_lend or cores.used(name) == self._turn.cores[name]:
-                self._told.add(name)
-                self._tell(name, self._turn)
+        for name in sorted(now.pending - now.told):
+            if not cores.can_lend or cores.used(name) == now.turn.cores[name]:
+                now.told.add(name)
+                self._tell(name, now.turn)
 
     def stop(self, now_ns: int) -> None:
         """End the slice at the next layer because a request arrived."""
-        if self._turn is None or self._is_stopped:
+        now = self._slice
+        if now is None or now.is_stopped:
             return
-        self._is_stopped = True
+        now.is_stopped = True
         self._roles.hold_cores(None)
-        for name in self._pending & self._told:
+        now.pending &= now.told
+        for name in now.pending:
             self._send(name, StopMeasuring())
-        self._pending &= self._told
         self._end_if_answered(now_ns)
 
     def measured(
@@ -229,32 +204,35 @@ class Measurer:
             is_kept: False: something else ran meanwhile, and nothing of the slice is learnt.
         """
         self._ledger.close_command(("measure", report.measurement_id, 0))
-        if self._turn is None or worker not in self._pending:
+        now = self._slice
+        if now is None or worker not in now.pending:
             return
-        place = self._turn.place(worker)
-        self._taken.append((place, report.steps))
-        self._is_kept &= is_kept
+        place = now.turn.place(worker)
+        now.taken.append((place, report.steps))
+        now.is_kept &= is_kept
         self._left_out |= {key_of(shape, place) for shape in report.too_long}
-        self._pending.discard(worker)
+        now.pending.discard(worker)
         self._end_if_answered(now_ns)
 
     def worker_died(self, worker: str, now_ns: int) -> None:
         """Note that a dead worker answers no more; the ledger has its blocks back."""
         self.stop(now_ns)
-        self._pending.discard(worker)
+        if self._slice is not None:
+            self._slice.pending.discard(worker)
         self._end_if_answered(now_ns)
 
     def _end_if_answered(self, now_ns: int) -> None:
-        if self._turn is None or self._pending:
+        now = self._slice
+        if now is None or now.pending:
             return
-        for place, steps in self._taken if self._is_kept else ():
+        for place, steps in now.taken if now.is_kept else ():
             self._roles.measured(place, steps)
             self.num_done += len(steps)
-        self.work_ms += (now_ns - self._began_ns) / 1e6
-        self._roles.profile.put(MEASURED_MS, [self.work_ms])
-        for name in self._turn.cores:
+        self.work_ms += (now_ns - now.began_ns) / 1e6
+        self.profile.put(MEASURED_MS, [self.work_ms])
+        for name in now.turn.cores:
             self._ledger.release_all(self._owners[name])
-        self._turn = None
+        self._slice = None
         self._roles.hold_cores(None)
 
     def _tell(self, name: str, turn: Turn) -> None:
@@ -269,28 +247,27 @@ class Measurer:
 
     def _take_blocks(self, turn: Turn) -> bool:
         """Reserve some that hold nothing for every worker; False: there are too few of them."""
-        pools, topology = self._ledger.pools, self._roles.topology
-        names = [topology.pool_of(name) for name in turn.cores]
-        counts = [
-            min(MAX_BLOCKS, len(pools[pool].free_block_ids) // (2 * names.count(pool)))
-            for pool in names
-        ]
-        if not all(counts):
+        pools = {name: self._roles.topology.pool_of(name) for name in turn.cores}
+        shares = Counter(pools.values())
+        counts = {
+            pool: min(MAX_BLOCKS, len(self._ledger.pools[pool].free_block_ids) // (2 * share))
+            for pool, share in shares.items()
+        }
+        if not all(counts.values()):
             return False
-        for name, pool, count in zip(turn.cores, names, counts, strict=True):
-            self._ledger.reserve(self._owners[name], {pool: count})
+        for name, pool in pools.items():
+            self._ledger.reserve(self._owners[name], {pool: counts[pool]})
         return True
 
     def _next(self) -> Turn | None:
         """Choose the turn with the fewest samples; None: all is known."""
-        turns = self._turns()
-        found = [
-            (count, index)
-            for index, turn in enumerate(turns)
+        turns = [
+            (count, turn)
+            for turn in self._turns()
             for name in turn.cores
             for count in self._unknown(name, turn).values()
         ]
-        return turns[min(found)[1]] if found else None
+        return min(turns, key=lambda each: each[0])[1] if turns else None
 
     def _turns(self) -> list[Turn]:
         """First workers side by side, each on its own cores, then one at a time on all cores.
@@ -298,66 +275,37 @@ class Measurer:
         Where they share a memory bus or a GPU some compute prompts while others decode, as they
         will when they serve.
         """
-        roles = self._roles
-        topology, cores, names = roles.topology, roles.cores, roles.topology.names
-        asked_prompts, asked_decodes = self._asked()
-        prompts, decodes = self._prompts + asked_prompts, self._decodes + asked_decodes
-        is_shared = topology.shares_memory_bus or self._shares_gpu
-        turns = []
-        for own in apart(cores.own, are_alike=topology.shares_memory_bus):
-            first = [name for name in own if name in topology.playing(PREFILL)]
-            if not (is_shared and 0 < len(first) < len(own)):
-                turns.append(Turn(own, dict.fromkeys(own, prompts + decodes)))
-                continue
-            turns.append(Turn(own, {n: prompts if n in first else decodes for n in own}))
-            if self._shares_gpu:
-                turns.append(Turn(own, {n: decodes if n in first else prompts for n in own}))
+        topology, cores = self._roles.topology, self._roles.cores
+        prompts, decodes = list(self._prompts), list(self._decodes)
+        for key, _ in self._roles.asked.most_common(MAX_ASKED):
+            shapes, make = (prompts, _prompt) if key.what == PROMPT_MS else (decodes, _decode)
+            shapes.append(make(key.size, key.depth, self._max_model_len))
+        every = prompts + decodes
+        own = dict(cores.own)
+        if sum(map(len, own.values())) > len(cores.all):  # on one core all are alike
+            own = dict([*own.items()][:1])
+        first = own.keys() & topology.playing(PREFILL)
+        splits = [(every, every)]
+        if 0 < len(first) < len(own) and (topology.shares_memory_bus or self._shares_gpu):
+            splits = [(prompts, decodes), (decodes, prompts)][: 1 + self._shares_gpu]
+        turns = [Turn(own, {n: a if n in first else b for n in own}) for a, b in splits]
+        end = topology.names[-1]
         # on one memory bus all workers are alike on the same cores
+        lone = [end] if topology.shares_memory_bus else topology.names
         if cores.can_lend:
-            lone = names[-1:] if topology.shares_memory_bus else names
-            turns += [Turn({name: cores.all}, {name: prompts + decodes}) for name in lone]
+            turns += [Turn({name: cores.all}, {name: every}) for name in lone]
         if self._shares_gpu:
-            end = names[-1]
-            turns.append(Turn({end: cores.own[end]}, {end: prompts + decodes}, is_alone=True))
+            turns.append(Turn({end: cores.own[end]}, {end: every}, is_alone=True))
         return turns
-
-    def _asked(self) -> tuple[list[StepShape], list[StepShape]]:
-        """List steps that a chooser could not predict, the most frequent first."""
-        prompts, decodes = [], []
-        for load, _ in self._roles.asked.most_common(MAX_ASKED):
-            if load.num_prefill_tokens:
-                size = load.num_prefill_tokens
-                prompts.append(_prompt(size, int(load.num_attended / size), self._max_model_len))
-            if load.batch:
-                before = min(load.context // load.batch, self._max_model_len - 1)
-                decodes.append(StepShape(min(load.batch, MAX_SEQUENCES), 1, before))
-        return prompts, decodes
 
     def _unknown(self, name: str, turn: Turn) -> dict[StepShape, int]:
         """Find a worker's shapes with too few samples in a turn, and how many each has."""
-        counts = {}
+        counts, facts = {}, self.profile.facts
         for shape in turn.shapes[name]:
             key = key_of(shape, turn.place(name))
-            fact = self._roles.profile.facts.get(key)
-            count = 0 if fact is None else len(fact.samples)
+            count = len(facts[key].samples) if key in facts else 0
             is_choice = shape.num_tokens in self._sizes and not shape.num_before
             enough = MIN_SAMPLES if is_choice else ENOUGH_SAMPLES
             if key not in self._left_out and count < enough:
                 counts[shape] = count
         return counts
-
-
-def apart(own: Mapping[str, Cpus], *, are_alike: bool) -> list[dict[str, Cpus]]:
-    """Turns in which no two share a core: what a prompt takes that is alone there.
-
-    Where workers are alike, one that would wait for another of as many cores need not be measured.
-    """
-    turns: list[dict[str, Cpus]] = []
-    for name, cpus in own.items():
-        fitting = [turn for turn in turns if all(cpus.isdisjoint(used) for used in turn.values())]
-        known = {len(used) for turn in turns for used in turn.values()}
-        if fitting:
-            fitting[0][name] = cpus
-        elif not (are_alike and len(cpus) in known):
-            turns.append({name: cpus})
-    return turns

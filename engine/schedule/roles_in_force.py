@@ -33,9 +33,7 @@ from engine.schedule.sequence import Phase, Sequence
 from engine.schedule.step_times import (
     StepLoad,
     StepTimes,
-    depth_class,
     place_of,
-    size_class,
     worker_of,
 )
 from engine.schedule.worker_routes import Pair
@@ -84,8 +82,8 @@ class Roles:
     ) -> None:
         self.topology = topology
         self.profile = Profile() if profile is None else profile
-        self.asked: Counter[StepLoad] = Counter()
-        """Steps that could not be predicted, by size, and how often they were asked for."""
+        self.asked: Counter[FactKey] = Counter()
+        """Facts that a prediction lacked, at no place, and how often they were asked for."""
         self._copies = copies
         self._recent = {name: _RecentBatch() for name in topology.names}
         self.cores = Cores(cores, send)
@@ -183,24 +181,17 @@ class Roles:
         """
         if self._num_learnt % TRY_LENDING_EVERY_S == 0 and self._num_learnt:
             return {PROMPT_MS, DECODE_MS}
-        decoded = self._decoded
-        batch = max(decoded.batch, 1)
-        sizes = {
-            PROMPT_MS: (size_class(self._max_step_tokens), 0),
-            DECODE_MS: (size_class(batch), depth_class(decoded.context / batch)),
-        }
         end = self.topology.names[-1]
         counts = len(self.cores.own[end]), len(self.cores.all)
         return {
-            what
-            for what, size in sizes.items()
-            if may_gain(*(self._fact(end, what, *size, count) for count in counts))
+            load.key().what
+            for load in (StepLoad(self._max_step_tokens), self._decoded)
+            if may_gain(*(self._fact(end, load, count) for count in counts))
         }
 
-    def _fact(self, worker: str, what: str, size: int, depth: int, num_cores: int) -> Fact | None:
-        places = [place_of(name, num_cores) for name in self._like(worker)]
-        facts = [self.profile.facts.get(FactKey(what, size, depth, place)) for place in places]
-        return next(filter(None, facts), None)
+    def _fact(self, worker: str, load: StepLoad, num_cores: int) -> Fact | None:
+        keys = [load.key(place_of(name, num_cores)) for name in self._like(worker)]
+        return next(filter(None, map(self.profile.facts.get, keys)), None)
 
     # What the router asks
 
@@ -313,20 +304,9 @@ class Roles:
         for times in self._times_like(worker, num_cores):
             if (known_ms := times.predict_ms(load)) is not None:
                 return known_ms
-        self._note_asked(load)
+        parts = StepLoad(*load[:2]), StepLoad(batch=load.batch, context=load.context)
+        self.asked.update(part.key() for part in parts if any(part))
         return None
-
-    def _note_asked(self, load: StepLoad) -> None:
-        """Remember a step that could not be predicted, by its classes of size."""
-        tokens, attended, batch, context = 0, 0.0, 0, 0
-        if load.num_prefill_tokens:
-            tokens = size_class(load.num_prefill_tokens)
-            before = load.num_attended / load.num_prefill_tokens - load.num_prefill_tokens / 2
-            attended = float(tokens * depth_class(before))
-        if load.batch:
-            batch = size_class(load.batch)
-            context = batch * depth_class(load.context / load.batch)
-        self.asked[StepLoad(tokens, attended, batch, context)] += 1
 
     def _times_like(self, worker: str, num_cores: int) -> list[StepTimes]:
         return [self._times_at(place_of(name, num_cores)) for name in self._like(worker)]
@@ -357,8 +337,8 @@ class Roles:
         It is a guess if steps of this size have not been measured.
         """
         size = min(num_tokens, self._max_step_tokens)
-        load = StepLoad(size, size * (num_before + num_tokens / 2))
-        known = self._known_ms(worker, lambda times: times.guess_ms(load))
+        num_attended = size * (num_before + num_tokens / 2)
+        known = self._known_ms(worker, lambda times: times.guess_prompt_ms(size, num_attended))
         return min((step_ms * num_tokens / size for step_ms in known), default=None)
 
     def _known_ms(self, worker: str, of: Callable[[StepTimes], float | None]) -> list[float]:

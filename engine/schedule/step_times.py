@@ -54,7 +54,7 @@ class StepLoad(NamedTuple):
             if entry.is_decoding:
                 batch += count
                 context += entry.num_computed_tokens
-            elif count:
+            else:
                 num_prefill_tokens += count
                 num_attended += count * (entry.num_computed_tokens - count / 2)
         return cls(num_prefill_tokens, num_attended, batch, context)
@@ -68,6 +68,14 @@ class StepLoad(NamedTuple):
         num_tokens = step.num_sequences * step.num_tokens
         return cls(num_tokens, num_tokens * (computed - step.num_tokens / 2))
 
+    def key(self, place: str = "") -> FactKey:
+        """Return the fact of which such a step is a sample: about its prompt, if it has one."""
+        if size := self.num_prefill_tokens:
+            depth = depth_class(self.num_attended / size - size / 2)
+            return FactKey(PROMPT_MS, size_class(size), depth, place)
+        batch = max(self.batch, 1)
+        return FactKey(DECODE_MS, size_class(batch), depth_class(self.context / batch), place)
+
 
 def size_class(size: float) -> int:
     """Return the nearest power of two."""
@@ -79,17 +87,19 @@ def depth_class(depth: float) -> int:
     return 0 if depth < SHALLOW else size_class(depth)
 
 
-class _Row(NamedTuple):
-    """A fact in the form in which it is read."""
+def place_of(worker: str, num_cores: int) -> str:
+    return f"{worker} on {num_cores}"
 
-    reach: float
-    ms: float
-    num_samples: int
+
+def worker_of(place: str) -> str:
+    return place.rpartition(" on ")[0]
 
 
 class _Line(NamedTuple):
-    """Facts of one kind at one place, ready to be read: base(size) + slope * reach."""
+    """Steps of one kind at one place, as their facts say: base(size) + slope * reach."""
 
+    own_share: float
+    """The share of a step's tokens to which each of them attends in the step itself."""
     sizes: list[int]
     bases: list[float]
     slope: float | None
@@ -99,7 +109,55 @@ class _Line(NamedTuple):
     max_depth: float
     num_steps: int
 
-    def base_ms(self, size: float) -> float:
+    @classmethod
+    def of(cls, profile: Profile, what: str, place: str) -> _Line | None:
+        """Read the facts; None: there are none."""
+        own_share = 0.5 if what == PROMPT_MS else 0.0
+        found: dict[int, list[tuple[float, float, int]]] = {}
+        extents, max_depth, num_steps = [], 0.0, 0
+        for key, fact in profile.about(what, place):
+            row = _reach(own_share, key.size, key.depth), fact.typical, len(fact.samples)
+            found.setdefault(key.size, []).append(row)
+            most, deepest = key.size * _SQRT2, max(SHALLOW, key.depth * _SQRT2)
+            extents.append((most, _reach(own_share, most, deepest)))
+            max_depth = max(max_depth, deepest)
+            num_steps += len(fact.samples)
+        if not found:
+            return None
+        ends = [(min(rows), max(rows)) for rows in found.values() if len(rows) > 1]
+        slopes = [max(far[1] - near[1], 0.0) / (far[0] - near[0]) for near, far in ends]
+        slope = statistics.median(slopes) if slopes else None
+        sizes, bases, base_ms = sorted(found), [], 0.0
+        for size in sizes:
+            reach, ms, _ = max(found[size], key=lambda row: (row[2], -row[0]))
+            base_ms = max(base_ms, ms - (slope or 0.0) * reach, ms * _LEAST_SHARE)
+            bases.append(base_ms)
+        return cls(own_share, sizes, bases, slope, extents, max_depth, num_steps)
+
+    def ms(self, size: float, reach: float) -> float:
+        """Estimate such a step by the form."""
+        return max(self._base_ms(size) + (self.slope or 0.0) * reach, _MIN_MS)
+
+    def ms_of(self, key: FactKey) -> float:
+        return self.ms(key.size, _reach(self.own_share, key.size, key.depth))
+
+    def predict_ms(self, size: int, reach: float) -> float | None:
+        """Predict such a step; None: too little is measured."""
+        if self.num_steps < MIN_STEPS:
+            return None
+        if any(size <= most and reach <= deepest for most, deepest in self.extents):
+            return self.ms(size, reach)
+        is_deeper = reach / size - self.own_share * size > self.max_depth
+        if len(self.sizes) < 2 or (is_deeper and self.slope is None):
+            return None
+        return self.ms(size, reach) * MARGIN
+
+    @property
+    def intercept_ms(self) -> float:
+        """The time of a step of this kind with nothing in it."""
+        return max(self.bases[0] - max(self._base_ms(2) - self._base_ms(1), 0.0), 0.0)
+
+    def _base_ms(self, size: float) -> float:
         """Compute the part of a step's time that does not depend on attention."""
         at = bisect_left(self.sizes, size)
         if at == 0:
@@ -110,118 +168,8 @@ class _Line(NamedTuple):
         return low + (high - low) * (size - left) / (right - left)
 
 
-class _Kind:
-    """Steps of prompts, or of decoding, on one worker and number of cores.
-
-    Args:
-        profile: has the facts.
-        what: their name.
-        place: where they were measured.
-        own_share: of a step's tokens, how many each of them attends to in the step itself.
-    """
-
-    def __init__(self, profile: Profile, what: str, place: str, own_share: float) -> None:
-        self._profile = profile
-        self._what = what
-        self._place = place
-        self._own_share = own_share
-        self._line: _Line | None = None
-
-    def observe(self, size: int, reach: float, elapsed_ms: float) -> None:
-        """Enter a step under the nearest sizes, scaled to them.
-
-        Predictions include it after refresh(), so that many steps are read together.
-        """
-        depth = depth_class(self._depth(size, reach))
-        key = FactKey(self._what, size_class(size), depth, self._place)
-        at_ms = max(elapsed_ms, _MIN_MS)
-        known_ms = self.guess_ms(size, reach)
-        if known_ms is not None:
-            centre_ms = self.guess_ms(key.size, self._reach(key.size, key.depth))
-            at_ms *= (centre_ms or known_ms) / known_ms
-        self._profile.observe(key, at_ms)
-
-    def refresh(self) -> None:
-        """Read the facts anew before the next prediction."""
-        self._line = None
-
-    def predict_ms(self, size: int, reach: float) -> float | None:
-        """Predict such a step; None: too little is measured."""
-        line = self._read()
-        if line is None or line.num_steps < MIN_STEPS:
-            return None
-        guess_ms = self._at(line, size, reach)
-        if any(size <= most and reach <= deepest for most, deepest in line.extents):
-            return guess_ms
-        is_deeper = self._depth(size, reach) > line.max_depth
-        if len(line.sizes) < 2 or (is_deeper and line.slope is None):
-            return None
-        return guess_ms * MARGIN
-
-    def guess_ms(self, size: int, reach: float) -> float | None:
-        """Estimate such a step by the form from any facts; None: no fact."""
-        line = self._read()
-        return None if line is None else self._at(line, size, reach)
-
-    @property
-    def intercept_ms(self) -> float:
-        """The time of a step of this kind with nothing in it."""
-        line = self._read()
-        if line is None:
-            return 0.0
-        return max(line.bases[0] - max(line.base_ms(2) - line.base_ms(1), 0.0), 0.0)
-
-    def _at(self, line: _Line, size: float, reach: float) -> float:
-        return max(line.base_ms(size) + (line.slope or 0.0) * reach, _MIN_MS)
-
-    def _reach(self, size: float, depth: float) -> float:
-        return size * (depth + self._own_share * size)
-
-    def _depth(self, size: float, reach: float) -> float:
-        """Positions before the step's tokens, on average."""
-        return max(reach / size - self._own_share * size, 0.0)
-
-    def _read(self) -> _Line | None:
-        """Read the facts; cache them until one changes."""
-        if self._line is None:
-            found: dict[int, list[_Row]] = {}
-            extents, max_depth, num_steps = [], 0.0, 0
-            for key, fact in self._profile.about(self._what, self._place):
-                reach = self._reach(key.size, key.depth)
-                row = _Row(reach, fact.typical, len(fact.samples))
-                found.setdefault(key.size, []).append(row)
-                most, deepest = key.size * _SQRT2, max(SHALLOW, key.depth * _SQRT2)
-                extents.append((most, self._reach(most, deepest)))
-                max_depth = max(max_depth, deepest)
-                num_steps += len(fact.samples)
-            if not found:
-                return None
-            slope = _slope(found.values())
-            sizes, bases, base_ms = sorted(found), [], 0.0
-            for size in sizes:
-                reach, ms, _ = max(found[size], key=lambda row: (row.num_samples, -row.reach))
-                base_ms = max(base_ms, ms - (slope or 0.0) * reach, ms * _LEAST_SHARE)
-                bases.append(base_ms)
-            self._line = _Line(sizes, bases, slope, extents, max_depth, num_steps)
-        return self._line
-
-
-def _slope(by_size: Iterable[list[_Row]]) -> float | None:
-    """Milliseconds for each pair that is attended to: between the least and the most, by size."""
-    slopes = []
-    for rows in by_size:
-        near, far = min(rows), max(rows)
-        if far.reach > near.reach:
-            slopes.append(max(far.ms - near.ms, 0.0) / (far.reach - near.reach))
-    return statistics.median(slopes) if slopes else None
-
-
-def place_of(worker: str, num_cores: int) -> str:
-    return f"{worker} on {num_cores}"
-
-
-def worker_of(place: str) -> str:
-    return place.rpartition(" on ")[0]
+def _reach(own_share: float, size: float, depth: float) -> float:
+    return size * (depth + own_share * size)
 
 
 class StepTimes:
@@ -233,55 +181,52 @@ class StepTimes:
     """
 
     def __init__(self, profile: Profile, place: str) -> None:
-        self._decode = _Kind(profile, DECODE_MS, place, 0.0)
-        self._prompt = _Kind(profile, PROMPT_MS, place, 0.5)
+        self._profile = profile
+        self._place = place
+        self._lines: dict[str, _Line] = {}
+        """What the facts say, read anew after steps have been learnt."""
         self._num_steps: Counter[int] = Counter()
 
     def learn(self, steps: Iterable[tuple[StepLoad, float]]) -> None:
-        """Learn from steps: the load of each, and the milliseconds that it took."""
-        for load, elapsed_ms in steps:
-            self._observe(load, elapsed_ms)
-        self._prompt.refresh()
-        self._decode.refresh()
+        """Learn from steps: the load of each, and the milliseconds that it took.
 
-    def _observe(self, load: StepLoad, elapsed_ms: float) -> None:
-        if load.num_prefill_tokens:
-            extra_ms = 0.0
-            if load.batch:
-                guess_ms = self._decode.guess_ms(load.batch, load.context) or 0.0
-                extra_ms = max(guess_ms - self._decode.intercept_ms, 0.0)
-            own_ms = max(elapsed_ms - extra_ms, elapsed_ms / 4)
-            self._prompt.observe(load.num_prefill_tokens, load.num_attended, own_ms)
-            self._num_steps[size_class(load.num_prefill_tokens)] += 1
-        elif load.batch:
-            self._decode.observe(load.batch, load.context, elapsed_ms)
+        Each is a sample of the fact with the nearest sizes, and is scaled to them.
+        """
+        for load, elapsed_ms in steps:
+            key, at_ms = load.key(self._place), max(elapsed_ms, _MIN_MS)
+            size, reach = load[:2] if load.num_prefill_tokens else load[2:]
+            decode = self._line(DECODE_MS)
+            if load.num_prefill_tokens and load.batch and decode:
+                more_ms = decode.ms(load.batch, load.context) - decode.intercept_ms
+                at_ms = max(at_ms - max(more_ms, 0.0), at_ms / 4)
+            if line := self._line(key.what):
+                at_ms *= line.ms_of(key) / line.ms(size, reach)
+            self._profile.observe(key, at_ms)
+            self._num_steps[key.size] += load.num_prefill_tokens > 0
+        self._lines.clear()
 
     def predict_ms(self, load: StepLoad) -> float | None:
         """Predict such a step; None: it would be a guess."""
-        decode_ms = self._decode.predict_ms(load.batch, load.context) if load.batch else None
-        if not load.num_prefill_tokens:
-            return decode_ms
-        own_ms = self._prompt.predict_ms(load.num_prefill_tokens, load.num_attended)
-        return self._together(own_ms, decode_ms, load)
+        prompt, decode = self._line(PROMPT_MS), self._line(DECODE_MS)
+        own_ms = prompt.predict_ms(*load[:2]) if prompt and load.num_prefill_tokens else None
+        more_ms = decode.predict_ms(*load[2:]) if decode and load.batch else None
+        if not (load.num_prefill_tokens and load.batch):
+            return own_ms if load.num_prefill_tokens else more_ms
+        if own_ms is None or more_ms is None or decode is None:
+            return None
+        # single tokens are added where the weights are read anyway
+        return own_ms + max(more_ms - decode.intercept_ms, 0.0)
 
-    def guess_ms(self, load: StepLoad) -> float | None:
-        """Estimate such a step by the form from any facts; None: no fact."""
-        decode_ms = self._decode.guess_ms(load.batch, load.context) if load.batch else None
-        if not load.num_prefill_tokens:
-            return decode_ms
-        own_ms = self._prompt.guess_ms(load.num_prefill_tokens, load.num_attended)
-        return self._together(own_ms, decode_ms or 0.0, load)
+    def guess_prompt_ms(self, num_tokens: int, num_attended: float) -> float | None:
+        """Estimate a prompt's step by the form from any facts; None: no fact."""
+        line = self._line(PROMPT_MS)
+        return None if line is None else line.ms(num_tokens, num_attended)
 
     def num_prompt_steps(self, size: int) -> int:
         """Count the steps since the start with prompt tokens of a size class."""
         return self._num_steps[size]
 
-    def _together(
-        self, own_ms: float | None, decode_ms: float | None, load: StepLoad
-    ) -> float | None:
-        """Add to a prompt's step what single tokens add where the weights are read anyway."""
-        if own_ms is None or not load.batch:
-            return own_ms
-        if decode_ms is None:
-            return None
-        return own_ms + max(decode_ms - self._decode.intercept_ms, 0.0)
+    def _line(self, what: str) -> _Line | None:
+        if what not in self._lines and (line := _Line.of(self._profile, what, self._place)):
+            self._lines[what] = line
+        return self._lines.get(what)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from itertools import cycle, islice
 
 from engine.wire.messages import MeasuredStep, MeasureSteps, StepShape, StepsMeasured
 from engine.workers.runner import Runner
@@ -37,8 +37,8 @@ class StepMeasuring:
     def __init__(self, runner: Runner, is_interrupted: Callable[[], bool]) -> None:
         self._runner = runner
         self._is_interrupted = is_interrupted
-        self._has_long_decodes: bool | None = None
-        """None: no decode step has been timed yet."""
+        self._has_long_decodes = True
+        """Until one was short."""
         self._half_ms: dict[int, float] = {}
         """Half a layer for one token of the last prompt, by the positions before that."""
 
@@ -70,69 +70,48 @@ class StepMeasuring:
     def _time(self, shape: StepShape, block_ids: list[int]) -> float | None:
         """Return the milliseconds of one step; None: it was interrupted."""
         is_decode = shape.num_tokens == 1
-        in_layers = partial(_timed, self._runner, shape, block_ids, self._is_interrupted)
-        if self._runner.is_on_device:
-            return in_layers(has_layers=False)
-        if not is_decode:
-            elapsed_ms = in_layers(has_layers=True)
-            num_halves = 2 * self._runner.num_layers
-            if elapsed_ms is not None:
-                self._half_ms[shape.num_before] = elapsed_ms / num_halves / shape.num_tokens
+        # a whole decode step is replayed from a graph, which cannot be left in the middle
+        is_whole = self._runner.is_on_device or (is_decode and not self._has_long_decodes)
+        elapsed_ms = self._run(shape, block_ids, is_whole=is_whole)
+        if elapsed_ms is None or is_whole:
             return elapsed_ms
-        if self._has_long_decodes is None:
-            elapsed_ms = in_layers(has_layers=True)
-            if elapsed_ms is None:
-                return None
-            self._has_long_decodes = elapsed_ms > WHOLE_MS / 2
-        # a whole one is replayed from a decode graph, which cannot be left in the middle
-        return in_layers(has_layers=self._has_long_decodes)
+        if not is_decode:
+            half_ms = elapsed_ms / (2 * self._runner.num_layers)
+            self._half_ms[shape.num_before] = half_ms / shape.num_tokens
+        elif elapsed_ms <= WHOLE_MS / 2:
+            self._has_long_decodes = False
+            return self._run(shape, block_ids, is_whole=True)
+        return elapsed_ms
 
+    def _run(self, shape: StepShape, block_ids: list[int], *, is_whole: bool) -> float | None:
+        """Run a step as the loop does; return its milliseconds, or None: it was interrupted."""
+        length = shape.num_before + shape.num_tokens
+        num_blocks = -(-length // self._runner.block_size)
+        table = list(islice(cycle(block_ids), num_blocks))
+        planned = [
+            (
+                WorkerRequest.dummy(
+                    length, table, shape.num_before, 1.0, TOP_K, num_groups=self._runner.num_groups
+                ),
+                shape.num_tokens,
+            )
+            for _ in range(shape.num_sequences)
+        ]
+        was_interrupted, left_out_ms, started_s = False, 0.0, time.monotonic()
 
-class _Stopwatch:
-    """Decide between layers whether the rest of a step is skipped, and when that was."""
-
-    def __init__(self, is_interrupted: Callable[[], bool]) -> None:
-        self._is_interrupted = is_interrupted
-        self.was_interrupted = False
-        self.started_s = time.monotonic()
-        self.left_out_ms = 0.0
-        """The estimated time of the skipped layers."""
-
-    def stops(self, num_done: int, num_halves: int) -> bool:
-        """Say whether the layers after this one are skipped."""
-        if self._is_interrupted():
-            self.was_interrupted = True
+        def stops(num_done: int, num_halves: int) -> bool:
+            """Say between layers whether the others are skipped."""
+            nonlocal was_interrupted, left_out_ms
+            if self._is_interrupted():
+                was_interrupted = True
+                return True
+            so_far_ms = (time.monotonic() - started_s) * 1e3
+            if so_far_ms < WHOLE_MS or num_done < MIN_HALVES or num_done % 2:
+                return False
+            left_out_ms = so_far_ms * (num_halves - num_done) / num_done
             return True
-        so_far_ms = (time.monotonic() - self.started_s) * 1e3
-        if so_far_ms < WHOLE_MS or num_done < MIN_HALVES or num_done % 2:
-            return False
-        self.left_out_ms = so_far_ms * (num_halves - num_done) / num_done
-        return True
 
-
-def _timed(
-    runner: Runner,
-    shape: StepShape,
-    block_ids: list[int],
-    is_interrupted: Callable[[], bool],
-    *,
-    has_layers: bool,
-) -> float | None:
-    """Run a step as the loop does; return milliseconds, or None: it was interrupted."""
-    length = shape.num_before + shape.num_tokens
-    num_blocks = -(-length // runner.block_size)
-    table = (block_ids * -(-num_blocks // len(block_ids)))[:num_blocks]
-    planned = [
-        (
-            WorkerRequest.dummy(
-                length, table, shape.num_before, 1.0, TOP_K, num_groups=runner.num_groups
-            ),
-            shape.num_tokens,
-        )
-        for _ in range(shape.num_sequences)
-    ]
-    watch = _Stopwatch(is_interrupted)
-    runner.collect(runner.launch(planned, watch.stops if has_layers else None))
-    if watch.was_interrupted:
-        return None
-    return (time.monotonic() - watch.started_s) * 1e3 + watch.left_out_ms
+        self._runner.collect(self._runner.launch(planned, None if is_whole else stops))
+        if was_interrupted:
+            return None
+        return (time.monotonic() - started_s) * 1e3 + left_out_ms

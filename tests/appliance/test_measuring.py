@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from appliance import measuring
-from appliance.fleet.known import Known
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.measuring import OFF_VARIABLE, QUIET_S, Measuring
+from appliance.profile_store import Known
 from engine.cache.blocks import Ledger
 from engine.cache.topology import make_topology
-from engine.profile.machine import Scope
+from engine.profile.facts import Scope
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.wire.messages import (

@@ -4,12 +4,11 @@ import threading
 
 import pytest
 
-from appliance.fleet.known import Known, devices_name, model_scope
 from appliance.fleet.placement import WorkerPlan
-from appliance.profile_store import FILE_NAME, ProfileStore, ProfileUnusable
+from appliance.fleet.scopes import devices_name, machine_name, model_scope
+from appliance.profile_store import FILE_NAME, Known, ProfileStore, ProfileUnusable
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.profile.facts import FactKey
-from engine.profile.machine import Scope, machine_name
+from engine.profile.facts import FactKey, Scope
 
 SCOPE = Scope("a machine", "avx2 1", "tiny", "float32", "cpu 0")
 KEY = FactKey("prompt_ms", 256, 0, "decode on 2")

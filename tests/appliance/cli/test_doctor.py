@@ -19,7 +19,8 @@ from appliance.configuration import client_settings, config
 from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
-from appliance.fleet.known import Known, machine_scope
+from appliance.fleet.scopes import machine_scope
+from appliance.profile_store import Known
 from engine.errors import PenstockError
 from engine.kernels.cpu import VARIANT_NAMES, has_kernels, load_kernels
 from engine.profile.facts import FactKey

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.profile_store import FILE_NAME, ProfileStore
-from engine.profile.facts import FactKey
-from engine.profile.machine import Scope
+from engine.profile.facts import FactKey, Scope
 from tests.appliance.cli_process import penstock
 from tests.appliance.fake_daemon import FakeDaemon
 
@@ -23,7 +22,7 @@ def store(environ: dict[str, str]) -> ProfileStore:
     folder = Path(environ["PENSTOCK_STATE_DIR"])
     folder.mkdir()
     store = ProfileStore(folder)
-    store.save(SCOPE, {KEY: [100.0, 110.0, 130.0]})
+    store.save(SCOPE, {KEY: [100.0, 105.0, 110.0, 120.0, 130.0]})
     return store
 
 
@@ -38,9 +37,15 @@ def test_facts_are_shown_with_their_spread_and_date(
     shown = json.loads(penstock(environ, "profile", "show", "-o", "json").stdout)
     (fact,) = shown["data"]
     assert (fact["machine"], fact["model"]) == (SCOPE.machine, SCOPE.model)
-    assert (fact["value"], fact["low"], fact["high"], fact["samples"]) == (110, 100, 130, 3)
+    assert (fact["value"], fact["low"], fact["high"], fact["samples"]) == (110, 100, 130, 5)
     assert fact["at"].startswith("20")
     assert (fact["what"], fact["unit"], fact["place"]) == ("prompt_ms", "ms", "decode on 2")
+
+
+def test_two_samples_have_no_spread(environ: dict[str, str], store: ProfileStore) -> None:
+    store.save(SCOPE, {KEY: [100.0, 130.0]})
+    (fact,) = json.loads(penstock(environ, "profile", "show", "-o", "json").stdout)["data"]
+    assert (fact["value"], fact["low"], fact["high"], fact["samples"]) == (115, None, None, 2)
 
 
 def test_where_nothing_is_known_there_is_a_header(environ: dict[str, str]) -> None:

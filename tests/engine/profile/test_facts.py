@@ -62,7 +62,7 @@ def test_what_has_changed_is_handed_out_once():
 
 def test_a_rate_is_the_usual_one_not_the_newest():
     profile = Profile()
-    rates = [profile.usual(KEY, sample) for sample in (100.0, 90.0, 10.0, 95.0, 105.0)]
+    rates = [profile.observe(KEY, sample) for sample in (100.0, 90.0, 10.0, 95.0, 105.0)]
     assert rates[-1] == 95.0
 
 

@@ -1,5 +1,7 @@
 """What is measured while no request is live: in which slices, on which cores, and for how long."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.cache.blocks import Ledger
@@ -49,7 +51,8 @@ class Machine:
         self.roles = Roles(topology, cores, "elastic", copies, 512, send, profile=self.profile)
         for name in cores:
             self.roles.worker_ready(name)
-        self.measurer = Measurer(self.roles, self.ledger, send, SIZES, 8192, **options)
+        router = SimpleNamespace(roles=self.roles, ledger=self.ledger)
+        self.measurer = Measurer(router, send, SIZES, 8192, **options)
         self.now_ns = 0
         self.num_steps = 6
         """That a worker has time for in a slice."""
@@ -215,8 +218,8 @@ def test_what_a_chooser_asked_for_is_measured_too():
     machine = Machine()
     machine.run()
     before = set(machine.profile.facts)
-    machine.roles.asked[StepLoad(batch=8, context=8 * 512)] += 1
-    machine.roles.asked[StepLoad(batch=64, context=64 * 4096)] += 1
+    machine.roles.asked[FactKey(DECODE_MS, 8, 512)] += 1
+    machine.roles.asked[FactKey(DECODE_MS, 64, 4096)] += 1
     assert machine.measurer.num_unknown
     machine.run()
     new = set(machine.profile.facts) - before

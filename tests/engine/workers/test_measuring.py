@@ -104,7 +104,7 @@ def test_short_decodes_are_replayed_whole_once_it_is_known_that_they_are_short(c
 def test_long_decodes_can_be_left_in_the_middle(clock):
     runner = LayeredRunner(clock, half_ms=5)
     measured(runner, [DECODE, DECODE])
-    assert runner.replayed == [False] * 3
+    assert runner.replayed == [False] * 2
 
 
 def test_prompts_whose_layers_are_too_long_are_left_out(clock):
@@ -173,8 +173,9 @@ def test_a_real_step_asks_after_each_half_layer_and_stops_where_it_is_told_to(ru
         asked.append(True)
         return len(asked) == 2
 
-    assert measuring._timed(runner, PROMPT, [3], is_interrupted, has_layers=True) is None
+    layers = StepMeasuring(runner, is_interrupted)
+    assert layers._run(PROMPT, [3], is_whole=False) is None
     assert len(asked) == 2
     asked += [True] * 9
-    assert measuring._timed(runner, PROMPT, [3], is_interrupted, has_layers=True) > 0
+    assert layers._run(PROMPT, [3], is_whole=False) > 0
     assert len(asked) == 2 + 9 + 2 * runner.num_layers
