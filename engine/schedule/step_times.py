@@ -99,7 +99,7 @@ class _Line(NamedTuple):
     """Steps of one kind at one place, as their facts say: base(size) + slope * reach."""
 
     own_share: float
-    """The share of a step's tokens to which each of them attends in the step itself."""
+    """The share of its own tokens that each token of a step attends to."""
     sizes: list[int]
     bases: list[float]
     slope: float | None
