@@ -121,6 +121,20 @@ class Situation:
             for load in self.loads.values()
         )
 
+    @property
+    def home(self) -> Pair | None:
+        """The decode worker, where idle cores are, for a lone prompt of one step; None: it is not.
+
+        If one sequence is expected back, it may be this one.
+        """
+        worker = self.candidates[0].decode
+        num_left = self.num_prompt_tokens - self.num_cached.get(worker, 0)
+        is_short = num_left <= self.max_num_batched_tokens
+        is_lone = self.is_quiet and sum(load.batch for load in self.loads.values()) <= 1
+        pair = Pair(worker, worker)
+        is_there = self.shares_memory_bus and pair in self.candidates
+        return pair if is_short and is_lone and is_there else None
+
 
 class Forecast(NamedTuple):
     """What one route would mean."""
@@ -180,7 +194,9 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     first = situation.candidates[0]
     if len(situation.candidates) == 1:
         return PairChoice(first, "only", "no other worker is up with free blocks")
-    alone = PairChoice(first, "alone", _ALONE) if situation.is_quiet and first.moves else None
+    home, alone = situation.home, None
+    if situation.is_quiet and first.moves:
+        alone = PairChoice(home or first, "alone", _ALONE)
     try:
         forecasts = _Forecaster(situation, predict).all()
     except _Unknown:
@@ -193,6 +209,8 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
         if len(forecasts) > 1:
             return alone or _choice(static, "wary", f"; {_WARY}")
         return alone or _short_choice(situation) or _choice(static, "unknown", f"; {_UNKNOWN}")
+    if lone := [f for f in trusted if f.pair == home]:
+        return _choice(lone[0], "alone", f"; {_ALONE}")
     best = min(trusted, key=_key)
     kept = [f for f in trusted if f.pair.route == situation.last and _is_as_good(f, best)]
     if kept and not situation.is_quiet and situation.last != best.pair.route:

@@ -169,8 +169,21 @@ def test_while_step_times_are_unknown_a_short_prompt_does_not_wait_behind_a_long
     assert unknown(CPU, num_prompt_tokens=MIN_CHUNK_TOKENS + 1).pair == MOVE
     crowd = WorkerLoad(num_prefill_tokens=MIN_CHUNK_TOKENS)
     assert unknown(CPU, num_prompt_tokens=43, decode=crowd).pair == MOVE
-    idle = choose(replace(CPU, num_prompt_tokens=43), lambda *_: None)
-    assert idle.pair == MOVE, "nothing to wait for"
+
+
+@pytest.mark.parametrize("predict", [linear, lambda *_: None])
+def test_a_lone_prompt_of_one_step_is_computed_where_the_idle_cores_are(predict):
+    def lone(num_prompt_tokens, **changes):
+        return choice_of(CPU, predict=predict, num_prompt_tokens=num_prompt_tokens, **changes)
+
+    step = CPU.max_num_batched_tokens
+    assert (lone(43).pair, lone(43).reason) == (DECODE, "alone")
+    assert lone(step + 900, num_cached={"decode": 900}).reason == "alone"
+    one = WorkerLoad(batch=1, context=100, num_expected=1)
+    assert lone(43, decode=one).pair == DECODE, "it may be the one who is expected"
+    two = WorkerLoad(batch=2, context=200, num_expected=2)
+    assert lone(43, decode=two).pair == MOVE
+    assert lone(43, decode=WorkerLoad(batch=1, context=100)).pair == MOVE
 
 
 def test_a_short_prompt_passes_a_long_one_also_where_only_its_own_step_is_unknown():
