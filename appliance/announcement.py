@@ -1,6 +1,5 @@
 """Announce at start what the daemon serves, where, and a first command to try.
 
-Owns: the words.
 Invariant: pure; sizes and counts equal the frames', which leave out the padding block.
 Never: logs.
 """

@@ -1,6 +1,5 @@
 """Keep the newest closed requests as frames, and record each in the log.
 
-Owns: the newest frames.
 Invariant: each request is recorded once; joules that are known only later reach its row and
 frame.
 Never: keeps a request's tokens or text.

@@ -5,7 +5,6 @@ Even a slow read uses CPU time, so a thread without CPU time hangs; the total ti
 
 Owns: how long a read may be silent.
 Invariant: a hanging disk blocks neither the loop nor the exit.
-Never: ends a thread.
 """
 
 from __future__ import annotations

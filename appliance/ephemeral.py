@@ -1,8 +1,6 @@
 """Run a temporary daemon on a socket in a temporary folder.
 
-Owns: its process, and the folder of one that has a folder of its own.
 Invariant: what was started is stopped when the `with` ends, however it ends; it hears no Ctrl-C.
-Never: prints.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Write the daemon's lines on stderr, for people or for the journal.
 
-Owns: what a line begins with.
 Invariant: a line has systemd's `<N>` in front only where the journal itself reads stderr, and then
 each line of a message of several has it.
-Never: opens a journal, or chooses what is said.
 """
 
 from __future__ import annotations

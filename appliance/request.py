@@ -1,8 +1,6 @@
 """Describe an accepted request: what it asks, its caller, its open reply.
 
-Owns: the request's identity, its sequences, and what has come for its reply.
 Invariant: exactly one terminal reply and one log row per accepted request.
-Never: chooses blocks or workers.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.frame.protocol import ResidentFrame, iso_time
 from appliance.measuring import Measuring
 from engine.cache.hashes import PrefixHasher
-from engine.checkpoint.checkpoint import weights_layout
+from engine.checkpoint.weights_layout import weights_layout
 from engine.errors import ConfigError
 from engine.offload.cache_memory import CacheMemory
 from engine.schedule.router import Router

@@ -1,23 +1,20 @@
 """Define every error that Penstock raises on purpose, as one tree.
 
-    PenstockError                 what, where, hint; exit_code for the CLI
-    ├── ConfigError               an option or a file is wrong (exit 78)
-    │   ├── UsageError            what was typed cannot be meant (exit 2)
-    │   ├── CheckpointError       the model folder cannot be served (exit 78)
-    │   └── SeveralWrong          several of them, told together (exit 78)
-    ├── FileError                 a file that was named cannot be read or made (exit 2, 4, 5)
-    ├── AlreadyRunning            another daemon has what this one needs (exit 9)
-    ├── WorkerFailed              a worker process could not start or keep running
-    ├── ChannelClosed             the other end of a worker channel is gone
-    │   └── ChannelGarbled        it sent bytes that are no message
-    ├── InvariantViolated         the ledger does not add up: a bug of ours
-    └── RequestError              a client's request is refused; status, code, param
-        ├── Forbidden             403: the peer's role, or whose it is
-        ├── QueueFull             429: the queue is full, for all or for this owner
-        └── Unavailable           503: loading or draining; retry_after_ms
-
-Owns: the words.
-Never: logs or prints.
+PenstockError                 what, where, hint; exit_code for the CLI
+├── ConfigError               an option or a file is wrong (exit 78)
+│   ├── UsageError            what was typed cannot be meant (exit 2)
+│   ├── CheckpointError       the model folder cannot be served (exit 78)
+│   └── SeveralWrong          several of them, told together (exit 78)
+├── FileError                 a file that was named cannot be read or made (exit 2, 4, 5)
+├── AlreadyRunning            another daemon has what this one needs (exit 9)
+├── WorkerFailed              a worker process could not start or keep running
+├── ChannelClosed             the other end of a worker channel is gone
+│   └── ChannelGarbled        it sent bytes that are no message
+├── InvariantViolated         the ledger does not add up: a bug of ours
+└── RequestError              a client's request is refused; status, code, param
+├── Forbidden             403: the peer's role, or whose it is
+├── QueueFull             429: the queue is full, for all or for this owner
+└── Unavailable           503: loading or draining; retry_after_ms
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Start a thread, and give up one that has no memory to begin.
 
 `Thread.start` waits without end for a thread that cannot run its first lines.
-
-Owns: how long a thread may take to begin.
-Never: ends a thread.
 """
 
 from __future__ import annotations

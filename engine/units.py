@@ -1,6 +1,5 @@
 """Format byte counts in binary units.
 
-Owns: how sizes read for people, and where in what a trial says its figures begin.
 Invariant: pure; the unit is never left out.
 Never: reads a size; what a person may write is the settings'.
 """

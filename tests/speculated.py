@@ -24,7 +24,8 @@ import torch
 from appliance.api.openai import completion_ask
 from appliance.api.stream import OpenReply
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
-from engine.checkpoint.checkpoint import AS_STORED, Checkpoint, panels_layout, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import AS_STORED, panels_layout, weights_layout
 from engine.kernels.cpu import load_kernels
 from engine.model import compiled
 from engine.model.attention import planes

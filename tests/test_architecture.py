@@ -136,11 +136,15 @@ def test_files_and_functions_fit_on_their_pages(file):
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
 
 
+LABELS = ["Owns", "Invariant", "Invariants", "Never"]
+
+
 @pytest.mark.parametrize("file", MAP)
-def test_modules_say_what_they_own_and_never_do(file):
+def test_a_module_says_in_one_line_what_it_does_and_then_owns_and_never_does(file):
     docstring = ast.get_docstring(parsed(file)) or ""
-    for word in ("Owns:", "Never"):
-        assert word in docstring, f"{file} does not say {word}"
+    assert docstring.partition("\n")[0].endswith((".", "?", "`", ":")), "one sentence, one line"
+    labels = [label for label in re.findall(r"^(\w+): ", docstring, re.M) if label in LABELS]
+    assert labels == sorted(labels, key=LABELS.index)
 
 
 def test_packages_are_listed_explicitly():

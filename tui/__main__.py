@@ -1,6 +1,5 @@
 """Run the console over a daemon or a recording: `python -m tui`.
 
-Owns: the choice between screen, lines and one page.
 Invariant: only plain text goes to an incapable terminal.
 Never: looks for the daemon; the caller knows the socket.
 """

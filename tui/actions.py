@@ -1,6 +1,5 @@
 """Describe what an operator can change through the console, with a question before each change.
 
-Owns: the words of the questions.
 Invariant: nothing is sent without a question.
 Never: decides on permissions; the daemon does.
 """

@@ -1,6 +1,5 @@
 """Filter requests by a text such as `user:ana state:queued in>4096 !bench`.
 
-Owns: the grammar of a filter.
 Invariant: a request with an unreported number matches no comparison with it.
 Never: changes a request.
 """

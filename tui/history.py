@@ -1,6 +1,5 @@
 """Keep the samples before the frame on screen: rates, sparklines, stalls.
 
-Owns: which readings are kept, and for how long.
 Invariant: every run of samples has one entry for each frame, oldest first; None is not reported.
 Never: reads a clock.
 """

@@ -1,6 +1,5 @@
 """Define the console's keys: their actions, conditions and questions.
 
-Owns: the bindings and the order of their hints.
 Invariant: help, hints and the list of commands come from one table; nothing is sent without a
 question.
 Never: acts; decides on permissions, for the daemon does.

@@ -1,6 +1,5 @@
 """Rebuild the requests of a past second from their rows in the log.
 
-Owns: estimates of values without stamps.
 Invariant: stages and phases come from the stamps; other values (tokens between the first and the
 last, blocks) are estimates, and `is_estimated` says so.
 Never: reads a clock or a file.

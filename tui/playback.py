@@ -1,6 +1,5 @@
 """Track a replay's position and speed.
 
-Owns: the position among the moments, and the speed.
 Invariant: the position is always one of the moments: the newest up to the wanted time, or the
 first. A Playback never changes; every move makes another.
 Never: reads a recording.

@@ -1,6 +1,5 @@
 """Play a recording as a source of frames, from any second.
 
-Owns: the open recording, the position in it and the pace.
 Invariant: a frame is shown with the requests and events of its own time; a damaged one is skipped
 and counted, never guessed.
 Never: writes; needs a daemon; imports Textual.

@@ -1,6 +1,5 @@
 """Draw the bar under a replay.
 
-Owns: nothing; pure.
 Invariant: position, marks and notes have glyphs and words.
 Never: uses colour as the only sign.
 """

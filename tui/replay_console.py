@@ -1,6 +1,5 @@
 """Show a recording in the console, with a time bar.
 
-Owns: the position in the recording, and the keys that move it.
 Invariant: the screen shows one frame of the recording, with its own requests and events.
 Never: asks a daemon.
 """

@@ -1,6 +1,5 @@
 """Order the requests that the tables list.
 
-Owns: the orders to sort by.
 Never: lists a request twice.
 """
 

@@ -1,6 +1,5 @@
 """Read which form an answer must have: `response_format`, and vLLM's `structured_outputs`.
 
-Owns: the translation of these fields into a grammar.
 Invariant: a request has at most one form.
 Never: compiles a grammar, which takes time and is done in a thread.
 """

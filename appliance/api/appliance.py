@@ -1,8 +1,6 @@
 """Define what the API calls in the daemon, so that API tests need no workers.
 
-Owns: the words of that interface.
 Invariant: an implementation runs on the daemon's loop.
-Never: does anything itself.
 """
 
 from __future__ import annotations

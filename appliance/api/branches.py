@@ -4,9 +4,7 @@ A model with recurrent layers continues a cached prefix only where a record of i
 kept. It is worth keeping one behind a system prompt with its tools, and behind a document that
 several questions are asked about.
 
-Owns: which places these are, in tokens.
 Invariant: a place is a number of tokens that another prompt really shares with this one.
-Never: decides what is kept.
 """
 
 from __future__ import annotations

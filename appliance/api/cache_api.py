@@ -1,6 +1,5 @@
 """Serve the prefix cache's contents to routers and metrics to Prometheus; count HTTP replies.
 
-Owns: the lines of /v1/penstock/cache, /metrics, and the counts of replies.
 Invariant: a reader of all lines knows what its own prompts would find in memory.
 Invariant: labels are of a fixed set, whatever clients send.
 Never: tells of prompts that have a secret.

@@ -1,9 +1,7 @@
 """Convert a chat's validated fields into plain messages for templates.
 
-Owns: how roles, parts and calls are written for a template.
 Invariant: every content is a string, every call's arguments are an object; an error names the
 place, like `messages[3].content[0].text`.
-Never: knows a template or the tools.
 """
 
 from __future__ import annotations

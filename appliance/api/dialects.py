@@ -1,6 +1,5 @@
 """Find which API a path belongs to, and write errors in its form.
 
-Owns: which API a path belongs to, and each API's form of errors.
 Invariant: a request is refused in the form that its API's official client understands.
 Never: decides what is refused.
 """

@@ -1,6 +1,5 @@
 """Refuse requests without parsing them while the queue is full, so that a flood costs little.
 
-Owns: which requests are refused before parsing.
 Invariant: the reply is the one that the long way would have given to a request that is in order;
 what is in any way out of the ordinary goes the long way.
 Never: refuses what the queue would take.

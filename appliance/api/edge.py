@@ -1,6 +1,5 @@
 """Apply what holds for every route: request ids, error objects, OPTIONS.
 
-Owns: the headers that all replies carry.
 Invariant: every reply has a request id, every refusal is OpenAI's error object, and a path that
 is not there is 404 however it is written.
 Never: knows a route by name.

@@ -2,7 +2,6 @@
 
 Owns: the table, and the first step of a request: bytes to a validated Ask.
 Invariant: what is asked by any of them takes the four steps of generation.generate.
-Never: reads a field, or writes a reply.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Run slow work for clients in threads, a few pieces at once, fairly between callers.
 
-Owns: the threads, and the queue for them.
 Invariant: at most `num_at_once` pieces are in threads, also counting clients that have left;
 the queue is bounded, altogether and for each peer, and peers are served in turn.
-Never: looks at the work, or keeps anything for a client that has left.
 """
 
 from __future__ import annotations

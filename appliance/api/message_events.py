@@ -1,6 +1,5 @@
 """Shape a reply of Anthropic's /v1/messages: one message, or the events that build it up.
 
-Owns: blocks of content, and the order of events.
 Invariant: the events add up to the whole message; each block that begins also ends.
 Never: waits, or knows HTTP.
 """

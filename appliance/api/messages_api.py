@@ -4,7 +4,6 @@ Claude Code puts a line `x-anthropic-billing-header: ...` first into its system 
 with every request, so that no two prompts would begin alike. The rule: a first line of the system
 prompt that begins with this name is left out. It says nothing to a model.
 
-Owns: which fields and blocks there are, and what is refused by name.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
 Never: keeps anything between two requests.
 """

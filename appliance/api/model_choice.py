@@ -1,6 +1,5 @@
 """Check that the model a client names is served, and say what is if not.
 
-Owns: the refusal of an unknown model.
 Invariant: a refusal says every name that would have been served.
 Never: swaps a model.
 """

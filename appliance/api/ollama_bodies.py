@@ -1,8 +1,6 @@
 """Declare the fields of Ollama's chat, generate and model endpoints.
 
-Owns: each field's name, type and range; the options that are read.
 Invariant: unknown fields are allowed, and null counts as absent.
-Never: decides what a field means.
 """
 
 from __future__ import annotations

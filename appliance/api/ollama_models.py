@@ -1,6 +1,5 @@
 """Answer Ollama's paths about models: what is served, what it can do, pulling.
 
-Owns: /, /api/version, tags, show, ps and pull.
 Invariant: an unknown fact is left out, or empty where apps insist on a field.
 Never: generates; changes which model is served.
 """

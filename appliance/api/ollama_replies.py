@@ -1,6 +1,5 @@
 """Shape a reply of Ollama's /api/chat and /api/generate: JSON objects, one per line.
 
-Owns: the lines of a stream.
 Invariant: the lines of a stream add up to the whole reply; only the last line is done.
 Never: waits, or knows HTTP.
 """

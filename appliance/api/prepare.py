@@ -1,8 +1,6 @@
 """Prepare a validated request: render, tokenize, hash, compile its grammar, and make its sequences.
 
-Owns: what each sequence of a request runs on: its prompt's tokens and its RunSpec.
 Invariant: a request that is prepared can be served, whatever room there is.
-Never: reads a body; touches the queue.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Read a completion's prompts: texts, token ids, or a prefix with a suffix.
 
-Owns: which prompts a completion may have.
 Invariant: the marks are special tokens of the model; a model without them refuses a suffix.
 Never: tokenizes.
 """

@@ -1,6 +1,5 @@
 """Write OpenAI's replies: completions, chats, chunks, log-probabilities, errors.
 
-Owns: how tokens are spelled in replies; the shapes of replies.
 Invariant: a streamed reply's chunks add up to the whole reply.
 Never: waits, or knows HTTP.
 """

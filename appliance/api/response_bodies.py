@@ -1,8 +1,6 @@
 """Declare the fields of OpenAI's /v1/responses, with vLLM's additions.
 
-Owns: each field's name, type and range; the items of a conversation by their types.
 Invariant: unknown fields are allowed, and null counts as absent.
-Never: decides what a field means.
 """
 
 from __future__ import annotations

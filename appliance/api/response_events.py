@@ -1,6 +1,5 @@
 """Write a response of /v1/responses whole, or as its events.
 
-Owns: the items of output, and the order and numbers of events.
 Invariant: the whole reply is what the events build up; every event that opens something is
 followed by the one that closes it.
 Never: waits, or knows HTTP.

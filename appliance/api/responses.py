@@ -3,9 +3,7 @@
 Tools that OpenAI's servers run (a search, an interpreter) are left out and named in the header
 x-penstock-ignored. So are items that only their own server could read: encrypted reasoning.
 
-Owns: items of output, and the order and numbers of events; which fields and items there are, as
-OpenAI's client and Codex send them, and what is refused; `previous_response_id`, `store`, and the
-routes of one response.
+Owns: what is refused; `previous_response_id`, `store`, and the routes of one response.
 Invariant: what is answered is the chat that a client of /v1/chat/completions would have asked for.
 Never: keeps a response longer than its memory has room for, or shows it to another client.
 """

@@ -1,8 +1,6 @@
 """Define the words that our JSON schemas are written in.
 
-Owns: the shorthand of types.
 Invariant: objects may have other fields than those named.
-Never: knows a route or a field.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ schemas of requests come from the declarations that check them.
 Invariant: a body that satisfies its schema is refused only for what a schema cannot say: how fields
 go together, another model's name, a prompt longer than the context, more answers than the queue
 takes, a grammar that cannot be compiled, a text that is not the JSON it must be.
-Never: checks anything.
 """
 
 from __future__ import annotations

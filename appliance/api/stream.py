@@ -1,8 +1,7 @@
 """Turn a reply's tokens into text, reasoning and tool calls.
 
-Owns: which of the text is the answer, which is reasoning, which is a call; for each sequence of a
-request, the text not yet sent: half characters, and what may be the beginning of a stop string or a
-tool call.
+Owns: for each sequence of a request, the text not yet sent: half characters, and what may begin a
+stop string or a tool call.
 Invariant: the text sent depends on the tokens alone, never on how they were batched; nothing is
 sent for a sequence after its finish reason.
 Never: writes to a client, or decides anything about a sequence but that its stop string came, or

@@ -1,6 +1,5 @@
 """Read `tools` and `tool_choice`, and make the grammar that calls of functions must match.
 
-Owns: `tools`, `tool_choice`, `parallel_tool_calls`.
 Invariant: a call that is required is written in the model's own format, with arguments that
 match their schema.
 Never: calls a function.

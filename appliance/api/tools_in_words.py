@@ -4,7 +4,6 @@ A first message of the role system describes the functions and how to write a ca
 system message comes before these words. A call that the assistant made stands behind its text; a
 result is a message of the role user. docs/api.md has the same rule.
 
-Owns: the words.
 Invariant: earlier calls and results are written as the model must write its own calls.
 Never: changes a conversation without tools.
 """

@@ -5,7 +5,6 @@ row, or parallel calls. Many templates refuse that, and some leave such a messag
 Each of FORMS changes a conversation a little more. The first form is used that the template renders
 with all system messages in the text, and remembered for other conversations of the same shape.
 
-Owns: the forms, and the words that tell what was changed.
 Invariant: a conversation that the template takes is not changed; nothing that was said is lost.
 Never: knows which model a template belongs to.
 """

@@ -1,9 +1,7 @@
 """Start and stop the servers of a comparison.
 
-Owns: which daemons run, and how long.
 Invariant: what was started is stopped when the `with` ends, however it ends; a server that was
 there is left as it was.
-Never: measures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Measure a worker's parts on this machine's device, in a process that may import torch.
 
-Owns: starting the process, and reading its output.
 Invariant: its stderr is passed on when it fails.
 Never: imports torch; measures.
 """

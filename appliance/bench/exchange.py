@@ -1,6 +1,5 @@
 """Ask a measured server for its model and token ids, and build the requests to send it.
 
-Owns: a target's model, vocabulary and the seeds of its prompts.
 Invariant: no prompt is made twice, so that no prefix cache meets one again, unless a workload asks
 for it; and then never beyond one turn of one arm.
 Never: sends a measured request.

@@ -3,9 +3,7 @@
 A slow spell of the machine slows every server of a round, so ratios within a round hold where
 absolute figures do not. The second turn of the first server shows how much equal things differ.
 
-Owns: the order.
 Invariant: every list of results is in the order of rounds.
-Never: looks at a result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Describe one measured request.
 
-Owns: what a figure of one request means.
 Invariant: a figure that was not observed is None, or missing from the gaps; never 0.
-Never: opens a connection.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Describe a load: arrival times, lengths, trace files.
 
-Owns: the arrival processes and the form of traces.
 Invariant: pure but for the file; the same seed gives the same lines.
 Never: makes a text: lengths are all that a workload says.
 """

@@ -1,8 +1,4 @@
-"""Run the command where it is not installed: `python -m appliance.cli`.
-
-Owns: nothing.
-Never: anything of its own.
-"""
+"""Run the command where it is not installed: `python -m appliance.cli`."""
 
 from __future__ import annotations
 

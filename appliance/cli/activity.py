@@ -1,8 +1,6 @@
 """Define the verbs on what is logged: log, events, usage.
 
-Owns: their parameters, following, and the choice between the daemon and the log's file.
 Invariant: the daemon and the file take equal parameters; a reader of the file is told so.
-Never: changes anything in the daemon or the log.
 """
 
 from __future__ import annotations

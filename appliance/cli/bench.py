@@ -1,8 +1,6 @@
 """Define the verbs that measure servers, workloads and devices.
 
-Owns: how a load is written on the command line; the pages and tables of results.
 Invariant: whatever is printed can be computed again from what --save keeps.
-Never: measures: appliance.bench does.
 """
 
 from __future__ import annotations

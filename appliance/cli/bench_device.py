@@ -1,8 +1,6 @@
 """Define the verbs that measure the device.
 
-Owns: bench kernels, steps and transports.
 Invariant: each figure is beside the ceiling that was measured in the same run.
-Never: measures: appliance.bench does.
 """
 
 from __future__ import annotations

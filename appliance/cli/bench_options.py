@@ -1,9 +1,6 @@
 """Define the options that the benchmarks share.
 
-Owns: how a load is written on the command line.
-Invariant: the bar is on stderr, and only where that is a terminal.
 Invariant: an option means the same in every verb.
-Never: measures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Print the results of benchmarks as pages and tables.
 
-Owns: the columns of results, and the progress bar.
-Never: computes a figure.
+Invariant: progress is on stderr, as a bar only where that is a terminal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Define the verbs on the SSD cache: stats, verify, clear.
 
-Owns: the descriptions of its files.
 Invariant: reading verbs work with and without a running daemon; clear touches nothing of a running
 daemon.
 Never: prints a hash, or anything that reveals a prompt.

@@ -1,6 +1,5 @@
 """Complete verbs, options and ids for the shell.
 
-Owns: the verb completion, and its timeouts.
 Invariant: on any error, completion offers nothing and prints nothing.
 Never: asks a daemon that is not on this machine.
 """

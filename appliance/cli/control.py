@@ -1,7 +1,6 @@
 """Define the verbs that change something: serve, roles, cancel, drain, keys, services.
 
-Owns: their flags, of which serve has one for each setting; the life of the process of `worker`; the
-files and checks of the systemd service.
+Owns: their flags, of which serve has one for each setting.
 Invariant: what was done is on stdout, one line for each thing; what was refused is on stderr.
 Never: imports the daemon before serve needs it.
 """

@@ -1,6 +1,5 @@
 """Hold a chat's messages and settings.
 
-Owns: the order of messages, and the settings' values.
 Invariant: messages alternate between user and model, after at most one system message; a refused
 command changes nothing.
 Never: talks to the daemon or the terminal.

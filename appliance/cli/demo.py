@@ -1,6 +1,5 @@
 """Ask the starter model about a long document while short chats stream.
 
-Owns: the story and its figures.
 Invariant: every answer is compared with the correct one; every figure was measured in this run, and
 the demo's own daemon is stopped afterwards.
 Never: uses a running daemon, or a model other than the starter.

@@ -1,8 +1,6 @@
 """Define `penstock devices`: what computes here, and what links it.
 
-Owns: how devices and links are listed.
 Invariant: an unreported figure is a dash or a question mark, never a zero.
-Never: measures anything itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Define `penstock doctor`: list problems, and what mends each.
 
-Owns: how findings are listed.
 Invariant: it ends with 8 if something was bad, otherwise with 0.
-Never: checks anything itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Write one thing as lines of names and values: a request, a reply's timings, roles.
 
-Owns: the names of the lines.
 Invariant: pure.
 Never: computes a figure that the daemon did not send.
 """

@@ -1,6 +1,5 @@
 """Plan and check the installation of the systemd service.
 
-Owns: the files' places, and the commands to run.
 Invariant: all checks come before the first write; unchanged files are left alone; drop-ins and
 settings are the operator's.
 Never: removes a file, or changes one that is not ours.

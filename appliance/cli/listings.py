@@ -1,6 +1,5 @@
 """Define the columns of the CLI's lists.
 
-Owns: which fields of a row are shown, under which title.
 Invariant: pure; a csv file has a column's `key` as its heading, so keys and their order stay; a
 request is described in the console's words (appliance.frame.figures).
 Never: computes a figure that the daemon did not send.

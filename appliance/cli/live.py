@@ -1,8 +1,6 @@
 """Define the verbs on what runs now: ps, show, whoami, version, top.
 
-Owns: their parameters.
 Invariant: nothing changes in the daemon.
-Never: keeps anything between two calls.
 """
 
 from __future__ import annotations

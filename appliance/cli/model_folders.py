@@ -1,6 +1,5 @@
 """Find models on this machine, and check and describe their files.
 
-Owns: where checkpoints are searched, and the checksums to compare with.
 Invariant: an unsupported folder is described with the reason, not left out.
 Never: downloads, changes or prints anything.
 """
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple
 from appliance.formats.format_choice import output_format_of
 from appliance.models import cache, fits
 from appliance.models.names import STARTER_FOLDER
-from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, panels_layout
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.gguf import models_in
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
+from engine.checkpoint.weights_layout import panels_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import has_kernels
 from engine.text.tokenizer import Tokenizer

@@ -1,6 +1,5 @@
 """Define `penstock record`: write an incident to a file that the console replays.
 
-Owns: writing a recording.
 Invariant: the file is complete and readable by its owner alone, or absent.
 Never: overwrites a file; takes the text of a prompt.
 """

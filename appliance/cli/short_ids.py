@@ -1,9 +1,7 @@
 """Find the request that a shortened id means.
 
-Owns: the meaning of a shortened id.
 Invariant: a complete id is never taken for the beginning of another; an ambiguous beginning is
 refused with all matches.
-Never: guesses.
 """
 
 from __future__ import annotations

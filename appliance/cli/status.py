@@ -1,6 +1,6 @@
 """Define status, as a page or a line, and metrics.
 
-Owns: the wording of the page, one subject a line; what --check takes for a fault; --watch.
+Owns: what --check takes for a fault; --watch.
 Invariant: --check ends with 0 only if the daemon would take a request and no alert is raised.
 Never: judges a figure; the alerts are the daemon's.
 """

@@ -1,6 +1,5 @@
 """Write the daemon's state as a page or a line of text.
 
-Owns: the wording of the page.
 Never: judges a figure.
 """
 

@@ -3,7 +3,6 @@
 Owns: what table, wide, json, ndjson and csv mean.
 Invariant: pure; table and wide are for people and may change, in the others fields are only ever
 added; rows come out in the order in which they are given.
-Never: formats a number for a program.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: colour, progress, and the options that most verbs share.
 Invariant: stdout carries the answer alone; progress, notes and errors go to stderr as `penstock:
 ...` and `hint: ...`.
-Never: decides what an answer says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Define verify: compute fixed prompts in every way that the daemon has, and compare the texts.
 
-Owns: the prompts, the ways, and the verdict.
 Invariant: each way gets the same token ids, sent without a chat template, and is compared with the
 first; a way that was not tried is absent.
 Never: uses a running daemon; imports torch or transformers, which compute in another process.

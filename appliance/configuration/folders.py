@@ -2,7 +2,6 @@
 
 Owns: the modes of new folders.
 Invariant: an existing folder stays unchanged; a new one is for its owner and the socket's group.
-Never: chooses a path.
 """
 
 from __future__ import annotations

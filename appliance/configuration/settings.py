@@ -1,6 +1,5 @@
 """List every setting: how it is read and what it means.
 
-Owns: every setting's name, allowed values and meaning.
 Never: reads a file or a variable; imports anything slow.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: the order of the sources; the name of a setting's source in errors.
 Invariant: an error names the flag, variable or line that set the wrong value.
-Never: combines settings.
 """
 
 from __future__ import annotations

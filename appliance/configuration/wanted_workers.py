@@ -1,9 +1,7 @@
 """Parse --place: how many workers of each role, and on which devices.
 
-Owns: the language of --place.
 Invariant: no core has two workers unless that is `forced`, which tests on small machines need, or
 the machine has one core and one worker of each role.
-Never: examines the machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """List the GPUs that a server could use.
 
-Owns: the names of GPUs.
 Invariant: names equal the names in readings.
 Never: keeps a handle of the driver.
 """

@@ -1,6 +1,5 @@
 """List the hardware to place workers on: GPUs, links, NUMA nodes, cores.
 
-Owns: the record, and how it is taken.
 Invariant: placement depends on the record alone, so that any machine can be placed anywhere; an
 unreported value is None.
 Never: makes a CUDA context, changes anything, decides.

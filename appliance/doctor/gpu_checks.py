@@ -1,6 +1,5 @@
 """Check what would fail at the first run on a GPU, with commands that correct it.
 
-Owns: the record of a machine with GPUs, how it is read, and the checks of it.
 Invariant: checks read the record alone, so that any machine can be checked anywhere; an unreported
 value is not assumed bad.
 Never: makes a CUDA context, changes anything.

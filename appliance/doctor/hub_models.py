@@ -1,6 +1,5 @@
 """Describe a model on the hub and where it would fit, without its weights.
 
-Owns: the words of `models show` and doctor about it.
 Invariant: the cache stays unchanged.
 Never: downloads weights.
 """

@@ -1,6 +1,5 @@
 """Translate Dynamo's requests into bodies of /v1/completions.
 
-Owns: which of Dynamo's fields are supported.
 Never: guesses: an unsupported field is refused by name.
 """
 

@@ -1,6 +1,5 @@
 """Call the daemon from Dynamo's adapter: its card, completions, tokens.
 
-Owns: the one connection of each request.
 Invariant: every failure of the connection is a LostError; hanging up makes the daemon cancel.
 Never: tries again.
 """

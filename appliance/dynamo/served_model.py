@@ -1,8 +1,6 @@
 """Describe to Dynamo what a daemon serves.
 
-Owns: Dynamo's names of parsers.
 Invariant: equal descriptions need one registration.
-Never: asks the daemon.
 """
 
 from __future__ import annotations

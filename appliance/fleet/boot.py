@@ -48,8 +48,9 @@ from appliance.request import ModelInfo
 from engine.cache.blocks import MIN_RECORDS
 from engine.cache.published_blocks import PoolShape
 from engine.cache.topology import DRAM
-from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights_layout import gpu_layout
 from engine.errors import AlreadyRunning, ConfigError, refuse
 from engine.kernels.attention_backends import this_machine
 from engine.offload.cache_memory import CacheMemory

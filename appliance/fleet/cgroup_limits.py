@@ -1,9 +1,7 @@
 """Read the processor and memory limits of the control groups.
 
-Owns: the tightest limit of both versions.
 Invariant: every group from ours to the top of the mount counts, in version 2 and in version 1,
 also where a machine has both (hybrid): the tightest limit holds.
-Never: changes a group.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The blocks of models that were served before stay in the cache's memory, within its cap.
 
-Owns: the tier over the served model's blocks.
 Invariant: it is there only if every worker has tried the way to the arena at start.
 Never: decides which block is stored or loaded.
 """

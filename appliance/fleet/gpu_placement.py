@@ -4,7 +4,6 @@ On one GPU, two processes avoid waiting for each other's steps but share the GPU
 start of a model tries two and measures; later starts use the better choice. The two share weights
 and pool, or, if configured, copy blocks through the host.
 
-Owns: nothing; pure.
 Invariant: an unavailable choice is an error or is reported, never replaced silently.
 Never: asks a driver (devices does), allocates.
 """

@@ -1,6 +1,5 @@
 """Open, maintain and close the KV caches in DRAM and on disk.
 
-Owns: the tiers below one router's pools, and the order in which they open and close.
 Invariant: they open when the workers are ready, and close before the workers end.
 Never: decides which block is stored or loaded; engine.offload does.
 """

@@ -1,6 +1,5 @@
 """Tell GPU workers where other workers' memory is, and when to unmap it.
 
-Owns: what each worker has exported, and which workers map it.
 Invariant: a worker is told of a pool once in each life of the pool and of its own, and never of
 memory that no longer exists.
 Never: looks into the handles that it passes on, or ends a process.

@@ -33,7 +33,8 @@ from appliance.fleet.worker_counts import (
     num_prefilling,
     phase_costs,
 )
-from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, gpu_layout
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
+from engine.checkpoint.weights_layout import gpu_layout
 from engine.errors import ConfigError
 from engine.kernels.attention_backends import Machine
 from engine.profile.facts import Profile

@@ -1,6 +1,5 @@
 """Change roles and latency targets while requests run.
 
-Owns: what an operator can change, and the words for what has changed.
 Invariant: a change is made whole or refused whole.
 Never: decides where a request goes; that is the engine's.
 """

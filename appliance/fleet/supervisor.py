@@ -1,7 +1,6 @@
 """Start workers, share memory between them, and restart them.
 
-Owns: worker processes, their channels, and the memfds that outlive them (pools, weights); the
-record of each worker; the GPU memory that each has exported or mapped.
+Owns: worker processes, their channels, and the memfds that outlive them (pools, weights).
 Invariants: a worker's death is handled after all its messages, once its process has ended; no
 worker outlives the daemon; a restarted worker finds the pools and the converted weights unchanged.
 Never: knows a sequence.

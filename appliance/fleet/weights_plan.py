@@ -1,6 +1,5 @@
 """Plan how weights lie in memory: mapped, widened, packed or quantised.
 
-Owns: that choice, for workers on CPU cores, and its refusals.
 Invariant: the choice is reported with its bytes, unless files are served unchanged.
 Never: makes memory, reads tensor data.
 """
@@ -13,9 +12,10 @@ from dataclasses import dataclass
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.gpu_placement import packing_on
 from appliance.fleet.placement import Placement
-from engine.checkpoint.checkpoint import (
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.packed_layouts import FP8_ROWS
+from engine.checkpoint.weights_layout import (
     AS_STORED,
-    Checkpoint,
     PanelsLayout,
     WeightsLayout,
     arena_layout,
@@ -24,7 +24,6 @@ from engine.checkpoint.checkpoint import (
     panels_layout,
     weights_layout,
 )
-from engine.checkpoint.packed_layouts import FP8_ROWS
 from engine.errors import ConfigError
 from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels, load_kernels
 from engine.profile.facts import Profile

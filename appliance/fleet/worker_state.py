@@ -1,8 +1,6 @@
 """Describe one worker and its process.
 
-Owns: what a worker's last start found.
 Invariant: what a worker's start has found is that of its last start.
-Never: starts or ends anything.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ one of the request's functions is called; then it reports the call, and its argu
 piece by piece, from any notation. It returns None; or, if no function is called, how many
 characters are text.
 
-Owns: what is not reported yet, and the parts that are: text, reasoning, calls; the notations.
 Invariant: arguments that are complete in the model's notation are a JSON object; if a limit cuts
 them off they are the beginning of one.
 Never: decides what is content.

@@ -1,8 +1,6 @@
 """Choose by a chat template how a model writes reasoning and tool calls.
 
-Owns: the table of formats, and the choice; settings may name formats instead.
 Invariant: without a setting, the template's text alone decides: the model was trained with it.
-Never: parses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Read a model's text while it streams, in steps that wait for more.
 
-Owns: the parts that are found: text, reasoning, calls.
 Invariant: what a step finds depends on the text alone, never on where it was cut: each looks at
 a text that is long enough to decide, or complete.
 Never: knows a notation or tokens.

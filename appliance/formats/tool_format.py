@@ -1,8 +1,6 @@
 """Describe the formats in which models write tool calls: grammar, marks, reader.
 
-Owns: the formats.
 Invariant: what a format's grammar lets a model write, its reader reads.
-Never: reads; call_readers does.
 """
 
 from __future__ import annotations

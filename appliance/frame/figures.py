@@ -1,6 +1,5 @@
 """Format figures for the CLI and the console: numbers and units.
 
-Owns: every number format.
 Invariant: pure; None (not reported) is `-`, never 0.
 Never: layout or colour, or what may reach a terminal; imports anything slow: the CLI asks, too.
 """

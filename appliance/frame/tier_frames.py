@@ -1,8 +1,6 @@
 """Describe one KV tier as a part of a frame.
 
-Owns: the tier's fields.
 Invariant: counts are since the daemon started; None is not reported.
-Never: knows the store.
 """
 
 from __future__ import annotations

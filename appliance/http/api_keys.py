@@ -1,6 +1,5 @@
 """Create and check API keys; the file holds names, roles and hashes.
 
-Owns: the keys' file.
 Invariant: keys are 256 random bits. They cannot be guessed by trial, so one round of SHA-256 hides
 them as well as a slow hash would, and checking is cheap.
 Never: shows a key twice, or quotes the file in an error.

@@ -1,6 +1,5 @@
 """Answer connections above the limit with 503, and close them in time.
 
-Owns: the sockets that wait for their clients to hang up.
 Invariant: a client that connects and asks within LINGER_S reads an answer, while descriptors are
 left; rejections are counted in the journal, not listed line by line.
 Never: reads what a client says.

@@ -1,8 +1,6 @@
 """Load the TLS certificate, and set the allowed versions.
 
-Owns: reading the files.
 Invariant: a context has a certificate with its own key; versions before 1.2 are refused.
-Never: listens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Check the parameters of queries of the request log.
 
-Owns: the parameters, their meaning and their errors.
 Invariant: every field of a query is safe to run: times are in the log's own form, stages are known
 names.
 Never: lets a client write SQL; ignores a parameter that it cannot read.

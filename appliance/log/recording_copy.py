@@ -1,6 +1,5 @@
 """Copy a span of the request log into a recording: its frames, and the rows that they need.
 
-Owns: which rows a recording has.
 Invariant: a recording is one moment of the log, and complete or absent.
 Never: takes the text of a prompt; writes to the log.
 """

@@ -1,6 +1,5 @@
 """Write runs, requests and events to the log's tables in SQL.
 
-Owns: the statements that insert runs, requests and events, and complete a request's energy.
 Invariant: a row that cannot be stored is refused alone, and does not hold up the rows after it.
 Never: commits, but for insert_run(); retries.
 """

@@ -1,6 +1,5 @@
 """Export, check and prune the request log's file for `penstock db`.
 
-Owns: what `penstock db` does.
 Invariant: it works without the daemon, and does not disturb a running one.
 Never: changes the schema; overwrites a file.
 """

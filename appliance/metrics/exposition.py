@@ -2,7 +2,6 @@
 
 Owns: the text's form and media type, and the process's own metrics.
 Invariant: a scrape is a function of its arguments and of /proc; there is no registry.
-Never: keeps a value.
 """
 
 from __future__ import annotations

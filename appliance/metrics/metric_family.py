@@ -1,8 +1,6 @@
 """Describe one metric: its name, kind and samples.
 
-Owns: samples without a value, which are left out.
 Invariant: no label names a user or a request; what is not reported has no sample.
-Invariant: a sample without a value is not there.
 Never: knows Prometheus.
 """
 

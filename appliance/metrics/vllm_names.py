@@ -1,6 +1,5 @@
 """List vLLM's metrics that have a meaning here.
 
-Owns: vLLM's names, labels and bucket edges.
 Invariant: names, labels and bucket edges are vLLM's. To its readers the appliance is one engine,
 `0`, and each sequence is a request.
 Never: makes up a figure for what does not exist here.

@@ -1,8 +1,6 @@
 """Describe a model from its files: format, family, size, parameters, layers.
 
-Owns: the record, and how it is taken from a checkpoint.
 Invariant: every value is read from the files; nothing is guessed from a name.
-Never: opens a file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Estimate the memory that a model needs, and where it fits.
 
-Owns: the arithmetic. Pure.
 Invariant: an estimate is cautious; an unknown value is None.
 Never: asks a device or a hub.
 """

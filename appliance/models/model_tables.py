@@ -1,8 +1,6 @@
 """Read the tables [models.NAME] of the configuration: models that a request may name.
 
-Owns: what such a table may contain.
 Invariant: every refusal names the table, its key and the line.
-Never: reads a file.
 """
 
 from __future__ import annotations

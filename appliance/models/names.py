@@ -1,6 +1,5 @@
 """Parse a model's name: a folder, a GGUF file, or `owner/name`.
 
-Owns: the grammar of names.
 Invariant: an existing folder or GGUF file comes first; so does text that begins like a path.
 Never: imports anything slow: each `penstock status` pays for it.
 """

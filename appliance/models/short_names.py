@@ -4,7 +4,6 @@ Each is an instruction-tuned model of a supported family, published on the hub u
 name without a tag means the most usual size. The table [short_names] of the configuration adds
 more. `model_aliases` differs: it names the served model for clients.
 
-Owns: the table.
 Never: imports anything.
 """
 

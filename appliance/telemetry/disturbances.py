@@ -3,7 +3,6 @@
 Owns: the counters of the last look: time taken by the hypervisor, periods with a used-up CPU quota,
 pages read from a disk, other programs' time on watched cores.
 Invariant: an unreported counter counts as undisturbed.
-Never: says what a step took.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Explain in one sentence why a request was slow or what limits the appliance.
 
-Owns: when something stands out, and the words for it.
 Invariant: pure; waiting is compared with zero, computing with its usual time. An empty answer means
 that nothing stands out.
 Never: compares with an unmeasured time.

@@ -1,8 +1,6 @@
 """Read workers, links and pools as parts of a frame.
 
-Owns: the wording of each part.
 Invariant: counts of one part are read at one moment; an unreported value is None.
-Never: keeps a value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Watch each worker's steps, and find workers without progress.
 
-Owns: each worker's deadline.
 Invariant: time in which the daemon's own loop was blocked counts as one look at most; a worker
 without work, or with its cores lent, is never reported.
 Never: ends a worker.

@@ -1,6 +1,5 @@
 """Compute each alert's signal as one number.
 
-Owns: what each signal examines.
 Invariant: an unreported or meaningless signal is not yielded.
 Never: decides when an alert is raised.
 """

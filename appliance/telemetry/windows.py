@@ -1,6 +1,5 @@
 """Keep values of the last minutes, for rates and quantiles.
 
-Owns: how long a value is kept.
 Invariant: quantiles cover observed values only; without values they are None.
 Never: reads a clock.
 """

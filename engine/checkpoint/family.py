@@ -1,6 +1,5 @@
 """Describe what a model family can differ in.
 
-Owns: the fields of a family.
 Invariant: None is "the family has no such part".
 Never: names a family.
 """

@@ -4,7 +4,6 @@ The format's own package reads a header as one array per token: nine seconds and
 a vocabulary of 150,000, and it follows counts beyond the end of the file. So the header, which is a
 list of lengths and values, is read here; the package is what the tests compare with.
 
-Owns: the checks that a file is what its header says.
 Invariant: no length of the file is believed before it is compared with what is left of the file.
 Never: reads tensor data, but for the small ones that are configuration; knows an architecture.
 """

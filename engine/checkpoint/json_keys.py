@@ -1,6 +1,5 @@
 """Read typed values from a model folder's JSON files.
 
-Owns: the checks and the wording of "this key has a wrong value".
 Invariant: what is returned has the type asked for; anything else is a CheckpointError that names
 the file and the key.
 Never: knows what a key means.

@@ -22,9 +22,10 @@ from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.gguf_models import config_keys, sampling_keys
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.kv_groups import KvGroups, divide, one_group
-from engine.checkpoint.layer_heads import LayerHeads, kv_layers, layer_heads, sampling_defaults
+from engine.checkpoint.layer_heads import LayerHeads, kv_layers, layer_heads
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.rope import RopeConfig
+from engine.checkpoint.sampling_defaults import sampling_defaults
 from engine.errors import WHAT_IS_SERVED, CheckpointError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

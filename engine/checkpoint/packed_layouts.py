@@ -1,6 +1,5 @@
 """Describe how matrices lie in memory for the C kernels: quantised in panels, bfloat16 in pairs.
 
-Owns: the sizes of panels and pairs.
 Invariant: the C files have the same numbers; a test packs and multiplies.
 Never: touches data.
 """

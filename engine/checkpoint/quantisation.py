@@ -5,7 +5,6 @@ own, in the way that config.json names. Which of a model's matrices are quantise
 is what the tensors themselves say, beside the shape that the model asks for: config.json says it in
 too many ways.
 
-Owns: those ways, and their refusals.
 Invariant: every part of a matrix has the shape and dtype that the matrix asks for.
 Never: reads tensor data.
 """

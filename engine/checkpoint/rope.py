@@ -1,8 +1,6 @@
 """Compute rotary frequencies from a model's configuration.
 
-Owns: every kind of scaling.
 Invariant: every field that the kind uses is set; old and new spellings give the same object.
-Never: reads a file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Read the headers of safetensors files: where each tensor lies in which file.
 
-Owns: the checks that a file is what its header says.
 Invariant: a TensorInfo lies wholly inside its file and overlaps no other.
 Never: reads tensor data.
 """

@@ -1,6 +1,5 @@
 """Describe what a model's attention needs of a backend.
 
-Owns: the reasons why a backend cannot serve.
 Invariant: nothing is imported into this process; what was found holds for its life.
 Never: imports a library.
 """

@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.checkpoint.checkpoint import expected_shapes, is_embedding
+from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights_layout import is_embedding
 
 
 @dataclass(frozen=True, slots=True)

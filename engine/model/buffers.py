@@ -1,6 +1,5 @@
 """Keep one buffer for each kind of intermediate result.
 
-Owns: where the results lie.
 Invariant: a result is read before the next one of its kind is asked for; `generation` grows when
 a buffer moves.
 Never: holds what outlives a step.

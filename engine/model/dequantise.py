@@ -1,6 +1,5 @@
 """Read values out of quantised blocks, equal to GGUF's own to the last bit.
 
-Owns: the layout of each format.
 Invariant: `dequantised` is the format's value in float32, to the last bit.
 Invariant: the parts' values are the format's in float32: (code - zero) * scale.
 Never: reads a file.

@@ -1,6 +1,5 @@
 """Compute the per-layer embeddings of a step's tokens, and what each layer adds from them.
 
-Owns: the embeddings by layer and their projection; the gate through which a layer reads them.
 Invariant: a token's inputs depend on its id and its embedding alone.
 Never: keeps anything after a step.
 """

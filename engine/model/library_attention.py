@@ -1,6 +1,5 @@
 """Call the attention of flash-attn and torch on a paged pool.
 
-Owns: the arguments of both libraries.
 Invariant: a block is a page, of a multiple of 256 tokens; nothing is copied but queries that a
 library wants copied.
 Never: chooses between them.

@@ -1,6 +1,5 @@
 """Build a step's block tables and lengths on the GPU for all attention kernels.
 
-Owns: block tables and lengths, in one copy to the device.
 Never: reads a value back from the device.
 """
 

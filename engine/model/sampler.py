@@ -10,8 +10,7 @@ changes a draw only if both are about to win it. A temperature below 1e-5 is gre
 not finite mean a broken model: NaN counts as impossible, infinity as the largest float32, and a
 row with nothing possible yields token 0, or NO_TOKEN where a device chooses.
 
-Owns: SamplingParams' fields that look at tokens rather than at the distribution; what
-SamplingParams say about the distribution; the noise of a draw, which Triton computes, too.
+Owns: the noise of a draw, which Triton computes, too.
 Invariant: log-probabilities are of the raw logits, before adjustments, temperature and filters.
 Never: keeps random state, ends a sequence.
 """

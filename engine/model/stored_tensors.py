@@ -1,8 +1,6 @@
 """Read or quantise rows of a stored tensor in the model's order, whatever the file's layout.
 
-Owns: how each block format lays out its codes and scales; how each way of storing them lays them
-out; the order of rows, the shift, which a file's format may have otherwise, and the choice of what
-reads codes.
+Owns: how each block format and each way of storing lays out codes and scales; the order of rows.
 Invariant: rows() gives the same values however it is cut.
 Never: maps a file.
 """

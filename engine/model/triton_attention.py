@@ -3,7 +3,6 @@
 Both walk a sequence's keys in tiles through its block table and keep a running softmax in float32.
 The rows of a tile are the queries of all heads that share a key head, so that a key is read once.
 A single query's keys are cut among several programs, whose parts a third kernel joins.
-Owns: the attention kernels and their launches.
 Invariant: what is launched depends on shapes and the step's host numbers alone, never on a device
 value, so that a launch can be captured; offsets into the pool are 64 bits wide.
 Never: tunes itself while it serves, keeps anything after the launch.

@@ -5,7 +5,6 @@ integers of them (or of FP8 and MXFP4 the small floats that they are), which eve
 holds exactly, multiplies them by the tokens' values, and scales the sums, in float32. So a value is
 never rounded to the serving dtype. Where a form's inputs are integers of one byte (int8_row),
 products and sums are integers, up to one scale for each row and token at the end.
-Owns: the kernels and their launches.
 Invariant: nothing depends on a device value, so that a step can be captured in a graph.
 Never: packs; chooses forms (engine.checkpoint.quantisation does).
 """

@@ -4,7 +4,6 @@ Sorting a vocabulary costs more than finding each filter's border by bisection: 
 which the tokens have the wanted number, or the wanted weight. A greedy row takes one pass over its
 logits, a draw without filters two, a filter some tens.
 
-Owns: the kernels and their launches.
 Invariant: a row's token depends on its own logits and parameters alone; no value is read back.
 Never: looks at grammars, penalties or log-probabilities, keeps random state.
 """

@@ -1,6 +1,5 @@
 """Describe a weight in memory: its data, scales and scheme; pack it into panels.
 
-Owns: which schemes there are.
 Invariant: a Weight's scheme is one of SCHEMES, and its data are of the dtype that the scheme
 has.
 Invariant: a packed matrix is the stored one rounded to bfloat16, and nothing else.
@@ -18,10 +17,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
-from engine.checkpoint.checkpoint import (
-    PanelsLayout,
-    WeightsLayout,
-)
 from engine.checkpoint.packed_layouts import (
     BLOCK_VALUES,
     FORMS,
@@ -33,6 +28,7 @@ from engine.checkpoint.packed_layouts import (
     panels_shape,
 )
 from engine.checkpoint.tensor_info import BLOCKS
+from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import load_kernels
 from engine.model.dequantise import Parts, parts_of

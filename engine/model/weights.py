@@ -1,7 +1,6 @@
 """Hold the weights in memory that all workers share: mapped, converted, or packed in panels.
 
-Owns: which schemes a weight in memory may have, and the check that data and scales are what theirs
-says; filling the memory that all workers read, a share by each of them.
+Owns: filling the memory that all workers read, a share by each of them.
 Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint; a
 packed matrix has the values of the stored one, rounded to bfloat16 where that is its form.
 Never: decides the dtype or the layout (engine.checkpoint.checkpoint does), makes that memory (the
@@ -19,16 +18,16 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import (
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.weights_layout import (
     AS_STORED,
-    Checkpoint,
     PanelsLayout,
     WeightsLayout,
     arena_layout,
     packed_layout,
     panels_layout,
 )
-from engine.checkpoint.model_config import DTYPE_BYTES
 from engine.errors import CheckpointError, unreadable
 from engine.model.stored_tensors import Stored
 from engine.model.weight import _PIECE_VALUES, Weight, memory_of, pack_weights, packed_weights

@@ -1,8 +1,6 @@
 """Track which of a tier's copies are overdue, and what its loads and stores have in common.
 
-Owns: the numbers of copies, and their deadlines.
 Invariant: each copy has its own number; exactly the blocks of overdue copies count as stuck.
-Never: decides anything.
 """
 
 from __future__ import annotations

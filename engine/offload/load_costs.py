@@ -1,6 +1,5 @@
 """Compare the cost of loading blocks from a tier with computing them.
 
-Owns: the rate of loads, and what predictions were off by.
 Invariant: a load is worth it only where it is predicted to take less than computing would;
 excess load time is the time that loads took beyond what computing was predicted to.
 Never: reads a clock.

@@ -1,6 +1,5 @@
 """Hold all tiers below the pools of one router, the fastest first.
 
-Owns: their order.
 Invariant: a prompt waits for one tier at a time; a victim's blocks go to the first that takes them.
 Never: knows what a tier is made of.
 """

@@ -1,6 +1,5 @@
 """Define how a KV block lies on disk: header, bytes, checksums.
 
-Owns: the bytes of records and slab heads.
 Invariant: data not sealed for this place, fingerprint and content is read as None or as damaged.
 Never: opens a file.
 """

@@ -1,6 +1,5 @@
 """List what the prefix cache holds by tokens, and its last changes.
 
-Owns: the list of changes.
 Invariant: a block is told as stored once, and as removed when no pool has it any more.
 Never: tells of prompts that have a secret.
 """

@@ -1,6 +1,5 @@
 """Count guessed tokens and how many of them were right, by source and place in the guess.
 
-Owns: nothing; a sequence and the router's counters hold one each.
 Invariant: no more tokens are right than guessed, at every place.
 Never: reads a clock.
 """

@@ -1,6 +1,5 @@
 """Track each link between pools: its rate, its failures, and when it is down.
 
-Owns: each link's rate, strikes and fallback.
 Invariant: only a link with a fallback goes down; copies under way on it stay on it.
 Never: copies, or chooses workers.
 """

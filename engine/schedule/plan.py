@@ -1,6 +1,5 @@
 """Choose the sequences of the next step, and how many tokens of each.
 
-Owns: nothing; pure, torch-free.
 Invariant: every decoding sequence gets its token in every step, and prompts share the budget, so
 neither phase can starve the other. A prompt longer than a step goes alone, a chunk at a time. A
 prompt that one step completes waits for one such chunk at most; a long prompt that has waited

@@ -1,6 +1,5 @@
 """Find what each waiting prompt waits for, and behind how many tokens.
 
-Owns: the reasons why a prompt is not being computed yet.
 Invariant: tokens ahead are counted in the order in which the queue is taken if nothing else comes.
 Never: puts a reason into words, or predicts a time.
 """

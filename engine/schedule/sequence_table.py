@@ -1,6 +1,5 @@
 """List all unfinished sequences by where they stand.
 
-Owns: in which container each sequence is, except for the queue's order.
 Never: decides anything about a sequence.
 """
 

@@ -1,6 +1,5 @@
 """Describe the router at one moment, for readers that change nothing.
 
-Owns: the records of a snapshot, and how they are read from the router's parts.
 Invariant: a snapshot never changes, and its parts are of one moment.
 Never: changes anything, or hands out a part of the router itself.
 """

@@ -1,6 +1,5 @@
 """List the routes that a sequence can take through the workers, and the blocks each needs.
 
-Owns: nothing; pure.
 Invariant: what fits a pool's capacity can be run to its end there, alone; what admission takes is
 enough for all that is known of the sequence and for the steps until more can have come.
 Never: reserves.

@@ -1,6 +1,5 @@
 """Render messages into a prompt with the model's chat template, in a sandbox.
 
-Owns: the sandbox, and its contents.
 Invariant: renders like transformers for equal templates and messages.
 Never: lets a template reach anything outside its variables.
 """

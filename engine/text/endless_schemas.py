@@ -1,8 +1,6 @@
 """Find JSON schemas that refer only to themselves, which no value can match.
 
-Owns: the search.
 Invariant: time and memory are linear in the schema's size, for any references.
-Never: judges a broken reference.
 """
 
 from __future__ import annotations

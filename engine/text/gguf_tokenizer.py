@@ -1,6 +1,5 @@
 """Build a tokenizer from a GGUF file's metadata.
 
-Owns: the names of pre-tokenizers.
 Invariant: ids equal the file's.
 Never: reads a file.
 """

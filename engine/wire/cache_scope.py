@@ -1,6 +1,5 @@
 """Define the record that says which prompts may share cached blocks.
 
-Owns: the record; engine.cache.hashes makes it.
 Never: holds a secret itself, only a hash with it. Imports nothing: the command starts quickly.
 """
 

@@ -6,8 +6,6 @@ Extends it, by the entry of a step that has `released` set, Copy by Copied, pair
 MeasureSteps by StepsMeasured. MapPool without memory is answered by Unmapped.
 UseCores, which names cores, is answered by CoresUsed.
 
-Owns: the records in which a request's sampling goes from the api to the workers; the wire between
-processes.
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
 Never: carries tensors; KV moves through shared memory, or stays where it is on a GPU.
 """

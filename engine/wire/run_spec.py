@@ -1,6 +1,5 @@
 """Define what a request wants of each sequence, in one record that the API and the worker share.
 
-Owns: the record itself; what draws tokens, and what shares blocks, each has its own file.
 Invariant: a sequence keeps one spec from submit to its end, wherever it runs.
 Never: says how far a sequence is.
 """

@@ -1,7 +1,6 @@
 """Run a worker process: pin it, load, report ready, step until the daemon ends.
 
 Started as `python -P -m engine.workers --channel-fd N --cpus 0,1`; the rest comes with Setup.
-Owns: this process.
 Invariant: never outlives the daemon (parent-death signal, and the closed channel).
 Never: chooses its device; a failure to load is reported before it exits.
 """
@@ -179,7 +178,7 @@ def _loaded(
     checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
 ) -> tuple[dict[str, Weight], ProductVariants | None, bool]:
     """Load the weights; return how packed ones are multiplied, and whether to measure loss."""
-    from engine.checkpoint.checkpoint import AS_STORED
+    from engine.checkpoint.weights_layout import AS_STORED
     from engine.kernels.cpu import ProductVariants
     from engine.model.weights import load_weights
 

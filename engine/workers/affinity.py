@@ -1,6 +1,5 @@
 """Pin the worker's threads to its cores.
 
-Owns: the affinity of all threads of the process.
 Invariant: one thread for each core; after it returns no thread may run elsewhere.
 Invariant: a refusal of the kernel is reported, and memory stays where it is.
 Never: runs while a step does.

@@ -2,7 +2,6 @@
 
 Owns: the memory kept free.
 Invariant: memory that a worker will allocate later is not given to the pool.
-Never: measures or allocates.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A small error of a matrix or a key says little about the output, so the output is compared: equal
 tokens pass through the weights as stored and as served, or over pools of both dtypes, and the
 distributions of the next token are compared, as llama.cpp does for its files.
-Owns: the texts and the comparison.
 Invariant: the serving pool is not touched.
 Never: chooses a form, or refuses to serve because of the result.
 """
@@ -14,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint, arena_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import arena_layout
 from engine.model.attention import WindowTables
 from engine.model.transformer import StepBatch, Transformer
 from engine.model.weight import Weight

@@ -3,7 +3,6 @@
 Run as `python -m engine.workers.measure kernels|steps|transports`; prints one JSON object. Weights
 are random, in the shape of Llama 3.1 8B or of a model folder.
 
-Owns: the timing, and the ceilings that results are compared with.
 Invariant: a share is relative to this device in this run, never to a data sheet.
 Never: serves; reads weights.
 """
@@ -26,8 +25,9 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.checkpoint import expected_shapes, layout_of
+from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights_layout import layout_of
 from engine.errors import PenstockError, WorkerFailed
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
 from engine.kernels.costs import (

@@ -5,8 +5,7 @@ workers on a GPU one exports its weights and its pool, the other maps them: a ha
 admit with unchanged block ids, and the weights are read and stored once. With a staging buffer
 instead, each has weights and a pool of its own, and blocks go through the host.
 
-Owns: the order of the start; buffers and threads of the reading, while it runs; the number of
-blocks and of tokens in a step, and the memory kept free.
+Owns: the order of the start.
 Invariant: the pool is allocated once, separately, after the largest step has been run and measured.
 Never: steps for clients; chooses which worker exports.
 """
@@ -23,8 +22,9 @@ from functools import partial
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint, PanelsLayout, gpu_layout
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
+from engine.checkpoint.weights_layout import PanelsLayout, gpu_layout
 from engine.errors import WorkerFailed
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight

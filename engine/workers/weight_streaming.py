@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint, PanelsLayout, WeightsLayout
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.weights_layout import PanelsLayout, WeightsLayout
 from engine.errors import CheckpointError
 from engine.model.weights import convert_weights, quantised_weights
 from engine.workers.device import Device

@@ -1,6 +1,5 @@
 """Describe a sequence as its worker sees it.
 
-Owns: the tokens and progress of one admit.
 Invariant: num_computed_tokens grows by the tokens that a step scheduled, and only when it is
 collected.
 Never: outlives its admit; a later admit makes a new WorkerRequest.

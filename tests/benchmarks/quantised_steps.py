@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint, panels_layout, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import panels_layout, weights_layout
 from engine.kernels.cpu import load_kernels
 from engine.model.attention import StepBatch
 from engine.model.linear import CompiledLinear

@@ -35,7 +35,8 @@ LINEAR = {"num_key_heads": 9, "num_value_heads": 9, "key_head_dim": 64, "value_h
 def transformer_of(family, folder):
     import mmap
 
-    from engine.checkpoint.checkpoint import Checkpoint, packed_layout
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.weights_layout import packed_layout
     from engine.kernels.cpu import DOTS, ProductVariants
     from engine.model.transformer import Transformer
     from engine.model.weights import load_weights

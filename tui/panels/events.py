@@ -1,6 +1,5 @@
 """Draw events, and the page of current alerts.
 
-Owns: nothing; pure.
 Invariant: the newest event comes first, the worst alert comes first.
 Never: drops an event that the frame has.
 """

@@ -1,6 +1,5 @@
 """Draw KV occupancy, the machine and waiting requests.
 
-Owns: nothing; pure.
 Invariant: cells of a KV bar add up to its width; a mark at a reading is an alert of the daemon.
 Never: shows 0 for an unreported value.
 """

@@ -1,6 +1,5 @@
 """Draw the handoff page: how KV moves from prefill to decode, and how fast.
 
-Owns: nothing; pure.
 Invariant: a transport is shown with its measurement at start, or as unmeasured.
 Never: infers a rate; all are the daemon's.
 """

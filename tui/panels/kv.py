@@ -1,6 +1,5 @@
 """Draw the KV page: pools, a block map, holders, caches.
 
-Owns: nothing; pure.
 Invariant: cells of a map add up to its pool; an owner has the same line in every pool.
 Never: shows a tier or a cache that this appliance does not have.
 """

@@ -1,6 +1,5 @@
 """Draw the caches below the pools as lines of the KV page.
 
-Owns: nothing; pure.
 Invariant: figures that are 0 are left out, except for stored and loaded blocks.
 Never: shows a cache that the daemon has not reported.
 """

@@ -2,7 +2,6 @@
 
 A lane is a phase; several workers of it have a row each.
 
-Owns: nothing; pure.
 Invariant: the lines come in order of importance, so a lower panel shows the first of them.
 Never: shows a number that the frame does not report.
 """

@@ -1,6 +1,5 @@
 """Draw latencies: quantiles of the last minute, and the share of met targets.
 
-Owns: nothing; pure.
 Invariant: every quantile stands under its window; a share stands beside its target.
 Never: computes a quantile; the daemon's are exact.
 """

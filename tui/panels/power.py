@@ -1,6 +1,5 @@
 """Draw the power page: what each device draws and may draw, and where the joules went.
 
-Owns: nothing; pure.
 Invariant: prefill, decode and the unattributed rest stand together, and add up to the total.
 Never: shows 0 for an unreported value; a MIG slice stands under its GPU, whose power it shares.
 """

@@ -1,6 +1,5 @@
 """Draw one request in detail: its facts, and where its time went, stage by stage.
 
-Owns: nothing; pure.
 Invariant: stages are drawn in the order in which they happen; the rest is printed as unattributed.
 Never: invents a stage that is not reported.
 """

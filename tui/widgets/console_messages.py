@@ -1,8 +1,6 @@
 """Define what happens in the console as Textual messages.
 
-Owns: the words of the messages.
 Invariant: a newer frame replaces one that has not been shown; nothing else is ever dropped.
-Never: carries anything but what happened.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Show dialogs over the pages: text, questions, choices, input.
 
-Owns: nothing that outlives it.
 Invariant: each names the key that leaves it; an answer is a text, None is no answer.
 Never: acts; an answer goes to the app.
 """

@@ -1,6 +1,5 @@
 """Take a filter while it is typed; the request tables follow every letter.
 
-Owns: the text while it is typed, and its error.
 Invariant: an invalid text changes nothing; the line says why.
 Never: filters; the app does.
 """

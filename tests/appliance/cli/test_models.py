@@ -13,7 +13,8 @@ import pytest
 
 from appliance.models import cache
 from appliance.models.names import STARTER_FOLDER
-from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, panels_layout
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
+from engine.checkpoint.weights_layout import panels_layout
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
 from tests.appliance.fake_daemon import FakeDaemon

@@ -18,7 +18,7 @@ from appliance.fleet.boot import (
     place,
     predict_place,
 )
-from engine.checkpoint.checkpoint import packed_layout
+from engine.checkpoint.weights_layout import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.kernels.attention_needs import triton_fault
 from engine.kernels.cpu import TILES, WIDENED, ProductVariants, has_kernels

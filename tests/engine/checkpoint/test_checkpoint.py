@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, expected_shapes, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, expected_shapes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.safetensors_header import read_header
+from engine.checkpoint.weights_layout import weights_layout
 from engine.errors import CheckpointError, ConfigError
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4}

@@ -16,10 +16,11 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-from engine.checkpoint.checkpoint import Checkpoint, arena_layout
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.families import FAMILY_BY_NAME
 from engine.checkpoint.gguf import GgufModel, models_in
 from engine.checkpoint.tensor_info import BLOCKS
+from engine.checkpoint.weights_layout import arena_layout
 from engine.errors import CheckpointError, PenstockError
 from engine.model.dequantise import dequantised
 from engine.model.weights import convert_weights

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.checkpoint import Checkpoint, arena_layout, panels_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import arena_layout, panels_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import has_kernels
 from engine.model.linear import CompiledLinear, choose_linears

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.checkpoint import Checkpoint, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import weights_layout
 from engine.kernels.cpu import load_kernels
 from engine.model.compiled import MAX_GRAPHS, MAX_TOKENS
 from engine.model.linear import Linears

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.checkpoint import Checkpoint, packed_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import packed_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import DOTS, TILES, VARIANT_NAMES, WIDENED, ProductVariants, load_kernels
 from engine.model.linear import CompiledLinear

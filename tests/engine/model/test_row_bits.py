@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint, packed_layout, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.packed_layouts import FORM_BY_KIND, FORMS
+from engine.checkpoint.weights_layout import packed_layout, weights_layout
 from engine.kernels.cpu import (
     BFLOAT16,
     DOTS,

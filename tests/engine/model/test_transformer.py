@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.checkpoint import Checkpoint, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights_layout import weights_layout
 from engine.model.attention import StepBatch
 from engine.model.layers import rope_frequencies
 from engine.model.records import RecordBlocks

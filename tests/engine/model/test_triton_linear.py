@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint.checkpoint import Checkpoint, gpu_layout
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.packed_layouts import CPU_FORMS, FORM_BY_KIND, FORMS
+from engine.checkpoint.weights_layout import gpu_layout
 from engine.model.dequantise import dequantised
 from engine.model.linear import Linears
 from engine.model.stored_tensors import quantised

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.checkpoint import Checkpoint, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import weights_layout
 from engine.errors import CheckpointError
 from engine.model.linear import as_one_matrix
 from engine.model.weights import load_weights

@@ -10,7 +10,8 @@ from msgspec import structs
 
 from engine.cache.topology import DRAM
 from engine.cache.window_blocks import Windows
-from engine.checkpoint.checkpoint import Checkpoint, weights_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import weights_layout
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.offload.cache_memory import CacheMemory

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.checkpoint import Checkpoint, arena_layout
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.weights_layout import arena_layout
 from engine.errors import CheckpointError, WorkerFailed
 from engine.model import attention
 from engine.model import backend as backend_file
