@@ -40,13 +40,7 @@ def is_journal(fd: int = 2, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def lines(text: str, level: int, *, to_journal: bool) -> str:
-    """Format a message for stderr.
-
-    Args:
-        text: one line or several.
-        level: logging's.
-        to_journal: the result of is_journal().
-    """
+    """Format a message for stderr."""
     if not to_journal:
         return PREFIX + text
     mark = f"<{_priority(level)}>"

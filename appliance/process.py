@@ -65,11 +65,7 @@ def max_connections(wanted: int, limit: int | None = None) -> int:
 
 
 class SpareDescriptors:
-    """Descriptors kept open so that they can be given up when no other is left.
-
-    Args:
-        count: how many to keep.
-    """
+    """Descriptors kept open so that they can be given up when no other is left."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -158,7 +158,6 @@ class Residents:
         return time.monotonic() - self.served_used_s >= self._asked_s.get(name, math.inf)
 
     def served_expires_at(self, name: str) -> str | None:
-        """Return when the served model goes if it stays unused; None: never."""
         return _time_in(self.served_used_s + self._asked_s.get(name, math.inf))
 
     def park(self, model: LoadedModel) -> None:

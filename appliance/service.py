@@ -112,7 +112,6 @@ class Service:
 
     @property
     def model(self) -> ModelInfo:
-        """The model being served."""
         return self._frames.model
 
     @property
@@ -121,7 +120,6 @@ class Service:
 
     @property
     def max_per_request(self) -> int:
-        """Sequences that one request may bring."""
         return self._router.max_per_request
 
     @property
@@ -158,7 +156,6 @@ class Service:
         self.availability.check()
 
     def check_room(self, owner: str, num_bytes: int) -> None:
-        """Raise QueueFull where a prompt of this owner in so large a body would not be taken."""
         self._ask_router(partial(self._router.check_room, owner, num_bytes // TOKEN_BYTES + 1))
 
     def not_ready_reason(self) -> str | None:
@@ -305,7 +302,6 @@ class Service:
         return Readings(self._frames.now(self._standing()), self._telemetry.histograms)
 
     async def next_frame_json(self, after_seq: int) -> tuple[int, bytes]:
-        """Wait for a frame newer than `after_seq`."""
         return await self._frames.next_json(after_seq)
 
     def drain(self, by: str) -> None:

@@ -190,11 +190,7 @@ async def stream_frames(socket_path: str) -> AsyncGenerator[Frame, None]:
 
 
 async def first_frame(socket_path: str) -> Frame:
-    """Read one frame.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or ended the stream before a frame.
-    """
+    """Read one frame."""
     async with aclosing(stream_frames(socket_path)) as frames:
         async for frame in frames:
             return frame
@@ -235,11 +231,7 @@ async def follow(
 
 
 async def cancel(socket_path: str, request_id: str) -> str:
-    """Ask the daemon to cancel a request; return the outcome as a sentence.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or refuses.
-    """
+    """Ask the daemon to cancel a request; return the outcome as a sentence."""
     status, body = await _call(socket_path, "POST", f"{_request_path(request_id)}/cancel")
     if status == 200:
         return f"cancelled {request_id}"
@@ -249,21 +241,13 @@ async def cancel(socket_path: str, request_id: str) -> str:
 
 
 async def drain(socket_path: str) -> str:
-    """Ask the daemon to reject new requests; return the outcome.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or refuses.
-    """
+    """Ask the daemon to reject new requests; return the outcome."""
     await _change(socket_path, "/v1/penstock/drain")
     return "draining: new requests are rejected"
 
 
 async def resume(socket_path: str) -> str:
-    """Ask the daemon to accept requests again; return the outcome.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or refuses.
-    """
+    """Ask the daemon to accept requests again; return the outcome."""
     await _change(socket_path, "/v1/penstock/resume")
     return "resumed: new requests are accepted"
 
@@ -274,39 +258,24 @@ async def switch_roles(socket_path: str, change: Mapping[str, str | int]) -> str
     Args:
         socket_path: the daemon's socket.
         change: `roles`, `slo_ttft_ms` or `slo_itl_ms`; missing keys stay unchanged.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or refuses.
     """
     await _change(socket_path, "/v1/penstock/roles", msgspec.json.encode(change))
     return "set: " + ", ".join(f"{name} {value}" for name, value in change.items())
 
 
 async def fetch_caller(socket_path: str) -> Caller:
-    """Fetch the caller's user and role.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or its answer cannot be read.
-    """
+    """Fetch the caller's user and role."""
     return await _read(socket_path, "/v1/penstock/whoami", Caller)
 
 
 async def fetch_finished(socket_path: str, most: int) -> tuple[RequestFrame, ...]:
-    """Fetch finished requests, among the newest `most` requests of any phase.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or its answer cannot be read.
-    """
+    """Fetch finished requests, among the newest `most` requests of any phase."""
     requests = await _read(socket_path, f"/v1/requests?limit={most}", _Requests)
     return tuple(request for request in requests.data if request.phase == "finished")
 
 
 async def fetch_request(socket_path: str, request_id: str) -> RequestFrame | None:
-    """Fetch one live or finished request; None: the daemon does not know it any more.
-
-    Raises:
-        FeedLost: the daemon cannot be reached or its answer cannot be read.
-    """
+    """Fetch one live or finished request; None: the daemon does not know it any more."""
     async with _exchange(socket_path) as exchange:
         await exchange.ask("GET", _request_path(request_id))
         body = await exchange.body()

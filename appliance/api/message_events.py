@@ -48,11 +48,9 @@ class MessageShape:
         return self._message(is_ended=True)
 
     def opening(self) -> bytes:
-        """Begin a stream."""
         return _event("message_start", message=self._message(is_ended=False))
 
     def events(self, delta: Delta) -> bytes:
-        """Write a delta for a stream."""
         self._last = delta
         told = b""
         if delta.reasoning:
@@ -62,7 +60,6 @@ class MessageShape:
         return told + b"".join(map(self._add_call, delta.calls))
 
     def closing(self) -> bytes:
-        """End a stream."""
         ended = self._end_block()
         message = self._message(is_ended=True)
         change = {name: message[name] for name in ("stop_reason", "stop_sequence")}
@@ -73,12 +70,10 @@ class MessageShape:
         )
 
     def failure(self, error: RequestError) -> bytes:
-        """End a stream that failed."""
         body = error_body(Dialect.ANTHROPIC, error, self._request.request_id)
         return event(body, "error")
 
     def alive(self, place: int | None) -> bytes:
-        """Keep a stream alive while nothing comes."""
         return _event("ping")
 
     def _add(self, kind: str, text: str) -> bytes:

@@ -40,7 +40,6 @@ class OllamaShape:
         self._last: Delta | None = None
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
-        """Write the reply in one piece."""
         (delta,) = deltas
         self._take(delta)
         return self._object(delta.text, delta.reasoning, self._complete(is_last=True)) | self._end()
@@ -50,7 +49,6 @@ class OllamaShape:
         return b""
 
     def events(self, delta: Delta) -> bytes:
-        """Write a delta for a stream."""
         self._take(delta)
         calls = self._complete(is_last=delta.finish_reason is not None)
         if not (delta.text or delta.reasoning or calls):
@@ -59,11 +57,9 @@ class OllamaShape:
         return _line(told | {"done": False})
 
     def closing(self) -> bytes:
-        """End a stream."""
         return _line(self._object("", "", []) | self._end())
 
     def failure(self, error: RequestError) -> bytes:
-        """End a stream that failed."""
         return _line(error_body(Dialect.OLLAMA, error))
 
     def alive(self, place: int | None) -> bytes:

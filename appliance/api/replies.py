@@ -50,7 +50,6 @@ class ReplyShape:
     None: its events tell more."""
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
-        """Write the reply in one piece, from one delta per sequence."""
         written = list(deltas)
         for delta in written:
             self._num_reasoning[delta.sequence.index] = delta.num_reasoning_tokens
@@ -88,7 +87,6 @@ class ReplyShape:
         return [delta for one in ranked for delta in one[: self.ask.num_best]]
 
     def opening(self) -> bytes:
-        """Begin a stream, before anything is generated."""
         return b""
 
     def events(self, delta: Delta) -> bytes:
@@ -110,7 +108,6 @@ class ReplyShape:
         return role + b"".join(event(self._delta_chunk(one, is_first)) for one in delta.apart())
 
     def closing(self) -> bytes:
-        """End a stream."""
         if not self.ask.include_usage:
             return _DONE
         return event(self._object("chat.completion.chunk", []) | {"usage": self._usage()}) + _DONE

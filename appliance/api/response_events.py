@@ -137,14 +137,12 @@ class ResponseShape:
         return self._ended()
 
     def opening(self) -> bytes:
-        """Begin a stream."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def events(self, delta: Delta) -> bytes:
-        """Write a delta for a stream."""
         self._finish_reason = delta.finish_reason
         self._num_reasoning_tokens = delta.num_reasoning_tokens
         thought = self._think(delta.reasoning) if delta.reasoning else b""
@@ -165,11 +163,9 @@ class ResponseShape:
         return response
 
     def alive(self, place: int | None) -> bytes:
-        """Keep a stream alive while nothing comes."""
         return keep_alive(place)
 
     def failure(self, error: RequestError) -> bytes:
-        """End a stream that failed."""
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": error.what}
         return self._event("response.failed", response=response)

@@ -59,11 +59,7 @@ class ChosenModel(NamedTuple):
 
 
 class Connection:
-    """Connect to the daemon, starting one if needed.
-
-    Args:
-        host: the option --host.
-    """
+    """Connect to the daemon, starting one if needed."""
 
     def __init__(self, host: str | None) -> None:
         self.client = terminal.client(host)

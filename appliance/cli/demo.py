@@ -44,11 +44,7 @@ class TokenItl:
 
 
 class DemoChats:
-    """Stream short chats one after another until the `with` ends.
-
-    Args:
-        client: of the daemon.
-    """
+    """Stream short chats one after another until the `with` ends."""
 
     def __init__(self, client: Client) -> None:
         self.itls: list[TokenItl] = []

@@ -233,11 +233,7 @@ PAUSE_WITHOUT_TERMINAL_S = 10.0
 
 
 class ProgressLine:
-    """Show progress: text, or bytes done of a total and their rate.
-
-    Args:
-        verb: stands before bytes.
-    """
+    """Show progress: text, or bytes done of a total and their rate."""
 
     def __init__(self, verb: str = "") -> None:
         self._verb = verb

@@ -72,11 +72,7 @@ class NvLinks(NamedTuple):
 
 
 class Nvml:
-    """Read libnvidia-ml, with None in place of every error.
-
-    Args:
-        library: the pynvml module, initialised.
-    """
+    """Read libnvidia-ml, with None in place of every error."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -23,11 +23,7 @@ class KvEventPublisher(Protocol):
 
 
 class KvEvents:
-    """Announce the changes of one daemon's prefix cache to Dynamo's router.
-
-    Args:
-        publisher: takes the events.
-    """
+    """Announce the changes of one daemon's prefix cache to Dynamo's router."""
 
     def __init__(self, publisher: KvEventPublisher) -> None:
         self._publisher = publisher

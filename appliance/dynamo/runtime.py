@@ -81,7 +81,6 @@ class DynamoRuntime:
         """Serves the requests; set before register()."""
 
     async def register(self, served: ServedModel) -> None:
-        """Tell frontends of the model, and serve requests from now on."""
         llm = self._llm
         about = llm.ModelRuntimeConfig()
         about.context_length = served.max_model_len
@@ -112,32 +111,26 @@ class DynamoRuntime:
         self._tasks.append(asyncio.ensure_future(self._endpoint.serve_endpoint(self._generate)))
 
     async def join(self) -> None:
-        """Let the router choose this worker."""
         await self._endpoint.register_endpoint_instance()
 
     async def leave(self) -> None:
-        """Stop the router from choosing this worker."""
         await self._endpoint.unregister_endpoint_instance()
 
     async def tell_peers(self, request_id: str, num_tokens: int) -> None:
-        """Let other adapters know how long a request's prompt is."""
         me = self._peers.connection_id()
         told = {"request_id": request_id, "num_tokens": num_tokens}
         others = [one for one in self._client.instance_ids() if one != me]
         await asyncio.gather(*(self._tell(one, told) for one in others))
 
     def load(self, used_blocks: int) -> None:
-        """Let the router know how full it is."""
         if self._metrics is not None:
             self._metrics.publish(None, used_blocks, used_blocks)
 
     def stored(self, token_ids: list[int], block_ids: list[int], parent_id: int | None) -> None:
-        """Announce new blocks in a row, each the parent of the next."""
         sizes = [self._block_size] * len(block_ids)
         self._events.publish_stored(token_ids, sizes, block_ids, parent_id)
 
     def removed(self, block_ids: list[int]) -> None:
-        """Announce that these blocks are gone."""
         self._events.publish_removed(block_ids)
 
     def close(self) -> None:

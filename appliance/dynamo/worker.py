@@ -65,12 +65,7 @@ class Runtime(KvEventPublisher, Protocol):
 
 
 class Adapter:
-    """Serve Dynamo's requests with one daemon.
-
-    Args:
-        socket: of the daemon.
-        plane: Dynamo.
-    """
+    """Serve Dynamo's requests with one daemon."""
 
     def __init__(self, socket: Path, plane: Runtime) -> None:
         self._socket = socket

@@ -33,12 +33,7 @@ class CoreClaim(NamedTuple):
 
 
 class CoreNote:
-    """This daemon's note of the cores that its workers use, until it is closed or the process dies.
-
-    Args:
-        socket: where this daemon is found.
-        environ: the variables.
-    """
+    """Note which cores this daemon's workers use, until it is closed or the process dies."""
 
     def __init__(self, socket: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._socket = socket

@@ -172,9 +172,6 @@ def look_at(path: Path, mode: int) -> None:
     The file is not opened: closing it would release all locks of this process on it, the daemon's
     included. The next process to close the log would then delete the write-ahead log in use.
 
-    Args:
-        path: of the file.
-        mode: for os.access().
 
     Raises:
         OSError: it cannot be opened.

@@ -24,11 +24,6 @@ def expert_tensor(
 ) -> TensorInfo | None:
     """Find one expert's tensor by the name that it would have alone.
 
-    Args:
-        found: the tensors of the files.
-        names: of the family.
-        name: as in checkpoint.expected_shapes.
-
     Returns:
         None: the files have no such stack, or its shape differs.
     """

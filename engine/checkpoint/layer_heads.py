@@ -30,12 +30,6 @@ def layer_heads(
 ) -> tuple[LayerHeads, ...]:
     """Per layer: those without a window may have others (Gemma 4).
 
-    Args:
-        keys: of the family.
-        usual: what `num_key_value_heads` and `head_dim` say.
-        num_heads: of queries, in every layer.
-        windows: per layer.
-
     Raises:
         CheckpointError: queries cannot share the heads, or no one pool holds all layers.
     """

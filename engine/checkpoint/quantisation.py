@@ -58,11 +58,6 @@ class Quantisation:
     def find(self, found: _Found, name: str, shape: _Shape) -> TensorInfo | None:
         """Find a stored tensor, or make it of its parts; None: it is absent.
 
-        Args:
-            found: the files' tensors by name.
-            name: the family's name for it.
-            shape: that the model asks for.
-
         Raises:
             CheckpointError: a part is missing, or has not the shape or dtype that it has to have.
         """

@@ -24,7 +24,7 @@ from engine.model.sampler import sample_rows
 
 
 class Backend(Protocol):
-    """A backend's operations; engine.model.compiled describes them."""
+    """What computes a step's small operations and its attention."""
 
     name: str
     is_paged: bool
@@ -107,7 +107,8 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Attend from the step's queries to their sequences, [num_tokens, num_heads, head_dim].
 
-        num_kv_heads is of the pool's layer, and needed if qkv has queries alone.
+        Sinks, float32 [num_heads], are a learnt score of each head. num_kv_heads is of the pool's
+        layer, and needed if qkv has queries alone.
         """
 
     def sample_rows(self, logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,7 +141,6 @@ class TorchBackend:
         kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> _TorchPlan:
-        """Compute what the layers of one step share."""
         angles = [(cos[batch.positions], sin[batch.positions]) for cos, sin in tables]
         return self._plan(batch, kv, angles)
 
@@ -151,7 +151,6 @@ class TorchBackend:
         return _TorchPlan(batch, AttentionPlan(batch, kv), angles, windows)
 
     def plan_of(self, plan: _TorchPlan, kv: torch.Tensor) -> _TorchPlan:
-        """Make the step's plan over another view of the pool, for layers of other widths."""
         return self._plan(plan.batch, kv, plan.angles)
 
     def norm(
@@ -182,7 +181,6 @@ class TorchBackend:
     def gated(
         self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute what engine.model.layers.gated does."""
         return gated(gate_up, activation, up)
 
     split_gates = staticmethod(split_gates)
@@ -196,7 +194,6 @@ class TorchBackend:
         layer: int,
         plan: _TorchPlan,
     ) -> None:
-        """Rotate queries and keys in place, and write keys and values to the pool."""
         end_of_keys = (num_heads + qkv.shape[1]) // 2
         qk, v = qkv[:, :end_of_keys], qkv[:, end_of_keys:]
         if rope_index is not None:
@@ -217,7 +214,6 @@ class TorchBackend:
         sinks: torch.Tensor | None = None,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """Attend from the step's queries to their sequences."""
         how = (scale, window, softcap, sinks)
         q, own = qkv[:, :num_heads], qkv[:, num_heads:].chunk(2, 1)
         if num_kv_heads is not None and num_heads == qkv.shape[1]:

@@ -119,7 +119,6 @@ class CompiledBackend:
         _kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> CompiledPlan:
-        """Compute what the layers of one step share."""
         sequences: list[int] = []
         row = 0
         # a power of two: steps of one shape for as long as their sequences grow little
@@ -145,7 +144,6 @@ class CompiledBackend:
         return replace(plan, windows=windows)
 
     def plan_of(self, plan: CompiledPlan, _kv: torch.Tensor) -> CompiledPlan:
-        """Make the step's plan over another view of the pool, for layers of other widths."""
         return plan
 
     def norm(
@@ -156,7 +154,6 @@ class CompiledBackend:
         added: torch.Tensor | None = None,
         scale: float = 1.0,
     ) -> torch.Tensor:
-        """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
         num_tokens, dim = x.shape
         out = self.take("norm", num_tokens, dim, x.dtype)
         self.kernels.rms_norm(
@@ -200,7 +197,6 @@ class CompiledBackend:
         )
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
         num_tokens, num_rows, dim = rows.shape
         address, stride = rows.data_ptr(), rows.stride(0)
         self.kernels.rms_norm(
@@ -224,7 +220,6 @@ class CompiledBackend:
     def gated(
         self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute what engine.model.layers.gated does."""
         gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         num_tokens, width = gate.shape
         out = self.take("gated", num_tokens, width, gate.dtype)
@@ -245,7 +240,6 @@ class CompiledBackend:
     def split_gates(
         self, x: torch.Tensor, num_heads: int, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split queries, keys and values off the queries' gates, as engine.model.layers does."""
         num_tokens, heads_width = len(x), num_heads * head_dim
         qkv = self.take("qkv", num_tokens, x.shape[1] - heads_width, x.dtype)
         gates = self.take("gates", num_tokens, heads_width, x.dtype)
@@ -315,10 +309,6 @@ class CompiledBackend:
         sinks: torch.Tensor | None = None,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """Attend from the step's queries to their sequences, [num_tokens, num_heads, head_dim].
-
-        Sinks, float32 [num_heads], are a learnt score of each head.
-        """
         num_layers, _, block_size = kv.shape[1:4]
         num_kv_heads = num_kv_heads or (qkv.shape[1] - num_heads) // 2
         head_dim = qkv.shape[2]

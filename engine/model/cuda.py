@@ -55,14 +55,7 @@ class DeviceLimits:
 
 
 class TritonAttention:
-    """Attention by kernels of our own: any block size, any head, any dtype.
-
-    Args:
-        group_size: query heads per key head.
-        head_dim: of a head.
-        itemsize: bytes of one value.
-        limits: of the device.
-    """
+    """Attention by kernels of our own: any block size, any head, any dtype."""
 
     def __init__(self, group_size: int, head_dim: int, itemsize: int, limits: DeviceLimits) -> None:
         shape = (group_size, head_dim, itemsize, limits.shared_bytes)
@@ -116,7 +109,6 @@ class CudaBackend:
         kv: torch.Tensor,
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> CudaPlan:
-        """Compute what the layers of one step share."""
         step = paged_step(batch, kv.device, self._queries_per_tile)
         plan = CudaPlan(batch.positions, batch.token_slots, tables, step)
         if batch.device_records is None:
@@ -130,7 +122,6 @@ class CudaBackend:
         return replace(plan, runs=runs)
 
     def plan_of(self, plan: CudaPlan, _kv: torch.Tensor) -> CudaPlan:
-        """Make the step's plan over another view of the pool, for layers of other widths."""
         return plan
 
     def norm(
@@ -141,27 +132,22 @@ class CudaBackend:
         added: torch.Tensor | None = None,
         scale: float = 1.0,
     ) -> torch.Tensor:
-        """rms_norm of x [num_tokens, dim], after x += scale * added, where something is."""
         return triton_ops.norm(x, weight, eps, added, scale)
 
     def add(self, x: torch.Tensor, added: torch.Tensor, scale: float, factor: float = 1.0) -> None:
-        """Set x to factor * (x + scale * added), each [num_tokens, dim]."""
         x.add_(added, alpha=scale)
         if factor != 1:
             x.mul_(factor)
 
     def grow(self, queries: torch.Tensor, growth: torch.Tensor) -> None:
-        """Multiply [num_tokens, num_heads, head_dim] in place by growth [num_tokens, 1, 1]."""
         queries.mul_(growth)
 
     def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        """Norm each row of [num_tokens, num_rows, dim] in place; weight is [num_rows, dim]."""
         triton_ops.norm_rows(rows, weight, eps)
 
     def gated(
         self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute what engine.model.layers.gated does."""
         if up is not None:
             return gated(gate_up, activation, up)
         return triton_ops.gated(gate_up, activation)
@@ -177,7 +163,6 @@ class CudaBackend:
         layer: int,
         plan: CudaPlan,
     ) -> None:
-        """Rotate queries and keys in place, and write keys and values to the pool."""
         angles = None if rope_index is None else plan.tables[rope_index]
         triton_ops.place(qkv, num_heads, angles, kv, layer, plan.positions, plan.token_slots)
 
@@ -194,6 +179,5 @@ class CudaBackend:
         sinks: torch.Tensor | None = None,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """Attend from the step's queries, [num_tokens, num_heads, head_dim]."""
         q = qkv[:, :num_heads]
         return self._attention(q, kv, layer, plan.step, scale, window, softcap, sinks)

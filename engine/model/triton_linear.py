@@ -30,12 +30,7 @@ Alone; as an integer factor of its block's head; as six such bits; as an exponen
 
 
 class TritonLinear:
-    """Matrices of one input, in panels or plain; outputs have the inputs' dtype.
-
-    Args:
-        matrices: side by side.
-        biases: one for each, or none.
-    """
+    """Matrices of one input, in panels or plain; outputs have the inputs' dtype."""
 
     def __init__(self, matrices: list[Weight], biases: list[torch.Tensor]) -> None:
         each: list[torch.Tensor | None] = [*biases] or [None] * len(matrices)

@@ -288,9 +288,6 @@ class SlabIndex:
         """Drop the least recently used blocks above the high watermark; return how many.
 
         Snapshots beyond their share are dropped before, each whole.
-
-        Args:
-            num_places: existing and possible places.
         """
         in_snapshots, num_dropped = sum(map(len, self._snapshots.values())), 0
         while in_snapshots - num_dropped > SNAPSHOT_SHARE * num_places:

@@ -66,11 +66,7 @@ class DamagedError(Exception):
 
 
 class RecordBuffer:
-    """Hold one record at a time, aligned for O_DIRECT; each thread has its own.
-
-    Args:
-        block_bytes: of a block.
-    """
+    """Hold one record at a time, aligned for O_DIRECT; each thread has its own."""
 
     def __init__(self, block_bytes: int) -> None:
         self.record = memoryview(mmap.mmap(-1, record_bytes(block_bytes)))

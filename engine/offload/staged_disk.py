@@ -29,11 +29,7 @@ MIN_SLOTS = 4
 
 
 def num_slots_for(block_bytes: int) -> int:
-    """Count the slots of a staging area.
-
-    Args:
-        block_bytes: of a block.
-    """
+    """Count the slots of a staging area."""
     return max(STAGING_BYTES // block_bytes, MIN_SLOTS)
 
 

@@ -41,11 +41,7 @@ class ContentsChange(NamedTuple):
 
 
 class CacheContents:
-    """What all pools of a router hold by token ids, and how that changes.
-
-    Args:
-        pools: by name.
-    """
+    """What all pools of a router hold by token ids, and how that changes."""
 
     def __init__(self, pools: Mapping[str, BlockPool]) -> None:
         self._pools = pools

@@ -60,11 +60,7 @@ class LinkState:
 
 
 class Links:
-    """The state of every link between pools: rates, failures, and which is down.
-
-    Args:
-        topology: the workers and pools.
-    """
+    """The state of every link between pools: rates, failures, and which is down."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology

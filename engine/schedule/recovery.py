@@ -42,16 +42,7 @@ def must_wait(sequence: Sequence, at_worker: list[Sequence]) -> bool:
 
 
 class Recovery:
-    """How one router's sequences go on after a worker's death or a failed copy.
-
-    Args:
-        topology: workers and pools.
-        ledger: the blocks.
-        routes: through the workers.
-        copies: blocks that are under way.
-        prefixes: what others have computed.
-        counters: what is counted.
-    """
+    """How one router's sequences go on after a worker's death or a failed copy."""
 
     def __init__(
         self,

@@ -290,7 +290,6 @@ class Router:
             self._grow(now_ns)
 
     def copied(self, worker: str, report: Copied, now_ns: int) -> None:
-        """Handle a worker's report of copied blocks, or of a failure."""
         arrival = self.copies.copied(worker, report)
         if arrival is None:
             self.counters.stale_messages += bool(report.num_pairs)
@@ -561,7 +560,6 @@ class Router:
 
     @property
     def max_per_request(self) -> int:
-        """Sequences that one request may bring."""
         return self.queue.max_per_request
 
     @property
@@ -588,12 +586,7 @@ class Router:
         return self.ledger.is_idle
 
     def longest_step_ms(self, worker: str, most_tokens: int) -> float | None:
-        """Predict the longest step that a worker could be in; None: unknown.
-
-        Args:
-            worker: its name.
-            most_tokens: prompt tokens in its steps.
-        """
+        """Predict the longest step that a worker could be in; None: unknown."""
         tokens = batch = context = longest = 0
         for sequence in self.at.running.values():
             if sequence.worker != worker:

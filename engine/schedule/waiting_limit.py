@@ -117,12 +117,6 @@ class WaitingLimit:
     def check_wait(self, owner: str, wanted: int, max_wait_ms: float, share: float) -> None:
         """Refuse a request that would wait too long at the queue's pace.
 
-        Args:
-            owner: of the request.
-            wanted: how much a request brings.
-            max_wait_ms: for a turn.
-            share: the owner's, of the turns.
-
         Raises:
             QueueFull: with the time after which it would wait no longer than that.
         """

@@ -190,7 +190,6 @@ class CudaDevice:
         torch.cuda.synchronize()
 
     def memory(self) -> Memory:
-        """Free, total and peak bytes of the device; waits for it."""
         self.finish()
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -198,7 +197,6 @@ class CudaDevice:
         return Memory(free_bytes, total_bytes, allocated_bytes, torch.cuda.max_memory_allocated())
 
     def forget_peak(self) -> None:
-        """Begin measuring a new peak of memory."""
         torch.cuda.reset_peak_memory_stats()
 
     def export(self, memory: torch.Tensor) -> bytes:

@@ -44,11 +44,7 @@ class Guess(NamedTuple):
 
 
 class TextIndex:
-    """Find in one text, which may grow, what followed some tokens.
-
-    Args:
-        token_ids: the text; read, never changed.
-    """
+    """Find in one text, which may grow, what followed some tokens."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._text = token_ids
@@ -113,11 +109,7 @@ class _Texts(NamedTuple):
 
 
 class Drafts:
-    """Hold the texts of one worker.
-
-    Args:
-        vocab_size: of the model's logits.
-    """
+    """Hold the texts of one worker."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

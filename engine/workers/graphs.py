@@ -100,11 +100,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Record all of them, the largest first, whose memory the others then fit into.
-
-        Args:
-            heartbeat: called after each size.
-        """
+        """Record all of them, the largest first, whose memory the others then fit into."""
         started_ns = time.monotonic_ns()
         self._write([_padding(0)] * self.batch_sizes[-1])
         for size in reversed(self.batch_sizes):
