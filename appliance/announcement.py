@@ -39,12 +39,9 @@ def announcement(
 
     Args:
         frame: a reading of the daemon that has just become ready.
-        model: what it serves.
-        folder: the checkpoint's.
         abouts: what each worker's start has found out, by its name.
         measuring: what is measured while idle; None: nothing to say.
         is_elastic_static: elastic roles act as static ones on this machine.
-        has_template: the model can chat.
         addresses: where clients find it.
         is_found: they look at the first of them of themselves.
         command: what starts a client in a shell.

@@ -142,7 +142,6 @@ def check(
     """Find what a start would refuse, without making, locking or timing anything.
 
     Args:
-        config: the settings.
         kept_pools: of a dead daemon; None: there was none.
 
     Returns:

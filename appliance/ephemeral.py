@@ -56,7 +56,6 @@ def users_daemon(
     """Run the daemon that `penstock serve` would be, on the socket where clients look.
 
     Args:
-        where: that socket.
         model: None: the one of the settings.
         on_wait: told again and again why it is not ready yet; empty: it does not answer.
 

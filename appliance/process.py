@@ -57,7 +57,6 @@ def max_connections(wanted: int, limit: int | None = None) -> int:
     """Limit the wanted connections to the available descriptors.
 
     Args:
-        wanted: the setting.
         limit: maximum open files; None: this process's.
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit

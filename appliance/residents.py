@@ -52,8 +52,6 @@ def need_of(config: ServeConfig, memory: CacheMemory, freed_bytes: int) -> Memor
     """Predict the memory of a model that is to be loaded.
 
     Args:
-        config: its settings.
-        memory: of the DRAM cache.
         freed_bytes: memory that the end of all loaded models would free.
 
     Raises:
@@ -122,7 +120,6 @@ class Residents:
     Args:
         first: the model that was served first.
         config: returns the settings, of which a reload changes some.
-        memory: of the DRAM cache.
         end: ends a model's workers, and frees its memory.
         tell: takes severity, code and message of an event.
     """

@@ -413,7 +413,6 @@ class Service:
         """Drain for good: the daemon ends when it has drained.
 
         Args:
-            by: what stops it.
             again: how to end running requests at once.
             takes_stragglers: what comes on open connections is still taken, lest a request that
                 crosses the signal is refused; new connections wait for the next daemon.

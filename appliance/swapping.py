@@ -60,10 +60,8 @@ class Swapping:
         Args:
             config: the settings as they are; a reload changes some.
             service: is told which model it serves.
-            request_log: of downloads.
             memory: of the DRAM cache, which outlives each model.
             residents: models that are loaded and not served.
-            served: returns the served model.
             park: leaves the served model loaded and returns it; None: its workers are not idle.
             resume: serves a loaded model again.
             start: spawns the workers of a plan.

@@ -115,7 +115,6 @@ class FileError(PenstockError):
     Args:
         what: what could not be done, as `cannot write the copy`.
         error: what the operating system says.
-        where: the file.
         hint: what to do about it.
     """
 
@@ -158,7 +157,6 @@ class RequestError(PenstockError):
         what: the message the client reads.
         code: stable string code of the OpenAI error object, or None.
         param: the offending field, or None.
-        status: HTTP status.
         kind: the error object's `type`.
     """
 

@@ -45,7 +45,6 @@ class Console(App[None]):
     """Run `penstock top`.
 
     Args:
-        socket_path: the daemon's socket.
         is_ascii: draw with ASCII only.
         is_read_only: hide all keys that change anything.
         follow: brings the frames; tests replace `feed.follow`.

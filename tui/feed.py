@@ -256,7 +256,6 @@ async def switch_roles(socket_path: str, change: Mapping[str, str | int]) -> str
     """Ask the daemon for other roles or targets; return the outcome.
 
     Args:
-        socket_path: the daemon's socket.
         change: `roles`, `slo_ttft_ms` or `slo_itl_ms`; missing keys stay unchanged.
     """
     await _change(socket_path, "/v1/penstock/roles", msgspec.json.encode(change))

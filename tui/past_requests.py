@@ -62,7 +62,6 @@ def request_at(row: Mapping[str, Any], age_ms: float, frame: Frame) -> PastReque
     """Rebuild a row's request at an age before its end.
 
     Args:
-        row: of the requests table.
         age_ms: the time since its arrival.
         frame: of that moment, for its workers and pools.
     """

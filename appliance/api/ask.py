@@ -36,7 +36,6 @@ class PromptTooLong(RequestError):
 
     Args:
         num_prompt_tokens: or fewer than it has, where it was not tokenized.
-        max_model_len: prompt and output together.
         param: the field that has the prompt.
         max_tokens: that were asked for; None: no limit was named.
     """
@@ -94,8 +93,6 @@ class Chat:
         """Render the prompt; a template may be slow, so call it in a thread.
 
         Args:
-            tokenizer: has the template.
-            output_format: of the model.
             is_real: the form that the template takes is remembered for such chats.
 
         Raises:

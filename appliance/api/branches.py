@@ -34,10 +34,7 @@ def branches(
     brings results of tools is several messages.
 
     Args:
-        chat: as it was asked.
-        token_ids: its prompt.
         tokenizer: has the template, by which the other chats are rendered as well.
-        output_format: of the model.
     """
     found = []
     for parted in [_parted(chat, chat.first_turn, 0), *_at_marks(chat)[-MAX_MARKS:]]:

@@ -120,8 +120,6 @@ class HttpCounts:
         Args:
             path: of the route; None: there was none.
             method: as the client wrote it.
-            status: of the reply.
-            seconds: since the request came.
         """
         if path in PROBES:
             return

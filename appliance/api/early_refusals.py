@@ -36,7 +36,6 @@ class EarlyRefusals:
     Args:
         appliance: says whether there is room.
         paths: of the requests that take room.
-        counts: of replies.
     """
 
     def __init__(self, appliance: Appliance, paths: Collection[str], counts: HttpCounts) -> None:
@@ -51,8 +50,6 @@ class EarlyRefusals:
 
         Args:
             data: all that has come since the connection's last reply.
-            peer: the client.
-            headers: that every reply carries.
         """
         began_s = time.monotonic()
         line = _FIRST_LINE.match(data)

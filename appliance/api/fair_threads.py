@@ -31,8 +31,6 @@ class Turns:
     """Threads for one kind of work.
 
     Args:
-        name: of the threads.
-        num_at_once: how many there are.
         max_waiting: maximum pieces of waiting work of all peers.
         max_waiting_each: maximum pieces of waiting work per peer.
     """

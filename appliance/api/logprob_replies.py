@@ -26,8 +26,6 @@ def completion_logprobs(
     """Write columns of tokens and alternatives; an echoed prompt comes first.
 
     Args:
-        tokenizer: spells tokens.
-        delta: of a sequence.
         most: alternatives to each token.
         by_ids: tokens are `token_id:ID` instead of texts, of which two can be alike.
     """

@@ -179,13 +179,7 @@ class _Unloading(msgspec.Struct):
 
 
 def unloaded(path: str, body: bytes, name: str) -> NothingToGenerate | None:
-    """Answer a request that only unloads a model; None: it asks for something else.
-
-    Args:
-        path: of the endpoint.
-        body: of the request.
-        name: of the model.
-    """
+    """Answer a request that only unloads a model; None: it asks for something else."""
     try:
         asked = msgspec.json.decode(body, type=_Unloading)
         is_unloading = path in UNLOADING and keep_alive_s(asked.keep_alive) == 0

@@ -72,7 +72,6 @@ def completion_ask(values: Json, model: ModelInfo, max_prompts: int) -> Ask:
     """Validate a body of /v1/completions.
 
     Args:
-        values: the body.
         model: for the id, and the range of token ids.
         max_prompts: the most that the queue takes from one request.
     """

@@ -72,46 +72,48 @@ _LOG_QUERY = {
 _STATUS = shape({"status": STRING})
 _CANCELLED = shape({"id": STRING, "status": {"const": "cancelled"}})
 
+
+def _generates(name: str, summary: str, reply: str, body: str, media: str = EVENTS) -> Operation:
+    """Describe a POST that generates, whose reply may be streamed."""
+    return Operation(
+        name, summary, ref(reply), body=ref(body), streams=(media,), errors=_GENERATING
+    )
+
+
+def _takes(name: str, summary: str, reply: str, body: Json) -> Operation:
+    """Describe a POST that answers a question about a body."""
+    return Operation(name, summary, ref(reply), body=body, errors=(404, *_WITH_BODY))
+
+
+def _may_be_missing(name: str, summary: str, reply: Json) -> Operation:
+    """Describe what is done to one thing, named by its id."""
+    return Operation(name, summary, reply, errors=(404,))
+
+
 OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/completions"): Operation(
-        "createCompletion",
-        "Continue prompts.",
-        ref("Completion"),
-        body=ref("CompletionRequest"),
-        streams=(EVENTS,),
-        errors=_GENERATING,
+    ("POST", "/v1/completions"): _generates(
+        "createCompletion", "Continue prompts.", "Completion", "CompletionRequest"
     ),
-    ("POST", "/v1/chat/completions"): Operation(
-        "createChatCompletion",
-        "Answer in a chat.",
-        ref("ChatCompletion"),
-        body=ref("ChatRequest"),
-        streams=(EVENTS,),
-        errors=_GENERATING,
+    ("POST", "/v1/chat/completions"): _generates(
+        "createChatCompletion", "Answer in a chat.", "ChatCompletion", "ChatRequest"
     ),
-    ("POST", "/v1/responses"): Operation(
+    ("POST", "/v1/responses"): _generates(
         "createResponse",
         "Answer in a chat, which may go on from an earlier response.",
-        ref("Response"),
-        body=ref("ResponseRequest"),
-        streams=(EVENTS,),
-        errors=_GENERATING,
+        "Response",
+        "ResponseRequest",
     ),
-    ("POST", "/v1/responses/input_tokens"): Operation(
+    ("POST", "/v1/responses/input_tokens"): _takes(
         "countInputTokens",
         "How long the prompt of a response would be.",
-        ref("TokenCount"),
-        body=ref("CountedRequest"),
-        errors=(404, *_WITH_BODY),
+        "TokenCount",
+        ref("CountedRequest"),
     ),
-    ("GET", "/v1/responses/{id}"): Operation(
-        "getResponse", "A response that is kept in memory.", ref("Response"), errors=(404,)
+    ("GET", "/v1/responses/{id}"): _may_be_missing(
+        "getResponse", "A response that is kept in memory.", ref("Response")
     ),
-    ("DELETE", "/v1/responses/{id}"): Operation(
-        "deleteResponse",
-        "Forget a response.",
-        shape({"id": STRING, "deleted": {"const": True}}),
-        errors=(404,),
+    ("DELETE", "/v1/responses/{id}"): _may_be_missing(
+        "deleteResponse", "Forget a response.", shape({"id": STRING, "deleted": {"const": True}})
     ),
     ("GET", "/v1/responses/{id}/input_items"): Operation(
         "listInputItems",
@@ -120,39 +122,27 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         query={"order": one_of("asc", "desc")},
         errors=(404,),
     ),
-    ("POST", "/v1/responses/{id}/cancel"): Operation(
-        "cancelResponse", "End a response that is being written.", _CANCELLED, errors=(404,)
+    ("POST", "/v1/responses/{id}/cancel"): _may_be_missing(
+        "cancelResponse", "End a response that is being written.", _CANCELLED
     ),
-    ("POST", "/v1/messages"): Operation(
-        "createMessage",
-        "Answer as Anthropic's API does.",
-        ref("AnthropicReply"),
-        body=ref("MessagesRequest"),
-        streams=(EVENTS,),
-        errors=_GENERATING,
+    ("POST", "/v1/messages"): _generates(
+        "createMessage", "Answer as Anthropic's API does.", "AnthropicReply", "MessagesRequest"
     ),
-    ("POST", "/v1/messages/count_tokens"): Operation(
+    ("POST", "/v1/messages/count_tokens"): _takes(
         "countMessageTokens",
         "How long the prompt of a message would be.",
-        ref("TokenCount"),
-        body=ref("CountTokensRequest"),
-        errors=(404, *_WITH_BODY),
+        "TokenCount",
+        ref("CountTokensRequest"),
     ),
-    ("POST", "/api/chat"): Operation(
-        "ollamaChat",
-        "Answer as Ollama's API does.",
-        ref("OllamaReply"),
-        body=ref("OllamaChatRequest"),
-        streams=(LINES,),
-        errors=_GENERATING,
+    ("POST", "/api/chat"): _generates(
+        "ollamaChat", "Answer as Ollama's API does.", "OllamaReply", "OllamaChatRequest", LINES
     ),
-    ("POST", "/api/generate"): Operation(
+    ("POST", "/api/generate"): _generates(
         "ollamaGenerate",
         "Answer a prompt as Ollama's API does.",
-        ref("OllamaReply"),
-        body=ref("OllamaGenerateRequest"),
-        streams=(LINES,),
-        errors=_GENERATING,
+        "OllamaReply",
+        "OllamaGenerateRequest",
+        LINES,
     ),
     ("GET", "/"): Operation("root", "What Ollama says at its root.", {}, streams=(TEXT,)),
     ("GET", "/api/version"): Operation(
@@ -166,12 +156,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/api/ps"): Operation(
         "ollamaRunning", "The model that is served now.", ref("OllamaRunning")
     ),
-    ("POST", "/api/show"): Operation(
-        "ollamaShow",
-        "What the model can do.",
-        ref("OllamaModel"),
-        body=ref("OllamaModelRequest"),
-        errors=(404, *_WITH_BODY),
+    ("POST", "/api/show"): _takes(
+        "ollamaShow", "What the model can do.", "OllamaModel", ref("OllamaModelRequest")
     ),
     ("POST", "/api/pull"): Operation(
         "ollamaPull",
@@ -187,28 +173,20 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         )
         for (method, path), hint in NOT_HERE.items()
     },
-    ("POST", "/tokenize"): Operation(
+    ("POST", "/tokenize"): _takes(
         "tokenize",
         "Turn a text, or the prompt that a chat becomes, into token ids.",
-        ref("Tokens"),
-        body=TOKENIZE,
-        errors=(404, *_WITH_BODY),
+        "Tokens",
+        TOKENIZE,
     ),
-    ("POST", "/detokenize"): Operation(
-        "detokenize",
-        "Turn token ids into text.",
-        ref("Text"),
-        body=ref("DetokenizeRequest"),
-        errors=(404, *_WITH_BODY),
+    ("POST", "/detokenize"): _takes(
+        "detokenize", "Turn token ids into text.", "Text", ref("DetokenizeRequest")
     ),
     ("GET", "/v1/models"): Operation(
         "listModels", "The one model that is served.", listing(ref("Model"))
     ),
-    ("GET", "/v1/models/{id}"): Operation(
-        "getModel",
-        "A model by its id, in which slashes may be encoded.",
-        ref("Model"),
-        errors=(404,),
+    ("GET", "/v1/models/{id}"): _may_be_missing(
+        "getModel", "A model by its id, in which slashes may be encoded.", ref("Model")
     ),
     ("GET", "/api/v0/models"): Operation(
         "lmStudioModels",
@@ -249,17 +227,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/requests/{id}"): Operation(
         "getRequest", "One request, live or from the log.", ref("RequestFrame"), errors=(404, 503)
     ),
-    ("DELETE", "/v1/requests/{id}"): Operation(
-        "deleteRequest",
-        "End a live request, as its owner or an operator.",
-        _CANCELLED,
-        errors=(404,),
+    ("DELETE", "/v1/requests/{id}"): _may_be_missing(
+        "deleteRequest", "End a live request, as its owner or an operator.", _CANCELLED
     ),
-    ("POST", "/v1/requests/{id}/cancel"): Operation(
-        "cancelRequest",
-        "End a live request, as its owner or an operator.",
-        _CANCELLED,
-        errors=(404,),
+    ("POST", "/v1/requests/{id}/cancel"): _may_be_missing(
+        "cancelRequest", "End a live request, as its owner or an operator.", _CANCELLED
     ),
     ("GET", "/v1/penstock/state"): Operation("state", "Show the present state.", ref("Frame")),
     ("GET", "/v1/penstock/cache"): Operation(
@@ -341,7 +313,6 @@ def document(version: str, *, needs_key: bool, vocab_size: int | None = None) ->
     """Build the OpenAPI 3.1 document of all operations.
 
     Args:
-        version: of the server.
         needs_key: as on TCP; on the Unix socket the kernel identifies the client.
         vocab_size: of the model that is served; None: no model is loaded yet.
     """

@@ -84,11 +84,8 @@ class Reply:
         """Open the reply; the request may be admitted from now on.
 
         Args:
-            http: what it answers.
-            ask: what was asked.
             request: what was made of it.
             echoes: what each prompt's choices begin with; empty if prompts are not repeated.
-            form: how the reply looks.
             refusal: puts a refusal in the words of the API that was asked.
         """
         self._http = http

@@ -134,7 +134,6 @@ class OpenReply:
         Args:
             appliance: told when a stop string has come.
             request: its inbox is read by this reply alone.
-            ask: what was asked.
             echoes: what each prompt's choices begin with.
         """
         self._request = request
@@ -263,7 +262,6 @@ class _SequenceText:
         """Take what an earlier request has output, for what it held back of the text of that.
 
         Args:
-            token_ids: the last of it.
             num_before: how many there were before these.
         """
         for index, token_id in enumerate(token_ids, num_before + 1):

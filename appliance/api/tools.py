@@ -44,8 +44,6 @@ class Tools:
         """Make the grammar of the output; None if free text and calls begin alike.
 
         Args:
-            output_format: the model's.
-            tokenizer: the model's.
             answer: a grammar that the output must match where it is no call.
 
         Raises:

@@ -46,10 +46,7 @@ def render(
     """Render the first form that the template takes.
 
     Args:
-        messages: as they were sent.
-        render_form: the template.
         known: the forms that this template took before, by the shape of the conversation.
-        has_tools: the template gets tools.
 
     Raises:
         RequestError: it refuses every form; the text is about the messages as sent.

@@ -33,7 +33,6 @@ class Arms:
     Args:
         specs: of each arm an address, or roles with which to start a daemon; `NAME=` may precede.
         model: for the daemons that are started; None: what the settings say.
-        is_text: send prompts as text.
         is_alone: start a daemon anew for each use, so that no other is there meanwhile.
         warm_up: prompt and output tokens of the request that is not measured.
 

@@ -61,7 +61,6 @@ def rows(
 
     Args:
         rounds: figures by label; the first label is the base, AGAIN its second turn.
-        metrics: what to compare.
     """
     base = next(label for label in rounds if label != AGAIN)
     found: list[dict[str, object]] = []

@@ -22,7 +22,6 @@ def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> 
     """Run one of KINDS to its end.
 
     Args:
-        kind: what to measure.
         model: a folder whose shape to take; None: Llama 3.1 8B's, with the layers that fit.
         is_small: little work, to see that it works.
 

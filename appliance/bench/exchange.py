@@ -35,7 +35,6 @@ class Target:
 
     Args:
         label: its name in the tables.
-        address: of its API.
         is_text: send prompts as words, for a server that cannot say which ids it has; a prompt then
             has about as many tokens as were asked for, and the server says how many it counted.
         rng: of all prompts of the run.

@@ -77,10 +77,7 @@ def drawn(
         rate_per_s: requests per second, on average.
         burstiness: the distribution's shape, as vLLM's benchmark client has it: 1 is a Poisson
             process, less comes in bursts, more comes evenly.
-        seconds: none arrives later.
         inputs: prompt tokens.
-        outputs: tokens to generate.
-        rng: of the schedule.
     """
     times = _gamma_times(rate_per_s, burstiness, seconds, rng)
     return [PlannedArrival(at_s, inputs.draw(rng), outputs.draw(rng)) for at_s in times]
@@ -162,7 +159,6 @@ def scaled(
     """Plan the arrivals at another speed and with other lengths.
 
     Args:
-        arrivals: of a trace.
         speed: factor of the pace.
         length_scale: of prompts, outputs and blocks, so that shared parts stay shared.
     """

@@ -74,7 +74,6 @@ def request_page(frame: Row, *, width: int, bar: str, room: int | None = None) -
     """Write the page of `penstock show` for a request.
 
     Args:
-        frame: a RequestFrame.
         width: columns that the bars may fill, labels included.
         bar: one cell of a bar.
         room: the maximum columns of a line; longer facts are wrapped; None: no limit.

@@ -124,7 +124,6 @@ def sha256(path: Path, on_read: Callable[[int], None]) -> str:
     """Compute the checksum of a whole file.
 
     Args:
-        path: the file.
         on_read: takes the number of bytes of each piece.
 
     Raises:

@@ -214,7 +214,6 @@ class Listing:
     Args:
         verb: names the schema of the JSON document.
         columns: in order; csv has them all, json and ndjson every field that the daemon sends.
-        form: the value of -o.
         colour: whether the header may be painted.
         room: the terminal's columns for `table`; None: no limit.
     """

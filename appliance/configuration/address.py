@@ -193,8 +193,6 @@ def find(
     or `host:port`.
 
     Args:
-        host: the value of --host.
-        environ: the variables.
         warn: takes faults of the config file that do not concern the socket; None: they are raised.
 
     Raises:

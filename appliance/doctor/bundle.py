@@ -57,7 +57,6 @@ def write_bundle(
     Args:
         path: a new file, a gzipped tar.
         settings: as the flags of serve.
-        findings: doctor's.
         client: of the daemon that the command would ask.
 
     Raises:

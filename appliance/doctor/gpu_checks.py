@@ -176,7 +176,6 @@ def gpu_findings(
     """Yield all findings about GPUs, in the order in which a first run would meet them.
 
     Args:
-        host: the machine.
         weights_bytes: of the model to be served, as stored; None: unknown.
         kv_token_bytes: of its KV; None: unknown.
     """

@@ -75,7 +75,6 @@ def completion_body(
         request: a PreprocessedRequest of 1.6.
         request_id: stays unchanged when the request comes again.
         num_output: the number of its token ids, at the end, that are output.
-        served: what the daemon serves.
 
     Raises:
         UnsupportedRequest: it asks for something unsupported.

@@ -26,7 +26,6 @@ class DaemonExchange:
     """Exchange one request and its reply with the daemon; use it as a context manager.
 
     Args:
-        socket: of the daemon.
         silence_s: maximum silence within a reply; None: unlimited.
     """
 

@@ -123,7 +123,6 @@ def lock_state_dir(state_dir: Path, socket: Path) -> int:
     """Lock the state directory for this daemon; the lock lives as long as the returned fd.
 
     Args:
-        state_dir: the directory to lock.
         socket: this daemon's socket, written into the lock for a second daemon's error.
 
     Raises:
@@ -203,7 +202,6 @@ def predict_place(
     """Check options and checkpoint against each other and this machine: all that can be refused.
 
     Args:
-        config: the settings.
         memory: of the DRAM cache; None: it is still to be made.
         freed_bytes: memory that will be free besides.
         free_bytes: memory that counts as free; None: what is free now.
@@ -260,7 +258,6 @@ def make_plan(
     """Time the choices that depend on speed, and make the memory that workers share.
 
     Args:
-        config: the settings.
         placed: the result of place(); None: place() is called.
         memory: of the daemon's DRAM cache; None: this plan has no such cache.
         kept_pools: keeps the plan's pools; None: they end with the daemon.
@@ -320,7 +317,6 @@ def _with_prompt_steps(
     Args:
         placement: of workers; a worker on a GPU measures its own step size.
         config: the model's shape; each expert gets only a few tokens of a step.
-        profile: measured step times.
 
     Returns:
         The placement, the step sizes to choose from, and the reason for the choice.

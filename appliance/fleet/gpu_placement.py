@@ -54,7 +54,6 @@ def choose_gpus(
 
     Args:
         asked: `auto`, `cpu`, or GPUs by name with commas.
-        found: by the driver.
         torch_version: as installed; None: not installed.
 
     Raises:
@@ -84,7 +83,6 @@ def name_gpus(
 
     Args:
         names: names in readings, CUDA numbers (`cuda:0`), or beginnings of UUIDs.
-        found: by the driver.
         torch_version: as installed; None: not installed.
         where: the setting that names them.
 

@@ -29,7 +29,6 @@ class KvCaches:
     """The caches below one daemon's KV pools, opened and closed together.
 
     Args:
-        config: the settings.
         tell: takes severity, code and message of an event.
     """
 
@@ -53,10 +52,7 @@ class KvCaches:
         """Attach the caches to the router, and report faults.
 
         Args:
-            plan: what is served.
             hasher: of its prompts; None: the prefix cache is off, so no caches open.
-            router: gets the tiers.
-            workers: that are ready.
         """
         copies = WorkerCopies(workers.send, asyncio.get_running_loop().call_later)
         router.attach_copies(copies)

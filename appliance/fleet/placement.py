@@ -227,9 +227,6 @@ def _too_little(
     """Make the error for KV memory that holds no useful sequence in every pool.
 
     Args:
-        topology: of the pools.
-        kv_memory_bytes: of all of them.
-        block_bytes: of a block.
         num_own_blocks: that a sequence's records take.
         windows: the window blocks of a block.
     """
@@ -311,9 +308,6 @@ def pool_counts(
     A staging buffer comes first, with at most an eighth.
 
     Args:
-        topology: of the pools.
-        num_blocks: of all of them.
-        block_bytes: of a block.
         num_groups: blocks for the same tokens.
     """
     names = {worker.pool for worker in topology.workers}
@@ -340,8 +334,6 @@ def capacity_text(placement: Placement, num_blocks: int, files_bytes: int | None
     """Describe a cache's capacity: `1.5 GiB (1,024 blocks, 65,536 tokens)`.
 
     Args:
-        placement: of the workers.
-        num_blocks: that fit.
         files_bytes: on disk, where blocks have headers and files are whole; None: in memory.
     """
     said = size_text(num_blocks * placement.whole_block_bytes)

@@ -59,9 +59,6 @@ class Placer:
     """Find the placement of one model on one machine.
 
     Args:
-        config: the settings.
-        checkpoint: of the model.
-        inventory: of the machine.
         torch_version: as installed; None: not installed.
         machine: what attention backends depend on.
         known: reads the facts of the model on some GPUs, in a dtype; None: no facts.

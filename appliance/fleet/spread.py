@@ -143,10 +143,8 @@ def spread(
         prefill: devices that prefill, no GPU twice.
         decode: devices that decode, no GPU twice and none of `prefill`.
         inventory: for links, cores and memory.
-        shape: of the model.
         transport: `auto`, `peer` or `shm`.
         kv_memory_bytes: of all pools together; None: as much as is useful.
-        reasons: for earlier choices.
 
     Raises:
         ConfigError: a transport or a pool is impossible.

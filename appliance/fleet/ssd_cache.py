@@ -50,8 +50,6 @@ def frame_of(
     """Describe a tier for a frame.
 
     Args:
-        tier: the tier.
-        folder: of its files.
         num_damaged: damaged blocks found before the tier existed.
         others: what is kept of models that are not served.
     """

@@ -129,7 +129,6 @@ class Swaps(AbstractContextManager[None]):
             prepare: downloads and checks the files of another model while the old one serves;
                 raises PenstockError or OSError.
             idle: set while no admitted request is running.
-            limits: returns the limits.
             refused: called for each request that is not admitted.
             aliases: other names of the first model; `*` in them is any text.
             residents: models that are loaded and not served; None: there are never any.
@@ -178,7 +177,6 @@ class Swaps(AbstractContextManager[None]):
         """Wait until a request may come in; it holds the model from then until __exit__().
 
         Args:
-            name: from name_of().
             asker: the request, with its owner and size.
             gone: done when its client has disconnected.
 

@@ -86,8 +86,6 @@ def plan_weights(
     """Plan the layout of a checkpoint's weights.
 
     Args:
-        checkpoint: the checkpoint.
-        dtype: to serve in.
         config: the quantisation at start, which check_weights() has accepted, and `exact`.
         placement: of workers; workers on GPUs have memory of their own.
         machine: stores how bfloat16 is multiplied best, measured if unknown; None: as stored.
@@ -137,7 +135,6 @@ def kv_text(dtype: str, kv_dtype: str, loss: LogitsLoss | None = None) -> str | 
     """Describe the KV dtype of the pools and its loss; None: the serving dtype.
 
     Args:
-        dtype: that is served.
         kv_dtype: of the pools, from the settings.
         loss: None: not measured yet.
     """

@@ -45,9 +45,7 @@ def phase_costs(
 
     Args:
         weights_bytes: in memory, two for each parameter.
-        kv_token_bytes: of one position.
         pool_bytes: of one device, for KV.
-        capability: of the devices.
     """
     length = USUAL_PROMPT_TOKENS + USUAL_OUTPUT_TOKENS
     batch = max(min(MAX_BATCH, pool_bytes // (length * kv_token_bytes)), 1)

@@ -50,7 +50,6 @@ class TextReading:
 
     Args:
         schemas: of the functions that may be called, by their names; None is any object.
-        new_call_id: makes a call's id.
         is_reasoning: the text begins as reasoning, which the prompt began.
     """
 
@@ -162,7 +161,6 @@ class TextReading:
         """Pass a JSON object on unchanged; False if the text ends within it.
 
         Args:
-            emit: gets its pieces.
             depth: brackets that are open already.
         """
         scanner = ObjectScanner(depth)

@@ -126,7 +126,6 @@ class ClientProtocol(H11Protocol):
         """Wait for a transport.
 
         Args:
-            config: uvicorn's.
             server_state: uvicorn's; all connections.
             limits: time limits of the phases.
             credentials: the peer's; None on TCP.

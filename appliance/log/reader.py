@@ -131,8 +131,6 @@ def log_error(what: str, error: Exception, path: Path) -> PenstockError:
 
     Args:
         what: what failed, as `cannot read the request log`.
-        error: why.
-        path: of the file.
     """
     about = str(error) or "no memory is left"
     what = f"{what}: {about}"
@@ -171,7 +169,6 @@ def look_at(path: Path, mode: int) -> None:
 
     The file is not opened: closing it would release all locks of this process on it, the daemon's
     included. The next process to close the log would then delete the write-ahead log in use.
-
 
     Raises:
         OSError: it cannot be opened.

@@ -215,7 +215,6 @@ class RequestLog:
         Args:
             severity: `info`, `warning` or `error`.
             code: stable and dotted.
-            message: a sentence.
             actor: the peer; None: none.
             at: the time of an event reported elsewhere; None: now.
         """

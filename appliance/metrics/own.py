@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from appliance.frame.histograms import FINE_GAP_S, REQUEST_S, STAGE_S, TTFT_S, Histograms
 from appliance.frame.protocol import (
@@ -203,31 +204,15 @@ def _latency(frame: Frame, histograms: Histograms) -> Iterator[MetricFamily]:
 def _workers(frame: Frame) -> Iterator[MetricFamily]:
     named = [({"worker": worker.name}, worker) for worker in frame.workers]
     yield gauge("penstock_worker_up", "1 if ready.", [(n, w.state == "ready") for n, w in named])
-    yield gauge(
-        "penstock_worker_busy_ratio",
-        "Share of the last second spent in steps.",
-        [(n, w.busy_ratio) for n, w in named],
-    )
-    yield gauge(
-        "penstock_worker_batch_size",
-        "Mean sequences in a step, last second.",
-        [(n, w.batch_size_mean) for n, w in named],
-    )
-    yield gauge(
-        "penstock_worker_last_step_age_seconds",
-        "Time since its last step, while it has work.",
-        [(n, _s(w.last_step_age_ms)) for n, w in named],
-    )
-    yield gauge(
-        "penstock_worker_resident_memory_bytes",
-        "With what it shares.",
-        [(n, w.rss_bytes) for n, w in named],
-    )
-    yield counter(
-        "penstock_worker_restarts_total",
-        "Restarts of the worker.",
-        [(n, w.num_restarts) for n, w in named],
-    )
+    for name, about, field, scale in (
+        ("busy_ratio", "Share of the last second spent in steps.", "busy_ratio", 1.0),
+        ("batch_size", "Mean sequences in a step, last second.", "batch_size_mean", 1.0),
+        ("last_step_age_seconds", "Since its last step, with work.", "last_step_age_ms", 1e-3),
+        ("resident_memory_bytes", "With what it shares.", "rss_bytes", 1.0),
+    ):
+        yield gauge(f"penstock_worker_{name}", about, _of_field(named, field, scale))
+    restarts = _of_field(named, "num_restarts")
+    yield counter("penstock_worker_restarts_total", "Restarts of the worker.", restarts)
 
 
 def _kv(frame: Frame) -> Iterator[MetricFamily]:
@@ -271,28 +256,23 @@ def _links(links: list[LinkFrame]) -> Iterator[MetricFamily]:
         [({**labels, "transport": link.transport}, link.down is None) for labels, link in named],
     )
     about = "Bytes of blocks that arrived over the link."
-    yield counter("penstock_link_bytes_total", about, [(n, x.num_bytes) for n, x in named])
-    yield gauge(
-        "penstock_link_copy_bytes_per_second",
-        "Recent copy rate of the link, while copying.",
-        [(labels, link.copy_bytes_per_s) for labels, link in named],
-    )
-    yield gauge(
-        "penstock_link_probe_bytes_per_second",
-        "1 if blocks came back unchanged from the trial at start.",
-        [(labels, link.probe_bytes_per_s) for labels, link in named],
-    )
-    yield gauge(
-        "penstock_link_strikes",
-        "Copies in a row that failed or ran below half the rate at start.",
-        [(labels, link.num_strikes) for labels, link in named],
-    )
+    yield counter("penstock_link_bytes_total", about, _of_field(named, "num_bytes"))
+    for name, about, field in (
+        (
+            "copy_bytes_per_second",
+            "Recent copy rate of the link, while copying.",
+            "copy_bytes_per_s",
+        ),
+        ("probe_bytes_per_second", "Copy rate in the trial at start.", "probe_bytes_per_s"),
+        ("strikes", "Copies in a row that failed or were slow.", "num_strikes"),
+    ):
+        yield gauge(f"penstock_link_{name}", about, _of_field(named, field))
 
 
 def _swaps(swaps: SwapsFrame) -> Iterator[MetricFamily]:
-    yield counter("penstock_model_swaps_total", "Another model served.", swaps.num_swaps)
+    yield counter("penstock_model_swaps_total", "Swaps from one model to another.", swaps.num_swaps)
     last_s = _s(swaps.last_swap_ms)
-    yield gauge("penstock_model_swap_last_seconds", "Swaps from one model to another.", last_s)
+    yield gauge("penstock_model_swap_last_seconds", "Time of the last swap.", last_s)
     waiting = swaps.num_waiting
     yield gauge("penstock_model_swap_waiting", "Requests for another model.", waiting)
     if swaps.resident:
@@ -373,18 +353,18 @@ def _devices(devices: list[DeviceFrame]) -> Iterator[MetricFamily]:
         ("memory_used_bytes", "In use.", "memory_used_bytes", 1.0),
         ("memory_size_bytes", "There is.", "memory_total_bytes", 1.0),
     )
-    for name, about, attribute, scale in readings:
-        values = [(labels, getattr(device, attribute)) for labels, device in named]
-        yield gauge(
-            f"penstock_device_{name}",
-            about,
-            [(labels, None if value is None else value * scale) for labels, value in values],
-        )
-    yield counter(
-        "penstock_device_energy_joules_total",
-        "Since the daemon started.",
-        [(labels, device.energy_j) for labels, device in named],
-    )
+    for name, about, field, scale in readings:
+        yield gauge(f"penstock_device_{name}", about, _of_field(named, field, scale))
+    energy, about = _of_field(named, "energy_j"), "Since the daemon started."
+    yield counter("penstock_device_energy_joules_total", about, energy)
+
+
+def _of_field(
+    named: list[tuple[dict[str, str], Any]], field: str, scale: float = 1.0
+) -> list[tuple[dict[str, str], float | None]]:
+    """Read a field of each part of a frame, with its labels."""
+    read = ((labels, getattr(part, field)) for labels, part in named)
+    return [(labels, None if value is None else value * scale) for labels, value in read]
 
 
 def _s(value_ms: float | None) -> float | None:

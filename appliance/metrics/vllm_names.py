@@ -71,44 +71,24 @@ def _gauges(frame: Frame, labels: dict[str, str]) -> Iterator[MetricFamily]:
 def _counters(
     frame: Frame, histograms: Histograms, labels: dict[str, str]
 ) -> Iterator[MetricFamily]:
-    prompt_tokens = frame.totals.prompt_tokens
-    yield counter("vllm:prompt_tokens_total", "Of answered prompts.", [(labels, prompt_tokens)])
-    yield counter(
-        "vllm:prompt_tokens_by_source_total",
-        "Prompt tokens, computed or found in the prefix cache.",
-        [
-            ({**labels, "source": "local_compute"}, prompt_tokens - frame.totals.cached_tokens),
-            ({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens),
-        ],
+    totals = frame.totals
+    by_source = (
+        ({**labels, "source": "local_compute"}, totals.prompt_tokens - totals.cached_tokens),
+        ({**labels, "source": "local_cache_hit"}, totals.cached_tokens),
     )
-    yield counter(
-        "vllm:prompt_tokens_cached_by_source_total",
-        "Tokens found in the local prefix cache.",
-        [({**labels, "source": "local_cache_hit"}, frame.totals.cached_tokens)],
-    )
-    yield counter(
-        "vllm:prompt_tokens_cached_total",
-        "Prompt tokens found in the prefix cache.",
-        [(labels, frame.totals.cached_tokens)],
-    )
-    yield counter(
-        "vllm:prefix_cache_queries_total",
-        "Prompt tokens looked for in the prefix cache.",
-        [(labels, frame.totals.prefix_cache_queries)],
-    )
-    yield counter(
-        "vllm:prefix_cache_hits_total",
-        "Prompt tokens found there.",
-        [(labels, frame.totals.prefix_cache_hits)],
-    )
-    yield counter(
-        "vllm:generation_tokens_total", "Generated.", [(labels, frame.totals.output_tokens)]
-    )
-    yield counter(
-        "vllm:num_preemptions_total",
-        "Preemptions: a sequence's KV blocks were given to others.",
-        [(labels, frame.totals.preemptions)],
-    )
+    about = "Prompt tokens, computed or found in the prefix cache."
+    yield counter("vllm:prompt_tokens_by_source_total", about, by_source)
+    about = "Tokens found in the local prefix cache."
+    yield counter("vllm:prompt_tokens_cached_by_source_total", about, by_source[1:])
+    for name, about, number in (
+        ("prompt_tokens", "Of answered prompts.", totals.prompt_tokens),
+        ("prompt_tokens_cached", "Found in the prefix cache.", totals.cached_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked for.", totals.prefix_cache_queries),
+        ("prefix_cache_hits", "Prompt tokens found there.", totals.prefix_cache_hits),
+        ("generation_tokens", "Generated.", totals.output_tokens),
+        ("num_preemptions", "Sequences whose blocks were given to others.", totals.preemptions),
+    ):
+        yield counter(f"vllm:{name}_total", about, [(labels, number)])
     yield from _drafts(frame.totals.drafts, labels)
     yield counter(
         "vllm:request_success_total",

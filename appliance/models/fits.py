@@ -95,7 +95,6 @@ def need_of(config: ModelConfig, packed_bytes: int | None = None) -> MemoryNeed:
     """Estimate the need of a model with stored weights; KV has the weights' dtype.
 
     Args:
-        config: of the model.
         packed_bytes: workers' memory of a quantised checkpoint, without its embedding.
     """
     dtype = config.stored_dtype or "bfloat16"
@@ -164,7 +163,6 @@ def rows(
     """List what is left for KV at each place, the verdict, and a quantised file that would fit.
 
     Args:
-        need: of the stored model.
         places: where it could go.
         files: existing quantised files, with names and bytes; none: the usual ones are estimated.
     """

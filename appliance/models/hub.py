@@ -139,9 +139,6 @@ def fetch(
     """Bring one file into the cache, resuming an earlier try.
 
     Args:
-        repository: of the file.
-        file: as listed.
-        root: the cache.
         on_bytes: takes the number of new bytes, without the resumed ones. It may raise.
 
     Returns:
@@ -357,8 +354,6 @@ def pull(name: HubName, root: Path, on_progress: OnProgress) -> Path:
     """Bring a model into the cache; return its folder.
 
     Args:
-        name: of the model.
-        root: the cache.
         on_progress: called a few times a second, from other threads, one at a time.
 
     Raises:

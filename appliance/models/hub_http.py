@@ -89,7 +89,6 @@ def weight_files(repository: Repository, names: Sequence[str] | None = None) -> 
     """List the files of the weights.
 
     Args:
-        repository: as listed.
         names: from its index, once that has been read; None: all that look like parts.
 
     Raises:

@@ -53,7 +53,6 @@ def a_model(value: object, own_names: Mapping[str, str] = {}) -> Path | HubName:
     """Read the setting `model`: a path, or a model on a hub.
 
     Args:
-        value: as it was typed.
         own_names: the user's short names, which come before the built-in ones.
 
     Raises:

@@ -57,8 +57,6 @@ class Deadlines:
         """Begin to watch.
 
         Args:
-            router: of the sequences.
-            supervisor: of the workers.
             max_num_batched_tokens: maximum prompt tokens in a worker's step.
             live: the requests without a terminal reply; it changes.
             tell: takes severity, code and message of an event.

@@ -40,7 +40,6 @@ class Disturbances:
     """Compare the counters between looks.
 
     Args:
-        proc: the kernel's /proc.
         cpus: cores on which other programs count as a disturbance.
     """
 

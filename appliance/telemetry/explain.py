@@ -46,8 +46,6 @@ def slow_because(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float = 0
     """Explain which stage exceeded its usual time most; None: none did by much.
 
     Args:
-        frame: the request.
-        usual: the usual stage times.
         swap_wait_ms: the part of its queue time until its model was loaded.
     """
     least_ms = max(MIN_EXCESS_MS, MIN_EXCESS_SHARE * (frame.e2e_ms or frame.age_ms))

@@ -131,7 +131,6 @@ def request_frame(request: Request, snapshot: Snapshot | None, now_ns: int) -> R
     """Describe a request by the stages of its least advanced sequence.
 
     Args:
-        request: any.
         snapshot: of the router; None: the request is closed, and holds no blocks.
         now_ns: CLOCK_MONOTONIC.
     """

@@ -228,7 +228,6 @@ class ModelConfig:
         """Compute the bytes of a layer's keys, or values, in one block; the widest layer counts.
 
         Args:
-            block_size: tokens of a block.
             dtype: of the pool, [block_size, num_kv_heads, head_dim]; INT8_KV adds scales behind
                 them, float32 [num_kv_heads, block_size].
         """

@@ -154,8 +154,6 @@ def gpu_layout(checkpoint: Checkpoint, dtype: str, packing: str) -> PanelsLayout
     """Lay out all of a checkpoint's weights in a GPU's arena.
 
     Args:
-        checkpoint: to serve.
-        dtype: to serve in.
         packing: `widened`; `panels`: quantised matrices with a form stay quantised; `fp8`: also lay
             out matrices for products of FP8 with FP8.
     """
@@ -181,8 +179,6 @@ def panels_layout(
     matrix's form.
 
     Args:
-        checkpoint: to serve.
-        dtype: to serve in.
         weights: `stored`: matrices that are quantised in the files; or one of AT_START: all
             matrices of a checkpoint without quantised ones.
         is_on_gpu: nothing is read from files, and all dtypes are known.

@@ -129,7 +129,6 @@ class AttentionPlan:
         """Group the step's sequences for one call each.
 
         Args:
-            window: of the layer.
             has_own: the step's own keys and values are not read from the pool.
         """
         batch, key = self._batch, (window, has_own)
@@ -475,7 +474,6 @@ def several_queries_tiling(
 
     Args:
         group_size: query heads per key head.
-        head_dim: of a head.
         itemsize: bytes of one value; tensor cores multiply values of 2.
         shared_bytes: shared memory that one program may have.
     """

@@ -235,7 +235,6 @@ def choose_backend(
     Args:
         device: where the model computes.
         dtype: of what it computes on.
-        config: its shape.
         block_size: the pool's; None: it will be what the chosen one likes.
         take: where results lie.
         attention_variant: how compiled kernels multiply what many queries meet.

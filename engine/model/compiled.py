@@ -35,8 +35,6 @@ def find_kernels(
     """Find the kernels for this dtype, and their level; or None, and `torch` with the reason.
 
     Args:
-        device: type of the device.
-        dtype: of the computed values.
         level: of the kernels; None: the best that the machine can run.
     """
     if device != "cpu":

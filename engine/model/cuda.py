@@ -90,7 +90,6 @@ class CudaBackend:
 
     Args:
         name: what was chosen, and why not better.
-        attention: that.
         queries_per_tile: what Triton's attention wants of a plan; 0: another was chosen.
     """
 

@@ -270,7 +270,6 @@ class SeparateMatrix:
         """Read the codes and scales of rows by number, [n].
 
         Args:
-            rows: their numbers.
             form: its groups are used; None: the checkpoint's groups, or a scale per value if
                 these are not in order.
 

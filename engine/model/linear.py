@@ -123,7 +123,6 @@ def choose_linears(
 
     Args:
         device: type of the weights' device.
-        dtype: of the inputs.
         level: of the kernels; None: the best that the machine can run.
         take: where results lie.
         variants: how matrices that are packed in pairs are multiplied.
@@ -136,7 +135,6 @@ class CompiledLinear:
     """Weights of one scheme, read in place; inputs and outputs are float32 or bfloat16.
 
     Args:
-        kernels: that multiply.
         matrices: side by side; all packed in pairs, or none.
         biases: one for each, or none.
         take: where results lie.
@@ -189,7 +187,6 @@ class CompiledExperts:
     """A layer's experts by one kernel, which finds out itself which token goes through which.
 
     Args:
-        kernels: that multiply.
         gate_ups: of each expert, gate and up side by side.
         downs: the other matrix of each.
         num_per_token: experts that a token goes through.

@@ -45,9 +45,6 @@ def adjust(
 
     Args:
         logits: [vocab_size] float32.
-        params: of the row's sequence.
-        prompt_ids: its prompt.
-        output_ids: its output so far.
         ending_ids: ids that would end it.
         allowed: one byte per id, 0 where the grammar forbids it; None without a grammar.
         allowed_ids: [num_allowed] int64, `params.allowed_token_ids`; None where it is.

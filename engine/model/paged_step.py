@@ -41,7 +41,6 @@ def paged_step(batch: StepBatch, device: torch.device, queries_per_tile: int) ->
     """Pack a step's sequences.
 
     Args:
-        batch: the step.
         device: where attention runs.
         queries_per_tile: of one program of the kernel for several queries; 0: no tiles are wanted.
     """

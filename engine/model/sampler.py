@@ -160,7 +160,6 @@ def noise(
     Args:
         token_ids: int32.
         first: half of the draw's key, int32 where it is a tensor.
-        second: the other half.
     """
     bits = token_ids ^ first  # shifts of int32 keep the sign, which the masks take off
     bits = bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(FIRST_FACTOR)

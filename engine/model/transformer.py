@@ -79,7 +79,6 @@ class Transformer:
     """A decoder over named weights.
 
     Args:
-        config: the shape.
         weights: complete and final; they are read in place.
         dtype: of weights, activations and the pool.
         max_model_len: the longest request's tokens; None: all that the model has positions for.
@@ -239,7 +238,6 @@ class Transformer:
         Args:
             rows: each sequence's first row in the step, and how many rows its record counts.
             records: what the step has read and written, of each.
-            kv: the pool.
         """
         if self._backend.gated_delta is not None:
             dtype = str(kv.dtype).removeprefix("torch.")

@@ -57,7 +57,6 @@ def attend_several(
         kv: the pool, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
         layer: to read in the pool.
         step: the sequences; query_tiles are for this tiling.
-        scale: of the scores.
         window: how many keys a query sees, with its own; None: all.
         softcap: where scores are bent to; None: nowhere.
         sinks: float32 [num_heads], a learnt score of each head; None: the model has none.

@@ -51,7 +51,6 @@ def load_weights(
 
     Args:
         checkpoint: where the stored tensors lie.
-        dtype: to serve in.
         arena: shared memory of `weights_layout`'s size; None maps the files.
         share: (index, count) of the part to convert into the arena; None if it is filled.
             The other parts are undefined until their workers have returned from this call.
@@ -94,7 +93,6 @@ def quantised_weights(
 
     Args:
         checkpoint: where the stored tensors lie.
-        dtype: to serve in.
         layout: of panels_layout() or gpu_layout().
         memory: of the arena, uint8 [num_bytes], on any device.
         share: (index, count) of the part to fill; None if it is filled.

@@ -52,7 +52,6 @@ class WorkerCopies:
         """Register a worker's part in a job: should it die, the job is void.
 
         Args:
-            worker: that is ready.
             job: filled in with what the worker reports.
             done: called with the job once, when the worker will not touch its blocks any more.
         """
@@ -98,7 +97,6 @@ class CacheArena:
     Args:
         memory: that models share; the served one's blocks are stored.
         worker_of: the worker that copies for a pool; None: none now.
-        copies: of the router's workers.
         report: called with each job that is over.
     """
 

@@ -61,7 +61,6 @@ class CacheMemory:
         """Size the memory for a model's blocks; return how many it spans. The first need makes it.
 
         Args:
-            block_bytes: of a block.
             num_others: blocks behind the cache, for other uses.
         """
         if not self._segment_bytes:
@@ -84,7 +83,6 @@ class CacheMemory:
         Args:
             fingerprint: of everything that a block's bytes depend on.
             name: of the model, for people.
-            block_bytes: of a block.
             now_s: the Unix time.
         """
         if (before := self._tenants.get(self._served)) is not None:

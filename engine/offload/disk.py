@@ -42,7 +42,6 @@ class Disk:
     """Store blocks in one folder of slab files, with threads that read and write.
 
     Args:
-        slabs: open.
         pool_fds: by name, memory of the pools that blocks are copied from and to.
         report: called with each job that is over, in the thread that has done it.
         write_share: of a core, for writing; 1 is no limit.

@@ -111,8 +111,6 @@ class SlabIndex:
         """Add the places of a new slab to the index.
 
         Args:
-            slab: its number.
-            num_records: places in it.
             found: records that it has, by their number in it.
         """
         self._slabs[slab] = num_records

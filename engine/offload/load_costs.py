@@ -71,8 +71,6 @@ class Costs:
         """Learn from a completed or abandoned load.
 
         Args:
-            num_bytes: that have arrived.
-            elapsed_ms: the prompt's wait.
             compute_ms: predicted for the wanted blocks; None: unknown.
         """
         self.num_loads += 1

@@ -123,9 +123,6 @@ class Loads:
     """Run the loads of one tier, and note the prompts waiting for them.
 
     Args:
-        context: of the tier.
-        costs: predicts loading.
-        predict_ms: predicts computing.
         ended: called when a prompt stops waiting: its seq_id, whether all blocks came in time, and
             whether more are stored.
     """
@@ -412,8 +409,6 @@ class Stores:
     """Run the stores to one tier, and choose what to store.
 
     Args:
-        context: of the tier.
-        max_places: blocks within the cap.
         hangs: called with the reason when the disk takes too long.
     """
 

@@ -175,11 +175,9 @@ class Slabs:
 
     Args:
         folder: made if missing.
-        block_bytes: of a block.
         fingerprint: of everything that a block's bytes depend on: [DIGEST_BYTES].
         cap_bytes: maximum physical bytes of all slabs.
         reserve_bytes: free bytes that the disk keeps.
-        model: its name, for people.
     """
 
     def __init__(

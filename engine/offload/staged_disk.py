@@ -50,9 +50,7 @@ class StagedDisk:
 
     Args:
         disk: reaches the slots as a pool named DRAM; its jobs' reports come to told().
-        slots: blocks of that pool.
         worker_of: the worker that copies for a pool; None: none now.
-        copies: of the router's workers.
         report: called with each job that is over.
     """
 

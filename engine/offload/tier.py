@@ -36,9 +36,6 @@ class Tier:
 
     Args:
         context: the pools, the disk and the clocks.
-        max_places: blocks within the cap.
-        costs: predicts loading.
-        predict_ms: predicts computing.
         changed: called when a prompt stops waiting, or blocks of a pool are free again.
     """
 
@@ -140,10 +137,8 @@ class Tier:
         """Store a preempted sequence's blocks, if storing and loading beats computing.
 
         Args:
-            pool: their pool.
             hashes: of the leading blocks of its chain, and of a snapshot, all in the pool and
                 without salt.
-            num_tokens: that they save computing.
 
         Returns:
             True: they are stored, or will be.

@@ -82,7 +82,6 @@ class Copies:
     """Every copy of blocks between pools that is under way.
 
     Args:
-        ledger: of all pools.
         topology: their links, and which of them have slots for blocks between two hops.
     """
 

@@ -94,7 +94,6 @@ class Cores:
         """Bring every worker to these cores, as soon as the workers that have them let go.
 
         Args:
-            wanted: by worker.
             busy: workers that may be in a step; the others answer at once.
         """
         if self.can_lend and (wanted != self._wanted or busy != self._busy):

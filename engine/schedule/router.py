@@ -208,7 +208,6 @@ class Router:
         """Give the worker commands from now on.
 
         Args:
-            worker: its name.
             now_ns: CLOCK_MONOTONIC.
             probes: bytes a second of its links, by the other pool; 0: a try that failed.
         """

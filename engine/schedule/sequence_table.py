@@ -67,7 +67,6 @@ class SequenceTable:
         """Raise InvariantViolated unless sequences are where their container and the ledger say.
 
         Args:
-            ledger: of all pools.
             queue: what has never held a block.
             others: owners of blocks that are no sequences.
         """

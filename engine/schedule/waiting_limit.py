@@ -69,7 +69,6 @@ class WaitingLimit:
         """Refuse a request for which there is no room.
 
         Args:
-            owner: of the request.
             wanted: how much a request brings.
             is_single: it is one sequence. An owner's first may take all that is left, and in an
                 empty queue it may have any size: what can be served can also wait.
@@ -143,9 +142,7 @@ class WaitingLimit:
         most of the target alone is admitted while little is ahead.
 
         Args:
-            owner: of the request.
             wanted: how much a request brings.
-            target_ms: for the first token.
             share: the owner's, of the turns.
             ahead: how much has had its turn, and no token yet.
 

@@ -96,8 +96,6 @@ def admit(
     """Make the command that runs a sequence on a stage from its present state.
 
     Args:
-        sequence: to run.
-        stage: of its route.
         table: its blocks in the pool of the stage's worker.
         records: its records there; None: the model keeps none.
         window_tables: its window blocks there, by group of layers; None: there are none.
@@ -167,7 +165,6 @@ class Routes:
         Args:
             sequence: is on the worker, where it will decode.
             worker: to be relieved of its prompt.
-            ready_workers: can take it.
         """
         pool_of = self._topology.pool_of
         near = [
@@ -270,7 +267,6 @@ class Routes:
         rest is so short that it hardly delays decoding sequences.
 
         Args:
-            sequence: has lost its worker.
             open_workers: may get it.
             held: all sequences on workers or between two.
             num_there: its positions that are computed in a worker's pool.

@@ -31,8 +31,6 @@ class ChatTemplate:
     """Hold a model's Jinja chat template, compiled, in a sandbox.
 
     Args:
-        source: the template's text.
-        where: its file.
         tool_source: the template for conversations with tools, if it differs.
     """
 

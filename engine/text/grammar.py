@@ -273,7 +273,6 @@ class GrammarTokenizer:
     """Show a model's tokens to grammars.
 
     Args:
-        tokenizer: the checkpoint's.
         vocab_size: of the model's logits; ids missing in one of the two are never allowed.
         eos_token_ids: end an output, allowed where the grammar is complete.
 

@@ -306,7 +306,6 @@ class Detokenizer:
     that ends in U+FFFD waits for its rest. Each push decodes a bounded window.
 
     Args:
-        tokenizer: the model's.
         context_ids: tokens that the text continues (a prompt to complete); otherwise the text
             begins a document of its own.
     """

@@ -79,7 +79,6 @@ class Copier:
     Args:
         pools: by name, its own and the pools that it copies to or from; handed over, because
             another worker's memory is only unmapped when no other reference is left.
-        block_size: of all of them.
         send: passes a report on, from any thread.
         device: of its own pool; None: it is in host memory.
     """
@@ -110,7 +109,6 @@ class Copier:
         """Begin a copy that the daemon has ordered.
 
         Args:
-            copy: the command.
             running: the sequence that fills its blocks, if it is still here.
         """
         filler = copy.filled_by
@@ -247,7 +245,6 @@ def copy_blocks(
     Shapes: source and target [num_blocks, num_layers, 2, ...], as pools are.
 
     Args:
-        source: a pool.
         target: another.
         pairs: blocks of the one, and of the other.
         device: the pools' device; None: both are in host memory.

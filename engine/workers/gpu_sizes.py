@@ -55,11 +55,9 @@ def num_blocks_that_fit(
     Args:
         free_bytes: of the GPU, with the weights in place.
         step_bytes: needed by the largest step while it runs.
-        block_bytes: of one block.
         static_bytes: that will be allocated once and stay, as the graphs' buffers.
         has_graphs: steps will be captured.
         is_shared: a second process will run steps on the GPU.
-        margin_bytes: kept free besides.
     """
     kept = margin_bytes + static_bytes + step_bytes
     if has_graphs:

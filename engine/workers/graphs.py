@@ -56,9 +56,6 @@ class DecodeGraphs:
 
     Args:
         transformer: one that is_capturable.
-        pool: the KV.
-        device: of both.
-        block_size: of the pool.
         max_model_len: tokens of the longest sequence.
         max_batch: sequences of the largest step; larger steps use no graph.
     """

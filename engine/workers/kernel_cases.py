@@ -73,7 +73,6 @@ class KernelFixture:
         dtype: of activations and the pool.
         device: where they are.
         num_layers: of the pool, and of other tensors with one part per call.
-        block_size: tokens of a block.
     """
 
     config: ModelConfig

@@ -43,9 +43,6 @@ def weights_loss(
     """Compare a model quantised at start with the stored one.
 
     Args:
-        served: the serving model.
-        checkpoint: its checkpoint.
-        dtype: the serving dtype.
         heartbeat: called after each part of it.
     """
     weights = _as_stored(checkpoint, dtype, lambda _done, _total: heartbeat())
@@ -66,9 +63,6 @@ def kv_loss(
     All texts form one, so that later tokens see earlier keys as the pool keeps them.
 
     Args:
-        served: the serving model.
-        checkpoint: its checkpoint.
-        kv_dtype: of the serving pool.
         heartbeat: called after each part of it.
     """
     text = [token for each in _texts(checkpoint) for token in each]
@@ -112,8 +106,6 @@ def _logits(model: Transformer, token_ids: list[int], kv_dtype: str | None = Non
     """Compute the logits of all tokens of one text, float32 [num_tokens, vocab_size].
 
     Args:
-        model: that computes them.
-        token_ids: of the text.
         kv_dtype: of the pool; None: the model's.
     """
     count = len(token_ids)

@@ -30,7 +30,6 @@ class StepMeasuring:
     """Measure steps of one worker.
 
     Args:
-        runner: makes them.
         is_interrupted: asked between layers; true once a command has arrived.
     """
 

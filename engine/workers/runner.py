@@ -74,9 +74,6 @@ class Runner:
     """Execute planned steps on one device.
 
     Args:
-        transformer: the model.
-        pool: its KV.
-        block_size: of the pool.
         grammars: of the sequences that have one.
         device: of model and pool; None: the CPU.
         graphs: of the decode steps; None: each kernel is launched separately.
@@ -432,7 +429,6 @@ class Runner:
         On a device tokens are sampled by both kinds of kernels.
 
         Args:
-            num_sequences: in the step.
             length: of each, in tokens.
             num_new_tokens: of each, its last; None: all are new.
 

@@ -24,8 +24,6 @@ class Speculation:
     """Speculate for the sequences of one worker.
 
     Args:
-        vocab_size: of the model's logits.
-        block_size: of the pool.
         most: guessed tokens per sequence and step; None: as many as pay.
     """
 
@@ -101,7 +99,6 @@ class Speculation:
         """Guess the sequences' next tokens, and let the gate choose how many of them pay.
 
         Args:
-            planned: the sequences.
             step: the kind of the step that would compute the guesses.
             num_unknown: tokens at a guess's begin that are known before that step.
         """

@@ -72,9 +72,7 @@ def stream_weights(
     """Fill the views with the checkpoint's values, converted on the device if needed.
 
     Args:
-        checkpoint: with the stored tensors.
         views: of arena_views().
-        device: of the views.
         progress: called with (bytes done, bytes to do) after each piece.
 
     Raises:
@@ -98,8 +96,6 @@ def read_share(
 
     Args:
         checkpoint: with the stored tensors, in any form.
-        dtype: to convert to.
-        layout: of the arena.
         fd: of the memory; other workers fill the rest.
         share: (index, count) of the part.
         progress: called with (bytes done, bytes to do), of the part.
@@ -137,11 +133,6 @@ def stream_arena(fd: int, arena: torch.Tensor, device: Device) -> None:
     """Copy a filled arena in host memory to one on a device.
 
     Shapes: arena [num_bytes] of uint8.
-
-    Args:
-        fd: of the host's.
-        arena: the device's.
-        device: of that arena.
     """
     where = Path(f"/proc/self/fd/{fd}")
     starts = range(0, len(arena), PIECE_BYTES)

@@ -244,7 +244,6 @@ def draws_of(sequences: Sequence[WorkerRequest], ahead: int = 0) -> list[tuple[f
     """Describe the draws of a step: each sequence's next token, then one after each guess.
 
     Args:
-        sequences: of the step.
         ahead: how many more tokens each has than is known.
     """
     return [

@@ -110,7 +110,6 @@ def columns_for(width: int, is_metered: bool = True) -> list[RequestColumn]:
     """Choose the most important columns that fit, in display order; spare cells widen the texts.
 
     Args:
-        width: cells of a row.
         is_metered: a device reports energy, so that it gets a column.
     """
     chosen: list[RequestColumn] = []
