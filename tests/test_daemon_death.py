@@ -43,7 +43,7 @@ BODIES = {
     ),
     "response": (
         "/v1/responses",
-        {"input": "A story.", "max_output_tokens": 200, "ignore_eos": True, "temperature": 0},
+        {"input": SAID, "max_output_tokens": 200, "ignore_eos": True, "temperature": 0},
     ),
     "message": ("/v1/messages", {"messages": SAID, **DRAWN, "temperature": 0}),
     "ollama": (
@@ -116,6 +116,8 @@ def said(received):
     text = received.partition(b"\r\n\r\n")[2].decode()
     ids = set(_IDS.findall(text))
     for event in events(received):
+        if event.get("type") == "ping":  # Anthropic's, while nothing comes
+            continue
         summed(json.loads(_IDS.sub("id", json.dumps(event))), into)
     return len(ids), joined(into)
 

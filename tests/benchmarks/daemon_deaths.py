@@ -3,10 +3,13 @@
 usage: python -m tests.benchmarks.daemon_deaths MODEL [--kills 200] [--streams 12] [--seed 0]
        [--restart] [-- OPTIONS of penstock serve]
 
-Each round begins the streams, kills the daemon at a random moment (with --restart: asks for a
-restart on purpose) and reads all replies to their ends. A pause is the longest time between two
-parts of a stream after the kill. Exit code 1 if a reply differs from the undisturbed one or has not
-exactly one row.
+Each round begins the streams, kills the daemon at a random moment and reads all replies to their
+ends. With --restart it asks for a restart on purpose, and streams follow each other until the next
+daemon serves. A pause is the longest time that a client waits for anything after the kill. Exit
+code 1 if a reply differs from the undisturbed one or has not exactly one row.
+
+Have bytecode written and compiled (no PYTHONDONTWRITEBYTECODE): without it an import of torch takes
+twice the time, and the pause with it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ _BEGUN_BYTES = 300
 
 
 class Stream:
-    """One reply, and when its parts came."""
+    """One reply; when it was asked for, and when its parts came."""
 
     def __init__(self, daemon: Daemon, name: str) -> None:
         self.name, self.received, self.times = name, b"", []
@@ -46,6 +49,7 @@ class Stream:
             client.settimeout(180)
             client.connect(str(self._daemon.socket))
             client.sendall(request_of(*BODIES[self.name]))
+            self.times.append(time.monotonic())
             while part := client.recv(1 << 16):
                 self.received += part
                 self.times.append(time.monotonic())
@@ -75,10 +79,20 @@ def num_rows(daemon: Daemon) -> tuple[int, int]:
 
 
 def one_round(daemon: Daemon, names: list[str], draw: random.Random, sent: int) -> tuple:
-    streams, pid = [Stream(daemon, name) for name in names], daemon.pid
+    pid, streams = daemon.pid, []
+
+    def read(name: str) -> None:
+        while True:
+            streams.append(stream := Stream(daemon, name))
+            stream.read()
+            if sent == signal.SIGKILL or daemon.pid not in (pid, daemon.process.pid):
+                return
+
     with ThreadPoolExecutor(len(names)) as pool:
-        ends = [pool.submit(stream.read) for stream in streams]
-        daemon.wait_for(lambda: all(one.has_begun for one in streams))
+        ends = [pool.submit(read, name) for name in names]
+        daemon.wait_for(
+            lambda: len(streams) >= len(names) and all(one.has_begun for one in streams)
+        )
         time.sleep(draw.uniform(0, 0.2))
         killed_s = time.monotonic()
         os.kill(pid, sent)
