@@ -589,6 +589,8 @@ class _Daemon:
             await self._caches.flush(is_end=True)
         if has_keeper() and not self._num_signals:
             await self._server.hand_over_all()
+            self._service.abort_all(but_kept=True)
+            await self._server.has_kept_alone()
         if self._num_signals:  # it is stopping
             return
         self._service.event("info", "restart", f"Restarting; {self._service.drain_status}")

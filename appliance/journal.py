@@ -159,6 +159,8 @@ class Journal:
         """Daemons that have died during the request."""
         self._num_take_ups = 0
         self._is_off = False
+        self.is_cut = False
+        """Whether a record could not be written: no byte may depend on the journal from then on."""
         if fd >= 0:
             self.died_ns = time.monotonic_ns() - time.time_ns() + os.fstat(fd).st_mtime_ns
             try:
@@ -276,8 +278,13 @@ class Journal:
     def flush(self) -> None:
         """Write the records; called before the bytes that depend on them are written."""
         if self._unwritten and self.fd >= 0:
-            os.write(self.fd, b"".join(self._unwritten))
+            data = b"".join(self._unwritten)
             self._unwritten.clear()
+            try:
+                self.is_cut = os.write(self.fd, data) < len(data)
+            except OSError:  # no memory, or a limit on the size of files
+                self.is_cut = True
+            self._is_off |= self.is_cut
 
     def _add(self, kind: _Kind, content: object) -> None:
         if not self._is_off:

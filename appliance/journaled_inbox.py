@@ -40,6 +40,11 @@ class JournaledInbox(Inbox):
         request.is_resumed = True
         self._restore()
 
+    @property
+    def is_kept(self) -> bool:  # type: ignore[override]
+        """Say whether the keeper has the journal."""
+        return self._journal.fd >= 0
+
     async def take(self, patience_s: float | None = None) -> list[TokensEmitted]:
         """Take a dead daemon's next batch, or all emitted tokens; record them."""
         if self._journal.batches:

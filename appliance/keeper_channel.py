@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
 import select
 import socket
+import struct
+import termios
 import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 PATIENCE_S = 10.0
-"""Time without room after which the keeper counts as stuck."""
+"""Time with unread messages after which the keeper counts as stuck."""
 CLOSE_S = 1.0
 """Maximum wait at the daemon's end for a keeper without room."""
 REPLY = "r-"
@@ -61,7 +64,7 @@ class KeeperChannel:
         """Size of their names."""
         self._numbers = itertools.count()
         self._waiting = deque[_Message]()
-        self._waits_since_s = 0.0
+        self._unread_since_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_lost = self._is_full = False
 
@@ -73,8 +76,8 @@ class KeeperChannel:
     @property
     def problem(self) -> str | None:
         """Why a crash would end replies that could go on; None: it would not."""
-        if self._waiting and time.monotonic() - self._waits_since_s > PATIENCE_S:
-            return f"the keeper takes no messages: {len(self._waiting)} wait"
+        if self._is_unread() and time.monotonic() - self._unread_since_s > PATIENCE_S:
+            return "the keeper takes no messages"
         return "the keeper cannot be reached" if self._is_lost else None
 
     def send(self, fds: tuple[int, ...], fields: Mapping[str, str | int]) -> bool:
@@ -96,7 +99,6 @@ class KeeperChannel:
             is_sent = self._try(message)
             if is_sent is not None:
                 return is_sent
-            self._waits_since_s = time.monotonic()
         elif not fds and any(message == each for each in self._waiting):
             return True
         # The caller may close its descriptors before the message is sent.
@@ -154,6 +156,8 @@ class KeeperChannel:
         """Send it now; None: there is no room, False: it is lost."""
         data, fds, name = message
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        if not self._is_unread():
+            self._unread_since_s = time.monotonic()
         try:
             self._connect().sendmsg([data], rights)
         except BlockingIOError:
@@ -183,6 +187,13 @@ class KeeperChannel:
                 raise
             self._socket = opened
         return self._socket
+
+    def _is_unread(self) -> bool:
+        """Say whether the keeper has not yet read what was sent."""
+        if self._socket is None:
+            return False
+        (num_bytes,) = struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))
+        return bool(num_bytes)
 
     def _flush(self) -> None:
         """Send what waits, as far as there is room."""

@@ -85,6 +85,9 @@ class Inbox:
     not set for each wait, but again when it runs out too soon.
     """
 
+    is_kept = False
+    """Whether the reply outlives the daemon."""
+
     def __init__(self) -> None:
         self._emitted: list[TokensEmitted] = []
         self._waiter: asyncio.Future[None] | None = None

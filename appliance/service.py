@@ -438,10 +438,15 @@ class Service:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.idle.wait(), grace_s)
 
-    def abort_all(self) -> None:
-        """End every live request now; each open reply is told."""
-        for request_id in list(self._live):
-            self.cancel(request_id, "drain")
+    def abort_all(self, *, but_kept: bool = False) -> None:
+        """End every live request now; each open reply is told.
+
+        Args:
+            but_kept: leave those that outlive the daemon.
+        """
+        for request_id, request in list(self._live.items()):
+            if not (but_kept and request.inbox.is_kept):
+                self.cancel(request_id, "drain")
 
     def make_frame(self) -> None:
         """Take a frame and wake its readers; on failure there is no frame this second."""

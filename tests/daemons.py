@@ -205,8 +205,11 @@ class Daemon:
     @property
     def pid(self) -> int:
         """The daemon itself; `process` is its keeper, unless NOTIFY_SOCKET names another one."""
-        children = psutil.Process(self.process.pid).children()
-        return next((one.pid for one in children if "serve" in one.cmdline()), self.process.pid)
+        for one in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if "serve" in one.cmdline():
+                    return one.pid
+        return self.process.pid
 
     def kill(self) -> None:
         """End everything by SIGKILL, and wait: the daemon ends a moment after its keeper."""

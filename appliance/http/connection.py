@@ -329,6 +329,8 @@ class ClientProtocol(H11Protocol):
         self._num_requests += 1
         if self._kept_name:
             self._end_kept()
+        elif self._left is not None:  # there was no room for its last bytes
+            self.transport.close()
         super().on_response_complete()
         if self._is_lingering:  # nothing follows
             self._unset_keepalive_if_required()

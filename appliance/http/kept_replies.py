@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from appliance.http import reply_file
-from appliance.http.reply_file import HEAD_END, ReplyFile
+from appliance.http.reply_file import HEAD_END, NoRoom, ReplyFile
 from appliance.journal import FD_NAME, Foreign, Journal
 from appliance.keeper_channel import notify
 from appliance.request import CLIENT_CLOSED_REQUEST
@@ -70,8 +70,10 @@ class LeftReply:
         if not ping or tail.endswith(_LAST_CHUNK) or not tail.endswith((between, HEAD_END)):
             return
         self.journal.ping_at(position)
-        os.pwrite(self.fd, ping, position)
+        if self.journal.is_cut:
+            return
         with contextlib.suppress(OSError):  # a full socket is noticed when the reply continues
+            os.pwrite(self.fd, ping, position)
             num_unsent = position + len(ping) - os.lseek(self.fd, 0, os.SEEK_CUR)
             os.sendfile(self.client.fileno(), self.fd, None, num_unsent)
 
@@ -86,7 +88,8 @@ class LeftReply:
                 failure = self.journal.head.failure
             reply = ReplyFile(self.client, self.journal, lambda: None, lambda: None, self.fd)
             if not os.fstat(self.fd).st_size:
-                reply.write(_UNAVAILABLE)
+                with contextlib.suppress(NoRoom):
+                    reply.write(_UNAVAILABLE)
             reply.fail(failure)
             self.on_failed()
             reply.close()
@@ -188,12 +191,12 @@ class ReplyTransport(asyncio.Transport):
 
     Args:
         transport: asyncio's.
-        on_sent: called once the file is sent after close().
+        on_forgotten: called once the file is sent after close(), or has no room; leaves the file.
     """
 
-    def __init__(self, transport: asyncio.Transport, on_sent: Callable[[], None]) -> None:
+    def __init__(self, transport: asyncio.Transport, on_forgotten: Callable[[], None]) -> None:
         super().__init__()
-        self._transport, self._on_sent = transport, on_sent
+        self._transport, self._forget = transport, on_forgotten
         self.file: ReplyFile | None = None
         self._is_closing = False
         self.abort = transport.abort  # type: ignore[method-assign]
@@ -205,8 +208,18 @@ class ReplyTransport(asyncio.Transport):
         self.set_protocol = transport.set_protocol  # type: ignore[method-assign]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write to the file while there is one, else to the connection."""
-        (self._transport if self.file is None else self.file).write(data)  # type: ignore[arg-type]
+        """Write to the file while there is one with room, else to the connection."""
+        rest = bytes(data)
+        if self.file is not None:
+            try:
+                self.file.write(rest)
+            except NoRoom as error:
+                _log.warning("a reply ends with the daemon: %s", error.__cause__ or error)
+                rest = error.rest
+                self._forget()
+            else:
+                return
+        self._transport.write(rest)
 
     def is_closing(self) -> bool:
         """Say whether close() was called, or the connection is lost."""
@@ -218,7 +231,7 @@ class ReplyTransport(asyncio.Transport):
         if self.file is None:
             self._transport.close()
         else:
-            self.file.when_sent(self._on_sent)
+            self.file.when_sent(self._forget)
 
     def get_write_buffer_size(self) -> int:
         """Count the bytes that wait for the client."""

@@ -11,6 +11,7 @@ Never: closes the connection, or knows an API.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -23,6 +24,18 @@ LOW_BYTES = 16 << 10
 """Unsent bytes at which the reply continues."""
 HEAD_END = b"\r\n\r\n"
 FD_NAME = "penstock-reply"
+
+
+class NoRoom(OSError):
+    """The file or the journal cannot grow.
+
+    Args:
+        rest: bytes that have not been sent.
+    """
+
+    def __init__(self, rest: bytes) -> None:
+        super().__init__("no room for a reply's bytes")
+        self.rest = rest
 
 
 class ReplyFile:
@@ -72,13 +85,21 @@ class ReplyFile:
 
         Raises:
             Differs: a byte of the body is different; the stream has been ended with an error.
+            NoRoom: the bytes have to be sent without the file.
         """
         if self._expected:
             data = self._compare(data)
         if not data or self._is_broken or self._has_differed:
             return
         self._journal.flush()
-        self._append(data)
+        size = self._size
+        try:
+            if self._journal.is_cut:
+                raise NoRoom(b"")
+            self._append(data)
+        except OSError as error:
+            unsent = os.pread(self.fd, self.num_unsent, self._num_sent)
+            raise NoRoom(unsent + data[self._size - size :]) from error
 
     def when_sent(self, on_sent: Callable[[], None]) -> None:
         """Call back once all is sent, or cannot be; at once if there is nothing to send."""
@@ -90,7 +111,8 @@ class ReplyFile:
     def fail(self, failure: bytes) -> None:
         """End a stream that cannot continue with the API's error event; drop what follows."""
         if not self._has_differed and self._size:
-            self._append(failure)
+            with contextlib.suppress(OSError):  # no memory
+                self._append(failure)
         self._has_differed = True
 
     def close(self) -> None:
@@ -99,6 +121,9 @@ class ReplyFile:
         if not self._is_closed:
             os.close(self.fd)
         self._is_broken = self._is_closed = True
+        if self._is_paused:
+            self._is_paused = False
+            self._resume()
 
     def _compare(self, data: bytes) -> bytes:
         """Return the bytes that follow a dead daemon's."""

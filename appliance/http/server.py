@@ -172,11 +172,16 @@ class ApiServer:
             await asyncio.sleep(STRAGGLER_CHECK_S)
 
     async def hand_over_all(self) -> None:
-        """Have the next daemon serve all listeners; wait for what it could not continue.
+        """Have the next daemon serve all listeners; wait for what it cannot continue.
 
-        That is what is not accepted yet. It takes milliseconds, and at most STRAGGLER_S.
+        That is what is not accepted yet, which takes milliseconds, and replies over TLS; at most
+        STRAGGLER_S.
         """
         await self.hand_over(self._listeners)
+        await self.has_kept_alone()
+
+    async def has_kept_alone(self) -> None:
+        """Wait until the next daemon can continue all open connections, at most STRAGGLER_S."""
         await self._wait_until(lambda: all(one.is_kept for one in self._connections))
 
     async def stop(self, grace_s: float) -> None:

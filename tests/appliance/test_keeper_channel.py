@@ -122,11 +122,13 @@ def test_a_keeper_that_takes_nothing_is_a_problem_until_it_does(
     monkeypatch.setattr(keeper_channel, "PATIENCE_S", 0)
 
     async def fill() -> None:
-        num_sent = 0
-        while keeper_problem() is None:
-            notify(STATUS=num_sent)
-            num_sent += 1
-        for _ in range(num_sent):
+        assert keeper_problem() is None
+        notify(STATUS=0)
+        assert keeper_problem() is not None  # though there is room
+        for number in range(1, 2_000):
+            notify(STATUS=number)
+        assert keeper_problem() is not None
+        for _ in range(2_000):
             await asyncio.to_thread(manager.recv, 1_000)
         assert keeper_problem() is None
 

@@ -145,6 +145,14 @@ def test_a_cancel_is_told_and_a_hang_up_or_a_failure_is_not(machine):
     ]
 
 
+def test_at_a_hand_over_only_what_the_next_daemon_cannot_continue_ends(machine):
+    ending, staying = machine.submit(), machine.submit()
+    staying.inbox.is_kept = True
+    machine.service.abort_all(but_kept=True)
+    assert (ending.cancelled_by, ending.is_finished) == ("drain", True)
+    assert (staying.cancelled_by, staying.is_finished) == (None, False)
+
+
 def test_a_place_in_the_queue_is_the_one_in_the_fair_order(machine):
     flood = [machine.submit("her") for _ in range(3)]
     late = machine.submit("him")

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import socket
 import struct
 
@@ -314,6 +315,24 @@ async def test_a_whole_reply_that_waits_at_a_stop_is_a_503(keeper, servers):
     assert (await asyncio.wait_for(reader.read(), 60)).split()[1] == b"503"
     assert rows == [503]
     await until(lambda: not keeper.kept)
+
+
+@pytest.mark.parametrize("name", ["chat", "whole"])
+async def test_a_reply_whose_files_cannot_grow_goes_on_without_the_keeper(keeper, servers, name):
+    server, appliance = await servers.start(interval_s=0.001)
+    reader, _ = await servers.ask(server, *ASKED[name])
+    undisturbed = await asyncio.wait_for(reader.read(), 60)
+    reader, _ = await servers.ask(server, *ASKED[name])
+    await until(lambda: len(appliance.submitted) == 2 and keeper.kept)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        received = await asyncio.wait_for(reader.read(), 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said(received) == said(undisturbed)
+    await until(lambda: not keeper.kept)
+    await closed(appliance)
 
 
 async def test_without_a_keeper_nothing_is_recorded(servers, monkeypatch):

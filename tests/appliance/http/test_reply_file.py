@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 
 import pytest
 
 from appliance import journal as journals
-from appliance.http.reply_file import HIGH_BYTES, ReplyFile
+from appliance.http.reply_file import HIGH_BYTES, NoRoom, ReplyFile
 from appliance.journal import Differs, Head, Journal
 
 HEAD = b"HTTP/1.1 200 OK\r\ndate: today\r\n\r\n"
@@ -132,6 +133,22 @@ async def test_a_reply_that_had_not_begun_may_become_an_error():
     reply = left_reply()
     reply.file.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}")
     assert reply.read_now().endswith(b"{}")
+    reply.close()
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_what_has_no_room_in_file_or_journal_is_handed_back(is_cut):
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    reply = Reply(fd)
+    reply.file.write(HEAD)
+    assert reply.read_now() == HEAD
+    reply.file._journal.is_cut = is_cut
+    if not is_cut:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    with pytest.raises(NoRoom) as raised:
+        reply.file.write(BODY)
+    assert raised.value.rest == BODY
+    assert reply.read_now() == b""
     reply.close()
 
 
