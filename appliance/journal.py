@@ -153,6 +153,8 @@ class Journal:
         """Whether all bytes of the reply are in its file."""
         self.died_ns = 0
         """CLOCK_MONOTONIC of the dead daemon's last record."""
+        self.silent_s = 0.0
+        """How long the reply had been silent when this daemon took it up."""
         self._draws: deque[Any] = deque()
         self._unwritten: list[bytes] = []
         self.num_deaths = 0

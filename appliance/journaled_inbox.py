@@ -52,6 +52,9 @@ class JournaledInbox(Inbox):
             if self._num_replayed % BATCHES_PER_TURN == 0:
                 await asyncio.sleep(0)
             return [self._emitted_of(each) for each in self._journal.batches.popleft()]
+        if patience_s is not None:
+            patience_s = max(patience_s - self._journal.silent_s, 0.0)
+            self._journal.silent_s = 0.0
         emitted = await super().take(patience_s)
         self._journal.took([self._tokens_of(each) for each in emitted])
         return emitted

@@ -442,7 +442,7 @@ class Service:
         """End every live request now; each open reply is told.
 
         Args:
-            but_kept: leave those that outlive the daemon.
+            but_kept: only the requests that end with the daemon.
         """
         for request_id, request in list(self._live.items()):
             if not (but_kept and request.inbox.is_kept):

@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from appliance.keeper_channel import notify
 from appliance.request import CLIENT_CLOSED_REQUEST
 
 PING_S = 10.0
-"""Seconds between two pings of a stream that waits for this daemon."""
+"""Silence after which a stream that waits for this daemon gets a ping."""
+LOOKS_PER_PING = 10
 _UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"connection: close\r\n\r\n"
@@ -60,6 +62,11 @@ class LeftReply:
         """The status that was sent; 499 if nothing was."""
         status = os.pread(self.fd, _STATUS_END, 0)[_STATUS_END - 3 :]
         return int(status) if status.isdigit() else CLIENT_CLOSED_REQUEST
+
+    @property
+    def silent_s(self) -> float:
+        """Return the time since the reply's last byte."""
+        return max(time.time() - os.fstat(self.fd).st_mtime, 0.0)
 
     def ping(self) -> None:
         """Keep a stream alive that stands between two events."""
@@ -135,14 +142,16 @@ class LeftReplies:
     async def ping(self) -> None:
         """Keep the streams alive until they are taken."""
         while True:
-            await asyncio.sleep(PING_S)
+            await asyncio.sleep(PING_S / LOOKS_PER_PING)
             for left in self.replies:
-                if not left.is_answered:
+                if not left.is_answered and left.silent_s >= PING_S:
                     left.ping()
 
     def take(self) -> list[LeftReply]:
         """Hand the replies over to the caller."""
         taken, self.replies = self.replies, []
+        for left in taken:
+            left.journal.silent_s = left.silent_s
         return taken
 
     def end(self) -> None:

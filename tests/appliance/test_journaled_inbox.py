@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
@@ -53,3 +54,13 @@ async def test_a_continued_reply_keeps_its_stages_and_has_one_first_token(machin
     assert (histograms.ttft_s.total, histograms.itl_s.total) == before
     journal.close()
     left.close()
+
+
+async def test_the_silence_between_two_daemons_counts_once_until_the_next_ping(machine):
+    machine.start_workers()
+    journal = Journal()
+    request = submit(machine, journal)
+    journal.silent_s = 600.0
+    assert await asyncio.wait_for(request.inbox.take(600), 60) == []
+    assert journal.silent_s == 0
+    journal.close()

@@ -287,6 +287,28 @@ async def test_a_stream_is_kept_alive_until_it_continues(keeper, servers, monkey
     assert text.replace(b": keep-alive\n\n", b"") == undisturbed
 
 
+async def test_only_a_stream_that_is_silent_for_long_is_kept_alive(keeper, servers, monkeypatch):
+    monkeypatch.setattr(kept_replies, "LOOKS_PER_PING", 1000)
+    server, _ = await servers.start(interval_s=0.0005)
+    reader, _ = await servers.ask(server, *ASKED["chat"])
+    await reader.readuntil(b"data: ")
+    await servers.kill(server)
+    found = keeper.pass_on()
+    (left,) = found.replies
+    size = os.fstat(left.fd).st_size
+    pinging = asyncio.create_task(found.ping())
+    await asyncio.sleep(0.1)
+    assert os.fstat(left.fd).st_size == size
+    os.utime(left.fd, (0, 0))
+    await until(lambda: os.fstat(left.fd).st_size > size)
+    pinging.cancel()
+    assert left.silent_s < kept_replies.PING_S
+    os.utime(left.fd, (0, 0))
+    found.take()
+    assert left.journal.silent_s > kept_replies.PING_S  # counts until the next ping
+    left.end()
+
+
 async def test_replies_that_wait_at_a_stop_end_with_an_error(keeper, servers):
     server, _ = await servers.start(interval_s=0.0005)
     reader, _ = await servers.ask(server, *ASKED["message"])
