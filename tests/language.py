@@ -1,8 +1,4 @@
-"""Count what makes our prose hard to read: `python -m tests.language [ROOM]`.
-
-`tests/language_allowance.toml` says how many faults each room may hold. The allowance only falls:
-`python -m tests.language --lower` writes the present count where that is less.
-"""
+"""Find what makes our prose hard to read: `python -m tests.language [ROOM]`."""
 
 from __future__ import annotations
 
@@ -11,14 +7,11 @@ import io
 import re
 import sys
 import tokenize
-import tomllib
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-ALLOWANCE = ROOT / "tests" / "language_allowance.toml"
 PACKAGES = ("engine", "appliance", "tui", "migrations")
 PAGES = ("README.md", "ARCHITECTURE.md", "docs")
 UNREAD = {"docs/measurements-history.md", "docs/peer-suites.md"}
@@ -196,34 +189,7 @@ def _words(room: str, place: str, text: str) -> Iterator[Fault]:
             yield Fault(room, rule, place, text[max(0, found.start() - 40) : found.end() + 40])
 
 
-def counts() -> dict[str, dict[str, int]]:
-    """Count the faults by room and rule."""
-    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for fault in faults():
-        found[fault.room][fault.rule] += 1
-    return found
-
-
-def allowances() -> dict[str, dict[str, int]]:
-    """Read how many faults each room may hold."""
-    return tomllib.loads(ALLOWANCE.read_text()) if ALLOWANCE.exists() else {}
-
-
-def lower() -> None:
-    """Write what is there now, where that is less than was allowed or the room is new."""
-    allowed, lines = allowances(), []
-    for room, rules in sorted(counts().items()):
-        old = allowed.get(room)
-        kept = {r: n if old is None else min(n, old.get(r, 0)) for r, n in sorted(rules.items())}
-        shown = ", ".join(f"{rule} = {count}" for rule, count in kept.items() if count)
-        lines.append(f'"{room}" = {{ {shown} }}\n' if shown else "")
-    ALLOWANCE.write_text("".join(lines))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--lower"]:
-        lower()
-    else:
-        for one in faults():
-            if not sys.argv[1:] or one.room == sys.argv[1]:
-                print(f"{one.place}: {one.rule}: {one.text}")
+    for one in faults():
+        if not sys.argv[1:] or one.room == sys.argv[1]:
+            print(f"{one.place}: {one.rule}: {one.text}")

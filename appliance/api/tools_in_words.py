@@ -21,7 +21,7 @@ You can call functions. These are there, each with the JSON schema of its argume
 <tools>
 {definitions}
 </tools>
-To call one, write its name and its arguments as JSON between these marks, and nothing behind them:
+To call one, write its name and arguments as JSON. Put them between these marks, nothing behind:
 <tool_call>
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
 </tool_call>

@@ -52,14 +52,13 @@ def test_a_pools_size_is_that_of_the_blocks_that_can_be_used(machine: Machine) -
 
 
 def test_a_model_that_can_chat_is_tried_in_a_chat(machine: Machine) -> None:
-    assert said(machine)[-1] == "try: penstock run 'Hello'"
+    assert said(machine)[-1].endswith("penstock run 'Hello'")
     assert "--raw" in said(machine, has_template=False)[-1]
 
 
 def test_a_daemon_that_no_client_looks_for_says_where_it_is(machine: Machine) -> None:
-    assert said(machine, is_found=False)[-1] == (
-        "try: penstock run --host /run/penstock.sock 'Hello'"
-    )
+    last = said(machine, is_found=False)[-1]
+    assert last.endswith("penstock run --host /run/penstock.sock 'Hello'")
 
 
 def test_replies_that_nobody_has_said_how_to_sample_come_with_advice(machine: Machine) -> None:

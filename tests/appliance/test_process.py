@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -50,12 +51,9 @@ def test_the_soft_limit_is_raised_to_the_hard_one():
     said = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert said.stdout.splitlines() == [
-        "max_connections is 1024, but 300 open files are allowed, with room for 172"
-        " (ulimit -Hn, LimitNOFILE=)",
-        "None",
-        "300",
-    ]
+    told, *others = said.stdout.splitlines()
+    assert re.findall(r"\d+", told) == ["1024", "300", "172"]
+    assert others == ["None", "300"]
 
 
 def test_connections_fit_in_what_is_left():

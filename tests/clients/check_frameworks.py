@@ -40,8 +40,9 @@ def langchain(door):
 
 
 def test_langchain_answers(langchain):
-    assert "Berlin" in langchain.invoke("What is the capital city of Germany?").content
-    pieces = [one.content for one in langchain.stream("What is the capital city of Germany?")]
+    question = "What is the capital city of Germany?"
+    assert "Berlin" in langchain.invoke(question).content
+    pieces = [one.content for one in langchain.stream(question)]
     assert len(pieces) > 2
     assert "Berlin" in "".join(pieces)
 

@@ -1,8 +1,4 @@
-"""The whole screen, character for character, at fixed frames and sizes.
-
-To accept a change of the screen: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/tui/test_golden.py, then
-read the diff.
-"""
+"""The whole screen, character for character, at fixed frames and sizes."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from tests import golden
 from tests.tui import frames
 from tests.tui.screen import console_at, grid, show, until
 from tui import plain
@@ -69,14 +66,6 @@ OTHERS += [("busy", size, False) for size in [(100, 30), (60, 16), (40, 10)]]
 OTHERS += [("three-pools", size, True) for size in (SMALL, LARGE)]
 
 
-def check(name: str, shown: str, suffix: str = "txt") -> None:
-    path = GOLDEN / f"{name}.{suffix}"
-    if os.environ.get("PENSTOCK_UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(shown, encoding="utf-8")
-    assert shown == path.read_text(encoding="utf-8")
-
-
 async def check_screen(name: str, pilot: Pilot[None], console: Console) -> None:
     """The screen once it has come to rest: its parts tell each other what they show."""
     await check_drawn(name, pilot, lambda: grid(console))
@@ -91,7 +80,7 @@ async def check_drawn(
     else:
         with contextlib.suppress(TimeoutError):  # what it is then is shown by the comparison
             await until(pilot, lambda: drawn() == path.read_text(encoding="utf-8"))
-    check(name, drawn(), suffix)
+    golden.check(path, drawn())
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE, HUGE, TINY])
@@ -133,7 +122,9 @@ async def test_every_other_page(size):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_page_of_plain_text(width):
-    check(f"page-{width}", "\n".join(plain.page(views()["three-pools"], width)) + "\n")
+    golden.check(
+        GOLDEN / f"page-{width}.txt", "\n".join(plain.page(views()["three-pools"], width)) + "\n"
+    )
 
 
 async def test_dialogs():

@@ -216,7 +216,7 @@ async def test_roles_are_chosen_and_confirmed(busy, daemon):
         assert isinstance(console.screen, Choose)
         await pilot.press(*"coloc", "enter")
         await pilot.pause()
-        assert "from static to colocated?" in grid(console)
+        assert "static to colocated?" in grid(console)
         await pilot.press("y")
         await until(pilot, lambda: "set: roles colocated" in grid(console))
         assert daemon.changes == [("/v1/penstock/roles", b'{"roles":"colocated"}')]
@@ -320,10 +320,10 @@ async def test_x_on_a_request_that_has_ended_says_so(busy):
 @pytest.mark.parametrize(
     ("caller", "key", "words"),
     [
-        (Caller("zoe", "user"), "x", "only its owner or an operator"),
-        (Caller("zoe", "user"), "D", "only operators may do that"),
+        (Caller("zoe", "user"), "x", "only its owner"),
+        (Caller("zoe", "user"), "D", "only operators"),
         (Caller("zoe", "read-only"), "r", "this console is read-only"),
-        (None, "T", "the daemon has not answered yet"),
+        (None, "T", "has not answered"),
     ],
 )
 async def test_a_key_that_does_nothing_says_why(busy, caller, key, words):
@@ -336,7 +336,7 @@ async def test_a_key_that_does_nothing_says_why(busy, caller, key, words):
 async def test_a_key_on_a_page_without_requests_says_why(busy):
     async with console_at(120, 40, busy) as (console, pilot):
         await press(pilot, "4", "enter")
-        assert "no requests on this page: press 1 or 2" in " ".join(grid(console).split())
+        assert "press 1 or 2" in " ".join(grid(console).split())
 
 
 @covers("s", "S", "slash", "escape")
@@ -366,7 +366,7 @@ async def test_a_key_that_waits_for_a_dialog_to_be_closed_is_answered(busy):
     async with console_at(120, 40, busy) as (console, pilot):
         await press(pilot, "question_mark", "s")
         assert isinstance(console.screen, Help)
-        assert "s (sort) waits until this is closed: esc" in grid(console)
+        assert "s (sort) waits" in grid(console)
         assert console.view.listing.sort == "time"
 
 

@@ -129,7 +129,7 @@ def test_a_damaged_frame_is_passed_over_and_said(tmp_path: Path) -> None:
     change(path, "UPDATE frames SET data = substr(data, 1, 20) WHERE seq = 1")
     replay = Replay(path)
     first = replay.view_at(0)
-    assert (first.frame, first.link.why) == (None, "this frame of the recording is damaged")
+    assert (first.frame, "is damaged" in first.link.why) == (None, True)
     damaged = replay.view_at(10)
     assert (damaged.frame.seq, damaged.link.why != "") == (10, True)
     whole = replay.view_at(11)

@@ -316,10 +316,11 @@ def test_reasoning_is_split_off(name, text, is_begun, content, reasoning, has_to
 
 def test_a_call_within_the_reasoning_is_a_call():
     output_format = OutputFormat(FORMATS["qwen3_coder"], THOUGHTS["think"])
-    text = f"I need the weather.\n\n{QWEN}\n so I think\n</think>\nDone."
+    before, after = "I need the weather.", " so I think"
+    text = f"{before}\n\n{QWEN}\n{after}\n</think>\nDone."
     for pieces in ([text], list(text)):
         parser = OutputParser(output_format, tools_of(), is_reasoning=True)
-        assert read(parser, pieces) == ("Done.", [PARIS], "I need the weather.\n so I think")
+        assert read(parser, pieces) == ("Done.", [PARIS], f"{before}\n{after}")
 
 
 def test_the_channels_of_harmony_are_told_apart():

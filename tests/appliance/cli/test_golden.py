@@ -1,12 +1,7 @@
-"""What every verb prints in every format, character for character, at fixed data.
-
-To accept a change: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/appliance/cli/test_golden.py, then read
-the diff.
-"""
+"""What every verb prints in every format, character for character, at fixed data."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.models.names import STARTER_FOLDER
+from tests import golden
 from tests.appliance.cli_data import (
     ENDED,
     EVENTS,
@@ -29,7 +25,6 @@ from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.model_folder import make_model
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("table", "wide", "json", "ndjson", "csv")
 VERBS = {
     "status": ("status",),
@@ -87,8 +82,4 @@ def test_output(home: Path, verb: str, form: str) -> None:
     if verb == "models-show":
         assert "this machine, " in shown
         shown = without_machine(shown)
-    path = GOLDEN / f"cli-{verb}.{form}.txt"
-    if os.environ.get("PENSTOCK_UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(shown, encoding="utf-8")
-    assert shown == path.read_text(encoding="utf-8")
+    golden.check(golden.SENTENCES / f"cli-{verb}.{form}.txt", shown)

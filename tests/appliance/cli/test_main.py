@@ -58,8 +58,9 @@ def test_cancel_goes_on_after_an_unknown_id(daemon: FakeDaemon, environ: dict[st
     }
     ended = penstock(environ, "cancel", "gone", "cmpl-1")
     assert ended.stdout == "cancelled cmpl-1\n"
-    hint = "hint: `penstock ps -a` and `penstock log` show ids\n"
-    assert ended.stderr == f"penstock: gone: no live request\n{hint}"
+    told, hint = ended.stderr.splitlines()
+    assert told.startswith("penstock: gone: ")
+    assert "`penstock ps -a`" in hint
     assert ended.returncode == 5
 
 
@@ -208,10 +209,9 @@ def test_a_wrong_configuration_is_exit_code_78(environ: dict[str, str]) -> None:
     ended = penstock(environ, "serve", "--port", "99999")
     assert (ended.returncode, ended.stderr.startswith("penstock: --port: ")) == (78, True)
     ended = penstock(environ, "serve", "--kv-memory", "plenty")
-    assert (ended.returncode, ended.stderr) == (
-        78,
-        "penstock: --kv-memory: 'plenty' is not allowed; give a size such as 2GiB, 512MiB or 4G\n",
-    )
+    assert ended.returncode == 78
+    assert ended.stderr.startswith("penstock: --kv-memory: 'plenty' ")
+    assert "2GiB" in ended.stderr
 
 
 def test_top_opens_the_console_with_the_socket_and_its_own_flags(
@@ -263,7 +263,7 @@ def test_a_daemon_whose_socket_is_taken_says_so_before_it_times_anything(
 ) -> None:
     second = penstock(environ, "serve")
     assert (second.returncode, daemon.script.asked) == (9, [])
-    assert "another daemon is listening here" in second.stderr
+    assert "another daemon" in second.stderr
 
 
 def test_ps_of_nothing_says_so_beside_its_heading(
@@ -272,7 +272,7 @@ def test_ps_of_nothing_says_so_beside_its_heading(
     daemon.script.replies = {"GET /v1/requests": (200, {"object": "list", "data": []})}
     ended = penstock(environ, "ps")
     assert ended.stdout.split()[:2] == ["ID", "PHASE"]
-    assert ended.stderr == "penstock: no request now; -a shows finished ones\n"
+    assert " -a " in ended.stderr
     assert penstock(environ, "ps", "-o", "ndjson").stderr == ""
 
 

@@ -26,10 +26,11 @@ def test_a_switch_shows_what_the_daemon_then_has(
 
 
 def test_a_refusal_is_told(daemon: FakeDaemon, environ: dict[str, str]) -> None:
-    refusal = {"error": {"message": "one worker, started colocated", "code": "one_worker"}}
+    message = "one worker, started colocated"
+    refusal = {"error": {"message": message, "code": "one_worker"}}
     daemon.script.replies = {"POST /v1/penstock/roles": (409, refusal)}
     ended = penstock(environ, "roles", "static")
-    assert (ended.stdout, ended.stderr) == ("", "penstock: one worker, started colocated\n")
+    assert (ended.stdout, ended.stderr) == ("", f"penstock: {message}\n")
     assert ended.returncode
 
 

@@ -42,7 +42,7 @@ def test_without_the_wheels_it_says_which_and_how(environ, tmp_path):
     [
         (None, "ok"),
         (f"{runtime.PACKAGE} is not installed", "ok"),
-        (f"{runtime.PACKAGE} is 9.9; the adapter was made for {runtime.VERSION}", "note"),
+        (f"{runtime.PACKAGE} is 9.9, not {runtime.VERSION}", "note"),
     ],
 )
 def test_doctor_names_what_is_missing(monkeypatch, what, verdict):

@@ -1,12 +1,7 @@
-"""Placements over recorded machines: what is chosen, why, and what is refused with what would work.
-
-To accept a change: PENSTOCK_UPDATE_GOLDEN=1 pytest tests/appliance/fleet/test_placer.py, then
-read the diff of tests/appliance/golden/place-*.txt.
-"""
+"""Placements over recorded machines: the choice, its reasons, and refusals with what would work."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +21,11 @@ from engine.errors import ConfigError
 from engine.kernels.attention_backends import Machine
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.measurer import ALONE
+from tests import golden
 from tests.appliance.inventories import machines
 from tests.appliance.large_model import make_large
 from tests.checkpoints import make_checkpoint
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 TORCH, MACHINE = "2.11.0+cu130", Machine((2, 11), {"flash_attn": "no flash_attn"})
 SMALL = {"num_hidden_layers": 4, "vocab_size": 32000}
 
@@ -66,10 +61,8 @@ def test_what_is_there_and_what_goes_where_is_said_of_every_machine(
         lines += ["", f"serve --check-config, {model}"]
         lines += [found.about] if found.about else []
         lines += placement_lines(found.placement)
-    text, path = "".join(f"{line}\n" for line in lines), GOLDEN / f"place-{name}.txt"
-    if os.environ.get("PENSTOCK_UPDATE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text()
+    text = "".join(f"{line}\n" for line in lines)
+    golden.check(golden.SENTENCES / f"place-{name}.txt", text)
 
 
 @pytest.mark.parametrize("name", machines())

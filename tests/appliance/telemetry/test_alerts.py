@@ -225,12 +225,12 @@ def test_the_end_of_an_alert_is_told_in_words_of_its_own():
         state = "restarting" if "restarting" in reason else "ready"
         frame = at(second, workers=[worker("prefill", state=state)], state_reason=reason)
         told += [(change.code, change.message) for change in alerts.update(frame)]
-    assert told == [
-        ("worker.down", "worker prefill is restarting"),
-        ("worker.down", "worker prefill is ready again"),
-        ("worker.stuck", f"{SILENT}; it gets no new work"),
-        ("worker.stuck", "worker prefill makes progress again"),
-    ]
+    codes, (down, up, stuck, over) = zip(*told, strict=True)
+    assert codes == ("worker.down", "worker.down", "worker.stuck", "worker.stuck")
+    assert down == reasons[0]
+    assert up.endswith(" is ready again")
+    assert stuck.startswith(f"{SILENT}; ")
+    assert over.endswith(" makes progress again")
     assert "{" not in "".join(each.over.format("x") for each in THRESHOLDS)
 
 
@@ -317,11 +317,8 @@ def test_a_worker_that_died_in_a_swap_is_back_when_the_one_of_its_name_is_ready(
     alerts, told = Alerts(), []
     for state in ("loading", "restarting", "loading", "loading", "ready"):
         frame = idle(workers=[worker("decode", state=state)])
-        told += [(state, change.message) for change in alerts.update(frame)]
-    assert told == [
-        ("restarting", "worker decode is restarting"),
-        ("ready", "worker decode is ready again"),
-    ]
+        told += [(state, change.message.split()[1:4]) for change in alerts.update(frame)]
+    assert told == [(state, ["decode", "is", state]) for state in ("restarting", "ready")]
 
 
 def test_a_worker_that_is_back_is_not_told_to_be_down():

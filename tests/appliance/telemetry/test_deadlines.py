@@ -3,6 +3,7 @@
 import itertools
 import mmap
 import os
+import re
 import resource
 import time
 
@@ -189,7 +190,8 @@ def test_a_silent_worker_is_first_stalled_then_hung_with_what_is_wrong():
     stalled = silent_for(STILL, MIN_PATIENCE_S / 2)
     assert list(stalled.stalled) == ["a"]
     assert not stalled.hung
-    assert silent_for(STILL, MIN_PATIENCE_S).hung == {"a": "no progress for 10 s of at most 10 s"}
+    hung = silent_for(STILL, MIN_PATIENCE_S).hung
+    assert {name: re.findall(r"\d+ s", why) for name, why in hung.items()} == {"a": ["10 s"] * 2}
 
 
 def test_a_long_step_has_its_time_also_when_it_is_read_about_once():
@@ -305,4 +307,5 @@ def test_a_worker_that_hangs_while_it_loads_is_ended_but_nobody_who_waits_for_it
         clock[0] += 0.5
         machine.service.deadlines.keep()
     assert {told[0] for told in ended} == {plan.name}
-    assert ended[0][1] == "it hangs while it loads: no progress for 30 s of at most 30 s"
+    assert "loads" in ended[0][1]
+    assert re.findall(r"\d+ s", ended[0][1]) == ["30 s", "30 s"]

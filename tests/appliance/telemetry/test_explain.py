@@ -9,6 +9,7 @@ import pytest
 from appliance.frame.protocol import LatencyFrame
 from appliance.telemetry.explain import QueueWaits, limit, slow_because
 from appliance.telemetry.windows import UsualTimes
+from tests import golden
 from tests.tui.frames import request, worker
 
 USUAL = UsualTimes(20.0, 0.2, 1.0, 1.0, 10.0)
@@ -103,45 +104,20 @@ RESTS = worker("decode", num_sequences=0)
 WORKS = worker("prefill", num_sequences=1, busy_ratio=0.99, prefill_tokens_per_s=400.0)
 
 
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        (("ready", "", QueueWaits(), [RESTS], IDLE), ""),
-        (("ready", "", QueueWaits(), [RESTS], LATE), ""),
-        (
-            ("ready", "", QueueWaits(12, 3), [WORKS], LATE),
-            "queue: 12 sequences wait for KV blocks, 3 for prefill",
-        ),
-        (
-            ("ready", "", QueueWaits(for_prefill=1), [WORKS], LATE),
-            "queue: 1 sequence waits for prefill",
-        ),
-        (
-            ("ready", "", QueueWaits(for_prefill=1, for_swap=2), [WORKS], IDLE),
-            "queue: 1 sequence waits for prefill, 2 for a swap of models",
-        ),
-        (
-            ("loading", "x", QueueWaits(for_workers=2), [RESTS], IDLE),
-            "queue: 2 sequences wait for a worker to be ready",
-        ),
-        (
-            ("ready", "", QueueWaits(), [WORKS], LATE),
-            "prefill: 60% of the first tokens miss their target",
-        ),
-        (
-            ("ready", "", QueueWaits(), [WORKS], IDLE),
-            "prefill worker saturated, 1 sequence",
-        ),
-        (("ready", "", QueueWaits(), [worker("decode")], IDLE), ""),
-        (
-            ("degraded", "worker decode is restarting", QueueWaits(3), [WORKS], LATE),
-            "degraded: worker decode is restarting",
-        ),
-        (
-            ("draining", "draining", QueueWaits(), [], IDLE),
-            "draining: no new requests are accepted",
-        ),
-    ],
+LIMITS = (
+    ("ready", "", QueueWaits(), [RESTS], IDLE),
+    ("ready", "", QueueWaits(), [RESTS], LATE),
+    ("ready", "", QueueWaits(12, 3), [WORKS], LATE),
+    ("ready", "", QueueWaits(for_prefill=1), [WORKS], LATE),
+    ("ready", "", QueueWaits(for_prefill=1, for_swap=2), [WORKS], IDLE),
+    ("loading", "x", QueueWaits(for_workers=2), [RESTS], IDLE),
+    ("ready", "", QueueWaits(), [WORKS], LATE),
+    ("ready", "", QueueWaits(), [WORKS], IDLE),
+    ("ready", "", QueueWaits(), [worker("decode")], IDLE),
+    ("degraded", "worker decode is restarting", QueueWaits(3), [WORKS], LATE),
+    ("draining", "draining", QueueWaits(), [], IDLE),
 )
-def test_the_limit_is_the_first_thing_to_be_cured(asked, sentence):
-    assert limit(*asked) == sentence
+
+
+def test_the_limit_is_the_first_thing_to_be_cured():
+    golden.check(golden.SENTENCES / "limits.txt", "".join(f"{limit(*each)}\n" for each in LIMITS))
