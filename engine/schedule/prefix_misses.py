@@ -91,7 +91,7 @@ class PrefixMisses:
         alike = [prompt.words for prompt in mine if prompt.scope == chain.scope]
         common, earlier = max(((_num_common(t, words), t) for t in alike), default=(0, b""))
         if common < end:
-            models = {p.scope.model for p in mine if _num_common(p.words, words) >= end}
+            models = {p.scope.model for p in mine if p.words[: 4 * end] == words[: 4 * end]}
             if models:
                 what = "salt" if chain.scope.model in models else "model"
                 return CacheMiss(f"token {at}: another {what}")
@@ -116,6 +116,8 @@ def _around(words: bytes, index: int) -> tuple[int, ...]:
 def _num_common(one: bytes, other: bytes) -> int:
     """Count the tokens that two prompts begin with alike, found by halving."""
     low, high = 0, min(len(one), len(other)) // 4
+    if one[:4] != other[:4]:  # most prompts that are compared
+        return 0
     while low < high:
         middle = (low + high + 1) // 2
         if one[4 * low : 4 * middle] == other[4 * low : 4 * middle]:
