@@ -61,7 +61,7 @@ def own_network() -> Iterator[None]:
 class Appliance:
     """A daemon and its adapter."""
 
-    def __init__(self, folder: Path, env: dict[str, str], model: Path | None, *args: str) -> None:
+    def __init__(self, folder: Path, env: dict[str, str], model: Path, *args: str) -> None:
         self.folder = folder
         self._env, self._model, self._args = env, model, args
         self.start_daemon()
@@ -108,42 +108,33 @@ class Appliance:
 
 
 class Cluster:
-    """So many appliances behind one frontend.
+    """Two appliances behind one frontend; `args` are the daemons' options."""
 
-    Args:
-        folder: for all their files.
-        model: that they serve; None: the starter model.
-        num_appliances: two, unless a measurement wants one.
-        router: options of the frontend.
-        args: options of the daemons.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        model: Path | None = None,
-        *args: str,
-        num_appliances: int = 2,
-        router: tuple[str, ...] = ("--router-mode", "kv"),
-    ) -> None:
+    def __init__(self, folder: Path, model: Path, *args: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "DYN_"))}
         own = {"DYN_FILE_KV": str(folder / "found"), "DYN_LOG": "warn", "PYTHONPATH": str(ROOT)}
         self.env = {**inherited, **own, "DYN_SELF_HOST_METADATA": "0", "PYTHONUNBUFFERED": "1"}
-        self.folder, self._router = folder, router
+        self.folder = folder
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
         self.appliances = [
-            Appliance(folder / f"a{number}", self.env, model, *args)
-            for number in range(num_appliances)
+            Appliance(folder / f"a{number}", self.env, model, *args) for number in range(2)
         ]
         self.start_frontend()
 
     def start_frontend(self) -> None:
         command = [PYTHON, "-m", "dynamo.frontend", "--discovery-backend", "file"]
         command += ["--request-plane", "tcp", "--event-plane", "zmq", "--migration-limit", "3"]
-        command += ["--http-host", "127.0.0.1", "--http-port", str(self.port), *self._router]
+        command += [
+            "--http-host",
+            "127.0.0.1",
+            "--http-port",
+            str(self.port),
+            "--router-mode",
+            "kv",
+        ]
         with (self.folder / "frontend.txt").open("ab") as output:
             self.frontend = subprocess.Popen(
                 command, cwd=self.folder, env=self.env, stdout=output, stderr=output
@@ -177,9 +168,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, model: Path | None = None, *args: str, **options) -> Iterator[Cluster]:
+def cluster(folder: Path, model: Path, *args: str) -> Iterator[Cluster]:
     """One that is ready, and gone afterwards."""
-    made = Cluster(folder, model, *args, **options)
+    made = Cluster(folder, model, *args)
     try:
         yield made.wait_ready()
     finally:

@@ -25,7 +25,9 @@ from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.model_folder import make_model
 
-FORMATS = ("table", "wide", "json", "ndjson", "csv")
+FORMATS = ("table", "wide", "json", "csv")
+LINES = ("ps", "log", "show", "status")
+"""Verbs whose `ndjson` is looked at: it is the rows of `json` by one piece of code."""
 VERBS = {
     "status": ("status",),
     "status-check": ("status", "--check"),
@@ -40,6 +42,7 @@ VERBS = {
     "models-show": ("models", "show", "models/tiny"),
     "models-verify": ("models", "verify", "models/tiny"),
 }
+CASES = [(verb, form) for verb in VERBS for form in FORMATS] + [(verb, "ndjson") for verb in LINES]
 EVIL_REQUEST = {**REQUEST, "id": "cmpl-2", "user": HOSTILE, "worker": "@SUM(A1)"}
 EVIL_ROW = {**ROW, "id": "cmpl-0", "user": HOSTILE, "ttft_ms": None, "error": HOSTILE}
 REPLIES: dict[str, object] = {
@@ -72,8 +75,7 @@ def without_machine(shown: str) -> str:
     return re.sub(r"((?:memory_bytes|kv_tokens)(?:\": |,))\d+", r"\1MANY", shown)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("verb", "form"), CASES)
 def test_output(home: Path, verb: str, form: str) -> None:
     ended = penstock(user_environ(home), *VERBS[verb], "-o", form, cwd=home)
     assert (ended.returncode, ended.stderr) == (8 if verb == "status-check" else 0, "")
