@@ -98,7 +98,7 @@ class Daemon:
     def is_ready(self) -> bool:
         try:
             return self.get_status("/ready") == 200
-        except httpx.ConnectError:  # it has ended: who waits says why
+        except httpx.TransportError:  # it has ended, perhaps just now: the waiter says why
             return False
 
     @property

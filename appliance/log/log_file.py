@@ -17,8 +17,15 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
-from appliance.log.reader import BUSY_TIMEOUT_MS, SQLITE_ERRORS, DamagedLog, log_error, look_at
-from engine.errors import ConfigError
+from appliance.log.reader import (
+    BUSY_TIMEOUT_MS,
+    RECOVER,
+    SQLITE_ERRORS,
+    DamagedLog,
+    log_error,
+    look_at,
+)
+from engine.errors import ConfigError, PenstockError
 from migrations.request_log import migration
 
 _APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
@@ -50,8 +57,10 @@ def open_log(path: Path) -> sqlite3.Connection:
             where=str(path),
             hint="choose a folder you may write to with --state-dir",
         ) from error
+    is_ours = False
     try:
-        # auto_vacuum must come first: it cannot change once the file has a page.
+        is_ours = connection.execute("PRAGMA application_id").fetchone() == (_APPLICATION_ID,)
+        # auto_vacuum must come before all that writes: it cannot change once the file has a page.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -60,17 +69,28 @@ def open_log(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_size_limit = 67108864")
         connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         _migrate(Database(connection, execute_plugins=False), path)
+        _check_columns(connection, path)
     except SQLITE_ERRORS as error:
         connection.close()
-        wrong = log_error("cannot use the request log", error, path)
+        describe = write_error if is_ours else log_error
+        wrong = describe("cannot use the request log", error, path)
         if isinstance(wrong, DamagedLog):
             raise wrong from error
         hint = "if another program made it, choose another folder with --state-dir"
         raise ConfigError(wrong.what, where=wrong.where, hint=hint) from error
-    except ConfigError:
+    except PenstockError:
         connection.close()
         raise
     return connection
+
+
+def write_error(what: str, error: Exception, path: Path) -> PenstockError:
+    """Make the error as log_error() for a log of ours: where SQL fails, its schema is damaged."""
+    wrong = log_error(what, error, path)
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # the rest says where
+    if code == sqlite3.SQLITE_ERROR:
+        return DamagedLog(wrong.what, where=str(path), hint=RECOVER)
+    return wrong
 
 
 def abandon(connection: sqlite3.Connection) -> None:
@@ -132,6 +152,9 @@ def _migrate(db: Database, path: Path) -> None:
     # Pending on an empty database is every step that this version knows.
     with closing(sqlite3.connect(":memory:")) as empty:
         known = {step.name for step in migration.pending(Database(empty, execute_plugins=False))}
+    if applied - known and pending:  # a newer one has every step that this version knows
+        what = f"the request log names a step that no version has: {max(applied - known)}"
+        raise DamagedLog(what, where=str(path), hint=RECOVER)
     if applied - known:
         raise ConfigError(
             f"written by a newer Penstock (schema {max(applied - known)})",
@@ -145,3 +168,23 @@ def _migrate(db: Database, path: Path) -> None:
         os.close(os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
         db.conn.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(backup),))
     migration.apply(db)
+
+
+def _check_columns(log: sqlite3.Connection, path: Path) -> None:
+    """Look for every column that the migrations make: a flipped bit renames one.
+
+    Raises:
+        DamagedLog: one is missing.
+    """
+    with closing(sqlite3.connect(":memory:")) as new:
+        migration.apply(Database(new, execute_plugins=False))
+        made = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+        for (table,) in new.execute(made).fetchall():
+            if missing := _columns(new, table) - _columns(log, table):
+                what = f"the request log has no column {table}.{min(missing)[0]}"
+                raise DamagedLog(what, where=str(path), hint=RECOVER)
+
+
+def _columns(db: sqlite3.Connection, table: str) -> set[tuple[str, str]]:
+    """Return name and type of each column."""
+    return set(db.execute("SELECT name, type FROM pragma_table_xinfo(?)", (table,)))

@@ -24,13 +24,19 @@ from typing import IO, TypeVar
 from appliance.frame.protocol import MAX_FRAME_EVENTS, EventFrame, Frame, utc_now
 from appliance.frame.recording import gauges
 from appliance.log.frame_rows import Recorder
-from appliance.log.log_file import abandon, file_id, open_log, remove_backups, set_aside
+from appliance.log.log_file import (
+    abandon,
+    file_id,
+    open_log,
+    remove_backups,
+    set_aside,
+    write_error,
+)
 from appliance.log.open_requests import OpenRequests
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.log.reader import (
     SQLITE_ERRORS,
     DamagedLog,
-    log_error,
     read_events,
     read_row,
     read_rows,
@@ -169,7 +175,7 @@ class RequestLog:
                 self.crash = end_crashed_run(db, self._open.answered, self._open.cut)
             self._run_id = insert_run(self._connection, self._run)
         except SQLITE_ERRORS as error:
-            raise log_error("cannot write the request log", error, self.path) from error
+            raise write_error("cannot write the request log", error, self.path) from error
 
     def set_limits(self, limits: RetentionLimits) -> None:
         """Apply other limits from now on; the excess is deleted at once."""
@@ -424,7 +430,7 @@ class RequestLog:
     def _leave_damaged(self, error: Exception) -> None:
         """Set a damaged file aside; the next row makes a new one."""
         if isinstance(error, SQLITE_ERRORS):
-            error = log_error("cannot write", error, self.path)
+            error = write_error("cannot write", error, self.path)
         if not isinstance(error, DamagedLog):
             return
         abandon(self._connection)

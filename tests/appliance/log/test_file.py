@@ -238,6 +238,47 @@ def test_a_log_found_damaged_at_start_is_kept_a_new_one_goes_on_and_that_is_said
     assert damaged_logs(path) == [kept]
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (b"stopped_at  TEXT", b"stopxed_at  TEXT"),
+        (b"m014_speculation", b"m014_spfculation"),
+        (b"CREATE TABLE runs", b"CREATE TABLE ruos"),
+        (b"CREATE VIEW v_requests", b"CREATE VIEW v_reqqests"),
+    ],
+)
+def test_a_log_whose_schema_a_flipped_bit_has_changed_is_set_aside_at_start(
+    path: Path, right: bytes, wrong: bytes
+) -> None:
+    write(path, row("old"))
+    data = path.read_bytes()
+    assert right in data
+    path.write_bytes(data.replace(right, wrong))
+    log = start(path)
+    log.record(row("new"))
+    assert log.flush(60)
+    assert rids(log.rows(RowQuery())) == ["new"]
+    assert [event.code for event in log.said] == ["log.damaged"]
+    assert len(damaged_logs(path)) == 1
+    assert log.close()
+
+
+def test_a_log_whose_schema_changes_under_the_daemon_is_set_aside(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_INTERVAL_S", 0.05)
+    log = start(path)
+    log.record(row("old"))
+    assert log.flush(60)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("ALTER TABLE requests RENAME COLUMN temperature TO temperaturf")
+    log.record(row("new"))
+    assert log.flush(60)
+    assert rids(log.rows(RowQuery())) == ["new"]
+    assert len(damaged_logs(path)) == 1
+    assert log.close()
+
+
 def test_damaged_logs_are_numbered_and_take_their_write_ahead_log_along(path: Path) -> None:
     path.parent.mkdir()
     for number in range(1, 12):
