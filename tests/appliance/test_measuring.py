@@ -191,6 +191,12 @@ async def test_facts_are_written_and_the_next_start_has_them(daemon, tmp_path):
     assert again.router.roles.prompt_ms("prefill", 200, 0) is not None
 
 
+async def test_a_start_that_is_killed_soon_has_announced_it_for_the_next_ones(daemon, tmp_path):
+    assert daemon.measuring.announce()
+    await daemon.measuring.save_when_due()
+    assert Daemon(tmp_path, daemon.clock).measuring.announce() is None
+
+
 async def test_a_file_that_cannot_be_written_is_said_and_nothing_else_happens(
     daemon, tmp_path, caplog
 ):

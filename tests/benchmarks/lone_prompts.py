@@ -94,7 +94,7 @@ class Machine:
 
 def ask(address: str, num_tokens: int) -> float:
     """Milliseconds to the first event of a completion; a path of a socket, or HOST:PORT."""
-    prompt = [random.randrange(5, 7000) for _ in range(num_tokens)]
+    prompt = [random.randrange(5, 3000) for _ in range(num_tokens)]
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True, "ignore_eos": True}
     body["return_token_ids"] = True  # or no event comes of a token that is half a character
     connection = http.client.HTTPConnection("localhost")
