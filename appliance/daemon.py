@@ -69,6 +69,7 @@ from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.measuring import LOOK_S, Measuring
 from appliance.models.names import HubName
 from appliance.process import forbid_core_dumps, raise_limit, standing_threads
+from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP
 from appliance.residents import LoadedModel, Residents
 from appliance.service import Service
 from appliance.swapping import Swapping
@@ -515,11 +516,15 @@ class _Daemon:
 
     def _record_failed(self, left: LeftReply, row: LogRow) -> None:
         """Record a request that this daemon could not continue, as its client has seen it."""
-        journal = left.journal
+        journal, status = left.journal, left.http_status
+        if status == CLIENT_CLOSED_REQUEST:
+            row = msgspec.structs.replace(
+                row, finish_reason="abort", error=None, cancelled_by=HUNG_UP
+            )
         self._request_log.record(
             msgspec.structs.replace(
                 row,
-                http_status=left.http_status,
+                http_status=status,
                 completion_tokens=journal.num_tokens,
                 recoveries=max(journal.num_deaths, 1) * row.num_sequences,
             )

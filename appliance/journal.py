@@ -233,6 +233,11 @@ class Journal:
         """Say whether a dead daemon left it."""
         return self.head is not None
 
+    @property
+    def is_given_up(self) -> bool:
+        """Say whether a dead daemon's request has its row already: its client has left."""
+        return self.is_replay and self.fd < 0
+
     def draw(self, source: Callable[..., T], *args: Any) -> T:
         """Return the value that was drawn before, or draw and record it."""
         if self._draws:

@@ -70,6 +70,7 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
     """Decode, prepare and admit what a body asks; the reply responds when starlette calls it.
 
     Raises:
+        ClientDisconnect: the client of a dead daemon's request has left.
         Forbidden: the peer is a viewer.
         Unavailable: the daemon is loading, draining, or too busy.
         QueueFull: too much waits, of this peer or of all.
@@ -89,6 +90,8 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
         except RequestError as error:
             raise endpoint.refusal(error) from error
         request = request_of(http, asked.ask, prepared)
+        if journal is not None and journal.is_given_up:
+            raise ClientDisconnect
         form = endpoint.form(asked, request, http)
         reply = Reply(http, asked.ask, request, prepared.echoes, form, endpoint.refusal)
         if journal is None:

@@ -15,7 +15,6 @@ import contextlib
 import enum
 import http
 import logging
-import select
 import socket
 import sys
 import time
@@ -32,7 +31,7 @@ from uvicorn.server import ServerState
 
 from appliance.api.wire import KeptWords, error_object
 from appliance.http.access import ClientLine, Credentials, headers_too_large
-from appliance.http.kept_replies import LeftReply, ReplyTransport, forget
+from appliance.http.kept_replies import LeftReply, ReplyTransport, forget, has_left
 from appliance.http.rejected_connections import too_many_connections
 from appliance.http.reply_file import ReplyFile
 from appliance.journal import VERSION, Head, Journal
@@ -253,12 +252,12 @@ class ClientProtocol(H11Protocol):
     def _forget(self, *, is_lost: bool = False) -> None:
         if not self._kept_name:
             return
+        if self._left is not None:
+            self._left.on_failed()  # which looks whether the client is there: before the shutdown
         forget(self._kept_name, self._socket if is_lost or self.transport.is_closing() else None)
         self._kept_name = ""
         if self._journal is not None:
             self._journal.close()
-        if self._left is not None:
-            self._left.on_failed()
         cast(ReplyTransport, self.transport).end_file()
 
     def data_received(self, data: bytes) -> None:
@@ -318,9 +317,10 @@ class ClientProtocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a half-closed connection while its client waits for a reply."""
-        is_waiting = (
-            self._phase() in (ConnectionPhase.REPLY, ConnectionPhase.UNREAD) and not self._is_gone()
-        )
+        is_waiting = self._phase() in (
+            ConnectionPhase.REPLY,
+            ConnectionPhase.UNREAD,
+        ) and not has_left(self._socket)
         self._is_half_closed = is_waiting and self._socket.family == socket.AF_UNIX
         return self._is_half_closed
 
@@ -367,7 +367,7 @@ class ClientProtocol(H11Protocol):
         """Cut the connection off if its client disconnected or is too slow."""
         if (mark := self._mark) is None:
             return  # accepted a moment ago
-        if (self._is_half_closed or self.flow.read_paused) and self._is_gone():
+        if (self._is_half_closed or self.flow.read_paused) and has_left(self._socket):
             self.transport.abort()
             return
         seen = self._observe(now)
@@ -500,14 +500,6 @@ class ClientProtocol(H11Protocol):
             part = "head" if phase is ConnectionPhase.HEAD else "body"
             what = f"the request's {part} did not come in time"
             self._refuse(RequestError(what, code="request_timeout"))
-
-    def _is_gone(self) -> bool:
-        """Say whether the client has disconnected, also where no read would tell."""
-        # Unix sockets say when both directions are shut; on TCP all there is to see is its FIN.
-        is_unix = self._socket.family == socket.AF_UNIX
-        poll = select.poll()
-        poll.register(self._socket.fileno(), 0 if is_unix else select.POLLRDHUP)
-        return bool(poll.poll(0))
 
     def _refuse(self, error: RequestError) -> None:
         """Send the error if a reply can still begin, and close."""

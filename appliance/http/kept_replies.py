@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import stat
 import time
@@ -59,7 +60,9 @@ class LeftReply:
 
     @property
     def http_status(self) -> int:
-        """The status that was sent; 499 if nothing was."""
+        """The status that was sent; 499 if nothing was, or the client has left."""
+        if has_left(self.client):
+            return CLIENT_CLOSED_REQUEST
         status = os.pread(self.fd, _STATUS_END, 0)[_STATUS_END - 3 :]
         return int(status) if status.isdigit() else CLIENT_CLOSED_REQUEST
 
@@ -103,6 +106,15 @@ class LeftReply:
         forget(self.name, self.client)
         self.client.close()
         self.journal.close()
+
+
+def has_left(client: socket.socket) -> bool:
+    """Say whether a client has disconnected, also where no read would tell."""
+    # Unix sockets say when both directions are shut; on TCP all there is to see is its FIN.
+    is_unix = client.family == socket.AF_UNIX
+    poll = select.poll()
+    poll.register(client.fileno(), 0 if is_unix else select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def forget(name: str, client: socket.socket | None) -> None:

@@ -124,5 +124,7 @@ def test_the_row_of_a_request_that_cannot_continue_says_what_its_client_got(tmp_
     one._record_failed(SimpleNamespace(http_status=503, journal=journal), cut)
     unread = SimpleNamespace(num_tokens=None, num_deaths=0)
     one._record_failed(SimpleNamespace(http_status=200, journal=unread), cut)
+    one._record_failed(SimpleNamespace(http_status=499, journal=unread), cut)
     told = [(each.http_status, each.completion_tokens, each.recoveries) for each in recorded]
-    assert told == [(503, 17, 6), (200, None, 2)]
+    assert told == [(503, 17, 6), (200, None, 2), (499, None, 2)]
+    assert [each.finish_reason for each in recorded][1:] == [cut.finish_reason, "abort"]

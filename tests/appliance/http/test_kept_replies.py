@@ -230,6 +230,24 @@ async def test_a_request_that_cannot_continue_gets_an_error_and_its_row(keeper, 
     assert not later.submitted
 
 
+async def test_a_client_that_leaves_between_two_servers_has_the_row_of_one_that_left(
+    keeper, servers
+):
+    server, _ = await servers.start(interval_s=0.0005)
+    reader, writer = await servers.ask(server, *ASKED["chat"])
+    await reader.readuntil(b"data: ")
+    await servers.kill(server)
+    writer.close()
+    await writer.wait_closed()
+    second, later = await servers.start()
+    rows = []
+    (left,) = keeper.pass_on().take()
+    left.on_failed = lambda: rows.append(left.http_status)
+    second.take_up(left)
+    await until(lambda: rows == [499] and not keeper.kept)
+    assert not later.submitted
+
+
 async def test_an_answered_reply_is_only_sent(keeper, servers):
     server, appliance = await servers.start()
     undisturbed_reader, _ = await servers.ask(server, *ASKED["chat"])
