@@ -128,12 +128,15 @@ class Situation:
         If one sequence is expected back, it may be this one.
         """
         worker = self.candidates[0].decode
-        num_left = self.num_prompt_tokens - self.num_cached.get(worker, 0)
-        is_short = num_left <= self.max_num_batched_tokens
+        is_short = self.num_left(worker) <= self.max_num_batched_tokens
         is_lone = self.is_quiet and sum(load.batch for load in self.loads.values()) <= 1
         pair = Pair(worker, worker)
         is_there = self.shares_memory_bus and pair in self.candidates
         return pair if is_short and is_lone and is_there else None
+
+    def num_left(self, worker: str) -> int:
+        """Count the prompt tokens that a worker would have to compute; the last one always is."""
+        return max(self.num_prompt_tokens - self.num_cached.get(worker, 0), 1)
 
 
 class Forecast(NamedTuple):
@@ -196,7 +199,9 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
         return PairChoice(first, "only", "no other worker is up with free blocks")
     home, alone = situation.home, None
     if situation.is_quiet and first.moves:
-        alone = PairChoice(home or first, "alone", _ALONE)
+        # a longer step of unknown time would hold up the tokens of requests that come meanwhile
+        is_short = situation.num_left(first.decode) <= MIN_CHUNK_TOKENS
+        alone = PairChoice(home if home and is_short else first, "alone", _ALONE)
     try:
         forecasts = _Forecaster(situation, predict).all()
     except _Unknown:
@@ -228,8 +233,8 @@ def _short_choice(situation: Situation) -> PairChoice | None:
     if loads[static.prefill].num_prefill_tokens <= MIN_CHUNK_TOKENS:
         return None
     for pair in situation.candidates:
-        num_left = situation.num_prompt_tokens - situation.num_cached.get(pair.prefill, 0)
-        if not pair.moves and loads[pair.prefill].num_prefill_tokens + num_left <= MIN_CHUNK_TOKENS:
+        num_tokens = loads[pair.prefill].num_prefill_tokens + situation.num_left(pair.prefill)
+        if not pair.moves and num_tokens <= MIN_CHUNK_TOKENS:
             return PairChoice(pair, "unknown", _SHORT)
     return None
 
@@ -341,7 +346,7 @@ class _Forecaster:
     def _of(self, pair: Pair, chunk: int) -> Forecast:
         """Forecast a prompt on one worker in chunks, and its decode there or elsewhere."""
         (first, end), load = pair, self._s.loads[pair.prefill]
-        tokens, busy = self._num_left(first), self._busy | {first}
+        tokens, busy = self._s.num_left(first), self._busy | {first}
         cores, steps = self._prompt_cores(first, busy, load), math.ceil(tokens / chunk)
         own_ms = self._prompt_ms(first, cores, chunk, load)
         # earlier prompts are taken to have chunks of this size
@@ -397,9 +402,6 @@ class _Forecaster:
             return max_itl_ms, target_ms or self._decode_ms(end, own[end], 0) * DEFAULT_ITL_RATIO
         return after_ms, self._itl_target_ms
 
-    def _num_left(self, worker: str) -> int:
-        return max(self._s.num_prompt_tokens - self._s.num_cached.get(worker, 0), 1)
-
     def _cores(self, worker: str, busy: set[str]) -> int:
         """Count the cores on which a worker decodes while these compute."""
         if self._s.lends_for_decodes:
@@ -425,7 +427,7 @@ class _Forecaster:
         self, worker: str, cores: int, chunk: int, beside: WorkerLoad | None = None
     ) -> float:
         """Predict the rest of the prompt in chunks, with sequences decoding beside it."""
-        tokens = self._num_left(worker)
+        tokens = self._s.num_left(worker)
         count = min(tokens, chunk)
         batch, context = (beside.batch, beside.context) if beside else (0, 0)
         attended = self._s.num_prompt_tokens - tokens / 2  # by one of those left, on average

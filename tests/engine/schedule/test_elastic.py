@@ -171,6 +171,12 @@ def test_while_step_times_are_unknown_a_short_prompt_does_not_wait_behind_a_long
     assert unknown(CPU, num_prompt_tokens=43, decode=crowd).pair == MOVE
 
 
+def test_a_lone_prompt_of_unknown_time_leaves_the_decode_worker_free_unless_it_is_short():
+    for num_tokens, pair in ((MIN_CHUNK_TOKENS, DECODE), (MIN_CHUNK_TOKENS + 1, MOVE)):
+        choice = choose(replace(CPU, num_prompt_tokens=num_tokens), lambda *_: None)
+        assert (choice.pair, choice.reason) == (pair, "alone")
+
+
 @pytest.mark.parametrize("predict", [linear, lambda *_: None])
 def test_a_lone_prompt_of_one_step_is_computed_where_the_idle_cores_are(predict):
     def lone(num_prompt_tokens, **changes):
