@@ -35,11 +35,17 @@ BODIES = {
     ),
     "tool": (
         "/v1/chat/completions",
-        {"messages": SAID, "tools": [TOOL], "tool_choice": "required", "max_tokens": 250},
+        {"messages": SAID, "tools": [TOOL], "tool_choice": "required", "max_tokens": 250}
+        | {"temperature": 0},
     ),
     "grammar": (
         "/v1/completions",
-        {"prompt": "Number:", "guided_regex": "[0-9]{180,190}", "max_tokens": 200},
+        {
+            "prompt": "Number:",
+            "guided_regex": "[0-9]{180,190}",
+            "max_tokens": 200,
+            "temperature": 0,
+        },
     ),
     "response": (
         "/v1/responses",
