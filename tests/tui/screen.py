@@ -53,6 +53,7 @@ async def console_at(
         now_s=clock or FakeClock(),
         view=view,
     )
+    console.NOTIFICATION_TIMEOUT = 600.0  # a busy machine may be late to look at a toast
     async with console.run_test(size=(width, height), notifications=True) as pilot:
         await pilot.pause()
         yield console, pilot
