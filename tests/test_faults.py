@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.faults import subject as subject_module
 from tests.faults.clients import Clients
 from tests.faults.questions import Question
 from tests.faults.secrets import find_secrets
+from tests.faults.subject import Subject
 from tests.faults.wire import Manner, Reply
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,31 @@ def test_no_client_notices_seconds_of_faults():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wrong 0" in done.stdout
     assert ": 0 found" in done.stdout
+
+
+class DaemonOfOneLog:
+    """A daemon that starts with no log but a new one."""
+
+    pid = 1
+
+    def __init__(self, folder, *_):
+        self.log = folder.parent / "state" / "requests.db"
+        self.kill = lambda: None
+        if not self.log.with_name("kept").exists():
+            self.log.write_text("rows")
+
+    def wait_ready(self):
+        assert not self.log.exists(), "a bad log"
+
+
+def test_a_daemon_that_its_log_keeps_from_starting_is_a_problem_and_the_rest_is_still_seen(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(subject_module, "Daemon", DaemonOfOneLog)
+    monkeypatch.setattr(subject_module, "START_S", 0)
+    subject = Subject(tmp_path, [], may_mount=False)
+    assert len(subject.problems) == 1
+    assert [path.read_text() for path in subject.log_files() if path.exists()] == ["rows"]
 
 
 @pytest.mark.parametrize("secret", ["pst_key", "a private prompt", REPLY])

@@ -80,8 +80,11 @@ class Subject:
     # its life
 
     def _started(self) -> Daemon:
-        """Start it, again and again like a service manager, while its disk does not let it."""
-        deadline = time.monotonic() + START_S
+        """Start it, again and again like a service manager, while its disk does not let it.
+
+        One that never starts is a problem; with another log the rest can still be seen.
+        """
+        deadline, has_moved_log = time.monotonic() + START_S, False
         while True:
             stderr = self.folder / "d" / "stderr.txt"
             if stderr.exists():
@@ -95,7 +98,11 @@ class Subject:
             except AssertionError as error:
                 daemon.kill()
                 if time.monotonic() > deadline:
-                    raise
+                    if has_moved_log:
+                        raise
+                    self.problems.append(f"no start in {START_S:.0f} s: {error}")
+                    self.move_log()
+                    deadline, has_moved_log = time.monotonic() + START_S, True
                 print(f"  a start failed: {str(error)[-300:]}", flush=True)
                 time.sleep(0.5)
 
