@@ -32,7 +32,8 @@ from engine.model.attention import planes
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.schedule.sequence import FinishReason, Sequence, Stamps
-from engine.text.grammar import GrammarTokenizer, json_grammar, regex_grammar
+from engine.text.grammar import json_grammar, regex_grammar
+from engine.text.grammar_matcher import GrammarTokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, Records, Release
 from engine.wire.run_spec import RunSpec

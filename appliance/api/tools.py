@@ -15,10 +15,8 @@ import msgspec
 from appliance.api import openai_bodies as chats
 from appliance.formats.format_choice import OutputFormat
 from appliance.json_fields import check, invalid_value
-from engine.text.grammar import (
-    GrammarError,
-    calls_grammar,
-)
+from engine.text.calls_grammar import calls_grammar
+from engine.text.grammar import GrammarError
 from engine.text.tokenizer import Tokenizer
 
 

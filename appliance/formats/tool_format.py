@@ -23,7 +23,7 @@ from appliance.formats.call_readers import (
     read_mistral,
     read_pythonic,
 )
-from engine.text.grammar import CallSyntax
+from engine.text.calls_grammar import CallSyntax
 
 
 @dataclass(frozen=True, slots=True)

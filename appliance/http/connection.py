@@ -30,7 +30,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from appliance.api.wire import KeptWords, error_object
-from appliance.http.access import ClientLine, Credentials, headers_too_large
+from appliance.http.access import Credentials
+from appliance.http.gate import ClientLine, headers_too_large
 from appliance.http.kept_replies import LeftReply, ReplyTransport, forget, has_left
 from appliance.http.rejected_connections import too_many_connections
 from appliance.http.reply_file import ReplyFile

@@ -21,8 +21,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from appliance.api.early_refusals import EarlyRefusals
-from appliance.http.access import MAX_HEAD_BYTES, AccessPolicy, Credentials, Gate, credentials_of
+from appliance.http.access import AccessPolicy, Credentials, credentials_of
 from appliance.http.connection import ClientLimits, ClientProtocol
+from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.kept_replies import LeftReply
 from appliance.http.listeners import Acceptor, ListenerCloser
 from appliance.http.rejected_connections import RejectedConnections, too_many_connections

@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.expert_tensors import expert_tensor
 from engine.checkpoint.gguf import GgufModel, find_gguf
-from engine.checkpoint.gguf_models import named
+from engine.checkpoint.gguf_tensors import named
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES, ExpertsConfig, ModelConfig
 from engine.checkpoint.quantisation import Quantisation

@@ -20,7 +20,8 @@ from engine.offload.copy_deadlines import Context, Counts
 from engine.offload.index import SlabIndex
 from engine.offload.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.offload.load_costs import Costs
-from engine.offload.loads import Loads, PredictMs, Restored, Stores, WantedBlocks
+from engine.offload.loads import Loads, PredictMs, Restored, WantedBlocks
+from engine.offload.stores import Stores
 
 MAX_MISSES = 3
 MAX_DECLINED = 8

@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids that may not follow each other in the output."""
     grammar: str | None = None
-    """The output's grammar, compiled by engine.text.grammar; None: free text."""
+    """The output's grammar, followed by engine.text.grammar_matcher; None: free text."""
     logprobs: int | None = None
     """How many alternatives to report beside the sampled token; None reports nothing."""
     prompt_logprobs: int | None = None

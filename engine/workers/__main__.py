@@ -165,7 +165,7 @@ def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars:
     """Compile grammars for a model's tokenizer, loaded with the first grammar."""
-    from engine.text.grammar import GrammarTokenizer
+    from engine.text.grammar_matcher import GrammarTokenizer
     from engine.text.tokenizer import Tokenizer
     from engine.workers.grammars import Grammars
 

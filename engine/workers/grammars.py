@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine.text.grammar import GrammarError, GrammarTokenizer, Matcher
+from engine.text.grammar import GrammarError
+from engine.text.grammar_matcher import GrammarTokenizer, Matcher
 from engine.workers.worker_request import WorkerRequest
 
 _MAX_COMPILED = 16

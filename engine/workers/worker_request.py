@@ -17,7 +17,7 @@ import torch
 from engine.model.records import RecordBlocks
 from engine.model.sampler import draw_of
 from engine.schedule.sequence import FinishReason
-from engine.text.grammar import Matcher
+from engine.text.grammar_matcher import Matcher
 from engine.wire.cache_scope import CacheScope
 from engine.wire.messages import Admit, Records
 from engine.wire.sampling import SamplingParams

@@ -16,7 +16,7 @@ import pytest
 
 from appliance import process as process_file
 from appliance.api.routes import build_app
-from appliance.http import access, connection, listeners, rejected_connections, server
+from appliance.http import connection, gate, listeners, rejected_connections, server
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import ApiKey, new_key, read_keys
 from appliance.http.connection import ClientLimits
@@ -252,7 +252,7 @@ async def test_what_is_malformed_is_400_and_the_end(running, caplog, sent, tcp):
 
 
 async def test_too_many_headers_are_refused(running):
-    headers = {f"x-{number}": "y" for number in range(access.MAX_HEADERS + 1)}
+    headers = {f"x-{number}": "y" for number in range(gate.MAX_HEADERS + 1)}
     reply = await running.http.get("/health", headers=headers)
     assert (reply.status_code, reply.json()["error"]["code"]) == (431, "headers_too_large")
     assert await running.works()
@@ -260,14 +260,14 @@ async def test_too_many_headers_are_refused(running):
 
 @pytest.mark.parametrize("ending", [b"\r\n\r\n", b""], ids=["complete", "endless"])
 async def test_a_head_that_is_too_large_is_refused_as_such(running, ending):
-    head = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Big: " + b"y" * access.MAX_HEAD_BYTES
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Big: " + b"y" * gate.MAX_HEAD_BYTES
     assert code_of(await running.say(head + ending)) == (431, "headers_too_large")
     assert await running.works()
 
 
 async def test_how_a_large_head_is_cut_does_not_matter(patient):
     head = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Big: "
-    value = b"y" * (access.MAX_HEAD_BYTES // 3)
+    value = b"y" * (gate.MAX_HEAD_BYTES // 3)
     reader, writer = await patient.connect()
     writer.write(head + value)
     await asyncio.sleep(0.05)
@@ -334,7 +334,7 @@ async def half_sent(running, size, *, tcp):
 async def test_who_holds_more_half_sent_bodies_than_is_left_for_others_is_refused(
     patient, monkeypatch
 ):
-    monkeypatch.setattr(access, "MAX_ARRIVING_BODIES", 4)
+    monkeypatch.setattr(gate, "MAX_ARRIVING_BODIES", 4)
     arriving = patient.server._gate.arriving_bytes
     held = [await half_sent(patient, MAX_BODY_BYTES, tcp=True) for _ in range(2)]
     await until(lambda: arriving["key:ann"] > 1.8 * MAX_BODY_BYTES)
@@ -342,7 +342,7 @@ async def test_who_holds_more_half_sent_bodies_than_is_left_for_others_is_refuse
     async with asyncio.timeout(120):
         assert b" 503 " in await reader.readline()
         assert b'"code":"busy"' in await reader.readuntil(b"}}")
-    for size in (10, access.UNCOUNTED_BYTES, MAX_BODY_BYTES - 100):
+    for size in (10, gate.UNCOUNTED_BYTES, MAX_BODY_BYTES - 100):
         body = json.dumps({"prompt": "a"}).ljust(size)
         assert (await patient.http.post("/v1/completions", content=body)).status_code == 200
     await half_sent(patient, MAX_BODY_BYTES, tcp=False)
@@ -353,8 +353,8 @@ async def test_who_holds_more_half_sent_bodies_than_is_left_for_others_is_refuse
 
 
 async def test_small_bodies_get_in_however_many_others_are_half_sent(patient, monkeypatch):
-    monkeypatch.setattr(access, "MAX_ARRIVING_BODIES", 1)
-    readers = [await half_sent(patient, access.UNCOUNTED_BYTES, tcp=False) for _ in range(40)]
+    monkeypatch.setattr(gate, "MAX_ARRIVING_BODIES", 1)
+    readers = [await half_sent(patient, gate.UNCOUNTED_BYTES, tcp=False) for _ in range(40)]
     key = {"Authorization": f"Bearer {patient.key}"}
     reply = await patient.tcp.post("/tokenize", content=b'{"prompt": "a"}', headers=key)
     assert reply.status_code == 200

@@ -9,11 +9,9 @@ import httpx
 import pytest
 
 from appliance.api.routes import build_app
-from appliance.http.access import (
-    LOCAL_USER,
-    AccessPolicy,
-)
+from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys
+from appliance.http.gate import LOCAL_USER
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
 from engine.errors import ConfigError

@@ -13,9 +13,10 @@ from engine.offload.cache_memory import CacheMemory
 from engine.offload.copy_deadlines import CopyDeadlines
 from engine.offload.index import IndexEntry, RecordPlace
 from engine.offload.jobs import CopyJob, GrowJob, ProbeJob, SweepJob
-from engine.offload.loads import JOB_BYTES, URGENT_BYTES
+from engine.offload.loads import JOB_BYTES
 from engine.offload.records import SlabHead
 from engine.offload.staged_disk import StagedDisk, num_slots_for
+from engine.offload.stores import URGENT_BYTES
 from engine.wire.messages import Copied, Copy
 from tests.engine.offload.tiered_world import (
     ARMS,

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.cache.blocks import BlockState
 from engine.offload.copy_deadlines import CopyDeadlines
 from engine.offload.load_costs import DEADLINE_RATIO, OVERHEAD_MS, Costs
-from engine.offload.loads import LOOK_S, PAUSE_S, STORED_AT_ONCE
+from engine.offload.stores import LOOK_S, PAUSE_S, STORED_AT_ONCE
 from engine.offload.tier import MAX_DECLINED, MAX_MISSES, PROBE_INTERVAL_S
 from tests.engine.offload.harness import BLOCK_BYTES, CAPACITY, TierHarness
 

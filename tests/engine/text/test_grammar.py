@@ -13,19 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.text.calls_grammar import CallSyntax, calls_grammar
 from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
-    CallSyntax,
     GrammarError,
-    GrammarTokenizer,
-    Matcher,
-    calls_grammar,
     choice_grammar,
     json_grammar,
     lark_grammar,
     regex_grammar,
     validate,
 )
+from engine.text.grammar_matcher import GrammarTokenizer, Matcher
 from engine.text.tokenizer import Tokenizer
 from tests.tiny_tokenizers import byte_level, sentencepiece_like
 

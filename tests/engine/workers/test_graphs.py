@@ -16,7 +16,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
-from engine.text.grammar import GrammarTokenizer
+from engine.text.grammar_matcher import GrammarTokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, Release
 from engine.wire.run_spec import RunSpec

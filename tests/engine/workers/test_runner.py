@@ -16,13 +16,9 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import WorkerFailed
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.text.grammar import (
-    CallSyntax,
-    GrammarTokenizer,
-    calls_grammar,
-    json_grammar,
-    lark_grammar,
-)
+from engine.text.calls_grammar import CallSyntax, calls_grammar
+from engine.text.grammar import json_grammar, lark_grammar
+from engine.text.grammar_matcher import GrammarTokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit
 from engine.wire.run_spec import RunSpec

@@ -1,0 +1,225 @@
+"""Write the grammar of tool calls in a model's own notation.
+
+Invariant: arguments match their function's schema.
+Never: compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.text.grammar import (
+    ANY_OBJECT,
+    check_references,
+    check_size,
+    enforced,
+    lark_of,
+    lark_text,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """A model's syntax of tool calls: `opening (begin head arguments tail end)+ closing`."""
+
+    opening: str = ""
+    """The text before the first call, such as `[TOOL_CALLS][`."""
+    begin: str = ""
+    """The text before each call, such as `<tool_call>` and a line break."""
+    head: str = '{{"name": "{name}", "arguments": '
+    """The text from a function's name to its arguments; names need no escaping in JSON."""
+    tail: str = "}"
+    end: str = ""
+    separator: str = ""
+    closing: str = ""
+    style: str = "json"
+    """The form of arguments: one `json` object; `elements`; `python` or `gemma`, a list with
+    commas."""
+    key: str = ""
+    """The text before a value in `elements`, with its `name`."""
+    value_end: str = ""
+    key_separator: str = ", "
+    quote: str = ""
+    """The quote of texts in the style `gemma`."""
+
+
+def calls_grammar(
+    tools: Mapping[str, Mapping[str, Any] | None],
+    syntax: CallSyntax,
+    *,
+    special_ids: Mapping[str, int],
+    is_required: bool,
+    is_parallel: bool = True,
+    is_lenient: bool = True,
+    answer: str | None = None,
+) -> str:
+    """Make the grammar of calls of these tools, with arguments that match their schemas.
+
+    Args:
+        tools: names to the JSON schemas of their arguments; None is any object.
+        syntax: how this model writes calls.
+        special_ids: ids of special tokens that may occur in the syntax, by their text.
+        is_required: the output is calls and nothing else. Otherwise it is free text, in which the
+            syntax's opening and begin must be followed by a call; they may not be empty.
+        is_parallel: any number of calls; otherwise one, and with it the output ends.
+        is_lenient: ignore unsupported keywords of the schemas.
+        answer: a grammar for an output without a call, instead of free text.
+
+    Raises:
+        GrammarError: the schemas are too large, or a part of one refers only to itself.
+        ValueError: free text needs a marker to recognise a call.
+    """
+    check_size(tools)
+    for tool_schema in tools.values():
+        check_references(tool_schema)
+    marker = syntax.opening + syntax.begin
+    if not is_required and answer is None and not marker:
+        raise ValueError("without a text that marks calls they cannot be told from free text")
+    writer = _Writer(syntax, special_ids, is_lenient=is_lenient)
+    rules = writer.calls(tools)
+    more = f"({writer.literal(syntax.separator + syntax.begin)} tool)*" if is_parallel else ""
+    calls = f"tool {more} {writer.literal(syntax.closing)}"
+    if is_required:
+        rules.append(f"start: {writer.literal(marker)} {calls}")
+    elif answer is not None:
+        rules.append(f"start: {writer.literal(marker)} {calls} | @answer")
+    else:
+        rules += writer.free_text(marker, calls, is_parallel=is_parallel)
+    lark = lark_of("\n".join(rules))
+    if answer is None or is_required:
+        return lark
+    (own,), (other,) = (json.loads(one)["grammars"] for one in (lark, answer))
+    return json.dumps({"grammars": [own, {**other, "name": "answer"}]})
+
+
+class _Writer:
+    """Write Lark for the calls of one request."""
+
+    def __init__(
+        self, syntax: CallSyntax, special_ids: Mapping[str, int], *, is_lenient: bool
+    ) -> None:
+        self._syntax = syntax
+        self._special_ids = special_ids
+        self._is_lenient = is_lenient
+
+    def calls(self, tools: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+        """Write a rule for each function, and `tool`, which is any of them."""
+        syntax, rules = self._syntax, []
+        for index, (name, schema) in enumerate(tools.items()):
+            shown = json.dumps(name, ensure_ascii=False)[1:-1]
+            head = self.literal(syntax.head.format(name=shown))
+            arguments, more = self._arguments(f"tool_{index}", schema or {})
+            tail = self.literal(syntax.tail + syntax.end)
+            rules.append(f"tool_{index}: {head} {arguments} {tail}")
+            rules += more
+        if syntax.style != "json":
+            rules += self._text_rules()
+        rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+        return rules
+
+    def _text_rules(self) -> list[str]:
+        """Write rules for plain texts, up to their end marks."""
+        if self._syntax.style == "python":
+            return []
+        end = self._syntax.value_end or self._syntax.quote
+        if end in self._special_ids:
+            return [r"TEXT_VALUE: /(.|\n)*/", f"text_value: TEXT_VALUE {self.literal(end)}"]
+        return [f"text_value[lazy]: /(.|\\n)*/ {lark_text(end)}"]
+
+    def _arguments(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Write the arguments of one function, and the rules that they need."""
+        if self._syntax.style == "json":
+            return f"%json {self._json({**ANY_OBJECT, **schema})}", []
+        properties = schema.get("properties")
+        if not isinstance(properties, dict):
+            properties = {}
+        required = schema.get("required")
+        names = set(required) if isinstance(required, list) else set()
+        items = [
+            (self._member(name, own, schema), name in names) for name, own in properties.items()
+        ]
+        return f"{rule}_0", _members(rule, items, self.literal(self._syntax.key_separator))
+
+    def _member(self, name: str, own: Any, schema: Mapping[str, Any]) -> str:
+        """Write one argument: its name and its value."""
+        syntax = self._syntax
+        is_text = isinstance(own, dict) and own.get("type") == "string" and "enum" not in own
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        value = {**own, **shared} if isinstance(own, dict) else {}
+        as_json = f"%json {self._json(value)}"
+        if syntax.style == "elements":
+            key = self.literal(syntax.key.format(name=name))
+            if is_text:
+                return f"{key} text_value"
+            if isinstance(own, dict) and _is_words(own.get("enum")):
+                as_json = "(" + " | ".join(map(lark_text, own["enum"])) + ")"
+            return f"{key} {as_json} {self.literal(syntax.value_end)}"
+        if syntax.style == "python":
+            return f"{lark_text(name + '=')} {as_json}"
+        if is_text or (isinstance(own, dict) and _is_words(own.get("enum"))):
+            quote = self.literal(syntax.quote)
+            words = " | ".join(map(lark_text, own["enum"])) if not is_text else ""
+            text = f"({words}) {quote}" if words else "text_value"
+            return f"{lark_text(name + ':')} {quote} {text}"
+        return f"{lark_text(name + ':')} {as_json}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return json.dumps(enforced(schema, self._is_lenient))
+
+    def free_text(self, marker: str, calls: str, *, is_parallel: bool) -> list[str]:
+        """Write rules for free text in which a marker always begins a call."""
+        first, *others = self._pieces(marker)
+        rest = "".join(others)
+        rules = [r"TEXT: /(.|\n)*/"]
+        if first in self._special_ids:
+            trigger = f"TEXT {self.literal(first)}"
+        else:
+            # what may follow the marker is forced; so let a line break after it be forced, too
+            stripped = first.rstrip() or first
+            rest = first[len(stripped) :] + rest
+            rules.append(f"trigger[lazy]: TEXT {lark_text(stripped)}")
+            trigger = "trigger"
+        rules.append(f"call: {trigger} {self.literal(rest)} {calls}")
+        return [*rules, "start: call* TEXT" if is_parallel else "start: call | TEXT"]
+
+    def literal(self, text: str) -> str:
+        """Write a text in Lark: special tokens by their ids, the rest as strings."""
+        return " ".join(
+            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else lark_text(piece)
+            for piece in self._pieces(text)
+        )
+
+    def _pieces(self, text: str) -> list[str]:
+        """Split a text around the special tokens in it."""
+        names = sorted((name for name in self._special_ids if name), key=len, reverse=True)
+        if not names:
+            return [text] if text else []
+        return [piece for piece in re.split(f"({'|'.join(map(re.escape, names))})", text) if piece]
+
+
+def _members(rule: str, items: list[tuple[str, bool]], separator: str) -> list[str]:
+    """Write rules for a list with optional members: `rule_N` begins at its Nth member.
+
+    `rule_N_more` begins there after another member, with a separator.
+    """
+    rules = []
+    for index, (item, is_required) in enumerate(items):
+        skipped = "" if is_required else f" | {rule}_{index + 1}"
+        skipped_more = "" if is_required else f" | {rule}_{index + 1}_more"
+        rules.append(f"{rule}_{index}: {item} {rule}_{index + 1}_more{skipped}")
+        rules.append(
+            f"{rule}_{index}_more: {separator} {item} {rule}_{index + 1}_more{skipped_more}"
+        )
+    return [*rules, f'{rule}_{len(items)}: ""', f'{rule}_{len(items)}_more: ""']
+
+
+def _is_words(values: object) -> bool:
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(one, str) and one for one in values)
+    )
