@@ -33,15 +33,8 @@ from appliance.configuration.config import ServeConfig, changes, take_over, unkn
 from appliance.configuration.folders import check_directories, prepare_directories
 from appliance.disk_reads import SILENT_S, read_in_thread
 from appliance.doctor.stacks import wait_for_signal
-from appliance.fleet.boot import (
-    BootPlan,
-    PlacedModel,
-    check_others,
-    is_to_be_fetched,
-    lock_state_dir,
-    make_plan,
-    place,
-)
+from appliance.fleet.boot import BootPlan, PlacedModel, lock_state_dir, make_plan, place
+from appliance.fleet.boot_check import check_others
 from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.kept_pools import KeptPools
 from appliance.fleet.kv_caches import KvCaches
@@ -67,6 +60,7 @@ from appliance.log.row import LogRow
 from appliance.log.writer import RequestLog
 from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.measuring import LOOK_S, Measuring
+from appliance.models.model_files import is_to_be_fetched
 from appliance.models.names import HubName
 from appliance.process import forbid_core_dumps, raise_limit, standing_threads
 from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP

@@ -128,7 +128,7 @@ def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | Pens
 
 def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:
     """Open the model of a start; None: unreadable, which its own check reports."""
-    from appliance.fleet.boot import model_folder  # half of a second
+    from appliance.models.model_files import model_folder  # half of a second
 
     try:
         return Checkpoint.open(model_folder(found.model))
@@ -285,13 +285,15 @@ def _whose(
 
 
 def _model(found: config.ServeConfig) -> Finding:
-    from appliance.fleet import boot  # half of a second
+    from appliance.fleet.boot import place  # half of a second
+    from appliance.fleet.boot_check import check_plan, dram_forecast
+    from appliance.models.model_files import is_to_be_fetched, model_folder
 
-    if isinstance(found.model, HubName) and boot.is_to_be_fetched(found.model):
+    if isinstance(found.model, HubName) and is_to_be_fetched(found.model):
         hint = "penstock serve or penstock pull downloads it"
         return Finding("model", "note", in_a_sentence(found.model), hint)
-    placed, folder = boot.place(found), boot.model_folder(found.model)
-    about, dram = boot.check_plan(found, placed)[0], boot.dram_forecast(found, placed)
+    placed, folder = place(found), model_folder(found.model)
+    about, dram = check_plan(found, placed)[0], dram_forecast(found, placed)
     about = f"the configuration is good; {about}{'' if dram is None else f'; {dram.text}'}"
     sampling = ModelConfig.from_folder(folder).sampling
     if advice := sampling_advice(sampling, folder):
@@ -305,7 +307,8 @@ def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
     Raises:
         ConfigError: a start would fail; the memory, now the daemon's, is not checked.
     """
-    from appliance.fleet.boot import check_files, is_to_be_fetched
+    from appliance.fleet.boot_check import check_files
+    from appliance.models.model_files import is_to_be_fetched
 
     length = "" if state["max_model_len"] is None else f", up to {state['max_model_len']} tokens"
     about = f"the daemon serves {state['model']} in {state['dtype']}{length} per request"

@@ -9,7 +9,6 @@ Never: serves.
 from __future__ import annotations
 
 import fcntl
-import functools
 import logging
 import os
 import stat
@@ -20,28 +19,25 @@ from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
 from appliance.devices.gpu_list import Gpu
-from appliance.fleet.gpu_placement import attention_for, installed_torch
+from appliance.fleet.gpu_placement import installed_torch
 from appliance.fleet.kept_pools import KeptPools, memfd
 from appliance.fleet.placement import (
     MIN_BLOCKS,
     Placement,
     WorkerPlan,
     available_memory_bytes,
-    capacity_text,
-    placement_lines,
 )
 from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.scopes import devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.weights_plan import (
     WeightsPlan,
     check_weights,
-    kv_text,
     plan_weights,
 )
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.formats.format_choice import output_format_of
-from appliance.models import cache
 from appliance.models.facts import ModelFacts, facts_of
+from appliance.models.model_files import facts_by_name, model_folder
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import Known
 from appliance.request import ModelInfo
@@ -51,7 +47,7 @@ from engine.cache.topology import DRAM
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights_layout import gpu_layout
-from engine.errors import AlreadyRunning, ConfigError, refuse
+from engine.errors import AlreadyRunning, ConfigError
 from engine.kernels.attention_backends import this_machine
 from engine.offload.cache_memory import CacheMemory
 from engine.offload.staged_disk import num_slots_for
@@ -332,150 +328,6 @@ def _with_prompt_steps(
     return replace(placement, max_num_batched_tokens=choice.step_tokens), sizes, choice.why
 
 
-NO_PREFIX_CACHE = "it extends the prefix cache, which is off"
-
-
-class CacheForecast(NamedTuple):
-    """What a start would say about a cache."""
-
-    text: str
-    is_missed: bool = False
-    """True if the cache was configured but would not be available."""
-
-
-def dram_forecast(config: ServeConfig, placed: PlacedModel) -> CacheForecast | None:
-    """Predict the DRAM cache of a start; None: not configured."""
-    placement = placed.placement
-    if placed.num_arena_blocks:
-        held = capacity_text(placement, placed.num_arena_blocks)
-        return CacheForecast(f"DRAM cache below the pools: up to {held}")
-    if not isinstance(config.dram_cache, int):
-        return None
-    why = f"a block takes {size_text(placement.whole_block_bytes)}, more than dram_cache"
-    return CacheForecast(
-        f"no DRAM cache: {why if config.prefix_cache else NO_PREFIX_CACHE}", is_missed=True
-    )
-
-
-def check_plan(config: ServeConfig, placed: PlacedModel | None = None) -> tuple[str, list[str]]:
-    """Decide all of a boot without making anything; says what would be served, and where.
-
-    Args and errors are make_plan()'s.
-    """
-    _, checkpoint, dtype, placement, *_ = placed = placed or place(config)
-    gpu, attention = placement.workers[0].gpu, ""
-    if gpu is not None:
-        choice = attention_for(checkpoint, dtype, this_machine(gpu.capability))
-        attention = f"; attention on {gpu.name} by {choice.title}"
-    weights = plan_weights(checkpoint, dtype, config, placement)
-    words = (weights.words, kv_text(dtype, config.kv_dtype))
-    about = "".join(f"; {each}" for each in words if each)
-    if placement.record_blocks:
-        size = size_text(MIN_RECORDS * placement.record_blocks * placement.block_bytes)
-        about += f"; {size} of recurrent states per request"
-    if num_staging := _num_staging_blocks(config, placement):
-        size = size_text(num_staging * placement.block_bytes)
-        about += f"; {size} of host memory between GPUs and the SSD cache"
-    return (
-        f"it serves {checkpoint.folder} in {dtype}, "
-        f"up to {placement.max_model_len} tokens per request{attention}{about}"
-    ), placement_lines(placement)
-
-
-class NotPulled(ConfigError):
-    """The model's name is valid, but its files are not downloaded yet."""
-
-    exit_code = 3  # as without a hub: it can be mended elsewhere than in the configuration
-
-
-def model_folder(model: Path | HubName | None) -> Path:
-    """Return the model's folder or GGUF file on this machine.
-
-    Raises:
-        NotPulled: it must be downloaded first.
-        ConfigError: this kind of model is not supported.
-    """
-    if model is None:
-        return STARTER_FOLDER
-    if isinstance(model, Path):
-        return model
-    root = cache.hub_cache(os.environ)
-    folder = cache.resolve(root, model)
-    if folder is None:
-        what, hint = "not on this machine", f"penstock pull {model}; {cache.in_words(root)}"
-        raise NotPulled(what, where=str(model), hint=hint)
-    return folder if model.file is None else cache.gguf_file(folder, model.file)
-
-
-def is_to_be_fetched(model: Path | HubName | None) -> bool:
-    """Say whether the model is a hub name whose files are not all on this machine."""
-    if not isinstance(model, HubName):
-        return False
-    return cache.resolve(cache.hub_cache(os.environ), model) is None
-
-
-def check_others(config: ServeConfig) -> list[str]:
-    """Look at the models that a request may name, as far as they are on this machine.
-
-    Returns:
-        a sentence on each, with its name.
-
-    Raises:
-        ConfigError: as place(), of all that cannot be served, with their names.
-    """
-    sentences, wrong = list[str](), list[ConfigError]()
-    for name, each in config.models.items():
-        about = f"{each.model}, downloaded on the first request"
-        try:
-            if not is_to_be_fetched(each.model):
-                placed = place(each)
-                dram = dram_forecast(each, placed)
-                about = check_plan(each, placed)[0].removeprefix("it serves ")
-                about += "" if dram is None else f"; {dram.text}"
-        except ConfigError as error:
-            wrong += [_of_table(name, one) for one in getattr(error, "errors", (error,))]
-        sentences.append(f"model {name}: {about}")
-    refuse(wrong)
-    return sentences
-
-
-def facts_by_name(configs: Mapping[str, ServeConfig]) -> dict[str, ModelFacts | None]:
-    """Read each model's facts from its files; None: not here, or unreadable."""
-    return {name: _facts_of(each.model) for name, each in configs.items()}
-
-
-@functools.lru_cache(maxsize=256)
-def _facts_in(folder: Path) -> ModelFacts:
-    return facts_of(Checkpoint.open(folder))
-
-
-def _facts_of(model: Path | HubName | None) -> ModelFacts | None:
-    try:
-        return _facts_in(model_folder(model))
-    except (ConfigError, OSError):
-        return None
-
-
-def _of_table(name: str, error: ConfigError) -> ConfigError:
-    """Prefix a model's error with its table, models.NAME."""
-    where = f"models.{name}: {error.where}" if error.where else f"models.{name}"
-    return ConfigError(error.what, where=where, hint=error.hint)
-
-
-def check_files(config: ServeConfig) -> Tokenizer:
-    """Check a model's files alone; another served model may hold the memory for now.
-
-    Returns:
-        The facts read from the files.
-
-    Raises:
-        ConfigError: it cannot be served.
-    """
-    folder = model_folder(config.model)
-    checkpoint = Checkpoint.open(folder)
-    return Tokenizer.from_folder(checkpoint.folder)
-
-
 def _pools(
     placement: Placement, kept_pools: KeptPools | None, free_bytes: int
 ) -> tuple[dict[str, PoolSpec], list[int]]:
@@ -550,7 +402,7 @@ def _arena(
     Returns:
         The pool, None if nothing needs it, and how many blocks are for staging.
     """
-    num_staging = _num_staging_blocks(config, placement)
+    num_staging = num_staging_blocks(config, placement)
     block_bytes = placement.whole_block_bytes
     num_blocks = memory.make_room(block_bytes, num_staging)
     if memory.fd is None or not (num_staging or memory.max_places(block_bytes)):
@@ -559,7 +411,7 @@ def _arena(
     return PoolSpec(DRAM, os.dup(memory.fd), num_blocks), num_staging
 
 
-def _num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
+def num_staging_blocks(config: ServeConfig, placement: Placement) -> int:
     """Count the blocks that stage KV between disk and device pools; 0: not needed."""
     is_on_device = any(pool.home is not None for pool in placement.topology.pools)
     if not is_on_device or config.ssd_cache == "off" or not config.prefix_cache:

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
 from appliance.disk_reads import read_in_thread
-from appliance.fleet.boot import NO_PREFIX_CACHE, BootPlan, CacheForecast
+from appliance.fleet.boot import BootPlan
+from appliance.fleet.boot_check import NO_PREFIX_CACHE, CacheForecast
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame

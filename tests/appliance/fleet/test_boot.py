@@ -9,8 +9,6 @@ from appliance.configuration.config import ServeConfig
 from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Inventory
 from appliance.fleet.boot import (
-    check_plan,
-    dram_forecast,
     lock_state_dir,
     make_cache_memory,
     make_plan,
@@ -18,6 +16,7 @@ from appliance.fleet.boot import (
     place,
     predict_place,
 )
+from appliance.fleet.boot_check import check_plan, dram_forecast
 from engine.checkpoint.weights_layout import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.kernels.attention_needs import triton_fault

@@ -13,6 +13,7 @@ from appliance.configuration.config import ServeConfig
 from appliance.configuration.wanted_workers import parse_place
 from appliance.devices.inventory import Inventory, Node, read_nodes
 from appliance.fleet import boot
+from appliance.fleet.boot_check import check_plan
 from appliance.fleet.placement import placement_lines
 from appliance.fleet.placer import PlacedModel, Placer
 from appliance.fleet.worker_counts import STARTED_TWO, is_two_better
@@ -374,7 +375,7 @@ def test_the_check_of_a_configuration_says_where_everything_goes(
     machine = inventory_of("2xh100-nvlink")
     monkeypatch.setattr(boot, "this_inventory", lambda: machine)
     monkeypatch.setattr(boot, "installed_torch", lambda: TORCH)
-    sentence, lines = boot.check_plan(ServeConfig(tmp_path, tmp_path, model=models["8b"].folder))
+    sentence, lines = check_plan(ServeConfig(tmp_path, tmp_path, model=models["8b"].folder))
     assert sentence.startswith(f"it serves {models['8b'].folder} in ")
     assert lines[0].split()[:2] == ["prefill", "gpu0,"]
     assert lines[-1].endswith("18 NVLinks, 445 GiB/s each way")

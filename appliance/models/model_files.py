@@ -1,0 +1,68 @@
+"""Find a served model's files on this machine, and read its facts from them.
+
+Invariant: a model that must be downloaded first is told from one that cannot be served.
+Never: downloads.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from appliance.configuration.config import ServeConfig
+from appliance.models import cache
+from appliance.models.facts import ModelFacts, facts_of
+from appliance.models.names import STARTER_FOLDER, HubName
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.errors import ConfigError
+
+
+class NotPulled(ConfigError):
+    """The model's name is valid, but its files are not downloaded yet."""
+
+    exit_code = 3  # as without a hub: it can be mended elsewhere than in the configuration
+
+
+def model_folder(model: Path | HubName | None) -> Path:
+    """Return the model's folder or GGUF file on this machine.
+
+    Raises:
+        NotPulled: it must be downloaded first.
+        ConfigError: this kind of model is not supported.
+    """
+    if model is None:
+        return STARTER_FOLDER
+    if isinstance(model, Path):
+        return model
+    root = cache.hub_cache(os.environ)
+    folder = cache.resolve(root, model)
+    if folder is None:
+        what, hint = "not on this machine", f"penstock pull {model}; {cache.in_words(root)}"
+        raise NotPulled(what, where=str(model), hint=hint)
+    return folder if model.file is None else cache.gguf_file(folder, model.file)
+
+
+def is_to_be_fetched(model: Path | HubName | None) -> bool:
+    """Say whether the model is a hub name whose files are not all on this machine."""
+    if not isinstance(model, HubName):
+        return False
+    return cache.resolve(cache.hub_cache(os.environ), model) is None
+
+
+def facts_by_name(configs: Mapping[str, ServeConfig]) -> dict[str, ModelFacts | None]:
+    """Read each model's facts from its files; None: not here, or unreadable."""
+    return {name: _facts_of(each.model) for name, each in configs.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _facts_in(folder: Path) -> ModelFacts:
+    return facts_of(Checkpoint.open(folder))
+
+
+def _facts_of(model: Path | HubName | None) -> ModelFacts | None:
+    try:
+        return _facts_in(model_folder(model))
+    except (ConfigError, OSError):
+        return None
