@@ -1,4 +1,4 @@
-"""Plan and check the installation of the systemd service.
+"""Define install-service: plan, check and make the installation of the systemd service.
 
 Invariant: all checks come before the first write; unchanged files are left alone; drop-ins and
 settings are the operator's.
@@ -15,8 +15,12 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import typer
+
+from appliance.cli import terminal
+from appliance.cli.tables import printable
 from appliance.configuration.paths import GPU_UNIT_NAME, SOCKET_UNIT_NAME, UNIT_NAME
 from engine.errors import ConfigError, FileError, PenstockError
 
@@ -139,3 +143,28 @@ def do_step(step: Step) -> None:
             f"`{' '.join(step.command)}` failed with {error.returncode}",
             hint="if the daemon did not start, journalctl -u penstock says why",
         ) from error
+
+
+def install_service(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the steps and the files.")
+    ] = False,
+) -> None:
+    """Install or update the daemon's systemd units and start them (needs root).
+
+    The unit runs the command of this environment. After an upgrade, run it again: it restarts the
+    daemon, and clients that connect meanwhile wait.
+    """
+    program = own_program()
+    if not dry_run:
+        check_program(program)
+    for step in install_steps(program):
+        terminal.write(f"{printable(step.about)}\n")
+        if not dry_run:
+            do_step(step)
+        elif step.text:
+            terminal.write("".join(f"    {line}\n" for line in step.text.splitlines()))
+    if dry_run:
+        check_reach(program)  # after the plan, so that it is printed even if this fails
+    else:
+        terminal.write("serving; penstock status, journalctl -fu penstock\n")

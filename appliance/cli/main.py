@@ -28,7 +28,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Talk and serve": {
         "run": "run",
         "chat": "chat",
-        "serve": "control",
+        "serve": "serve",
         "stop": "control",
         "demo": "demo",
     },
@@ -56,11 +56,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "restart": "control",
         "roles": "control",
         "config": "config_show",
-        "keys": "control",
+        "keys": "keys",
         "cache": "cache",
         "db": "request_log",
-        "install-service": "control",
-        "worker": "control",
+        "install-service": "install_service",
+        "worker": "dynamo_worker.worker",
     },
     "Check and measure": {
         "doctor": "doctor",
@@ -73,7 +73,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "whoami": "live",
         "version": "live",
         "completion": "completion",
-        "dial-stdio": "control",
+        "dial-stdio": "dial.dial_stdio",
     },
 }
 """Each verb's file in this folder; its function or group there, if named differently."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli import control, install_service
+from appliance.cli import install_service
 from engine.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def test_a_dry_run_shows_the_plan_and_then_what_would_be_refused(monkeypatch, ca
 
     monkeypatch.setattr(install_service, "check_reach", refuse)
     with pytest.raises(ConfigError):
-        control.install_service(dry_run=True)
+        install_service.install_service(dry_run=True)
     assert "penstock.socket" in capsys.readouterr().out
 
 
@@ -55,10 +55,10 @@ def test_an_install_that_is_refused_does_nothing(monkeypatch, capsys):
     def refuse(program):
         raise ConfigError("the service's user cannot enter it")
 
-    monkeypatch.setattr(control, "check_program", refuse)
-    monkeypatch.setattr(control, "do_step", lambda step: pytest.fail(f"did {step}"))
+    monkeypatch.setattr(install_service, "check_program", refuse)
+    monkeypatch.setattr(install_service, "do_step", lambda step: pytest.fail(f"did {step}"))
     with pytest.raises(ConfigError):
-        control.install_service(dry_run=False)
+        install_service.install_service(dry_run=False)
     assert capsys.readouterr().out == ""
 
 

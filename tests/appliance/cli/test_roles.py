@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.cli import control
+from appliance.cli import serve
 from tests.appliance.cli_process import penstock
 from tests.appliance.fake_daemon import FakeDaemon
 
@@ -53,7 +53,7 @@ def test_host_and_port_are_the_address_to_listen_on(
 ) -> None:
     named = dict(zip(options[::2], options[1::2], strict=True))
     given = (named.get(name) for name in ("--listen", "--host", "--port"))
-    assert control._listen_address(*given) == listen
+    assert serve._listen_address(*given) == listen
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""Define the verbs on API keys: new, add.
+
+Invariant: a key is shown once; its file holds a hash.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from appliance.cli import terminal
+from appliance.cli.tables import printable
+from appliance.http import api_keys
+
+keys = typer.Typer(help="API keys for clients on TCP.", no_args_is_help=True)
+
+
+@keys.callback()
+def keys_group() -> None:
+    """API keys for clients on TCP."""
+
+
+@keys.command("new")
+def new_key(
+    name: Annotated[str, typer.Argument(help="Name of the key's user in the log.")],
+    role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
+) -> None:
+    """Make a key; its line for the file goes to stdout, the key itself to stderr, once."""
+    key, line = api_keys.new_key(name, role)
+    terminal.write(line + "\n")
+    terminal.note(f"the key (shown only this once): {key}")
+
+
+@keys.command("add")
+def add_key(
+    name: Annotated[str, typer.Argument(help="Name of the key's user in the log.")],
+    file: Annotated[str, typer.Option("--file", help="File of keys; created with mode 600.")],
+    role: Annotated[str, typer.Option(help="viewer, user or operator.")] = "user",
+) -> None:
+    """Make a key and add it to a file; the key itself goes to stdout, once."""
+    key = api_keys.add_key(Path(file), name, role)
+    terminal.write(key + "\n")
+    terminal.note(f"added {name} ({role}) to {printable(file)}; this key is not shown again")
