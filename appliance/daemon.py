@@ -38,6 +38,7 @@ from appliance.fleet.boot_check import check_others
 from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.kept_pools import KeptPools
 from appliance.fleet.kv_caches import KvCaches
+from appliance.fleet.model_files import is_to_be_fetched
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.figures import things
@@ -60,7 +61,6 @@ from appliance.log.row import LogRow
 from appliance.log.writer import RequestLog
 from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.measuring import LOOK_S, Measuring
-from appliance.models.model_files import is_to_be_fetched
 from appliance.models.names import HubName
 from appliance.process import forbid_core_dumps, raise_limit, standing_threads
 from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP

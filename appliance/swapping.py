@@ -18,11 +18,11 @@ from appliance.configuration.config import ServeConfig
 from appliance.disk_reads import read_in_thread
 from appliance.fleet.boot import BootPlan, make_plan
 from appliance.fleet.boot_check import check_files
+from appliance.fleet.model_files import facts_by_name, is_to_be_fetched
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
 from appliance.loading import Fetching
 from appliance.log.writer import RequestLog
-from appliance.models.model_files import facts_by_name, is_to_be_fetched
 from appliance.models.names import HubName
 from appliance.residents import LOOK_S, LoadedModel, MemoryNeed, Residents, need_of
 from appliance.service import Service

@@ -322,7 +322,7 @@ def _served() -> Iterator[Any]:
 def _configured(tables: Mapping[str, Path | HubName]) -> Iterator[Any]:
     """Yield the models of the tables [models.NAME] that are on this machine."""
     from appliance.cli import model_folders
-    from appliance.models.model_files import model_folder
+    from appliance.fleet.model_files import model_folder
 
     for name, model in tables.items():
         with suppress(ConfigError):  # it is yet to be pulled: serve does that when it is asked for

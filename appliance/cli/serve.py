@@ -96,8 +96,8 @@ def _check(settings: config.ServeConfig) -> None:
     from appliance import daemon
     from appliance.fleet.boot import place
     from appliance.fleet.boot_check import check_files, check_plan, dram_forecast
+    from appliance.fleet.model_files import is_to_be_fetched
     from appliance.fleet.ssd_cache import ssd_forecast
-    from appliance.models.model_files import is_to_be_fetched
 
     for sentence in config.unknown_variables():
         terminal.note(f"penstock: {printable(sentence)}")

@@ -128,7 +128,7 @@ def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | Pens
 
 def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:
     """Open the model of a start; None: unreadable, which its own check reports."""
-    from appliance.models.model_files import model_folder  # half of a second
+    from appliance.fleet.model_files import model_folder  # half of a second
 
     try:
         return Checkpoint.open(model_folder(found.model))
@@ -287,7 +287,7 @@ def _whose(
 def _model(found: config.ServeConfig) -> Finding:
     from appliance.fleet.boot import place  # half of a second
     from appliance.fleet.boot_check import check_plan, dram_forecast
-    from appliance.models.model_files import is_to_be_fetched, model_folder
+    from appliance.fleet.model_files import is_to_be_fetched, model_folder
 
     if isinstance(found.model, HubName) and is_to_be_fetched(found.model):
         hint = "penstock serve or penstock pull downloads it"
@@ -308,7 +308,7 @@ def _served(state: dict[str, Any], found: config.ServeConfig) -> Finding:
         ConfigError: a start would fail; the memory, now the daemon's, is not checked.
     """
     from appliance.fleet.boot_check import check_files
-    from appliance.models.model_files import is_to_be_fetched
+    from appliance.fleet.model_files import is_to_be_fetched
 
     length = "" if state["max_model_len"] is None else f", up to {state['max_model_len']} tokens"
     about = f"the daemon serves {state['model']} in {state['dtype']}{length} per request"

@@ -21,6 +21,7 @@ from appliance.configuration.config import ServeConfig
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import installed_torch
 from appliance.fleet.kept_pools import KeptPools, memfd
+from appliance.fleet.model_files import facts_by_name, model_folder
 from appliance.fleet.placement import (
     MIN_BLOCKS,
     Placement,
@@ -37,7 +38,6 @@ from appliance.fleet.weights_plan import (
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.formats.format_choice import output_format_of
 from appliance.models.facts import ModelFacts, facts_of
-from appliance.models.model_files import facts_by_name, model_folder
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import Known
 from appliance.request import ModelInfo

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import PlacedModel, num_staging_blocks, place
 from appliance.fleet.gpu_placement import attention_for
+from appliance.fleet.model_files import is_to_be_fetched, model_folder
 from appliance.fleet.placement import (
     capacity_text,
     placement_lines,
@@ -18,7 +19,6 @@ from appliance.fleet.weights_plan import (
     kv_text,
     plan_weights,
 )
-from appliance.models.model_files import is_to_be_fetched, model_folder
 from engine.cache.blocks import MIN_RECORDS
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError, refuse
