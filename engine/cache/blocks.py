@@ -474,7 +474,7 @@ class Ledger:
             leaving = [b for r in records for b in r] + table
             span = self._spans.pop((owner, pool), WHOLE)
             if kv_pool.windows.num_each:
-                needed = [block_id for i, block_id in enumerate(table) if span.has(i)]
+                needed = span.of(table)
         else:
             leaving, table = list(block_ids), self._tables[owner, pool]
             for block_id in leaving:
@@ -703,7 +703,7 @@ class Ledger:
             references[name].update(table)
             if self.pools[name].windows.num_each:
                 span = self.span(owner, name)
-                needed = [block_id for i, block_id in enumerate(table) if span.has(i)]
+                needed = span.of(table)
                 needing[name].update(needed)
                 if bare := [b for b in needed if self.pools[name].windows.are_missing(b)]:
                     what = f"blocks {bare} of {owner!r} have no window blocks"

@@ -57,6 +57,10 @@ class Span(NamedTuple):
         """Return whether a place is within."""
         return self.first <= index < self.end
 
+    def of(self, table: Sequence[int]) -> list[int]:
+        """Return the blocks of a table at these places."""
+        return list(table[self.first : self.end])
+
     def num_within(self, first: int, end: int) -> int:
         """Count the places from `first` to before `end` that are within."""
         return max(min(end, self.end) - max(first, self.first), 0)

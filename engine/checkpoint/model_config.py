@@ -381,8 +381,10 @@ def _sliding_windows(keys: JsonKeys, family: Family, rotated: list[bool]) -> tup
         return _usual_windows(keys, family, rotated, window)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise keys.bad("layer_types", f"a list of {num_layers}")
-    if any(kind not in ("full_attention", "sliding_attention") for kind in layer_types):
-        raise keys.bad("layer_types", "made of full_attention and sliding_attention")
+    for layer, kind in enumerate(layer_types):
+        if kind not in ("full_attention", "sliding_attention"):
+            what = f"full_attention or sliding_attention in layer {layer}, which is {kind!r}"
+            raise keys.bad("layer_types", what)
     if window is None and "sliding_attention" in layer_types:
         raise keys.bad("layer_types", "possible without use_sliding_window and sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -245,7 +245,7 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
                 "num_hidden_layers": 2,
                 "layer_types": ["full_attention", "mamba"],
             },
-            "in layer 1, ",
+            "1, which is 'mamba'",
         ),
         (
             {
@@ -279,6 +279,14 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         ({"model_type": "qwen3_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types"),
+        (
+            {
+                "model_type": "qwen3",
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention", "linear_attention"],
+            },
+            "1, which is 'linear_attention'",
+        ),
         (
             {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
             "layer_types",
