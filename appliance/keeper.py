@@ -310,7 +310,8 @@ def _send(pid: int, number: int) -> None:
 
 def _tell(text: str) -> None:
     line = log_lines.lines(text, logging.ERROR, to_journal=log_lines.is_journal())
-    os.write(2, f"{line}\n".encode())
+    with contextlib.suppress(OSError):  # its reader has gone, or its disk is full
+        os.write(2, f"{line}\n".encode())
 
 
 def _end_as(status: int) -> NoReturn:

@@ -12,8 +12,10 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,10 +32,13 @@ from migrations.profile import migration
 log = logging.getLogger("penstock")
 
 FILE_NAME = "profile.db"
-BUSY_TIMEOUT_S = 5.0
+BUSY_TIMEOUT_S, _POLL_S = 5.0, 0.02
 _told: set[str] = set()
 """Problems that this process has logged: each start reads the file several times."""
 _SCOPE = "machine = ? AND build = ? AND model = ? AND dtype = ? AND placement = ?"
+
+_DAMAGED = (ValueError, TypeError, KeyError, RecursionError)
+"""What damaged text, values and names of columns raise."""
 
 
 class ProfileUnusable(PenstockError):
@@ -45,6 +50,26 @@ def _warn(error: ProfileUnusable) -> None:
     if str(error) not in _told:
         _told.add(str(error))
         log.warning("Profile not used, defaults instead: %s. %s", error, error.hint)
+
+
+def _lock(fd: int) -> None:
+    """Lock the file; raises TimeoutError if another program keeps it locked."""
+    end_s = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > end_s:
+                raise TimeoutError("another program keeps the file locked") from error
+        time.sleep(_POLL_S)
+
+
+def _samples(text: str) -> list[float]:
+    """Read a fact's samples; raises ValueError or TypeError if save() has not written them."""
+    samples = json.loads(text)
+    if not samples or not all(0 < sample < math.inf for sample in samples):
+        raise ValueError("the samples of a fact are damaged")
+    return [float(sample) for sample in samples]
 
 
 class Row(NamedTuple):
@@ -88,10 +113,10 @@ class ProfileStore:
         query = f"SELECT * FROM facts WHERE {where} ORDER BY 1, 2, 3, 4, 5, 6, 9, 7, 8"
         with self._open() as db:
             found = db.execute(query, values).fetchall()
-        return [
-            Row(Scope(*row[:5]), FactKey(*row[5:9]), Fact(json.loads(row[9]), row[-1]))
-            for row in found
-        ]
+            return [
+                Row(Scope(*row[:5]), FactKey(*row[5:9]), Fact(_samples(row[9]), row[-1]))
+                for row in found
+            ]
 
     def save(self, scope: Scope, facts: Mapping[FactKey, list[float]]) -> None:
         """Write facts, each with all its samples.
@@ -131,11 +156,11 @@ class ProfileStore:
         try:
             # closed after the connection: closing the file would drop SQLite's own locks on it
             with open(os.open(self.path, flags, 0o640), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # two may make or migrate it at once
+                _lock(file.fileno())  # two may make or migrate it at once
                 with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)) as db:
                     migration.apply(Database(db))
                     yield db
-        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
+        except (OSError, sqlite3.Error, *_DAMAGED) as error:
             hint = "`penstock profile clear` starts a new one."
             raise ProfileUnusable(str(error), where=str(self.path), hint=hint) from error
 

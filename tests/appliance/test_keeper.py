@@ -198,6 +198,14 @@ def test_a_crash_loop_ends_and_the_last_exit_code_too(keep):
     assert again.wait() == 3
 
 
+def test_a_daemon_is_started_again_though_nothing_reads_the_keepers_lines(keep):
+    kept = keep("ready=9", "exit=3")
+    kept.process.stderr.close()
+    kept.process.stderr = None
+    assert kept.process.wait(timeout=60) == 3
+    assert kept.lives() == ["ready=9", "exit=3"]
+
+
 def test_a_daemon_that_asks_for_the_next_one_gets_it_and_a_failed_start_is_told(keep):
     kept = keep("exit=75", "ready=9", "exit=78")
     assert kept.wait() == 78

@@ -1,9 +1,13 @@
 """The profile's file: written by several, read back, damaged, of other machines."""
 
+import fcntl
+import sqlite3
 import threading
+from contextlib import closing
 
 import pytest
 
+from appliance import profile_store
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.scopes import devices_name, machine_name, model_scope
 from appliance.profile_store import FILE_NAME, Known, ProfileStore, ProfileUnusable
@@ -57,6 +61,43 @@ def test_a_damaged_file_is_as_good_as_none_and_is_cleared(tmp_path, caplog):
         store.save(SCOPE, {KEY: [1.0]})
     store.clear()
     store.save(SCOPE, {KEY: [1.0]})
+    assert store.load(SCOPE).facts
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE facts SET samples = 'oops'",
+        "UPDATE facts SET samples = '[]'",
+        "UPDATE facts SET samples = '5'",
+        "UPDATE facts SET samples = '[0]'",
+        "UPDATE facts SET samples = '[1, NaN]'",
+        "UPDATE facts SET samples = '[\"a\"]'",
+        f"UPDATE facts SET samples = '{'[' * 100_000}'",
+        "ALTER TABLE _sqlite_migrations RENAME COLUMN name TO nam",
+    ],
+    ids=["no JSON", "none", "a number", "zero", "NaN", "text", "deep", "a renamed column"],
+)
+def test_a_damaged_fact_is_as_good_as_no_file(tmp_path, damage, caplog):
+    store = ProfileStore(tmp_path)
+    store.save(SCOPE, {KEY: [1.0]})
+    with closing(sqlite3.connect(store.path)) as db, db:
+        db.execute(damage)
+    assert not store.load(SCOPE).facts
+    assert not store.is_readable
+    assert str(store.path) in caplog.text
+    assert store.clear() == 0
+    assert store.load(SCOPE).facts == {}
+
+
+def test_a_file_that_another_program_keeps_locked_is_left_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_store, "BUSY_TIMEOUT_S", 0.1)
+    store = ProfileStore(tmp_path)
+    store.save(SCOPE, {KEY: [1.0]})
+    with store.path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not store.load(SCOPE).facts
+        assert not store.is_readable
     assert store.load(SCOPE).facts
 
 
