@@ -5,6 +5,7 @@ import gc
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -55,6 +56,22 @@ def test_no_client_notices_that_the_logs_disk_is_full_when_the_daemon_dies(
         seen = pool.apply(__main__.execute, (killed,))
     assert __main__.differences(calm, seen) == []
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def threads_left_by(run):
+    problems = __main__.execute(run).problems
+    return len(problems), [each.name for each in threading.enumerate()]
+
+
+def test_a_failed_run_leaves_no_thread_that_a_fork_could_interrupt(monkeypatch):
+    def fail(*_):
+        raise ConfigError("it fails")
+
+    monkeypatch.setattr(__main__.Machine, "_quiet", fail)
+    with __main__._pool(1) as pool:
+        num_problems, names = pool.apply(threads_left_by, (__main__.Run("alias", 1),))
+    assert num_problems == 1
+    assert "request-log" not in names
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -155,7 +155,10 @@ class Machine:
     def run(self, calls: list[Call]) -> Outcome:
         """Start, serve all calls, stop."""
         with contextlib.closing(self.loop), self._patched(), virtual_time(self.loop):
-            replies = self.loop.run_until_complete(self._serve(calls))
+            try:
+                replies = self.loop.run_until_complete(self._serve(calls))
+            finally:
+                self._end_log()
         rows, facts, endings = self._logged()
         num_killed = len(self._lives) - 1
         if left := self._keeper.names:
@@ -163,6 +166,12 @@ class Machine:
         if endings != ["crash"] * num_killed + ["clean"]:
             self.problems.append(f"{num_killed} daemons were killed, and the runs ended {endings}")
         return Outcome(replies, rows, facts, self.num_at_ready, self.loop.num_events, self.problems)
+
+    def _end_log(self) -> None:
+        """End a failed run's log: a fork while its thread works leaves SQLite locked."""
+        log = getattr(self.daemon, "_request_log", None)
+        if log is not None:
+            log.close()
 
     def suffer(self, what: str) -> bool:
         """Let something fail: see Fault. False: there is nothing to fail."""
