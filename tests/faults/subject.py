@@ -169,6 +169,8 @@ class Subject:
                     break
                 self._ends.append([time.monotonic(), float("inf")])
             self.daemon.kill()
+            if "rows were not written" in self.daemon.stderr:
+                self._ends.append([self._stops[-1][0], float("inf")])
             self.daemon = self._started()
             now_s = time.monotonic()
             for span in (*self._stops, *self._ends):
