@@ -215,6 +215,9 @@ class ClientProtocol(H11Protocol):
             self._left.on_failed = lambda: None  # the service writes its row from now on
             self.is_taken_up = False
             return
+        if self._socket.fileno() < 0:  # the client has left
+            journal.close()
+            return
         try:
             request = [*_head_lines(scope, len(body)), body]
             journal.open(self._head(scope, words), request, words.request_id)

@@ -15,6 +15,7 @@ import struct
 import pytest
 
 from appliance import keeper_channel
+from appliance.api import generation
 from appliance.api.routes import build_app
 from appliance.http import connection, kept_replies
 from appliance.http.kept_replies import LeftReplies
@@ -197,6 +198,26 @@ async def test_a_client_that_hangs_up_leaves_nothing_with_the_keeper(keeper, ser
     writer.close()
     await until(lambda: not keeper.kept)
     await closed(appliance)
+
+
+async def test_a_client_that_leaves_before_its_request_is_admitted_is_no_fault_of_the_keeper(
+    keeper, servers, monkeypatch, caplog
+):
+    server, appliance = await servers.start()
+    prepare = generation._decoded_and_prepared
+
+    async def lose_the_client(*args):
+        (each,) = server._connections
+        each.transport.abort()
+        await until(lambda: not server._connections)
+        return await prepare(*args)
+
+    monkeypatch.setattr(generation, "_decoded_and_prepared", lose_the_client)
+    await servers.ask(server, *ASKED["chat"])
+    await until(lambda: appliance.closed)
+    assert keeper_channel.keeper_problem() is None
+    assert not keeper.kept
+    assert not [r for r in caplog.records if r.name.startswith("penstock")]
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
