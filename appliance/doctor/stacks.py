@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from engine.errors import PenstockError
+from engine.errors import ConfigError, PenstockError
 
 SIGNAL = signal.SIGUSR1
 FILE_NAME = "stacks"
@@ -25,9 +25,18 @@ _POLL_S = 0.02
 
 
 def wait_for_signal(state_dir: Path) -> int:
-    """Write this process's stacks to the file at each SIGNAL; return the open file."""
+    """Write this process's stacks to the file at each SIGNAL; return the open file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-    fd = os.open(state_dir / FILE_NAME, flags, 0o600)
+    path = state_dir / FILE_NAME
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a pipe would block
+    except OSError as error:
+        about = f"cannot write stacks: {error.strerror}"
+        raise ConfigError(about, where=str(path), hint="remove what is in its place") from error
     faulthandler.register(SIGNAL, fd, all_threads=True)
     return fd
 

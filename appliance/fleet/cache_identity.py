@@ -110,12 +110,14 @@ def load_key(state_dir: Path) -> bytes:
     """
     path = state_dir / KEY_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return _make_key(path)
-    with open(fd, "rb") as file:
-        status, key = os.fstat(fd), file.read(KEY_BYTES + 1)
-    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    status = os.fstat(fd)
+    is_file = stat.S_ISREG(status.st_mode)
+    key = os.read(fd, KEY_BYTES + 1) if is_file else b""
+    os.close(fd)
+    is_ours = is_file and status.st_uid == os.getuid()
     if is_ours and not status.st_mode & 0o077 and len(key) == KEY_BYTES:
         return key
     log.warning("%s is not a key readable only by this user; a new one is made", path)
@@ -211,7 +213,7 @@ def _remembered(path: Path) -> dict[str, list[object]]:
     """Read the remembered digests; empty if the file cannot be read."""
     try:
         known = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(known, dict):
         return {}

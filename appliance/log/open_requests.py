@@ -14,6 +14,7 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -143,10 +144,17 @@ def _line(row: LogRow) -> bytes:
     return msgspec.json.encode(row) + b"\n"
 
 
+def _content(path: Path) -> bytes:
+    """Read the file; b"" of a pipe or a device in its place, which might have no end."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+
+
 def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:
     """Read the rows of answered and of cut-off requests."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = _content(path).splitlines()
     except OSError:
         return [], []
     answered: dict[str, LogRow] = {}

@@ -37,7 +37,7 @@ def test_the_key_stays_and_is_for_this_user_alone(tmp_path):
     assert load_key(tmp_path) == key
 
 
-@pytest.mark.parametrize("damage", ["readable", "short", "long"])
+@pytest.mark.parametrize("damage", ["readable", "short", "long", "a pipe"])
 def test_a_key_that_others_could_know_is_replaced(tmp_path, damage, caplog):
     key, path = load_key(tmp_path), tmp_path / KEY_NAME
     match damage:
@@ -47,6 +47,9 @@ def test_a_key_that_others_could_know_is_replaced(tmp_path, damage, caplog):
             path.write_bytes(key[:31])
         case "long":
             path.write_bytes(key + b"x")
+        case "a pipe":
+            path.unlink()
+            os.mkfifo(path, 0o600)
     other = load_key(tmp_path)
     assert other != key
     assert len(other) == 32
@@ -89,7 +92,7 @@ def test_a_file_is_read_once_while_it_is_the_same(tmp_path, monkeypatch):
     assert len(read) == 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 3}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 3}', "\xff", "[" * 100_000])
 def test_damaged_memory_is_no_memory(tmp_path, text):
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"weights")

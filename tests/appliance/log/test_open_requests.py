@@ -124,6 +124,16 @@ def test_a_request_that_is_continued_stays_open_until_it_has_its_row(path: Path)
     assert mine.path.stat().st_size == 0
 
 
+def test_a_pipe_in_the_files_place_is_not_waited_for(path: Path) -> None:
+    path.parent.mkdir()
+    os.mkfifo(path.with_suffix(".open"))
+    mine = OpenRequests(path)
+    assert (mine.answered, mine.cut) == ([], [])
+    mine.begin()
+    mine.add(row("cmpl-1"))
+    assert [one.rid for one in OpenRequests(path).answered] == ["cmpl-1"]
+
+
 def test_a_torn_line_and_another_versions_cost_only_themselves(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
