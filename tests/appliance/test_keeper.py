@@ -87,6 +87,13 @@ with open(f"{folder}/said", "a+") as said:
             notify(one.fileno(), other.fileno(), one.fileno(), FDSTORE=1, FDNAME="a")
         notify(READY=1)
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "take back":
+        one, other = socket.socketpair()
+        notify(other.fileno(), FDSTORE=1, FDNAME="a")
+        other.close()
+        notify(FDSTOREREMOVE=1, FDNAME="a")
+        one.settimeout(30)
+        say("received", len(one.recv(1)))
     if action == "too many":
         del os.environ["FDSTORE"]  # what the keeper said that it can keep
         notify(*[0] * 60, FDSTORE=1, FDNAME="too many")
@@ -239,6 +246,12 @@ def test_a_burst_of_descriptors_is_kept_though_the_daemon_dies_at_once(keep):
     kept = keep("store", "count")
     assert kept.wait() == 0
     assert kept.wait_for("count") == [str(3 * 96), "a"]
+
+
+def test_a_descriptor_that_is_taken_back_is_closed_in_the_keeper_too(keep):
+    kept = keep("take back")
+    assert kept.wait() == 0
+    assert kept.wait_for("received") == ["0"]  # the end of the connection
 
 
 def test_descriptors_beyond_the_keepers_limit_are_refused_whole_and_told(keep):

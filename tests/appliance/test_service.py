@@ -124,6 +124,14 @@ async def test_a_drain_is_over_when_the_last_reply_is(machine):
     await drained
 
 
+def test_it_is_idle_once_the_last_of_its_requests_is_closed(machine):
+    first, second = machine.submit(), machine.submit()
+    machine.service.close(first, 499)
+    assert not machine.service.idle.is_set()
+    machine.service.close(second, 499)
+    assert machine.service.idle.is_set()
+
+
 def test_a_live_request_has_an_owner_and_others_have_none(machine):
     request = machine.submit("her")
     assert machine.service.owner_of(request.request_id) == "her"

@@ -60,7 +60,7 @@ def test_a_reply_that_broke_off_has_no_end_to_end_time() -> None:
 
 
 def test_throughput_counts_what_came_within_the_window() -> None:
-    samples = [done(100, 100, 100), done(100, 850, 100, offered_ms=500)]
+    samples = [done(100, 100, 100), done(100, 700, 100, offered_ms=500)]
     figures = summarize(samples, 1000, NONE, energy_j=8)
     assert figures["output_tokens_per_s"] == 4
     assert figures["requests_per_s"] == 1

@@ -131,7 +131,7 @@ def test_the_users_file_counts_where_there_is_no_systems(machine: Path) -> None:
         ({"listen": "box.lan:80"}, {}, "", ["--listen", "box.lan", "IP address"]),
         ({"listen": "::1:80"}, {}, "", ["--listen", "::1", "IP address"]),
         ({"listen": "127.0.0.1:80", "tls_cert": "c.pem"}, {}, "", ["--tls-cert", "together"]),
-        ({"listen": "127.0.0.1:99999"}, {}, "", ["--listen", "65535"]),
+        ({"listen": "127.0.0.1:65536"}, {}, "", ["--listen", "65535"]),
         ({}, {}, "operators = [1]\n", ["penstock.toml:1", "[1]", "user names"]),
         ({"config": "/no/such.toml"}, {}, "", ["/no/such.toml", "cannot read"]),
         ({}, {}, 'dtype = "a"\nroles = \n', ["penstock.toml", "line 2"]),

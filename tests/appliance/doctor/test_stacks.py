@@ -1,10 +1,15 @@
-"""The file of stacks: what stands in its place is named, and neither followed nor waited for."""
+"""The file of stacks: what stands in its place is named, and neither followed nor waited for.
+
+A process that does not wait for the signal is not sent it.
+"""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from appliance.doctor.stacks import FILE_NAME, wait_for_signal
+from appliance.doctor.stacks import FILE_NAME, stacks, wait_for_signal
 from engine.errors import ConfigError
 
 
@@ -23,3 +28,16 @@ def test_what_stands_in_place_of_the_file_is_an_error_that_names_it(tmp_path, ki
         wait_for_signal(tmp_path)
     assert told.value.where == str(path)
     assert other.read_text() == "precious"
+
+
+def test_a_process_that_catches_other_signals_only_is_not_ended(tmp_path):
+    code = "import faulthandler; faulthandler.enable(); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "\n"  # it catches SIGSEGV now
+        (tmp_path / "lock").write_text(f"{process.pid}\n")
+        (tmp_path / FILE_NAME).touch()
+        assert f"pid {process.pid}," in stacks(tmp_path)
+        process.communicate("go\n", timeout=60)
+    assert process.returncode == 0

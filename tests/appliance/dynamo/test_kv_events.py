@@ -24,6 +24,7 @@ class Router:
 
     def removed(self, block_ids):
         for block_id in block_ids:
+            assert all(parent != block_id for parent, _ in self.known.values())
             del self.known[block_id]
 
 

@@ -318,6 +318,14 @@ def test_http_labels_are_of_a_fixed_set_and_probes_do_not_count():
     assert [value for _, value in samples["http_request_duration_seconds_sum"]] == [0.25] * 3
 
 
+def test_a_prompt_token_was_computed_or_found_and_never_both() -> None:
+    frame = busy()
+    frame.totals.prompt_tokens, frame.totals.cached_tokens = 100, 60
+    by_source = scraped(frame)["vllm:prompt_tokens_by_source_total"]
+    found = {labels["source"]: value for labels, value in by_source}
+    assert found == {"local_compute": 40, "local_cache_hit": 60}
+
+
 def test_guesses_are_counted_by_source_and_place() -> None:
     frame = busy()
     frame.totals.decode_steps, frame.totals.decode_step_tokens = 10, 19

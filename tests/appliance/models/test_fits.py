@@ -71,6 +71,15 @@ def test_recurrent_states_count_once_whatever_the_length(tmp_path: Path) -> None
     assert fits.of_a_token(wanted)["state_bytes_of_a_request"] == wanted.state_bytes
 
 
+def test_recurrent_states_take_room_from_the_longest_request(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    wanted = fits.need_of(ModelConfig.from_folder(tmp_path))
+    assert wanted.kv_bytes_per_token is not None
+    least = fits.GPU_OVERHEAD_BYTES + wanted.weights_bytes + wanted.state_bytes
+    place = fits.ServingPlace("x", least + 4096 * wanted.kv_bytes_per_token, is_gpu=True)
+    assert fits.rows(wanted, [place])[0]["kv_tokens"] == 4096
+
+
 def test_a_quantised_file_has_to_leave_memory_for_recurrent_states(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
     wanted = fits.need_of(ModelConfig.from_folder(tmp_path))

@@ -50,6 +50,7 @@ def test_a_part_that_refers_only_to_itself_is_found(schema: object, reference: s
         {"$ref": "#/$defs/nobody"},
         {"$ref": "https://example.com/schema"},
         {"const": HERE, "enum": [HERE]},
+        {"const": {"$ref": "#/const"}, "enum": [{"$ref": "#/enum/0"}]},
         {"properties": {"$ref": {"type": "string"}}},
         {"$ref": "#/$defs/a", **defs(a={"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}]})},
     ],

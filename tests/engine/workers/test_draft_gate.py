@@ -131,6 +131,14 @@ def test_a_number_is_taken_wherever_there_is_a_guess():
     assert widths(gate, LONG, Candidate(1, 2, 3), kind=StepKind.of([9, 9], 1)) == [3, 1]
 
 
+def test_a_number_is_taken_of_each_guess_while_the_step_has_rows():
+    kind = StepKind.of([CONTEXT] * 8, CORES)
+    guesses = [Candidate(seq_id, 7, 32) for seq_id in range(8)]
+    found = DraftGate(most=3).widths(guesses, kind)
+    assert found == [3, 3, 1, 1, 0, 0, 0, 0]
+    assert sum(found) + 8 == MAX_ROWS
+
+
 @pytest.mark.parametrize(("chance", "expected"), [(0.0, 0.0), (1.0, 7.0), (0.5, 1 - 0.5**7)])
 def test_expected_tokens(chance, expected):
     assert expected_accepted(chance, 7) == pytest.approx(expected)
