@@ -26,7 +26,7 @@ from typing import NamedTuple
 from sqlite_utils import Database
 
 from engine.errors import PenstockError
-from engine.profile.facts import Fact, FactKey, Profile, Scope
+from engine.profile.facts import IS_WRONG, Fact, FactKey, Profile, Scope
 from migrations.profile import migration
 
 log = logging.getLogger("penstock")
@@ -64,10 +64,11 @@ def _lock(fd: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _samples(text: str) -> list[float]:
+def _samples(what: str, text: str) -> list[float]:
     """Read a fact's samples; raises ValueError or TypeError if save() has not written them."""
     samples = json.loads(text)
-    if not samples or not all(0 < sample < math.inf for sample in samples):
+    least = 0 if what == IS_WRONG else math.ulp(0.0)
+    if not samples or not all(least <= sample < math.inf for sample in samples):
         raise ValueError("the samples of a fact are damaged")
     return [float(sample) for sample in samples]
 
@@ -114,7 +115,7 @@ class ProfileStore:
         with self._open() as db:
             found = db.execute(query, values).fetchall()
             return [
-                Row(Scope(*row[:5]), FactKey(*row[5:9]), Fact(_samples(row[9]), row[-1]))
+                Row(Scope(*row[:5]), FactKey(*row[5:9]), Fact(_samples(row[5], row[9]), row[-1]))
                 for row in found
             ]
 

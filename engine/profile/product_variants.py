@@ -34,10 +34,10 @@ from engine.kernels.cpu import (
     Kernels,
     ProductVariants,
 )
-from engine.profile.facts import FactKey, Profile
+from engine.profile.facts import IS_WRONG, FactKey, Profile
 from engine.units import with_figures
 
-PRODUCT_US, ATTENTION_US, IS_WRONG = "product_us", "attention_us", "is_wrong"
+PRODUCT_US, ATTENTION_US = "product_us", "attention_us"
 LEVELS = {"avx512bf16": (WIDENED, DOTS), "amx": (WIDENED, DOTS, TILES)}
 """Levels with instructions for bfloat16, and their variants for packed matrices."""
 STORED = "stored"

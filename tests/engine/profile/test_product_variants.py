@@ -14,11 +14,10 @@ from engine.kernels.cpu import (
     has_kernels,
     load_kernels,
 )
-from engine.profile.facts import FactKey, Profile
+from engine.profile.facts import IS_WRONG, FactKey, Profile
 from engine.profile.product_variants import (
     ATTENTION_TOKENS,
     ATTENTION_US,
-    IS_WRONG,
     LEVELS,
     NUM_INPUTS,
     PRODUCT_US,
