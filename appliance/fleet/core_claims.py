@@ -83,7 +83,7 @@ def sharing_text(claim: CoreClaim) -> str:
 def _claims(folder: Path) -> Iterator[CoreClaim]:
     """Read the claims of living daemons, and delete stale ones."""
     with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir()):
+        for path in filter(Path.is_file, sorted(folder.iterdir())):  # a pipe would block
             with contextlib.suppress(OSError, ValueError, TypeError), path.open("rb") as file:
                 text = file.read()
                 if not _is_held(file.fileno()):

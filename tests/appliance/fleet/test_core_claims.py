@@ -74,6 +74,7 @@ def test_foreign_files_and_a_folder_that_cannot_be_made_stop_no_start(tmp_path, 
     note("first", {0})
     (folder / "of-another-version").write_text(json.dumps({"cpus": "0"}))
     (folder / "empty").touch()
+    os.mkfifo(folder / "pipe")
     assert len(note("second", {0})[0]) == 1
     (tmp_path / "file").touch()
     (said,) = CoreNote(tmp_path / "s", {"XDG_RUNTIME_DIR": str(tmp_path / "file")}).take({0})
