@@ -376,7 +376,7 @@ def rows_of(paths: list[Path]) -> Counter[str]:
     for path in paths:
         found: dict[int, tuple[str, str]] = {}
         for order in ("ASC", "DESC"):  # a damaged one is read from both ends
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):  # also in its messages
                 db = sqlite3.connect(path)
                 db.text_factory = lambda text: text.decode(errors="replace")
                 query = "SELECT rowid, client_rid, rid FROM requests WHERE client_rid LIKE 'soak-%'"
