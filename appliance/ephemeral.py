@@ -22,7 +22,7 @@ from appliance.configuration import sources
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import SETTINGS
 from appliance.models.names import HubName
-from engine.errors import PenstockError
+from engine.errors import AlreadyRunning, PenstockError
 
 READY_S = 300.0
 STOP_S = 30.0
@@ -60,6 +60,7 @@ def users_daemon(
         on_wait: told again and again why it is not ready yet; empty: it does not answer.
 
     Raises:
+        AlreadyRunning: another daemon was faster.
         PenstockError: it ended before it was ready; what it said last is in the message.
     """
     options = [] if model is None else ["--model", str(model)]
@@ -131,7 +132,8 @@ def _not_started(said: str, code: int) -> PenstockError:
     lines = said.strip().splitlines() or [f"exit code {code}"]
     hint = lines.pop().removeprefix("hint: ") if lines[-1].startswith("hint: ") else ""
     problem = lines[-1].removeprefix("penstock: ") if lines else f"exit code {code}"
-    error = PenstockError(f"the daemon did not start: {problem}", hint=hint)
+    kind = AlreadyRunning if code == AlreadyRunning.exit_code else PenstockError
+    error = kind(f"the daemon did not start: {problem}", hint=hint)
     error.exit_code = code if code > 0 else PenstockError.exit_code
     return error
 

@@ -30,6 +30,7 @@ from appliance.ephemeral import users_daemon
 from appliance.models import cache
 from appliance.models.names import HubName, NoSuchModel, is_model_file
 from appliance.models.short_names import SHORT_NAMES
+from engine.errors import AlreadyRunning
 
 SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
 """Default sampling; at the API's temperature of 1 small models ramble."""
@@ -98,7 +99,8 @@ class Connection:
             return
         with self._started(self._absent, asked):
             self._models = self._listed()
-            yield ChosenModel(None, self._models[0])
+            is_own = self._absent is not None
+            yield ChosenModel(None, self._models[0]) if is_own else self._chosen(asked)
 
     def check(self, asked: str | None) -> None:
         """Refuse an unavailable model before anything is started for it.
@@ -191,6 +193,8 @@ class Connection:
     def _started(self, absent: DaemonAbsent, asked: str | None) -> Iterator[None]:
         """Run a daemon on the usual socket, with the user's settings, until the `with` ends.
 
+        One that a `serve` of the same moment starts there is used instead.
+
         Raises:
             DaemonAbsent: `absent`, where none may be started.
         """
@@ -211,6 +215,10 @@ class Connection:
         with ExitStack() as stack:
             try:
                 stack.enter_context(daemon)
+            except AlreadyRunning:
+                if not self._is_starting():
+                    raise
+                self._absent = None
             finally:
                 line.end()
             yield
