@@ -67,8 +67,8 @@ def _lock(fd: int) -> None:
 def _samples(what: str, text: str) -> list[float]:
     """Read a fact's samples; raises ValueError or TypeError if save() has not written them."""
     samples = json.loads(text)
-    least = 0 if what == IS_WRONG else math.ulp(0.0)
-    if not samples or not all(least <= sample < math.inf for sample in samples):
+    may_be_0 = what == IS_WRONG
+    if not samples or not all(0 <= s < math.inf and (s or may_be_0) for s in samples):
         raise ValueError("the samples of a fact are damaged")
     return [float(sample) for sample in samples]
 

@@ -74,7 +74,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
         yield Finding("speculation", "ok", f"off ({why})")
     yield _cores()
     yield from _devices(devices)
-    yield _dynamo()
+    yield from _dynamo()
     for sentence in config.unknown_variables():
         yield Finding("environment", "note", sentence, "`penstock config show` lists the settings")
     if (opened := _open_daemon(state, client)) is not None:
@@ -156,15 +156,14 @@ def _packages() -> Finding:
     return Finding("packages", "ok", ", ".join(versions))
 
 
-def _dynamo() -> Finding:
-    """Check what `penstock worker --dynamo` needs; most machines do not use it."""
+def _dynamo() -> Iterator[Finding]:
+    """Check what `penstock worker --dynamo` needs, where its package is installed at all."""
     what = runtime.missing()
     if what is None:
-        return Finding("dynamo", "ok", f"{runtime.PACKAGE} {runtime.VERSION}")
-    about = f"{what}: for `penstock worker --dynamo` alone"
-    if what.endswith("not installed"):
-        return Finding("dynamo", "ok", f"{about}, {runtime.INSTALL}")
-    return Finding("dynamo", "note", about, runtime.INSTALL)
+        yield Finding("dynamo", "ok", f"{runtime.PACKAGE} {runtime.VERSION}")
+    elif not what.endswith("not installed"):
+        about = f"{what}: for `penstock worker --dynamo` alone"
+        yield Finding("dynamo", "note", about, runtime.INSTALL)
 
 
 def _kernels(

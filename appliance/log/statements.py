@@ -61,8 +61,10 @@ def end_crashed_run(
         (heard_at,),
     )
     how = "was killed or crashed" if boot == boot_id() else "ended with the machine"
-    requests = "1 request was" if num_rows == 1 else f"{num_rows} requests were"
-    return f"the daemon before {how}, last heard of at {heard_at}; {requests} cut short"
+    about = f"the daemon before {how}, last heard of at {heard_at}"
+    if not num_rows:
+        return about
+    return f"{about}; {num_rows} request{'s were' if num_rows > 1 else ' was'} cut short"
 
 
 def _newest(db: sqlite3.Connection, table: str, time: str, run_id: int, since: str) -> str:

@@ -129,25 +129,30 @@ def choose_variants(profile: Profile, level: str, *, is_bitwise: bool = False) -
     wrong = [v for v in variants if profile.value(IS_WRONG, place=VARIANT_NAMES[v])]
     right = [v for v in variants if v not in wrong]
     names = ", ".join(VARIANT_NAMES[v] for v in wrong)
-    stored = f"bfloat16 products: stored layout{{}}{f' ({names} compute wrongly)' if wrong else ''}"
+    about_wrong = f" ({names} compute wrongly)" if wrong else ""
     gains = {count: _gains(profile, PRODUCT_US, count, right) for count in NUM_INPUTS}
     if not all(gains.values()):
-        return VariantsChoice(None, WIDENED, stored.format("") if wrong else "")
+        return VariantsChoice(None, WIDENED, _about("stored layout", about_wrong) if wrong else "")
     attention = _gains(profile, ATTENTION_US, ATTENTION_TOKENS, right, VARIANT_NAMES[WIDENED])
     is_tiled = attention.get(TILES, 0) > GAIN_TO_CHANGE and not is_bitwise
     is_tiled &= not profile.value(IS_WRONG, place="attention")
     kind, by_tiles = (TILES, "; attention by tiles") if is_tiled else (WIDENED, "")
-    said, reason = stored, ""
+    layout, reason = "stored layout", ""
     for chosen in _candidates(gains, is_bitwise=is_bitwise):
         found = [gains[count][chosen.variant_of(count)] for count in NUM_INPUTS]
         reason = f"repacked is {found[0]:.1f}x at 1 token, {found[-1]:.1f}x at {NUM_INPUTS[-1]}"
         if found[-1] >= GAIN and min(found) >= LOSS:
             how = f" up to {MAX_FEW} tokens, then ".join(VARIANT_NAMES[v] for v in chosen.variants)
-            said = stored.replace("stored layout", f"repacked, {how}")
+            layout = f"repacked, {how}"
             break
     else:
         chosen = None
-    return VariantsChoice(chosen, kind, with_figures(said.format(by_tiles), reason))
+    said = _about(layout, by_tiles + about_wrong)
+    return VariantsChoice(chosen, kind, with_figures(said, reason))
+
+
+def _about(layout: str, more: str) -> str:
+    return f"bfloat16 products: {layout}{more}"
 
 
 def _gains(
