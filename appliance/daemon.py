@@ -31,16 +31,13 @@ from appliance.configuration import paths
 from appliance.configuration.address import TcpAddress
 from appliance.configuration.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.configuration.folders import check_directories, prepare_directories
-from appliance.disk_reads import SILENT_S, read_in_thread
+from appliance.disk_reads import read_in_thread
 from appliance.doctor.stacks import wait_for_signal
 from appliance.fleet.boot import BootPlan, PlacedModel, lock_state_dir, make_plan, place
 from appliance.fleet.boot_check import check_others
 from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.kept_pools import KeptPools
-from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.model_files import is_to_be_fetched
-from appliance.fleet.roles_change import RolesChange, change_roles
-from appliance.fleet.supervisor import Supervisor
 from appliance.frame.figures import things
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.kept_replies import LeftReplies, LeftReply
@@ -60,22 +57,16 @@ from appliance.log.retention import RetentionLimits
 from appliance.log.row import LogRow
 from appliance.log.writer import RequestLog
 from appliance.log_lines import Formatter, has_terminal, own_command
-from appliance.measuring import LOOK_S, Measuring
+from appliance.model_in_service import ModelInService, end_model
 from appliance.models.names import HubName
 from appliance.process import forbid_core_dumps, raise_limit, standing_threads
 from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP
-from appliance.residents import LoadedModel, Residents
+from appliance.residents import Residents
 from appliance.service import Service
 from appliance.swapping import Swapping
-from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.progress import LOOK_INTERVAL_S
-from engine.cache.blocks import Ledger
 from engine.errors import ConfigError, PenstockError
-from engine.schedule.prefix_misses import PrefixMisses
-from engine.schedule.queue import FairQueue
-from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import CoresUsed, Report
 
 log = logging.getLogger("penstock")
 
@@ -84,9 +75,6 @@ T = TypeVar("T")
 NUM_THREADS = 8
 """Threads of the loop, for files and for processes that end."""
 FRAME_INTERVAL_S = 1.0
-PARK_S = 2.0
-"""Maximum wait for the workers of a model that is to stay loaded."""
-PARK_POLL_S = 0.01
 LOG_PATIENCE_S, LOG_RETRY_S = 60.0, 0.5
 REPLY_GRACE_S = 3.0
 """Between aborting what is live and closing the connections."""
@@ -195,15 +183,11 @@ class _Daemon:
         self._config = config
         self._load_config = load_config
         self._placed = placed
-        self._has_workers = False
-        self._caches = KvCaches(config, lambda *event: self._service.event(*event))
-        self._residents: Residents | None = None
+        self._served = ModelInService(lambda: self._config, stacks_fd)
         self._swapping: Swapping | None = None
-        self._stacks_fd = stacks_fd
         self._core_note = CoreNote(config.socket)
         self._inherited = passed.of_unit
         """Listeners of a socket unit; with their waiting clients they outlive this process."""
-        self._misses = PrefixMisses()
         self._left = LeftReplies(passed.replies)
         self._kept_pools = passed.pools
         self._kept = passed.kept
@@ -239,7 +223,7 @@ class _Daemon:
                 stack.callback(ListenerCloser(listener, is_inherited=is_inherited).close)
             stack.callback(partial(notify, FDSTOREREMOVE=1, FDNAME=KEPT))
             stack.callback(self._core_note.close)
-            stack.push_async_callback(self._stop_all)
+            stack.push_async_callback(self._served.close)
             stack.callback(self._left.end)
             stack.callback(asyncio.create_task(self._left.ping()).cancel)
             fetching = None
@@ -261,7 +245,7 @@ class _Daemon:
             loop.add_signal_handler(signal.SIGUSR2, self._on_restart)
             if self._has_lost_terminal:  # while it loaded
                 self._on_signal(signal.SIGHUP)
-            for endless in (self._make_frames(), self._keep_watch(), self._measure()):
+            for endless in (self._make_frames(), self._keep_watch(), self._served.measure()):
                 stack.callback(asyncio.create_task(endless).cancel)
             await self._serve()
             self._service.make_frame()  # with the energy of the last steps
@@ -312,9 +296,9 @@ class _Daemon:
         Raises:
             PenstockError: its disk hangs.
         """
-        disk = _disk(self._config)
+        disk, served = _disk(self._config), self._served
         pools = self._kept_pools if has_keeper() else None
-        read_plan = partial(make_plan, self._config, self._placed, self._caches.memory, pools)
+        read_plan = partial(make_plan, self._config, self._placed, served.caches.memory, pools)
         plan = await read_in_thread(disk, read_plan, log.warning, BootPlan.close)
         self._kept_pools.keep()
         start_run = partial(
@@ -326,130 +310,40 @@ class _Daemon:
             transport=plan.placement.topology.transport,
         )
         await self._patiently(start_run)
-        self._start_workers(plan)  # they import torch meanwhile
+        served.start(plan)  # they import torch meanwhile
         on_cpu = [worker for worker in plan.placement.workers if worker.gpu is None]
         for about in self._core_note.take({cpu for worker in on_cpu for cpu in worker.cpus}):
             log.warning("%s", about)
         read = partial(Tokenizer.from_folder, plan.checkpoint.folder)
         tokenizer = await read_in_thread(disk, read, log.warning)
-        self._service = Service(
+        self._service = served.service = Service(
             plan,
-            self._router,
-            self._supervisor,
+            served.router,
+            served.supervisor,
             tokenizer,
             self._request_log,
             keeps_text=self._config.log_text,
-            caches=self._caches,
+            caches=served.caches,
         )
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
         if self._config.models:
-            self._residents = Residents(
+            served.residents = Residents(
                 plan.model_id,
                 lambda: self._config,
-                self._caches.memory,
-                lambda each: _end(each.plan, each.router, each.supervisor, each.measuring),
-                lambda *event: self._service.event(*event),
+                served.caches.memory,
+                lambda each: end_model(each.plan, each.router, each.supervisor, each.measuring),
+                self._service.event,
             )
             self._swapping = Swapping(
-                lambda: self._config,
-                self._service,
-                self._request_log,
-                memory=self._caches.memory,
-                residents=self._residents,
-                served=self._loaded,
-                park=self._park,
-                resume=self._resume,
-                start=self._start_workers,
-                stop=self._end_model,
-                load=self._load,
+                lambda: self._config, self._request_log, served, served.residents
             )
             self._service.swaps = self._swapping.swaps
         return self._service
 
-    def _start_workers(self, plan: BootPlan) -> tuple[Router, Supervisor]:
-        self._plan = plan
-        self._supervisor = Supervisor(
-            plan.workers,
-            plan.inherited_fds,
-            on_report=partial(self._on_report, plan),
-            on_ready=partial(self._on_ready, plan),
-            on_died=partial(self._on_died, plan),
-            on_lost=partial(self._on_lost, plan),
-            stacks_fd=self._stacks_fd,
-        )
-        self._supervisor.spawn_all()
-        self._has_workers = True
-        self._router = self._make_router()
-        self._measuring = Measuring(
-            plan, self._router, self._supervisor.send, self._core_watch(plan, self._supervisor)
-        )
-        return self._router, self._supervisor
-
-    def _loaded(self) -> LoadedModel:
-        """Return the served model."""
-        return LoadedModel(
-            self._plan,
-            self._router,
-            self._supervisor,
-            self._measuring,
-            self._service.tokenizer,
-            self._service.hasher,
-        )
-
-    async def _park(self) -> LoadedModel | None:
-        """Leave the served model loaded, and return it; None: its workers are not idle in time."""
-        self._measuring.stop()
-        self._caches.drop_waiting()
-        end_s = time.monotonic() + PARK_S
-        while not self._router.is_idle:
-            if time.monotonic() >= end_s:
-                return None
-            await asyncio.sleep(PARK_POLL_S)
-        if any(worker.state != "ready" for worker in self._supervisor.workers.values()):
-            return None
-        await self._caches.close()
-        self._router.detach_tiers()
-        self._has_workers = False
-        return self._loaded()
-
-    def _resume(self, model: LoadedModel) -> None:
-        """Serve a parked model again; its caches open while it serves."""
-        self._plan, self._router = model.plan, model.router
-        self._supervisor, self._measuring = model.supervisor, model.measuring
-        self._has_workers = True
-        roles = self._service.frame.roles
-        self._service.change_model(model.plan, model.router, model.supervisor, model.tokenizer)
-        self._service.hasher = model.hasher
-        model.router.set_queue(self._config.max_queued, self._config.max_queued_tokens)
-        model.router.set_weights(dict(self._config.priorities))
-        if not model.plan.placement.topology.is_colocated:
-            change_roles(model.router, RolesChange(roles), time.monotonic_ns())
-        self._caches.open_meanwhile(model.plan, model.hasher, model.router, model.supervisor)
-        self._service.begin(model.measuring)
-
-    async def _end_model(self) -> None:
-        """End the served model's workers; the caches keep its recently used blocks."""
-        await self._caches.flush(is_end=False)
-        await self._stop_workers()
-
-    async def _stop_all(self) -> None:
-        if self._residents is not None:
-            await self._residents.close()
-        await self._stop_workers()
-        self._caches.memory.close()
-
-    async def _stop_workers(self) -> None:
-        """End them, and give back what they shared."""
-        if not self._has_workers:
-            return
-        await self._caches.close()
-        await _end(self._plan, self._router, self._supervisor, self._measuring)
-        self._has_workers = False
-
     async def _serve(self) -> None:
         """Load, serve, and drain."""
         notify(STATUS="loading")
-        loading = asyncio.create_task(self._load())
+        loading = asyncio.create_task(self._served.load())
         stopping = asyncio.create_task(self._drain.wait())
         stop_now = asyncio.create_task(self._stop_now.wait())
         try:
@@ -493,7 +387,7 @@ class _Daemon:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drained, REPLY_GRACE_S)
         else:
-            await self._caches.flush(is_end=True)
+            await self._served.caches.flush(is_end=True)
         stop_now.cancel()
 
     def _find_rows(self) -> None:
@@ -532,37 +426,6 @@ class _Daemon:
         for left in self._left.take():
             self._server.take_up(left)
 
-    async def _load(self) -> None:
-        """Wait until all workers are ready and the caches are open."""
-        self._service.availability.is_preparing = True
-        keying = asyncio.create_task(self._service.rekey(self._config, self._plan))
-        telling = asyncio.create_task(self._tell_what_is_awaited(keying))
-        try:
-            await asyncio.gather(self._supervisor.run(), keying)
-            caches, hasher = self._caches, self._service.hasher
-            if self._plan.kept_pools is not None and hasher is not None:
-                pools = self._router.tier_host.ledger.pools
-                self._plan.kept_pools.adopt(pools, hasher.fingerprint, self._service.event)
-            await caches.open(self._plan, hasher, self._router, self._supervisor)
-        finally:
-            keying.cancel()  # the next model has a key of its own
-            telling.cancel()
-        self._service.begin(self._measuring)
-
-    async def _tell_what_is_awaited(self, keying: asyncio.Task[None]) -> None:
-        """Log the state of a long start after silence, less and less often."""
-        silence_s = SILENT_S
-        while True:
-            await asyncio.sleep(silence_s)
-            awaited = self._supervisor.awaited(silence_s)
-            if not keying.done():
-                awaited.append("hashes of the weights (kept for the next start)")
-            elif self._supervisor.is_started:
-                awaited.append("the caches")
-            if awaited:
-                log.info("Waiting for %s...", ", ".join(awaited))
-                silence_s *= 2
-
     def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
         self._stopped_by = self._stopped_by or number.name
@@ -584,8 +447,9 @@ class _Daemon:
         except (PenstockError, OSError, subprocess.SubprocessError) as error:
             self._service.event("error", "restart.refused", f"Not restarted: {error}")
             return
-        if self._router.is_idle and self._plan.kept_pools is None:  # else it would only take time
-            await self._caches.flush(is_end=True)
+        served = self._served
+        if served.router.is_idle and served.plan.kept_pools is None:  # else it would only take time
+            await served.caches.flush(is_end=True)
         if has_keeper() and not self._num_signals:
             await self._server.hand_over_all()
             self._service.abort_all(but_kept=True)
@@ -633,10 +497,10 @@ class _Daemon:
         self._service.deadlines.set_queue_limits(
             config.max_queued, config.max_queued_tokens, config.max_queue_wait_s
         )
-        self._router.set_weights(dict(config.priorities))
+        self._served.router.set_weights(dict(config.priorities))
         self._service.keeps_text = config.log_text
         if {"slo_ttft_ms", "slo_itl_ms"} & set(changed):  # else what was set live stays
-            self._service.set_roles(self._targets(), None)
+            self._service.set_roles(self._served.targets(), None)
         self._request_log.set_limits(_log_limits(config))
         about = f"configuration reloaded ({', '.join(changed) or 'nothing changed'})"
         self._service.event("info", "config.reloaded", about)
@@ -645,49 +509,6 @@ class _Daemon:
         if fixed:
             about = f"{', '.join(fixed)}: only a restart changes this"
             self._service.event("warning", "config.needs_restart", about)
-
-    def _core_watch(self, plan: BootPlan, supervisor: Supervisor) -> Callable[[], bool]:
-        """Return what reports other programs on the workers' cores since its last call."""
-        on_cores = (worker for worker in plan.placement.workers if worker.gpu is None)
-        seen = Disturbances(cpus={cpu for worker in on_cores for cpu in worker.cpus})
-
-        def is_disturbed() -> bool:
-            pids = [worker.pid for worker in supervisor.workers.values()]
-            return seen.look([os.getpid(), *pids], time.monotonic())
-
-        return is_disturbed
-
-    def _parked(self, plan: BootPlan) -> LoadedModel | None:
-        return None if self._residents is None else self._residents.of_plan(plan)
-
-    def _on_report(self, plan: BootPlan, worker: str, report: Report) -> None:
-        if (parked := self._parked(plan)) is not None:
-            if isinstance(report, CoresUsed):
-                parked.router.cores_used(worker, report)
-            return
-        self._service.worker_reported(worker, report)
-        self._measuring.reported(worker, report)
-
-    def _on_ready(self, plan: BootPlan, worker: str) -> None:
-        if self._parked(plan) is None:
-            self._service.worker_ready(worker)
-
-    def _on_lost(self, plan: BootPlan, worker: str, about: str) -> None:
-        if self._parked(plan) is None:
-            self._service.worker_lost(about)
-
-    def _on_died(self, plan: BootPlan, worker: str, about: str) -> None:
-        if (parked := self._parked(plan)) is not None:
-            parked.fault = about
-            return
-        self._service.worker_died(worker, about)
-        self._measuring.died(worker)
-
-    async def _measure(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self._measuring.look(is_idle=self._service.is_quiet)
-            await self._measuring.save_when_due()
 
     async def _make_frames(self) -> None:
         while True:
@@ -705,38 +526,17 @@ class _Daemon:
             else:
                 notify_watchdog()
 
-    def _make_router(self) -> Router:
-        placement = self._plan.placement
-        router = Router(
-            placement.topology,
-            Ledger(placement.pools()),
-            FairQueue(self._config.max_queued, self._config.max_queued_tokens),
-            send=self._supervisor.send,
-            emit=lambda *tokens: self._service.emit(*tokens),
-            max_num_batched_tokens=placement.max_num_batched_tokens,
-            roles=self._plan.roles,
-            # on a GPU they only launch steps, and nothing is gained by lending them
-            cores={w.name: w.cpus if w.gpu is None else () for w in placement.workers},
-            profile=None if self._plan.known is None else self._plan.known.profile,
-            misses=self._misses,
-        )
-        router.set_weights(dict(self._config.priorities))
-        change_roles(router, self._targets(), time.monotonic_ns())
-        return router
-
-    def _targets(self) -> RolesChange:
-        return RolesChange(None, self._config.slo_ttft_ms, self._config.slo_itl_ms)
-
     def _announce(self) -> None:
         """Say what is served, where and how, in the words an operator needs."""
-        workers = self._supervisor.workers.values()
+        served = self._served
+        workers = served.supervisor.workers.values()
         for line in announcement(
             self._service.frame,
             self._service.model,
-            self._plan.checkpoint.folder,
+            served.plan.checkpoint.folder,
             abouts={worker.plan.name: worker.about for worker in workers},
-            measuring=self._measuring.announce(),
-            is_elastic_static=self._router.roles_now().acts_static,
+            measuring=served.measuring.announce(),
+            is_elastic_static=served.router.roles_now().acts_static,
             has_template=self._service.tokenizer.chat_template is not None,
             addresses=self._addresses,
             is_found=_is_looked_for(self._addresses[0]),
@@ -745,16 +545,6 @@ class _Daemon:
             log.info("%s", line)
         if self._config.is_open_to_network:
             self._service.event("warning", OPEN_CODE, f"{self._addresses[-1]} {IS_OPEN}")
-
-
-async def _end(
-    plan: BootPlan, router: Router, supervisor: Supervisor, measuring: Measuring
-) -> None:
-    """End a model's workers, and free its memory."""
-    await supervisor.stop()
-    await measuring.save()
-    router.unloaded()
-    plan.close()
 
 
 def _is_looked_for(address: str) -> bool:

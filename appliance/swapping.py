@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -19,16 +19,13 @@ from appliance.disk_reads import read_in_thread
 from appliance.fleet.boot import BootPlan, make_plan
 from appliance.fleet.boot_check import check_files
 from appliance.fleet.model_files import facts_by_name, is_to_be_fetched
-from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
 from appliance.loading import Fetching
 from appliance.log.writer import RequestLog
+from appliance.model_in_service import ModelInService
 from appliance.models.names import HubName
-from appliance.residents import LOOK_S, LoadedModel, MemoryNeed, Residents, need_of
-from appliance.service import Service
+from appliance.residents import LOOK_S, MemoryNeed, Residents, need_of
 from engine.errors import PenstockError
-from engine.offload.cache_memory import CacheMemory
-from engine.schedule.router import Router
 from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -45,37 +42,21 @@ class Swapping:
     def __init__(
         self,
         config: Callable[[], ServeConfig],
-        service: Service,
         request_log: RequestLog,
-        *,
-        memory: CacheMemory,
+        served: ModelInService,
         residents: Residents,
-        served: Callable[[], LoadedModel],
-        park: Callable[[], Awaitable[LoadedModel | None]],
-        resume: Callable[[LoadedModel], None],
-        start: Callable[[BootPlan], tuple[Router, Supervisor]],
-        stop: Callable[[], Awaitable[None]],
-        load: Callable[[], Awaitable[object]],
     ) -> None:
         """Serve what is served.
 
         Args:
             config: the settings as they are; a reload changes some.
-            service: is told which model it serves.
-            memory: of the DRAM cache, which outlives each model.
+            served: the served model, with its service.
             residents: models that are loaded and not served.
-            park: leaves the served model loaded and returns it; None: its workers are not idle.
-            resume: serves a loaded model again.
-            start: spawns the workers of a plan.
-            stop: ends the workers that there are.
-            load: waits until the workers are ready and the caches are open.
         """
-        self._service, self._request_log = service, request_log
-        self._start, self._stop, self._load = start, stop, load
-        self._config, self._memory = config, memory
-        self._residents, self._served, self._park, self._resume = residents, served, park, resume
+        self._config, self._request_log = config, request_log
+        self._served, self._service, self._residents = served, served.service, residents
         self._needs: dict[str, MemoryNeed] = {}
-        first = service.model.model_id
+        first = self._service.model.model_id
         self._configs = {first: config(), **config().models}
         self._being_read: list[str] = []
         """Models whose folders a thread is reading."""
@@ -83,9 +64,9 @@ class Swapping:
             first,
             list(self._configs),
             prepare=self._prepare,
-            idle=service.idle,
+            idle=self._service.idle,
             limits=self._limits,
-            refused=service.refused_before_queue,
+            refused=self._service.refused_before_queue,
             aliases=config().model_aliases,
             residents=residents,
         )
@@ -128,9 +109,9 @@ class Swapping:
             if name in self._being_read:
                 raise PenstockError("its folder does not answer; an earlier reader still hangs")
             tokenizer = await self._read(name, partial(check_files, config))
-            if (served := self._served()).is_on_cores:
+            if (served := self._served.loaded()).is_on_cores:
                 freed_bytes = self._residents.held_bytes(served)
-                look = partial(need_of, config, self._memory, freed_bytes)
+                look = partial(need_of, config, self._served.caches.memory, freed_bytes)
                 need = await self._read(name, look)
                 self._residents.check(served, name, need)
                 self._needs[name] = need
@@ -198,13 +179,13 @@ class Swapping:
     async def _serve(self, name: str, tokenizer: Tokenizer, *, keeps_served: bool = True) -> None:
         """Park or stop the served model, and serve another, which may be loaded already."""
         await self._residents.unload_faulty()
-        if keeps_served and await self._is_room_for(name) and (model := await self._park()):
+        if keeps_served and await self._is_room_for(name) and (model := await self._served.park()):
             self._residents.park(model)
         else:
-            await self._stop()
+            await self._served.make_way()
         self._residents.served_used_s = time.monotonic()
         if (resident := self._residents.take(name)) is not None:
-            self._resume(resident)
+            self._served.resume(resident)
         else:
             await self._start_again(name, tokenizer)
         self._service.make_frame()
@@ -214,17 +195,20 @@ class Swapping:
         if name in self._residents.parked:
             return True
         need = self._needs.get(name)
-        return need is not None and await self._residents.make_room(self._served(), name, need)
+        if need is None:
+            return False
+        return await self._residents.make_room(self._served.loaded(), name, need)
 
     async def _start_again(self, name: str, tokenizer: Tokenizer) -> None:
         plan = await self._read(name, partial(self._plan, name), BootPlan.close)
-        router, supervisor = self._start(plan)
-        self._service.change_model(plan, router, supervisor, tokenizer)
-        await self._load()
+        served = self._served
+        served.start(plan)
+        self._service.change_model(plan, served.router, served.supervisor, tokenizer)
+        await served.load()
 
     def _plan(self, name: str) -> BootPlan:
         """Plan a model with the roles that an operator set."""
-        plan = make_plan(self._configs[name], memory=self._memory)
+        plan = make_plan(self._configs[name], memory=self._served.caches.memory)
         roles = plan.roles if plan.placement.topology.is_colocated else self._service.frame.roles
         others = {other: each for other, each in self._configs.items() if other != name}
         return replace(plan, model_id=name, roles=roles, others=facts_by_name(others))

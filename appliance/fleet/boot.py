@@ -41,7 +41,7 @@ from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import Known
 from appliance.request import ModelInfo
-from engine.cache.blocks import MIN_RECORDS
+from engine.cache.block_pool import MIN_RECORDS
 from engine.cache.published_blocks import PoolShape
 from engine.cache.topology import DRAM
 from engine.checkpoint.checkpoint import Checkpoint

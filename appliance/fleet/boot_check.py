@@ -19,7 +19,7 @@ from appliance.fleet.weights_plan import (
     kv_text,
     plan_weights,
 )
-from engine.cache.blocks import MIN_RECORDS
+from engine.cache.block_pool import MIN_RECORDS
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError, refuse
 from engine.kernels.attention_backends import this_machine

@@ -24,7 +24,7 @@ from appliance.fleet.placement import (
 )
 from appliance.fleet.spread import GPU_STEP_TOKENS, MAX_SEQUENCES
 from appliance.models.fits import GPU_OVERHEAD_BYTES
-from engine.cache.blocks import MIN_RECORDS
+from engine.cache.block_pool import MIN_RECORDS
 from engine.cache.topology import COLOCATED, DECODE, PREFILL, Topology, make_topology
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError

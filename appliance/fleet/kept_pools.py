@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from appliance.frame.figures import things
 from appliance.keeper_channel import POOL, notify
-from engine.cache.blocks import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.cache.published_blocks import (
     FD_NAME,
     Damaged,

@@ -21,7 +21,7 @@ from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Node
 from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
 from appliance.frame.figures import things
-from engine.cache.blocks import MIN_RECORDS, BlockPool
+from engine.cache.block_pool import MIN_RECORDS, BlockPool
 from engine.cache.topology import (
     COLOCATED,
     DECODE,

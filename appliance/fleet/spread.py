@@ -27,7 +27,7 @@ from appliance.fleet.placement import (
     default_kv_bytes,
 )
 from appliance.models.fits import GPU_OVERHEAD_BYTES
-from engine.cache.blocks import MIN_RECORDS
+from engine.cache.block_pool import MIN_RECORDS
 from engine.cache.topology import STAGING, Topology, make_topology
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from engine.cache.blocks import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.cache.window_blocks import NO_WINDOWS, Windows
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"

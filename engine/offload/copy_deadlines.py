@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.block_pool import BlockPool
+from engine.cache.ledger import Ledger
 from engine.cache.topology import DRAM, SSD
 from engine.offload.index import SlabIndex
 from engine.offload.jobs import CopyJob, Job

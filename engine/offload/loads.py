@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.cache.blocks import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.cache.hashes import Hash, PrefixChain, record_hashes
 from engine.offload.copy_deadlines import Context
 from engine.offload.jobs import CopyJob

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from engine.cache.blocks import BlockPool, BlockState, Ledger
+from engine.cache.block_pool import BlockPool, BlockState
+from engine.cache.ledger import Ledger
 from engine.cache.topology import Topology
 from engine.schedule.sequence import On, Sequence
 from engine.schedule.sequence_table import SequenceTable, age

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from engine.cache.blocks import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.cache.hashes import Hash
 from engine.schedule.sequence import Sequence
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.cache.blocks import CommandKey, Ledger, Owner
+from engine.cache.ledger import CommandKey, Ledger, Owner
 from engine.cache.topology import Hop, Link, Topology
 from engine.errors import InvariantViolated
 from engine.schedule.links import _NEWEST_SHARE, Links

@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 
-from engine.cache.blocks import Ledger
 from engine.cache.hashes import Hash
+from engine.cache.ledger import Ledger
 from engine.cache.topology import PREFILL, Topology
 from engine.cache.window_blocks import Span
 from engine.offload.loads import WantedBlocks

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from engine.cache.blocks import Ledger, Owner
 from engine.cache.hashes import Hash, PrefixChain
+from engine.cache.ledger import Ledger, Owner
 from engine.cache.topology import Link
 from engine.cache.window_blocks import Span
 from engine.schedule.copies import Copies

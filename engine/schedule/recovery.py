@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.cache.topology import Topology
 from engine.schedule.copies import Copies
 from engine.schedule.prefix_cache import PrefixCache

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import NamedTuple
 
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.cache.topology import DECODE, Topology
 from engine.offload.tier import Tier
 from engine.profile.facts import LINK_BYTES_PER_S, FactKey, Profile

@@ -9,7 +9,7 @@ record becomes a snapshot, so that a conversation's next turn continues within t
 
 Owns: at which numbers of computed tokens a sequence leaves a snapshot.
 Invariant: a record that can be found is never written; a sequence has two others.
-Never: takes or frees a block itself (engine.cache.blocks does).
+Never: takes or frees a block itself (engine.cache.ledger does).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from engine.cache.blocks import MIN_RECORDS, BlockPool, BlockState, Ledger
+from engine.cache.block_pool import MIN_RECORDS, BlockPool, BlockState
 from engine.cache.hashes import Hash, record_hashes
+from engine.cache.ledger import Ledger
 from engine.schedule.sequence import KeptRecord, Sequence
 from engine.schedule.worker_routes import positions_needed
 from engine.wire.messages import Records

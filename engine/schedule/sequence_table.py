@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.errors import InvariantViolated
 from engine.schedule.sequence import Moving, On, Paused, Sequence, Waiting, Where
 

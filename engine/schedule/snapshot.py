@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.schedule.block_allocator import BlockAllocator
 from engine.schedule.elastic import PredictionKind, Slo
 from engine.schedule.links import LinkState

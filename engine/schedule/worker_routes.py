@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.block_pool import BlockPool
+from engine.cache.ledger import Ledger
 from engine.cache.topology import DECODE, PREFILL, Topology
 from engine.errors import RequestError
 from engine.schedule.sequence import RouteStage, Sequence, route_of

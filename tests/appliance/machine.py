@@ -17,7 +17,7 @@ from appliance.log.query import RowQuery
 from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
 from engine.schedule.sequence import Sequence, Stamps

@@ -15,7 +15,6 @@ from appliance.log.writer import RequestLog
 from engine.errors import PenstockError
 from tests.appliance.logs import row
 from tests.appliance.model_folder import make_model
-from tests.fakes import until
 
 NOTHING_PASSED = PassedSockets([], [], {}, KeptPools({}))
 
@@ -59,7 +58,7 @@ async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
     config = config_of(make_model(tmp_path / "m").parent, tmp_path)
     monkeypatch.setattr(daemon, "read_in_thread", read)
     one = daemon._Daemon(config, lambda: config, None, NOTHING_PASSED, -1)
-    monkeypatch.setattr(one, "_start_workers", lambda plan: setattr(one, "_plan", plan))
+    monkeypatch.setattr(one._served, "start", lambda plan: setattr(one._served, "plan", plan))
     one._request_log = RequestLog(tmp_path / "log.db")
     try:
         with pytest.raises(PenstockError, match=r"the disk of /.*/m hangs"):
@@ -69,7 +68,7 @@ async def test_what_is_read_after_a_check_or_a_download_may_hang_as_well(
         one._core_note.close()
         one._request_log.close()
         if hanging == 2:
-            one._plan.close()
+            one._served.plan.close()
 
 
 async def test_who_may_do_what_is_what_was_checked(tmp_path, monkeypatch):
@@ -91,28 +90,6 @@ async def test_who_may_do_what_is_what_was_checked(tmp_path, monkeypatch):
     with pytest.raises(PenstockError, match="no more of it"):
         await one.run(policy)
     assert [key.name for key in bound] == ["ann"]
-
-
-async def test_a_start_that_is_silent_for_long_says_what_it_waits_for(
-    tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(daemon, "SILENT_S", 0.001)
-    caplog.set_level("INFO", "penstock")
-    one = daemon._Daemon(config_of(tmp_path, tmp_path), lambda: None, None, NOTHING_PASSED, -1)
-    awaited = ["worker a (starting)"]
-    one._supervisor = SimpleNamespace(awaited=lambda _: list(awaited), is_started=False)
-    hashed = asyncio.Event()
-    keying = asyncio.create_task(hashed.wait())
-    telling = asyncio.create_task(one._tell_what_is_awaited(keying))
-    try:
-        await until(lambda: "(starting), hashes of the weights" in caplog.text)
-        hashed.set()
-        await until(lambda: caplog.text.endswith("for worker a (starting)...\n"))
-        awaited.clear()
-        one._supervisor.is_started = True
-        await until(lambda: caplog.text.endswith("the caches...\n"))
-    finally:
-        telling.cancel()
 
 
 def test_the_row_of_a_request_that_cannot_continue_says_what_its_client_got(tmp_path):

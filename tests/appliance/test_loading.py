@@ -73,16 +73,22 @@ class NoResidents:
 
 def swapping_of(a, service, **more):
     on_gpu = SimpleNamespace(is_on_cores=False)
-    actions = dict.fromkeys(("memory", "park", "resume", "start", "stop", "load"))
-    actions |= {"residents": NoResidents(), "served": lambda: on_gpu, **more}
-    return Swapping(lambda: a, service, None, **actions)
+    served = SimpleNamespace(
+        service=service,
+        caches=SimpleNamespace(memory=None),
+        loaded=lambda: on_gpu,
+        router=None,
+        supervisor=None,
+    )
+    vars(served).update(more)
+    return Swapping(lambda: a, None, served, NoResidents())
 
 
 async def test_a_model_whose_pools_do_not_fit_is_refused_before_anything_is_stopped(tmp_path):
     a, service, events = two_models(tmp_path)
     a.models["b"] = replace(a.models["b"], kv_memory_bytes=1 << 50)
     on_cores = SimpleNamespace(is_on_cores=True)
-    swapping = swapping_of(a, service, served=lambda: on_cores)  # it has nothing to stop it by
+    swapping = swapping_of(a, service, loaded=lambda: on_cores)  # it has nothing to stop it by
     with pytest.raises(ConfigError, match="of KV memory, but only"):
         await swapping._prepare("b")
     [(code, _)] = events
@@ -108,7 +114,7 @@ async def test_a_swap_serves_with_the_tokenizer_that_was_looked_at_before(tmp_pa
     service.change_model = change_model
     monkeypatch.setattr(swapping_module, "BACK_AFTER_S", (0,))
     monkeypatch.setattr(Swapping, "_plan", lambda self, name: name)
-    swapping = swapping_of(a, service, start=lambda _: (None, None), stop=stop, load=load)
+    swapping = swapping_of(a, service, start=lambda _: None, make_way=stop, load=load)
     first, swap = service.tokenizer, await swapping._prepare("b")
     for each in (a, a.models["b"]):
         (each.model / "tokenizer.json").unlink()

@@ -8,7 +8,7 @@ from appliance import measuring
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.measuring import OFF_VARIABLE, QUIET_S, Measuring
 from appliance.profile_store import Known
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.cache.topology import make_topology
 from engine.profile.facts import Scope
 from engine.schedule.queue import FairQueue

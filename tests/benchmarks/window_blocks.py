@@ -8,7 +8,8 @@ the most that it holds at once is counted, then what it holds while it decodes. 
 
 import argparse
 
-from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.block_pool import BlockPool
+from engine.cache.ledger import Ledger
 from engine.cache.window_blocks import Windows
 from engine.checkpoint.kv_groups import divide
 

@@ -315,7 +315,7 @@ class Machine:
 
     def _look_inside(self) -> None:
         """Check the router's invariants."""
-        router = getattr(self.daemon, "_router", None)
+        router = getattr(self.daemon._served, "router", None)
         if not self.is_checked or router is None or self._lives[-1].is_dead or self.problems:
             return
         try:
@@ -325,12 +325,12 @@ class Machine:
 
     def _may_write(self, pool: str, block_id: int) -> bool:
         """Say whether no other request can find this block."""
-        pools = self.daemon._router.ledger.pools
+        pools = self.daemon._served.router.ledger.pools
         return pool not in pools or block_id not in pools[pool].index
 
     async def _quiet(self) -> None:
         """Wait until nothing is held any more."""
-        router = self.daemon._router
+        router = self.daemon._served.router
         service = self.daemon._service
         while not router.is_idle or service.not_ready_reason():  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -106,13 +106,13 @@ BUGS = {
         ("conversations",),
     ),
     "shared blocks are written": Bug(
-        "engine/cache/blocks.py",
+        "engine/cache/block_pool.py",
         "in self.index or self.num_references[table[i]] > 1\n",
         "is None\n",
         ("recurrent", "recurrent crowd"),
     ),
     "a command frees its blocks too early": Bug(
-        "engine/cache/blocks.py",
+        "engine/cache/block_pool.py",
         "        if self.num_commands[block_id]:\n            return BlockState.DRAINING\n",
         "",
         ("leaving crowd",),

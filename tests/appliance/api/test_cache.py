@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from engine.cache.blocks import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.cache.hashes import PrefixHasher
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Sequence, Stamps

@@ -8,7 +8,7 @@ import pytest
 
 from appliance import keeper_channel
 from appliance.fleet.kept_pools import KeptPools
-from engine.cache.blocks import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.cache.hashes import PrefixHasher
 from engine.cache.published_blocks import PoolShape
 from tests.sweep.keeper import Keeper

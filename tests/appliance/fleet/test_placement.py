@@ -18,7 +18,7 @@ from appliance.fleet.placement import (
     place,
     split_cores,
 )
-from engine.cache.blocks import MIN_RECORDS
+from engine.cache.block_pool import MIN_RECORDS
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from tests.checkpoints import make_checkpoint

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from engine.cache.blocks import BlockPool
+from engine.cache.block_pool import BlockPool
 from engine.cache.hashes import PrefixHasher
 from engine.cache.published_blocks import Damaged, PoolShape, PublishedBlocks, make_record
 

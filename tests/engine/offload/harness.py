@@ -2,8 +2,9 @@
 
 from collections import deque
 
-from engine.cache.blocks import BlockPool, Ledger
+from engine.cache.block_pool import BlockPool
 from engine.cache.hashes import PrefixHasher
+from engine.cache.ledger import Ledger
 from engine.cache.topology import SSD
 from engine.offload.copy_deadlines import Context
 from engine.offload.index import SlabIndex

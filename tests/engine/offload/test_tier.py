@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.cache.blocks import BlockState
+from engine.cache.block_pool import BlockState
 from engine.offload.copy_deadlines import CopyDeadlines
 from engine.offload.load_costs import DEADLINE_RATIO, OVERHEAD_MS, Costs
 from engine.offload.stores import LOOK_S, PAUSE_S, STORED_AT_ONCE

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from engine.cache.blocks import Ledger
 from engine.cache.hashes import PrefixHasher
+from engine.cache.ledger import Ledger
 from engine.cache.topology import make_topology
 from engine.cache.window_blocks import NO_WINDOWS
 from engine.schedule.queue import FairQueue

@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from engine.cache.blocks import BlockState
+from engine.cache.block_pool import BlockState
 from engine.schedule.sequence import FinishReason, On, Phase
 from engine.wire.run_spec import RunSpec
 from tests.engine.fake_workers import BLOCK_SIZE

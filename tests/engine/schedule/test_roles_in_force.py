@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.cache.topology import make_topology
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
 from engine.schedule.copies import Copies

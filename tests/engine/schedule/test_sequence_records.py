@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.cache.blocks import MIN_RECORDS
+from engine.cache.block_pool import MIN_RECORDS
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
 from engine.wire.messages import Admit

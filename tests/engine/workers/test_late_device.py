@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.cache.blocks import Ledger
+from engine.cache.ledger import Ledger
 from engine.cache.topology import make_topology
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.transformer import Transformer

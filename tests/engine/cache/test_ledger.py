@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.blocks import BlockPool, BlockState, Ledger
+from engine.cache.block_pool import BlockPool, BlockState
 from engine.cache.hashes import PrefixHasher
+from engine.cache.ledger import Ledger
 from engine.errors import InvariantViolated
 
 HASHER = PrefixHasher(bytes(32), b"", 4)
