@@ -1,4 +1,4 @@
-"""Keep the samples before the frame on screen: rates, sparklines, stalls.
+"""Keep figures of earlier frames, for the console's rates and sparklines.
 
 Invariant: every run of samples has one entry for each frame, oldest first; None is not reported.
 Never: reads a clock.

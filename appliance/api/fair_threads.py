@@ -1,4 +1,4 @@
-"""Run slow work for clients in threads, a few pieces at once, fairly between callers.
+"""Run slow work in threads, a few pieces at once, and share them fairly between callers.
 
 Invariant: at most `num_at_once` pieces are in threads, also counting clients that have left;
 the queue is bounded, altogether and for each peer, and peers are served in turn.

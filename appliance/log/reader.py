@@ -1,4 +1,4 @@
-"""Read the request log by short queries on connections of their own.
+"""Query the request log through read-only connections that last for one query.
 
 Owns: the SQL of a query, and the JSON of its rows.
 Invariant: every connection is read-only and closed before the call returns, so that no reader keeps

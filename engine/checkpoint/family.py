@@ -1,4 +1,4 @@
-"""Describe what a model family can differ in.
+"""Describe how a model family may differ from Llama.
 
 Invariant: None is "the family has no such part".
 Never: names a family.

@@ -1,4 +1,4 @@
-"""Keep one buffer for each kind of intermediate result.
+"""Reuse the tensors of a forward pass: keep one buffer for each kind of result.
 
 Invariant: a result is read before the next one of its kind is asked for; `generation` grows when
 a buffer moves.

@@ -1,4 +1,4 @@
-"""Time the CPU kernels' variants of products and attention in bfloat16, and choose the fastest.
+"""Time the CPU kernels' variants of matrix products and attention in bfloat16; choose the fastest.
 
 The kernels read matrices as the checkpoint stores them, or packed in pairs, which a processor's
 dots of pairs and its matrix tiles want. What an instruction is called says little about its speed:

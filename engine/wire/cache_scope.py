@@ -1,4 +1,4 @@
-"""Define the record that says which prompts may share cached blocks.
+"""Define which prompts may share cached blocks.
 
 Never: holds a secret itself, only a hash with it. Imports nothing: the command starts quickly.
 """

@@ -1,4 +1,4 @@
-"""Copy KV blocks between pools; nothing else moves KV.
+"""Copy KV blocks between pools.
 
 A copy of blocks that an admit fills waits, block by block, until a step has filled each: the loop
 reports a sequence's progress. On a device, collected work is done, so a thread copies at once on a

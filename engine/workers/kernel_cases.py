@@ -1,4 +1,4 @@
-"""Prepare calls of each kernel on representative shapes, with their cost.
+"""Prepare example calls of each kernel, with the bytes that they read and their operations.
 
 Invariant: each call of a case uses another layer's memory, or reads a matrix as large as a layer's,
 so that no cache is measured (except for logits, which have one matrix); no call waits for the
