@@ -14,7 +14,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import cast
 
 import uvicorn
@@ -161,25 +161,33 @@ class ApiServer:
                 acceptor.close()
         if self._arriving:
             await asyncio.wait(self._arriving)
-        close = (b"connection", b"close")
-        self._config.encoded_headers.append(close)  # of which uvicorn makes the next, once a second
-        self._server.server_state.default_headers.append(close)
-        deadline = time.monotonic() + STRAGGLER_S
-        while stragglers := [one for one in self._connections if not one.retire()]:
-            if time.monotonic() >= deadline:
-                for straggler in stragglers:
-                    straggler.shutdown()
-                return
-            await asyncio.sleep(STRAGGLER_CHECK_S)
+        await self._retire(self._connections)
 
     async def hand_over_all(self) -> None:
         """Have the next daemon serve all listeners; wait for what it cannot continue.
 
         That is what is not accepted yet, which takes milliseconds, and replies over TLS; at most
-        STRAGGLER_S.
+        STRAGGLER_S. New clients wait from then on, so idle ones get their time before it.
         """
+        await self._retire(frozenset(self._connections))
         await self.hand_over(self._listeners)
         await self.has_kept_alone()
+
+    async def _retire(self, connections: Collection[ClientProtocol]) -> None:
+        """Close connections with their current or next reply; idle ones after STRAGGLER_S."""
+        close = (b"connection", b"close")
+        if close not in self._config.encoded_headers:
+            self._config.encoded_headers.append(close)  # uvicorn's next headers, once a second
+            self._server.server_state.default_headers.append(close)
+        deadline = time.monotonic() + STRAGGLER_S
+        while stragglers := [
+            one for one in connections if one in self._connections and not one.retire()
+        ]:
+            if time.monotonic() >= deadline:
+                for straggler in stragglers:
+                    straggler.shutdown()
+                return
+            await asyncio.sleep(STRAGGLER_CHECK_S)
 
     async def has_kept_alone(self) -> None:
         """Wait until the next daemon can continue all open connections, at most STRAGGLER_S."""

@@ -150,6 +150,27 @@ async def test_a_waiting_request_is_answered_at_a_stop(appliance, tmp_path, capl
     await served.close()
 
 
+async def test_while_a_restart_waits_for_an_idle_client_others_are_served(
+    appliance, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("appliance.http.server.STRAGGLER_S", 60.0)
+    path = tmp_path / "api.sock"
+    server = ApiServer(build_app(appliance), [bind_socket(path)])
+    await server.start()
+    idle, other = Served(appliance, path), Served(appliance, path)
+    await idle.complete()  # its connection stays open
+    handing_over = asyncio.create_task(server.hand_over_all())
+    await asyncio.sleep(0)
+    assert (await other.complete()).headers["connection"] == "close"
+    assert not handing_over.done()
+    assert (await idle.complete()).headers["connection"] == "close"
+    async with asyncio.timeout(30):
+        await handing_over
+    for each in (idle, other):
+        await each.close()
+    await server.stop(grace_s=0.1)
+
+
 async def test_a_socket_file_of_someone_else_is_left(appliance, tmp_path):
     path = tmp_path / "api.sock"
     server = ApiServer(build_app(appliance), [bind_socket(path)])
