@@ -93,13 +93,14 @@ class JournaledInbox(Inbox):
         return TokensEmitted(sequence, tokens.token_ids, tokens.logprobs, tokens.end is not None)
 
     def _tokens_of(self, emitted: TokensEmitted) -> Tokens:
-        sequence, end = emitted.sequence, self._end_of(emitted)
-        facts, of_prompt = None, list[TokenLogprob]()
-        if sequence.index not in self._told:
-            of_prompt = sequence.prompt_logprobs
-        is_decoding = _is_decoding(sequence)
-        if end is not None or self._told.get(sequence.index) is not is_decoding:
-            self._told[sequence.index] = is_decoding
+        sequence, ids, logprobs = emitted.sequence, emitted.token_ids, emitted.logprobs
+        index, num_preemptions = sequence.index, sequence.num_preemptions
+        is_told = self._told.get(index)
+        if is_told and not emitted.is_last:  # most tokens
+            return Tokens(index, ids, logprobs, num_preemptions, None, None)
+        facts, end, is_decoding = None, self._end_of(emitted), _is_decoding(sequence)
+        if end is not None or is_told is not is_decoding:
+            self._told[index] = is_decoding
             facts = Facts(
                 sequence.stamps,
                 sequence.num_cached_tokens,
@@ -109,9 +110,8 @@ class JournaledInbox(Inbox):
                 sequence.transport,
                 sequence.route_reason,
             )
-        ids, logprobs = emitted.token_ids, emitted.logprobs
-        num_preemptions = sequence.num_preemptions
-        return Tokens(sequence.index, ids, logprobs, num_preemptions, facts, end, of_prompt)
+        of_prompt = sequence.prompt_logprobs if is_told is None else []
+        return Tokens(index, ids, logprobs, num_preemptions, facts, end, of_prompt)
 
     def _end_of(self, emitted: TokensEmitted) -> End | None:
         if not emitted.is_last:

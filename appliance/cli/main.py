@@ -89,6 +89,8 @@ KINDS: Mapping[str, str] = {
 """Names of value types in help and errors, by typer's names."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a full disk."""
+FORMAT_OPTIONS = ("--json", "--ndjson", "--csv", "--wide")
+"""Options that other programs have for an output format."""
 _LONGEST = 1000
 """Maximum characters of a sentence in help."""
 
@@ -136,6 +138,8 @@ def _suggesting(parser: Any, ctx: Any) -> Any:
 
 def meant_options(typed: str, known: list[str]) -> list[str]:
     """List the options that a wrong one abbreviates, or else the nearest."""
+    if "--output" in known and typed in FORMAT_OPTIONS:
+        return [f"--output {typed.strip('-')}"]
     if begun := [name for name in known if name.startswith(typed) and len(typed) > len("--")]:
         return begun
     near = nearest(typed.strip("-"), (name.strip("-") for name in known))

@@ -155,24 +155,24 @@ class ReplyFile:
         self.fail(b"" if self._journal.head is None else self._journal.head.failure)
 
     def _append(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            num_written = os.pwrite(self.fd, view, self._size)
+        while data:
+            num_written = os.pwrite(self.fd, data, self._size)
             self._size += num_written
-            view = view[num_written:]
+            data = data[num_written:]
         if self._watched_fd < 0:
             self._send()
 
     def _send(self) -> None:
+        num_unsent = self.num_unsent
         try:
-            while self.num_unsent:
-                num_sent = os.sendfile(self._socket_fd, self.fd, None, self.num_unsent)
+            while num_unsent:
+                num_sent = os.sendfile(self._socket_fd, self.fd, None, num_unsent)
                 self._num_sent += num_sent
+                num_unsent -= num_sent
         except BlockingIOError:
             pass
         except OSError:
-            self._is_broken = True  # the connection's own reader hears of it
-        num_unsent = self.num_unsent
+            self._is_broken, num_unsent = True, 0  # the connection's own reader hears of it
         self._watch(is_wanted=bool(num_unsent))
         if self._is_paused != (num_unsent > (LOW_BYTES if self._is_paused else HIGH_BYTES)):
             self._is_paused = not self._is_paused

@@ -81,6 +81,7 @@ def test_a_full_disk_is_told_in_a_line(environ: dict[str, str]) -> None:
         (("serve", "--models", "x"), ["--model"]),
         (("serve", "--kv-mem", "1GiB"), ["--kv-memory"]),
         (("serve", "--ctx-size", "4096"), []),
+        (("status", "--json"), ["--output"]),
     ],
 )
 def test_a_wrong_option_suggests_what_it_begins_or_what_is_very_near(
