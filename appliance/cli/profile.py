@@ -46,7 +46,9 @@ _ON = re.compile(r"(.+) on (\d+)")
 
 
 def _figure(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:.4g}"
 
 
 def _whole(value: Any) -> str:
