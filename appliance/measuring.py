@@ -62,6 +62,8 @@ class Measuring:
         self._is_on = os.environ.get(OFF_VARIABLE) != "0"
         self._is_asked_for = False
         """Measuring was requested, and other programs do not stop it."""
+        self._is_waiting = False
+        """Other programs use the workers' cores."""
         self._quiet_since_s: float | None = None
         self._save_at_s = time.monotonic() + SAVE_INTERVAL_S
 
@@ -79,12 +81,15 @@ class Measuring:
 
     @property
     def words(self) -> str | None:
-        """What has been measured since the start; None: nothing."""
-        measurer = self._measurer
-        if not measurer.num_done:
-            return None
-        unknown = f", {measurer.num_unknown} sizes to go" if measurer.num_unknown else ""
-        return f"timed {things(measurer.num_done, 'step')} while idle{unknown}"
+        """What has been measured since the start, and what it waits for; None: nothing."""
+        measurer, parts = self._measurer, []
+        if measurer.num_done:
+            parts.append(f"timed {things(measurer.num_done, 'step')} while idle")
+        if measurer.num_unknown and (measurer.num_done or self._is_waiting):
+            parts.append(f"{things(measurer.num_unknown, 'size')} to go")
+        if measurer.num_unknown and self._is_waiting:
+            parts.append("waiting: other programs use the workers' cores")
+        return ", ".join(parts) or None
 
     def frame(self) -> dict[str, object]:
         """Return the progress, for the API."""
@@ -117,7 +122,9 @@ class Measuring:
             return
         elif self._is_disturbed():
             self._quiet_since_s = now_s
+            self._is_waiting = self._is_on
         elif self._is_on:
+            self._is_waiting = False
             self._measurer.begin(time.monotonic_ns())
 
     @property

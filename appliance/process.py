@@ -47,9 +47,13 @@ def standing_threads(count: int, name: str) -> ThreadPoolExecutor:
     """Start threads before they are needed: a machine that runs out of them later gives none."""
     threads = ThreadPoolExecutor(count, name)
     all_run = threading.Barrier(count + 1)
-    for _ in range(count):
-        threads.submit(all_run.wait)
-    all_run.wait()
+    try:
+        for _ in range(count):
+            threads.submit(all_run.wait)
+        all_run.wait()
+    except BaseException:  # a signal's: the threads would wait for ever, and the exit for them
+        all_run.abort()
+        raise
     return threads
 
 

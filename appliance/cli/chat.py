@@ -41,9 +41,10 @@ from appliance.frame.figures import things
 from appliance.models.names import STARTER_FOLDER
 
 HISTORY_LINES = 1000
-STARTER_HINT = """\
-This built-in model only answers from a document in your message. For another one:
-  penstock serve --model Qwen/Qwen3-0.6B"""
+STARTER_HINT = (
+    "This built-in model only answers from a document in your message. "
+    "For another one stop the daemon, and start it with --model NAME."
+)
 PROMPT, PROMPT_INSIDE = ">>> ", "... "
 QUOTES = '"""'
 
@@ -243,6 +244,8 @@ def _converse(session: Session) -> None:
         except KeyboardInterrupt:
             terminal.note("" if sys.stdout.isatty() else "interrupted")
         except (ClientError, Refused) as error:
+            if getattr(error, "code", "") == "context_length_exceeded":
+                error.hint = "/reset begins a new conversation"
             terminal.report(error)
 
 

@@ -43,3 +43,4 @@ def add_key(
     key = api_keys.add_key(Path(file), name, role)
     terminal.write(key + "\n")
     terminal.note(f"added {name} ({role}) to {printable(file)}; this key is not shown again")
+    terminal.note("a running daemon reads it on SIGHUP (systemctl reload, kill -HUP)")

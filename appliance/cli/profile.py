@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +18,10 @@ from appliance.cli import terminal
 from appliance.cli.activity import StateDir
 from appliance.cli.tables import Format, Listing, TableColumn
 from appliance.cli.terminal import Host, Output, ProgressLine
-from appliance.configuration import client_settings
+from appliance.configuration import client_settings, paths
+from appliance.configuration.address import UnixAddress
 from appliance.frame.figures import things
+from engine.errors import UsageError
 from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, MANY, PROMPT_MS
 
 # appliance.profile_store costs 70 ms, so it comes with the verbs.
@@ -108,7 +111,7 @@ def measure(
     state = client.post(PATH)
     end_s = time.monotonic() + timeout
     while state["num_unknown"] and state["is_going_on"] and time.monotonic() < end_s:
-        line.say(f"{state['num_unknown']} sizes to go")
+        line.say(f"{things(state['num_unknown'], 'size')} to go")
         time.sleep(POLL_S)
         state = client.get(PATH)
     line.end()
@@ -127,6 +130,22 @@ def clear_profile(state_dir: StateDir = None) -> None:
 
 
 def _store(state_dir: str | None) -> Any:
+    """Open the profile in a state folder.
+
+    Raises:
+        UsageError: none is named, and the daemon that clients find uses another.
+    """
     from appliance.profile_store import ProfileStore
 
-    return ProfileStore(client_settings.state_dir(state_dir, warn=terminal.passed_over))
+    folder, where = client_settings.state_dir(state_dir, warn=terminal.passed_over), None
+    if state_dir is None:
+        where = terminal.client(None).address
+    if isinstance(where, UnixAddress) and paths.socket_of(folder) != str(where.path):
+        with suppress(OSError):
+            where.dial(1.0).hang_up()
+            raise UsageError(
+                "the running daemon has another state folder",
+                where=str(folder),
+                hint="name its folder with --state-dir; `penstock doctor` shows the daemon's",
+            )
+    return ProfileStore(folder)

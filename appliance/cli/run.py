@@ -28,6 +28,10 @@ from appliance.cli.reply import (
 from appliance.cli.terminal import Host
 from appliance.client import Client, ReplyError
 from appliance.models.names import NoSuchModel
+from engine.units import size_text
+
+MAX_STDIN_BYTES = 64 << 20
+"""More than any prompt has: the daemon refuses bodies of 8 MiB by default."""
 
 
 @_with_fields
@@ -122,8 +126,16 @@ def _reply(
 
 
 def _from_stdin() -> str:
-    """Read stdin without one newline at its end."""
+    """Read stdin without one newline at its end.
+
+    Raises:
+        BadParameter: it is no text, or longer than any prompt.
+    """
+    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
+    if len(data) > MAX_STDIN_BYTES:
+        about = f"stdin is longer than {size_text(MAX_STDIN_BYTES)}"
+        raise typer.BadParameter(about, param_hint="PROMPT")
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
+        return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"stdin is not UTF-8: {error}", param_hint="PROMPT") from error

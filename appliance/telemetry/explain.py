@@ -64,7 +64,7 @@ def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Itera
         ("queue", "queued", usual.queue_ms, "queue: {}"),
         ("restore", "", None, "restore: {} for cached KV"),
         ("handoff", "handing_off", usual.handoff_ms, "handoff: {}"),
-        ("paused", "", None, "paused: {} without KV blocks"),
+        ("paused", "", None, "paused: {} after a preemption or a restart"),
         ("decode_wait", "", usual.decode_wait_ms, "decode wait: {}"),
     ):
         actual_ms = _so_far(frame, stage, phase)

@@ -73,6 +73,26 @@ def test_standing_threads_work_where_no_other_can_be_started(
         assert sorted(job.result(60) for job in jobs) == [0, 1, 2]
 
 
+def test_an_exit_while_standing_threads_start_waits_for_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+
+    class Interrupted(threading.Barrier):
+        def wait(self, timeout: float | None = None) -> int:
+            if threading.current_thread() is threading.main_thread():
+                started.extend(t for t in threading.enumerate() if t.name.startswith("cut"))
+                raise SystemExit(130)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(threading, "Barrier", Interrupted)
+    with pytest.raises(SystemExit):
+        process.standing_threads(3, "cut")
+    for thread in started:
+        thread.join(60)
+    assert [thread.is_alive() for thread in started] == [False] * 3
+
+
 def test_nobody_who_stops_waits_for_a_disk(hanging: threading.Event) -> None:
     late = SimpleQueue[bool]()
 

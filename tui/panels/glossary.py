@@ -126,7 +126,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
             Entry("handoff", "until the decode worker has its KV", "long: see page handoff"),
             Entry("decode wait", "until the decode worker's first step with it"),
             Entry("decode", "all further tokens", "requests at the same time share the steps"),
-            Entry("paused", "without KV blocks, which others needed", "more kv_memory"),
+            Entry("paused", "preempted, or its worker or the daemon restarted", "more kv_memory"),
             Entry("first itl", "the gap after the first token; includes the handoff"),
             Entry(
                 "sum, end to end, unattributed",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.conversation import Conversation, Refused
+from appliance.cli.run import MAX_STDIN_BYTES
 from tests.appliance.cli_data import FINISHED, REQUEST
 from tests.appliance.cli_process import Typist, penstock, run_on_terminal, start, user_environ
 from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event, text_event
@@ -274,6 +275,7 @@ def test_run_asks_for_quotes_around_several_words(
 
 def test_run_refuses_a_prompt_that_is_no_text(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     assert penstock(environ, "run", stdin=b"\xff\xfe").returncode == 2
+    assert penstock(environ, "run", stdin=bytes(MAX_STDIN_BYTES + 1)).returncode == 2
     assert daemon.script.asked == []
 
 

@@ -59,6 +59,19 @@ def test_what_is_cleared_is_forgotten(environ: dict[str, str], store: ProfileSto
     assert penstock(environ, "profile", "clear").stdout == "forgot 0 facts\n"
 
 
+def test_the_profile_of_another_daemon_is_not_taken_for_the_running_ones(
+    daemon: FakeDaemon, environ: dict[str, str], store: ProfileStore
+) -> None:
+    lock, told = store.path.parent / "lock", [*("--state-dir", str(store.path.parent))]
+    lock.write_text("1 /another/socket\n")
+    for verb in ("show", "clear"):
+        ended = penstock(environ, "profile", verb)
+        assert (ended.returncode, "--state-dir" in ended.stderr) == (2, True)
+    assert len(penstock(environ, "profile", "show", *told).stdout.splitlines()) == 2
+    lock.write_text(f"1 {daemon.socket_path}\n")
+    assert len(penstock(environ, "profile", "show").stdout.splitlines()) == 2
+
+
 def test_a_damaged_file_is_an_error_with_the_way_out(environ: dict[str, str]) -> None:
     folder = Path(environ["PENSTOCK_STATE_DIR"])
     folder.mkdir()
