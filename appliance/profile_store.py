@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
 import sqlite3
 import time
@@ -37,6 +36,8 @@ _told: set[str] = set()
 """Problems that this process has logged: each start reads the file several times."""
 _SCOPE = "machine = ? AND build = ? AND model = ? AND dtype = ? AND placement = ?"
 
+MAX_MS, MAX_SAMPLE = 1e6, 1e13
+"""Largest time of a step, and largest other sample, that is no damage."""
 _DAMAGED = (ValueError, TypeError, KeyError, RecursionError)
 """What damaged text, values and names of columns raise."""
 
@@ -67,8 +68,8 @@ def _lock(fd: int) -> None:
 def _samples(what: str, text: str) -> list[float]:
     """Read a fact's samples; raises ValueError or TypeError if save() has not written them."""
     samples = json.loads(text)
-    may_be_0 = what == IS_WRONG
-    if not samples or not all(0 <= s < math.inf and (s or may_be_0) for s in samples):
+    may_be_0, most = what == IS_WRONG, MAX_MS if what.endswith("_ms") else MAX_SAMPLE
+    if not samples or not all(0 <= s <= most and (s or may_be_0) for s in samples):
         raise ValueError("the samples of a fact are damaged")
     return [float(sample) for sample in samples]
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from appliance.http.api_keys import new_key
+from engine.errors import ConfigError
 from tests.appliance.cli_process import penstock
 from tests.daemons import ALONE
 
@@ -119,7 +120,7 @@ def test_a_restart_on_purpose_is_refused_with_wrong_settings_and_else_is_no_cras
     first, environ = daemon.pid, daemon.env | {"PENSTOCK_HOST": str(daemon.socket)}
     settings.write_text("max_quued = 7\n")
     refused = penstock(environ, "restart")
-    assert refused.returncode == 1
+    assert refused.returncode == ConfigError.exit_code
     assert "max_quued" in refused.stderr
     assert daemon.pid == first
     settings.write_text("max_queued = 7\n")

@@ -29,7 +29,7 @@ from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import ROLES
 from appliance.frame.figures import things
 from appliance.models.names import NoSuchModel
-from engine.errors import PenstockError, UsageError
+from engine.errors import ConfigError, PenstockError, UsageError
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0
@@ -132,7 +132,7 @@ def restart(host: Host = None) -> None:
 
 
 def _is_next(client: Client, old: dict[str, Any]) -> bool:
-    """Say whether another daemon is ready; raise PenstockError if the old one refused."""
+    """Say whether another daemon is ready; raise ConfigError if the old one refused."""
     try:
         frame = client.get("/v1/penstock/state")
     except DaemonAbsent:
@@ -141,7 +141,7 @@ def _is_next(client: Client, old: dict[str, Any]) -> bool:
         return False
     refused = [each for each in frame["events"] if each["code"] == "restart.refused"]
     if refused and frame["pid"] == old["pid"] and refused[-1] not in old["events"]:
-        raise PenstockError(str(refused[-1]["message"]))
+        raise ConfigError(str(refused[-1]["message"]))
     return bool(frame["pid"] != old["pid"] and frame["state"] != "loading")
 
 

@@ -351,6 +351,11 @@ class ClientProtocol(H11Protocol):
         """Whether the next daemon can continue the reply."""
         return bool(self._kept_name)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the client has sent nothing yet."""
+        return not self._num_received
+
     def retire(self) -> bool:
         """End with the current reply; return False while one more request may come.
 

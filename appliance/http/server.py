@@ -41,6 +41,8 @@ GIVEN_UP_AT_ONCE = 8
 """Idle connections to close at once when no descriptor is left."""
 STRAGGLER_S = 2.0
 """Seconds for one more request on a connection open before a stop."""
+SILENT_S = 0.25
+"""Seconds for the first byte of a new connection once a restart accepts no more."""
 STRAGGLER_CHECK_S = 0.02
 HANDSHAKE_S = 5.0
 """Maximum seconds of a TLS handshake."""
@@ -147,7 +149,9 @@ class ApiServer:
                 return
             await asyncio.sleep(STRAGGLER_CHECK_S)
 
-    async def hand_over(self, listeners: Sequence[socket.socket]) -> None:
+    async def hand_over(
+        self, listeners: Sequence[socket.socket], silent_s: float = STRAGGLER_S
+    ) -> None:
         """Stop accepting on listeners that the next daemon serves.
 
         Open connections are closed with their current reply, or after the next request's if it
@@ -161,7 +165,7 @@ class ApiServer:
                 acceptor.close()
         if self._arriving:
             await asyncio.wait(self._arriving)
-        await self._retire(self._connections)
+        await self._retire(self._connections, silent_s)
 
     async def hand_over_all(self) -> None:
         """Have the next daemon serve all listeners; wait for what it cannot continue.
@@ -169,23 +173,29 @@ class ApiServer:
         That is what is not accepted yet, which takes milliseconds, and replies over TLS; at most
         STRAGGLER_S. New clients wait from then on, so idle ones get their time before it.
         """
-        await self._retire(frozenset(self._connections))
-        await self.hand_over(self._listeners)
+        await self._retire(frozenset(self._connections), STRAGGLER_S)
+        await self.hand_over(self._listeners, SILENT_S)
         await self.has_kept_alone()
 
-    async def _retire(self, connections: Collection[ClientProtocol]) -> None:
-        """Close connections with their current or next reply; idle ones after STRAGGLER_S."""
+    async def _retire(self, connections: Collection[ClientProtocol], silent_s: float) -> None:
+        """Close connections with their current or next reply; idle ones after STRAGGLER_S.
+
+        Args:
+            silent_s: how long a client that has sent nothing is waited for.
+        """
         close = (b"connection", b"close")
         if close not in self._config.encoded_headers:
             self._config.encoded_headers.append(close)  # uvicorn's next headers, once a second
             self._server.server_state.default_headers.append(close)
-        deadline = time.monotonic() + STRAGGLER_S
+        begun_s = time.monotonic()
         while stragglers := [
             one for one in connections if one in self._connections and not one.retire()
         ]:
-            if time.monotonic() >= deadline:
-                for straggler in stragglers:
+            waited_s = time.monotonic() - begun_s
+            for straggler in stragglers:
+                if waited_s >= (silent_s if straggler.is_silent else STRAGGLER_S):
                     straggler.shutdown()
+            if waited_s >= STRAGGLER_S:
                 return
             await asyncio.sleep(STRAGGLER_CHECK_S)
 

@@ -79,11 +79,22 @@ def test_a_damaged_file_is_as_good_as_none_and_is_cleared(tmp_path, caplog):
         "UPDATE facts SET samples = '5'",
         "UPDATE facts SET samples = '[0]'",
         "UPDATE facts SET samples = '[1, NaN]'",
+        "UPDATE facts SET samples = '[1e9, 1e308]'",
         "UPDATE facts SET samples = '[\"a\"]'",
         f"UPDATE facts SET samples = '{'[' * 100_000}'",
         "ALTER TABLE _sqlite_migrations RENAME COLUMN name TO nam",
     ],
-    ids=["no JSON", "none", "a number", "zero", "NaN", "text", "deep", "a renamed column"],
+    ids=[
+        "no JSON",
+        "none",
+        "a number",
+        "zero",
+        "NaN",
+        "absurd",
+        "text",
+        "deep",
+        "a renamed column",
+    ],
 )
 def test_a_damaged_fact_is_as_good_as_no_file(tmp_path, damage, caplog):
     store = ProfileStore(tmp_path)

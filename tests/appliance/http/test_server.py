@@ -164,8 +164,11 @@ async def test_while_a_restart_waits_for_an_idle_client_others_are_served(
     assert (await other.complete()).headers["connection"] == "close"
     assert not handing_over.done()
     assert (await idle.complete()).headers["connection"] == "close"
+    reader, writer = await other.connect()  # and says nothing, as a health check does
     async with asyncio.timeout(30):
         await handing_over
+        assert await reader.read() == b""
+    writer.close()
     for each in (idle, other):
         await each.close()
     await server.stop(grace_s=0.1)
