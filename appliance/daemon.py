@@ -331,7 +331,7 @@ class _Daemon:
                 plan.model_id,
                 lambda: self._config,
                 served.caches.memory,
-                lambda each: end_model(each.plan, each.router, each.supervisor, each.measuring),
+                end_model,
                 self._service.event,
             )
             self._swapping = Swapping(

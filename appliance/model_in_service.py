@@ -194,7 +194,7 @@ class ModelInService:
         if not self._has_workers:
             return
         await self.caches.close()
-        await end_model(self.plan, self.router, self.supervisor, self.measuring)
+        await end_model(self)
         self._has_workers = False
 
     async def measure(self) -> None:
@@ -243,11 +243,9 @@ def _core_watch(plan: BootPlan, supervisor: Supervisor) -> Callable[[], bool]:
     return is_disturbed
 
 
-async def end_model(
-    plan: BootPlan, router: Router, supervisor: Supervisor, measuring: Measuring
-) -> None:
+async def end_model(model: ModelInService | LoadedModel) -> None:
     """End a model's workers, and free its memory."""
-    await supervisor.stop()
-    await measuring.save()
-    router.unloaded()
-    plan.close()
+    await model.supervisor.stop()
+    await model.measuring.save()
+    model.router.unloaded()
+    model.plan.close()

@@ -208,7 +208,7 @@ def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) ->
         what = "no requests yet: no daemon has run, and there is no request log"
         raise DaemonAbsent(what, where=str(path), hint=error.hint) from error
     other = "" if state_dir is not None else paths.socket_of(folder)
-    if other and os.path.realpath(other) != os.path.realpath(client.address.path):
+    if other and not paths.is_of_socket(folder, client.address.path):
         error.hint = f"{path} is of the daemon at {other}; name the folder of this one: --state-dir"
         raise error
     terminal.note(printable(f"penstock: no daemon at {error.where}; reading {path}"))

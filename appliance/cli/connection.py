@@ -125,7 +125,7 @@ class Connection:
                 with suppress(OSError):
                     where.dial(1.0).hang_up()
                     return True
-                is_own = paths.socket_of(folder) == str(where.path)
+                is_own = paths.is_of_socket(folder, where.path)
                 if waited_s > grace_s and not (is_own and paths.is_daemon_alive(folder)):
                     return False
                 line.wait("no daemon yet; waiting for one that starts")

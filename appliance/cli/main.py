@@ -89,8 +89,6 @@ KINDS: Mapping[str, str] = {
 """Names of value types in help and errors, by typer's names."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a full disk."""
-FORMAT_OPTIONS = ("--json", "--ndjson", "--csv", "--wide")
-"""Options that other programs have for an output format."""
 _LONGEST = 1000
 """Maximum characters of a sentence in help."""
 
@@ -138,7 +136,9 @@ def _suggesting(parser: Any, ctx: Any) -> Any:
 
 def meant_options(typed: str, known: list[str]) -> list[str]:
     """List the options that a wrong one abbreviates, or else the nearest."""
-    if "--output" in known and typed in FORMAT_OPTIONS:
+    from appliance.cli.tables import Format  # only a wrong option needs it
+
+    if "--output" in known and typed in [f"--{each}" for each in Format]:
         return [f"--output {typed.strip('-')}"]
     if begun := [name for name in known if name.startswith(typed) and len(typed) > len("--")]:
         return begun

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -137,15 +137,23 @@ def _store(state_dir: str | None) -> Any:
     """
     from appliance.profile_store import ProfileStore
 
-    folder, where = client_settings.state_dir(state_dir, warn=terminal.passed_over), None
-    if state_dir is None:
-        where = terminal.client(None).address
-    if isinstance(where, UnixAddress) and paths.socket_of(folder) != str(where.path):
-        with suppress(OSError):
-            where.dial(1.0).hang_up()
-            raise UsageError(
-                "the running daemon has another state folder",
-                where=str(folder),
-                hint="name its folder with --state-dir; `penstock doctor` shows the daemon's",
-            )
+    folder = client_settings.state_dir(state_dir, warn=terminal.passed_over)
+    if state_dir is None and _is_of_another(folder):
+        raise UsageError(
+            "the running daemon has another state folder",
+            where=str(folder),
+            hint="name its folder with --state-dir; `penstock doctor` shows the daemon's",
+        )
     return ProfileStore(folder)
+
+
+def _is_of_another(folder: Path) -> bool:
+    """Say whether a daemon listens where clients look, and uses another state folder."""
+    where = terminal.client(None).address
+    if not isinstance(where, UnixAddress) or paths.is_of_socket(folder, where.path):
+        return False
+    try:
+        where.dial(1.0).hang_up()
+    except OSError:
+        return False
+    return True

@@ -88,6 +88,12 @@ def socket_of(state_dir: Path) -> str:
     return text.strip().partition(" ")[2]
 
 
+def is_of_socket(state_dir: Path, path: Path) -> bool:
+    """Say whether the state folder's lock names this socket."""
+    told = socket_of(state_dir)
+    return bool(told) and os.path.realpath(told) == os.path.realpath(path)
+
+
 def is_daemon_alive(state_dir: Path) -> bool:
     """Check whether a daemon holds this state directory; it may not listen yet."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -274,11 +274,10 @@ def _whose(
     """Say whose state folder it is, unless it is known to be the running daemon's."""
     if isinstance(state, PenstockError):
         return ""
-    address, other = client().address, paths.socket_of(folder)
-    if isinstance(address, UnixAddress) and (
-        other and os.path.realpath(other) == os.path.realpath(address.path)
-    ):
+    address = client().address
+    if isinstance(address, UnixAddress) and paths.is_of_socket(folder, address.path):
         return ""
+    other = paths.socket_of(folder)
     of = f", of the daemon at {other}" if other else ""
     return f"; by the settings here{of}: PENSTOCK_STATE_DIR names the asked daemon's folder"
 
