@@ -294,6 +294,7 @@ def main() -> None:
     assert spec is not None
     kernels = importlib.util.module_from_spec(spec)
     loader.exec_module(kernels)
+    kernels.supported()  # asks Linux for AMX's tiles, without which their first use is fatal
     for number in range(count):
         call, results = CALLS[number % len(CALLS)], []
         for threads in (1, 3):
