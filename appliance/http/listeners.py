@@ -309,6 +309,8 @@ class Acceptor:
                     return
                 continue  # it was gone before it was accepted
             connection.setblocking(False)
+            if connection.family != socket.AF_UNIX:  # a short reply would wait for the last's ack
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._on_connection(connection)
 
     def _pause(self, error: OSError) -> None:

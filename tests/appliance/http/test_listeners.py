@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from appliance.http import listeners
 from appliance.http.listeners import (
+    Acceptor,
     ListenerCloser,
     bind_socket,
     bind_tcp,
@@ -198,3 +200,14 @@ def test_a_taken_port_is_a_config_error():
         assert error.value.where == "listen"
         with pytest.raises(ConfigError):
             bind_tcp("localhost", port)
+
+
+async def test_on_tcp_a_short_reply_does_not_wait_for_an_acknowledgement():
+    (listener,) = bind_tcp("127.0.0.1", 0)
+    accepted = asyncio.Queue()
+    acceptor = Acceptor(listener, accepted.put_nowait, lambda: None)
+    with listener, socket.create_connection(listener.getsockname()):
+        connection = await asyncio.wait_for(accepted.get(), 120)
+        acceptor.close()
+    with connection:
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
