@@ -135,7 +135,7 @@ class ClientProtocol(H11Protocol):
             left: the reply of a dead daemon that this connection is for.
         """
         # Uvicorn copies the state into the scope of each request on the connection.
-        calls = (self._on_key, self._write_part, self._hang_up)
+        calls = (self._is_encrypted, self._on_key, self._write_part, self._hang_up)
         line = ClientLine(credentials, *calls, self._new_journal, self._keep, self._num_announced)
         super().__init__(config, server_state, {"line": line})
         self.logger = log
@@ -464,6 +464,9 @@ class ClientProtocol(H11Protocol):
         """Refuse a request that has not come whole."""
         if self._phase() in (ConnectionPhase.HEAD, ConnectionPhase.BODY) and self._num_received:
             self._refuse(Unavailable("the daemon is stopping", code="draining"))
+
+    def _is_encrypted(self) -> bool:
+        return self.transport.get_extra_info("ssl_object") is not None
 
     def _on_key(self, name: str | None) -> None:
         if name is not None and name != self.key:

@@ -55,6 +55,8 @@ class ClientLine:
 
     credentials: Credentials | None
     """The peer's credentials; None on TCP."""
+    is_encrypted: Callable[[], bool]
+    """Says whether the transport itself is TLS; headers may claim it."""
     on_key: Callable[[str | None], None]
     """Called with the name of a valid key that the client sent."""
     write_part: Callable[[bytes], Awaitable[None]]
@@ -120,7 +122,7 @@ class Gate:
         if line.credentials is not None:
             return self.policy.peer_of(line.credentials)
         # a page whose name was rebound to this machine has no certificate for it
-        is_encrypted = scope["scheme"] == "https"
+        is_encrypted = line.is_encrypted()
         if not is_encrypted and any(not _LOOPBACK.fullmatch(each) for each in _hosts(scope)):
             raise _wrong_host("the Host header names another machine")
         peer = self.policy.holder_of_any(_shown_keys(scope))
