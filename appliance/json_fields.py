@@ -9,6 +9,7 @@ Never: knows which fields there are.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Container, Mapping
 from typing import Any, TypeVar, get_type_hints
@@ -47,7 +48,8 @@ _BOUNDS = {"<=": "at most", ">=": "at least", ">": "more than", "<": "less than"
 
 
 def decode_object(body: bytes) -> Json:
-    """Decode a body; it must be a JSON object."""
+    """Decode a body; it must be a JSON object, in UTF-8, UTF-16 or UTF-32."""
+    body = as_utf8(body)
     if len(body) > MAX_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > MAX_MARKS:
         raise RequestError(
             f"the body has more than {MAX_MARKS} brackets, braces and colons",
@@ -62,6 +64,17 @@ def decode_object(body: bytes) -> Json:
     if not isinstance(values, dict):
         raise RequestError("the body is not a JSON object", code="invalid_type")
     return values
+
+
+def as_utf8(body: bytes) -> bytes:
+    """Return JSON in UTF-8 without a byte-order mark; as it is where it cannot be read so."""
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeError:
+        return body
 
 
 def check(values: Any, kind: type[T], where: str = "") -> T:

@@ -31,6 +31,7 @@ from appliance.frame.protocol import (
     TotalsFrame,
     utc_now,
 )
+from appliance.json_lines import encode_line
 from appliance.keeper_channel import notify
 from appliance.log.row import frame_of_row
 from appliance.log.writer import RequestLog
@@ -157,7 +158,7 @@ class Fetching:
 
     def frame_json(self) -> bytes:
         """Encode a frame with the download's progress."""
-        return msgspec.json.encode(self._frame())
+        return encode_line(self._frame())
 
     def readings(self) -> Readings:
         """Return the frame with empty histograms."""

@@ -29,6 +29,7 @@ from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
+from appliance.json_lines import encode_line
 from appliance.keeper_channel import keeper_problem
 from appliance.log.query import UsageQuery
 from appliance.log.row import LogRow, frame_of_row
@@ -290,7 +291,7 @@ class Service:
 
     def frame_json(self) -> bytes:
         """Encode the current state; rates and readings come from the newest frame."""
-        return msgspec.json.encode(self._frames.now(self._standing()))
+        return encode_line(self._frames.now(self._standing()))
 
     @property
     def frame(self) -> Frame:

@@ -13,16 +13,17 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import groupby
 
-import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.wire import (
     appliance_of,
     is_known,
     require,
+    streamed,
 )
+from appliance.json_lines import encode_line
 from appliance.metrics.exposition import MEDIA_TYPE, exposition
 from appliance.metrics.metric_family import MetricFamily, counter
 from appliance.request import Role
@@ -54,9 +55,7 @@ async def cache(http: Request) -> Response:
             hint="serve with prefix_cache on",
         )
     lines = _lines(http, contents, appliance.hasher.scope(user=peer.name).root)
-    return StreamingResponse(
-        lines, media_type="application/x-ndjson", headers={"cache-control": "no-store"}
-    )
+    return streamed(lines, "application/x-ndjson")
 
 
 async def _lines(http: Request, contents: CacheContents, root: Hash) -> AsyncIterator[bytes]:
@@ -100,7 +99,7 @@ def _stored(blocks: list[Block]) -> Iterator[bytes]:
 
 
 def _line(value: object) -> bytes:
-    return msgspec.json.encode(value) + b"\n"
+    return encode_line(value) + b"\n"
 
 
 PROBES = ("/health", "/ready", "/metrics")

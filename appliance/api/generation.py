@@ -39,6 +39,7 @@ from appliance.api.wire import (
 from appliance.fleet.swaps import IncomingRequest
 from appliance.journal import current
 from appliance.journaled_inbox import JournaledInbox
+from appliance.json_fields import as_utf8
 from appliance.request import Request, Role
 from engine.errors import RequestError, Unavailable
 from engine.wire.not_json import NOT_JSON
@@ -176,7 +177,7 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
     if swaps is None:
         return nullcontext()
     require(http, Role.USER)
-    body = await http.body()
+    body = as_utf8(await http.body())
     arrival.has_body()
     try:
         asked = msgspec.json.decode(body, type=_Asked).model or ""

@@ -13,18 +13,18 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
 
-import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from appliance.api import ollama_bodies as bodies
 from appliance.api.appliance import Appliance
 from appliance.api.model_choice import check_model
 from appliance.api.prompts import infill_of
-from appliance.api.wire import appliance_of, json_response, require
+from appliance.api.wire import appliance_of, json_response, require, streamed
 from appliance.frame.protocol import iso_time
 from appliance.json_fields import Json, check, decode_object, invalid_value
+from appliance.json_lines import encode_line
 from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
 from appliance.request import Role
@@ -241,8 +241,8 @@ class _Pulls:
                     "another model is being pulled", code="busy", retry_after_ms=_RETRY_MS
                 )
         if is_stream:
-            encoded = (msgspec.json.encode(line) + b"\n" async for line in lines)
-            return StreamingResponse(encoded, media_type="application/x-ndjson")
+            encoded = (encode_line(line) + b"\n" async for line in lines)
+            return streamed(encoded, "application/x-ndjson")
         said = [line async for line in lines]
         last = said[-1]
         return json_response(last, status=self._failed_status if "error" in last else 200)

@@ -15,6 +15,7 @@ from appliance.api.stream import Delta
 from appliance.frame.protocol import utc_now
 from appliance.journal import drawn
 from appliance.json_fields import Json
+from appliance.json_lines import encode_line
 from appliance.request import Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
@@ -125,4 +126,4 @@ class OllamaShape:
 
 
 def _line(content: Json) -> bytes:
-    return msgspec.json.encode(content) + b"\n"
+    return encode_line(content) + b"\n"

@@ -18,7 +18,7 @@ from typing import IO, Annotated
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -33,6 +33,7 @@ from appliance.api.wire import (
     request_not_found,
     require,
     require_owner,
+    streamed,
 )
 from appliance.configuration.settings import ROLES
 from appliance.fleet.roles_change import RolesChange
@@ -103,7 +104,7 @@ async def stream(http: Request) -> Response:
         async for frame_json in _frames(http):
             yield prefix + frame_json + suffix
 
-    return StreamingResponse(lines(), media_type=media_type, headers={"cache-control": "no-store"})
+    return streamed(lines(), media_type)
 
 
 async def _frames(http: Request) -> AsyncIterator[bytes]:

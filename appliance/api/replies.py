@@ -20,6 +20,7 @@ from appliance.api.stream import Delta
 from appliance.api.wire import error_object
 from appliance.formats.text_reading import CallDelta
 from appliance.frame.protocol import iso_time
+from appliance.json_lines import encode_line
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason, Sequence
@@ -100,7 +101,7 @@ class ReplyShape:
         around = self._around.get(index)
         is_plain = not delta.calls and not delta.reasoning and delta.finish_reason is None
         if around and delta.text and is_plain:
-            return around[0] + msgspec.json.encode(delta.text) + around[1]
+            return around[0] + encode_line(delta.text) + around[1]
         is_first = index not in self._around
         if is_first:
             self._around[index] = self._plain_event(delta.sequence)
@@ -287,7 +288,7 @@ def keep_alive(place: int | None) -> bytes:
 def event(content: object, name: str | None = None) -> bytes:
     """Write a server-sent event with JSON content, as bytes."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return head + b"data: " + encode_line(content) + b"\n\n"
 
 
 def fingerprint(model: ModelInfo) -> str:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.api.ask import Ask
 from appliance.api.stream import Delta, OpenReply, PromptEcho
-from appliance.api.wire import appliance_of, arrival_of, error_response
+from appliance.api.wire import UNBUFFERED, appliance_of, arrival_of, error_response
 from appliance.journal import Differs, drawn
 from appliance.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Request
 from engine.errors import RequestError, Unavailable
@@ -145,10 +145,7 @@ class Reply:
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Write server-sent events: headers at once, then one write for all that is ready."""
         write_part = arrival_of(self._http).write_part
-        headers = self._headers() | {
-            "content-type": self._shape.media_type,
-            "cache-control": "no-cache",
-        }
+        headers = self._headers() | UNBUFFERED | {"content-type": self._shape.media_type}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:

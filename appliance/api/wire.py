@@ -12,13 +12,13 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Scope
 
 from appliance.api.appliance import Appliance
@@ -28,6 +28,8 @@ from appliance.journal import Journal, drawn
 from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError
 
+UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""The headers of a reply in parts: nginx and other proxies pass each part on as it comes."""
 _KEY = "arrival"
 """Under which the scope's state has it; nothing else is passed on there."""
 
@@ -119,6 +121,11 @@ def json_response(
 ) -> Response:
     """Make a JSON reply of anything that msgspec encodes."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def streamed(lines: AsyncIterator[bytes], media_type: str) -> StreamingResponse:
+    """Make a reply that sends each line as it comes."""
+    return StreamingResponse(lines, media_type=media_type, headers=UNBUFFERED)
 
 
 def error_response(http: Request, error: RequestError) -> Response:

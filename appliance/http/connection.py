@@ -1,7 +1,6 @@
 """Serve one HTTP/1.1 connection, and bound slow, silent or absent clients.
 
-A client that shuts down its writing side and waits is served to the end on the Unix socket. On TCP
-the kernel cannot tell it from a client that disconnected, so there it counts as disconnected.
+A client that shuts down its writing side and waits is served to the end; over TLS it has left.
 
 Owns: the time limits of each phase of a connection, and the reply to clients that exceed them.
 Invariant: a connection that holds resources makes progress, or is closed.
@@ -31,8 +30,9 @@ from uvicorn.server import ServerState
 
 from appliance.api.wire import KeptWords, error_object
 from appliance.http.access import Credentials
+from appliance.http.departures import has_left
 from appliance.http.gate import ClientLine, headers_too_large
-from appliance.http.kept_replies import LeftReply, ReplyTransport, forget, has_left
+from appliance.http.kept_replies import LeftReply, ReplyTransport, forget
 from appliance.http.rejected_connections import too_many_connections
 from appliance.http.reply_file import ReplyFile
 from appliance.journal import VERSION, Head, Journal
@@ -325,7 +325,7 @@ class ClientProtocol(H11Protocol):
             ConnectionPhase.REPLY,
             ConnectionPhase.UNREAD,
         ) and not has_left(self._socket)
-        self._is_half_closed = is_waiting and self._socket.family == socket.AF_UNIX
+        self._is_half_closed = is_waiting and self.transport.can_write_eof()  # not on TLS
         return self._is_half_closed
 
     def on_response_complete(self) -> None:
@@ -542,8 +542,8 @@ def _chunk(part: bytes) -> bytes:
 
 
 def _head_lines(scope: Scope, num_bytes: int) -> list[bytes]:
-    """Write a request's head again, for a body in one piece."""
-    left_out = (b"transfer-encoding", b"content-length", b"expect")
+    """Write a request's head again, for a body in one piece that is not compressed."""
+    left_out = (b"transfer-encoding", b"content-length", b"content-encoding", b"expect")
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     first = (scope["method"].encode(), target, scope["http_version"].encode())
     lines = [b"%b %b HTTP/%b\r\n" % first, b"content-length: %d\r\n" % num_bytes]

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.wire import Arrival, KeptWords, error_response
 from appliance.http.access import AccessPolicy, Credentials
+from appliance.http.body_encoding import body_decoder
 from appliance.http.cross_origin import (
     allowed_origin,
     header_values,
@@ -102,6 +103,7 @@ class Gate:
             _check_head(scope)
             arrival.peer = self._peer(scope, line)
             arrival.is_known = functools.partial(self._is_known, scope, arrival.peer)
+            body = _Body(self, scope, receive, arrival.peer.name)
         except RequestError as error:
             response = error_response(Request(scope), error)
             if error.status == 401:
@@ -112,7 +114,6 @@ class Gate:
             return
         if scope["method"] == "POST":
             await self.is_open.wait()
-        body = _Body(self, scope, receive, arrival.peer.name)
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -191,6 +192,7 @@ class _Body:
         self._max_bytes = gate.policy.max_body_bytes
         self._declared = single_header(scope, b"content-length") or b"0"
         self._num_announced = _line(scope).num_announced
+        self._decoder = body_decoder(scope, self._max_bytes)
         self._owner = owner
         self._num_bytes = 0
         self._num_counted_bytes = 0
@@ -201,13 +203,17 @@ class _Body:
 
         Raises:
             RequestError: 413 `body_too_large`, as early as possible; 503 `busy` if its owner has
-                more on its way than its share.
+                more on its way than its share; 400 `invalid_encoding`.
         """
         # The server has checked that the header is digits, but not how many.
         if len(self._declared) > 15 or int(self._declared) > self._max_bytes:
             raise body_too_large(self._max_bytes)
         message = await self._receive()
         if message["type"] == "http.request" and not self._is_complete:
+            if self._decoder is not None:
+                is_last = not message.get("more_body", False)
+                body = await self._decoder.decode(message.get("body", b""), is_last=is_last)
+                message = {**message, "body": body}
             self._num_bytes += len(message.get("body", b""))
             if self._num_bytes + self._num_announced() > self._max_bytes:
                 raise body_too_large(self._max_bytes)

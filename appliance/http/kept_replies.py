@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import socket
 import stat
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from appliance.http import reply_file
+from appliance.http.departures import has_left
 from appliance.http.reply_file import HEAD_END, NoRoom, ReplyFile
 from appliance.journal import FD_NAME, Foreign, Journal
 from appliance.keeper_channel import notify
@@ -106,15 +106,6 @@ class LeftReply:
         forget(self.name, self.client)
         self.client.close()
         self.journal.close()
-
-
-def has_left(client: socket.socket) -> bool:
-    """Say whether a client has disconnected, also where no read would tell."""
-    # Unix sockets say when both directions are shut; on TCP all there is to see is its FIN.
-    is_unix = client.family == socket.AF_UNIX
-    poll = select.poll()
-    poll.register(client.fileno(), 0 if is_unix else select.POLLRDHUP)
-    return bool(poll.poll(0))
 
 
 def forget(name: str, client: socket.socket | None) -> None:

@@ -35,6 +35,7 @@ from appliance.frame.protocol import (
     iso_time,
     utc_now,
 )
+from appliance.json_lines import encode_line
 from appliance.measuring import Measuring
 from appliance.request import ModelInfo, Request
 from appliance.telemetry.alerts import Alerts, Change
@@ -181,7 +182,7 @@ class Frames:
         """Wait for a frame newer than `after_seq`."""
         while self._frame is None or self._frame.seq <= after_seq:
             await self._is_made.wait()
-        return self._frame.seq, msgspec.json.encode(self._frame)
+        return self._frame.seq, encode_line(self._frame)
 
     def closed(self, request: Request, now_ns: int) -> RequestFrame:
         """Describe a request that has had its reply."""

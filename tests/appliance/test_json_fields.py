@@ -32,6 +32,11 @@ def test_pairs_and_texts_about_them_are_as_they_are():
     assert decode_object(rb'{"a": "\\ud83d"}')["a"] == r"\ud83d"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_byte_order_marks_and_other_unicode_encodings_are_read(encoding):
+    assert decode_object('{"a": "\u00e9\U0001f600"}'.encode(encoding)) == {"a": "\u00e9\U0001f600"}
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a": "b', b"\xff", rb'{"a": "\ud83d\ude00'])
 def test_what_is_cut_off_is_no_json(body):
     assert "not JSON" in refused(body).what

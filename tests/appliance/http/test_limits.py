@@ -6,10 +6,12 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import gzip
 import json
 import os
 import resource
 import socket
+import zlib
 
 import httpx
 import pytest
@@ -321,6 +323,32 @@ async def test_a_body_that_grows_too_large_is_refused(running):
     assert await running.works()
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "X-Gzip", "deflate"])
+async def test_a_compressed_body_is_read(running, appliance, encoding):
+    body = zlib.compress(COMPLETION) if encoding == "deflate" else gzip.compress(COMPLETION)
+    headers = {"content-encoding": encoding}
+    reply = await running.http.post("/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 200
+    assert len(appliance.submitted) == 1
+
+
+async def test_a_body_that_decompresses_to_too_much_is_refused(running):
+    body = gzip.compress(b" " * (MAX_BODY_BYTES + 1) + COMPLETION)
+    headers = {"content-encoding": "gzip"}
+    reply = await running.http.post("/v1/completions", content=body, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+    assert await running.works()
+
+
+@pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip", "\x01"])
+async def test_another_encoding_is_refused_with_those_that_are_read(running, encoding):
+    headers = {"content-encoding": encoding}
+    reply = await running.http.post("/v1/completions", content=COMPLETION, headers=headers)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (415, "unsupported_encoding")
+    assert "gzip" in error["message"]
+
+
 async def half_sent(running, size, *, tcp):
     """A body of which the last bytes are missing, under way."""
     reader, writer = await running.connect(tcp=tcp)
@@ -548,19 +576,34 @@ async def test_frames_that_nobody_reads_do_not_pile_up(running, appliance):
 # half closed, and gone
 
 
-async def test_a_client_that_has_said_all_still_gets_its_reply(running, appliance):
+def user_post(running):
+    """A request that both doors admit."""
+    running.server.policy = dataclasses.replace(
+        running.policy,
+        keys=tuple(dataclasses.replace(k, role=Role.USER) for k in running.policy.keys),
+    )
+    key = f"Authorization: Bearer {running.key}\r\n"
+    return post(extra=key).replace(b"Host: x", b"Host: localhost")
+
+
+by_each_door = pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+
+
+@by_each_door
+async def test_a_client_that_has_said_all_still_gets_its_reply(running, appliance, tcp):
     appliance.interval_s = 0.02
-    reader, writer = await running.connect()
-    writer.write(post() + post())
+    reader, writer = await running.connect(tcp=tcp)
+    writer.write(user_post(running) * 2)
     writer.write_eof()
     replies = await read_all(reader)
     assert replies.count(b" 200 OK") == 2
 
 
-async def test_a_client_that_leaves_after_it_has_said_all_is_noticed(running, appliance):
+@by_each_door
+async def test_a_client_that_leaves_after_it_has_said_all_is_noticed(running, appliance, tcp):
     appliance.gate.clear()
-    _reader, writer = await running.connect()
-    writer.write(post())
+    _reader, writer = await running.connect(tcp=tcp)
+    writer.write(user_post(running))
     writer.write_eof()
     await until(lambda: appliance.live)
     writer.close()
@@ -568,16 +611,11 @@ async def test_a_client_that_leaves_after_it_has_said_all_is_noticed(running, ap
     assert appliance.submitted[0].cancelled_by == "client"
 
 
-@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+@by_each_door
 async def test_a_client_that_leaves_pipelined_requests_behind_is_noticed(running, appliance, tcp):
     appliance.gate.clear()
-    running.server.policy = dataclasses.replace(
-        running.policy,
-        keys=tuple(dataclasses.replace(k, role=Role.USER) for k in running.policy.keys),
-    )
     _reader, writer = await running.connect(tcp=tcp)
-    key = f"Authorization: Bearer {running.key}\r\n"
-    writer.write((post(extra=key) * 3).replace(b"Host: x", b"Host: localhost"))
+    writer.write(user_post(running) * 3)
     await until(lambda: appliance.live)
     writer.close()
     await until(lambda: appliance.closed)
