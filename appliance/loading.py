@@ -143,7 +143,7 @@ class Fetching:
     model = tokenizer = property(_refuse)
     check_available = next_seq_id = submit = stop_sequence = close = cancel = _refuse
     drain = resume = set_roles = measurement = measure = _refuse
-    check_room = queue_place = owner_of = request_frame = degraded_reason = _nothing
+    refused = check_room = queue_place = owner_of = request_frame = degraded_reason = _nothing
 
     def not_ready_reason(self) -> str:
         return self._about

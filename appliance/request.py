@@ -53,6 +53,27 @@ class Peer:
     key: str | None = None
     """Name of the API key; never the key itself."""
     role: Role = Role.USER
+    program: str | None = None
+    """Name of the process; None on TCP, or where it ended at once."""
+    address: str | None = None
+    """Its address and port on TCP."""
+
+    @property
+    def client(self) -> str:
+        """The program with its process id, or the address; empty: neither is known."""
+        if self.pid:
+            return f"{self.program or 'pid'} {self.pid}"
+        return self.address or ""
+
+    @property
+    def program_or_host(self) -> str:
+        """The client without what each of its connections has of its own."""
+        return self.program or (self.address or "").rpartition(":")[0]
+
+    @property
+    def caller(self) -> str:
+        """The client, or its user where that is unknown."""
+        return self.client or self.name
 
     @property
     def name(self) -> str:

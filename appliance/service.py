@@ -40,6 +40,7 @@ from appliance.request import (
     FAILED,
     HUNG_UP,
     ModelInfo,
+    Peer,
     Request,
     TokensEmitted,
 )
@@ -189,6 +190,10 @@ class Service:
         self._live[request.request_id] = request
         self.idle.clear()
         self._totals.accepted += 1
+
+    def refused(self, peer: Peer, error: RequestError) -> None:
+        """Count a request that was answered with an error, and has no row."""
+        self._telemetry.refusals.count(peer, error, time.monotonic())
 
     def refused_before_queue(
         self, asker: IncomingRequest, waited: RequestFrame | None, error: RequestError | None

@@ -15,9 +15,9 @@ from appliance.fleet.roles_change import RolesChange
 from appliance.formats.format_choice import output_format_of
 from appliance.frame.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.request import ModelInfo, Request, TokensEmitted
+from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.cache.hashes import PrefixHasher
-from engine.errors import QueueFull, Unavailable
+from engine.errors import QueueFull, RequestError, Unavailable
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Ended, FinishReason, On, RouteStage, Sequence
 from engine.text.tokenizer import Tokenizer
@@ -85,6 +85,8 @@ class FakeAppliance:
         self.closed: list[tuple[str, int]] = []
         """Request ids and HTTP statuses, in order."""
         self.events: list[tuple[str, str, str]] = []
+        self.refusals: list[tuple[str, str | None]] = []
+        """Callers and codes, in order."""
         self.stopped: list[tuple[int, int]] = []
         self.frame_seq = 1
         self._last_seq_id = 0
@@ -160,6 +162,9 @@ class FakeAppliance:
     def owner_of(self, request_id: str) -> str | None:
         request = self.live.get(request_id)
         return None if request is None else request.peer.name
+
+    def refused(self, peer: Peer, error: RequestError) -> None:
+        self.refusals.append((peer.caller, error.code))
 
     def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
         self.events.append((severity, code, message))

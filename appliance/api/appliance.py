@@ -13,8 +13,9 @@ from appliance.fleet.swaps import Swaps
 from appliance.frame.histograms import Histograms
 from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.request import ModelInfo, Request
+from appliance.request import ModelInfo, Peer, Request
 from engine.cache.hashes import PrefixHasher
+from engine.errors import RequestError
 from engine.schedule.cache_contents import CacheContents
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
@@ -94,6 +95,9 @@ class Appliance(Protocol):
 
         Each aborted sequence gets a last TokensEmitted with finish reason `abort`.
         """
+
+    def refused(self, peer: Peer, error: RequestError) -> None:
+        """Count a request that was answered with an error, and has no row."""
 
     def event(self, severity: str, code: str, message: str, actor: str | None = None) -> None:
         """Tell the operator in journal, console and log, which also keeps the actor."""

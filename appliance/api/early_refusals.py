@@ -64,6 +64,7 @@ class EarlyRefusals:
         except QueueFull as error:
             reply = _reply(path, error, headers)
             self._counts.count(path, "POST", error.status, time.monotonic() - began_s)
+            self._appliance.refused(peer, error)
             return reply
         except RequestError:
             return None

@@ -21,7 +21,7 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from appliance.api.appliance import Appliance
-from appliance.api.cache_api import HttpCounts
+from appliance.api.cache_api import PROBES, HttpCounts
 from appliance.api.wire import (
     appliance_of,
     arrival_of,
@@ -68,7 +68,8 @@ class ApiApplication(Starlette):
             await super().__call__(scope, receive, send)
             return
         scope["path"] = self._served_path(plain_path(scope["path"]))
-        arrived_ns = arrival_of(Request(scope)).arrived_ns
+        arrival = arrival_of(Request(scope))
+        arrived_ns = arrival.arrived_ns
         status = CLIENT_CLOSED_REQUEST
 
         async def send_with_headers(message: Message) -> None:
@@ -84,6 +85,9 @@ class ApiApplication(Starlette):
             path = self._paths.get(scope.get("endpoint"))
             elapsed_s = (time.monotonic_ns() - arrived_ns) / 1e9
             self.state.http_counts.count(path, scope["method"], status, elapsed_s)
+            error = arrival.refusal
+            if error is not None and path not in PROBES and error.code != "request_not_found":
+                self.state.appliance.refused(arrival.peer, error)
 
     def _served_path(self, path: str) -> str:
         """Find the route that is meant: clients leave out `/v1`, double it, or put it too often."""

@@ -137,6 +137,7 @@ class Reply:
             response = Response(body, headers=self._headers(), media_type="application/json")
         else:
             response = error_response(self._http, failure)
+            arrival_of(self._http).refusal = None
             # Tokens were spent on it: a client that repeats it by itself doubles the load.
             response.headers["x-should-retry"] = "false"
         await response(scope, receive, send)

@@ -72,6 +72,8 @@ class Arrival:
     """Makes the journal of a request that outlives the daemon; None: it ends with the daemon."""
     keep: Callable[[Journal, KeptWords, bytes], None] = lambda *_: None
     """Keeps an admitted request and its connection for the next daemon, given its body."""
+    refusal: RequestError | None = None
+    """The error that it was answered with; None: it was not, or it has a row that says so."""
     hang_up: Callable[[], None] = lambda: None
     """Ends the connection, whatever has not been read; what is still sent on it goes nowhere."""
 
@@ -130,6 +132,7 @@ def streamed(lines: AsyncIterator[bytes], media_type: str) -> StreamingResponse:
 
 def error_response(http: Request, error: RequestError) -> Response:
     """Write an error in the API's own shape, and when to come back."""
+    arrival_of(http).refusal = error
     headers = reply_headers(http)
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))

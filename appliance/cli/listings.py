@@ -97,6 +97,7 @@ ALERTS = (
     TableColumn("SINCE", "since"),
     TableColumn("MESSAGE", "message"),
     TableColumn("SUBJECT", "subject", is_wide=True),
+    TableColumn("LOOK", "action", is_wide=True),
 )
 
 MODELS = (

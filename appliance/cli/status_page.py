@@ -19,6 +19,7 @@ from appliance.frame.figures import (
     seconds,
     size,
     things,
+    times,
     tokens_per_s,
     watts,
 )
@@ -63,6 +64,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     lines += [("power", _device_text(device)) for device in frame.get("devices") or ()]
     if frame.get("energy"):
         lines.append(("energy", _energy_text(frame["energy"])))
+    lines += [("refused", _refused_text(each)) for each in frame.get("refusals") or ()]
     shown = [folded(f"{name:<8} {printable(text)}", room, _TEXT_AT) for name, text in lines]
     head = painted(state, _STATE_COLOURS.get(state), colour)
     alerts = [_alert_line(each, colour, room) for each in frame.get("alerts") or ()]
@@ -97,6 +99,7 @@ def _alert_line(alert: Row, colour: bool, room: int | None) -> str:
     severity = printable(alert.get("severity"))
     head = painted(severity, _SEVERITY_COLOURS.get(severity), colour)
     rest = f"{alert.get('code')}: {alert.get('message')} (since {alert.get('since')})"
+    rest += f": {alert['action']}" if alert.get("action") else ""
     line = folded(f"{severity:<8} {printable(rest)}", room, _TEXT_AT)
     return head + line[len(severity) :]
 
@@ -133,7 +136,7 @@ def _swaps_text(swaps: Row) -> str:
 
 
 def _queue_text(queue: Row) -> str:
-    oldest = queue.get("oldest_queued_ms")
+    oldest = (queue.get("first_token") or {}).get("waited_ms", queue.get("oldest_queued_ms"))
     waiting = "" if oldest is None else f", the oldest for {duration(oldest)}"
     return f"{_phases_text(queue)} (at most {count(queue.get('max_queued'))} queued{waiting})"
 
@@ -220,9 +223,21 @@ def _slo_text(frame: Row) -> str:
 def _totals_text(totals: Row) -> str:
     names = ("accepted", "finished", "refused", "aborted", "failed")
     counts = ", ".join(f"{count(totals.get(name))} {name}" for name in names)
+    if totals.get("client_errors"):
+        counts += f", {count(totals['client_errors'])} client errors"
     return (
         f"{counts}; {count(totals.get('prompt_tokens'))} tokens in,"
         f" {count(totals.get('output_tokens'))} out"
+    )
+
+
+def _refused_text(refusal: Row) -> str:
+    """Describe one caller's refusals: `404, 135,381 times, 27,000 in the last minute: ...`."""
+    who = refusal.get("client") or refusal.get("user")
+    how_often = times(refusal.get("number") or 0)
+    return (
+        f"{refusal.get('status')} {refusal.get('code')} to {who}, {how_often},"
+        f" {count(refusal.get('last_minute'))} in the last minute: {refusal.get('message')}"
     )
 
 

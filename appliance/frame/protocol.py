@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from appliance.frame.late_frames import LateFrame, RefusalFrame
 from appliance.frame.tier_frames import TierFrame
 
 
@@ -234,6 +235,10 @@ class QueueFrame(msgspec.Struct):
     max_queued_tokens: int = 0
     paused: int = 0
     """Sequences preempted after their first token."""
+    first_token: LateFrame | None = None
+    """The longest wait for a first token by its limit, in any phase; None: no request waits."""
+    next_token: LateFrame | None = None
+    """The same of the streams that have begun, for their next token."""
 
 
 class LatencyFrame(msgspec.Struct):
@@ -317,6 +322,10 @@ class AlertFrame(msgspec.Struct):
     """When it was raised: ISO 8601, UTC."""
     subject: str = ""
     """The pool, worker or device that it is about, if there are several."""
+    request_id: str = ""
+    """The request that it names; empty: none."""
+    action: str = ""
+    """The command that says more or helps; empty: none is known."""
 
 
 class WayFrame(msgspec.Struct):
@@ -387,6 +396,8 @@ class TotalsFrame(msgspec.Struct):
     """Decode steps, counted for each sequence, then the tokens that these have yielded."""
     decode_step_tokens: int = 0
     drafts: list[DraftFrame] = []
+    client_errors: int = 0
+    """Replies 4xx but 429: requests that no daemon would serve."""
 
 
 class ResidentFrame(msgspec.Struct):
@@ -547,6 +558,8 @@ class Frame(msgspec.Struct):
     users: list[UserFrame] = []
     """Users by tokens; at most MAX_POOL_OWNERS."""
     today: TodayFrame | None = None
+    refusals: list[RefusalFrame] = []
+    """Refused requests by caller and reason, the most frequent of the last minute first."""
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

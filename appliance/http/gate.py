@@ -13,7 +13,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from starlette.requests import Request
@@ -75,8 +75,14 @@ class ClientLine:
 class Gate:
     """Check each request before the wrapped ASGI application; `policy` is replaceable."""
 
-    def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        policy: AccessPolicy,
+        on_refused: Callable[[Peer, RequestError], None] = lambda *_: None,
+    ) -> None:
         self.policy = policy
+        self._on_refused = on_refused
         self.arriving_bytes: Counter[str] = Counter()
         """Bytes of incomplete bodies, by owner."""
         self.is_open = asyncio.Event()
@@ -99,12 +105,14 @@ class Gate:
             hang_up=line.hang_up,
         )
         arrival.put_into(scope)
+        arrival.peer = Peer(address=_address(scope))
         try:
             _check_head(scope)
-            arrival.peer = self._peer(scope, line)
+            arrival.peer = replace(self._peer(scope, line), address=arrival.peer.address)
             arrival.is_known = functools.partial(self._is_known, scope, arrival.peer)
             body = _Body(self, scope, receive, arrival.peer.name)
         except RequestError as error:
+            self._on_refused(arrival.peer, error)
             response = error_response(Request(scope), error)
             if error.status == 401:
                 response.headers["www-authenticate"] = "Bearer"
@@ -303,6 +311,14 @@ def _password(credentials: str) -> str:
         return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
     except ValueError:
         return credentials
+
+
+def _address(scope: Scope) -> str | None:
+    """Write a TCP client's address and port; None on the Unix socket."""
+    if _line(scope).credentials is not None or not scope.get("client"):
+        return None
+    host, port = scope["client"]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _hosts(scope: Scope) -> list[bytes]:

@@ -20,6 +20,7 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
+from appliance.api.appliance import Appliance
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import AccessPolicy, Credentials, credentials_of
 from appliance.http.connection import ClientLimits, ClientProtocol
@@ -29,7 +30,8 @@ from appliance.http.listeners import Acceptor, ListenerCloser
 from appliance.http.rejected_connections import RejectedConnections, too_many_connections
 from appliance.keeper_channel import has_keeper
 from appliance.process import max_connections
-from appliance.request import Role
+from appliance.request import Peer, Role
+from engine.errors import RequestError
 
 NUM_RESERVED = 16
 """Connections reserved for operators, so that they can always end others."""
@@ -77,7 +79,7 @@ class ApiServer:
         self._closers = [
             ListenerCloser(listener, is_inherited=listener in inherited) for listener in listeners
         ]
-        self._gate = Gate(app, policy or AccessPolicy())
+        self._gate = Gate(app, policy or AccessPolicy(), self._on_refused)
         self._limits = limits or ClientLimits()
         self._config = uvicorn.Config(
             self._gate,
@@ -97,6 +99,10 @@ class ApiServer:
         self._arriving: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._turned_away: RejectedConnections
+
+    def _on_refused(self, peer: Peer, error: RequestError) -> None:
+        appliance: Appliance = self._app.state.appliance
+        appliance.refused(peer, error)
 
     @property
     def policy(self) -> AccessPolicy:

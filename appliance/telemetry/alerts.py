@@ -18,6 +18,7 @@ from appliance.frame.protocol import AlertFrame, Frame
 from appliance.telemetry.signals import (
     LastMinute,
     Signal,
+    client_errors_per_s,
     decode_slowdown,
     device_power_ratio,
     device_temperature_c,
@@ -25,14 +26,16 @@ from appliance.telemetry.signals import (
     device_xid,
     dram_down,
     failed_ratio,
+    first_token_wait_ratio,
     kv_used_ratio,
     late_ratio,
     link_down,
     link_slowdown,
     log_rows_lost,
+    next_token_wait_ratio,
     preempted,
     queue_full_ratio,
-    queue_wait_ratio,
+    refused,
     ssd_down,
     ssd_full,
     ssd_off,
@@ -43,6 +46,8 @@ from appliance.telemetry.signals import (
 )
 
 SEVERITIES = ("warning", "error")
+ABOUT_PACE = ("decode.stall", "decode.slow", "ttft.slow")
+"""Alerts that stop learning of what is usual while they are raised."""
 MIN_CLEAR_S = 5.0
 
 
@@ -61,6 +66,10 @@ class Threshold(NamedTuple):
     for_s: float = 0.0
     is_state: bool = False
     """True if the signal is a state: the alert clears with it, without delay."""
+    crit_for_s: float | None = None
+    """How long it must hold for the error; None: as long as for the warning."""
+    action: str = ""
+    """The command that says more or helps, where the signal names none."""
 
     @property
     def clear_s(self) -> float:
@@ -83,17 +92,21 @@ THRESHOLDS = (
     Threshold("kv.preempted", preempted, 1, None, "no more preemptions"),
     Threshold(
         "queue.wait",
-        queue_wait_ratio,
+        first_token_wait_ratio,
         0.5,
         1,
-        "queue waits are below the limit again",
+        "waits for a first token are below the limit again",
         5,
+        crit_for_s=0,
     ),
+    Threshold("decode.stall", next_token_wait_ratio, 1, 5, "every stream gets tokens again"),
+    Threshold("requests.refused", refused, 1, None, "no more refused requests"),
+    Threshold("client.errors", client_errors_per_s, 2, None, "fewer errors {}", 5),
     Threshold("queue.full", queue_full_ratio, 0.5, 0.9, "the queue has room for {}", 5),
     Threshold("slo.missed", late_ratio, 0.01, 0.10, "the {} target is met again", 60),
     Threshold("ttft.slow", ttft_over_usual, 5, None, "TTFT is as usual again", 5),
     Threshold("requests.failing", failed_ratio, 0.001, 0.01, "no more failed requests"),
-    Threshold("decode.stall", decode_slowdown, 0.75, None, "decode is as fast as usual again", 5),
+    Threshold("decode.slow", decode_slowdown, 0.75, None, "decode is as fast as usual again", 5),
     Threshold("link.down", link_down, 1, None, "the link from {} is up again", is_state=True),
     Threshold("link.slow", link_slowdown, 0.5, None, "the link from {} is as it was at start", 5),
     Threshold("dram.down", dram_down, 1, None, "the DRAM cache is on again", is_state=True),
@@ -146,7 +159,8 @@ class _Watch:
     threshold: Threshold
     subject: str
     levels: tuple[_Level, _Level] = field(default_factory=lambda: (_Level(), _Level()))
-    message: str = ""
+    signal: Signal = field(default_factory=lambda: Signal(0, ""))
+    """The newest one that was above a threshold."""
 
     @property
     def rank(self) -> int:
@@ -167,20 +181,30 @@ class _Watch:
         ]
         is_above[0] |= is_above[1]  # whatever is an error is no less than a warning
         if signal is not None and any(is_above):
-            self.message = signal.message
-        for level, above in zip(self.levels, is_above, strict=True):
-            level.move(above, frame, self.threshold.for_s, self.threshold.clear_s)
+            self.signal = signal
+        threshold = self.threshold
+        crit_s = threshold.for_s if threshold.crit_for_s is None else threshold.crit_for_s
+        for level, above, for_s in zip(
+            self.levels, is_above, (threshold.for_s, crit_s), strict=True
+        ):
+            level.move(above, frame, for_s, threshold.clear_s)
         if self.rank > before:
-            return Change(SEVERITIES[self.rank - 1], self.threshold.code, self.message)
+            return Change(SEVERITIES[self.rank - 1], threshold.code, self.signal.message)
         if before and not self.rank:
-            return Change("info", self.threshold.code, self.threshold.over.format(self.subject))
+            return Change("info", threshold.code, threshold.over.format(self.subject))
         return None
 
     def frame(self) -> AlertFrame:
-        level = self.levels[0]
-        severity = SEVERITIES[self.rank - 1]
-        code = self.threshold.code
-        return AlertFrame(code, severity, self.message, level.since, self.subject)
+        signal, threshold = self.signal, self.threshold
+        return AlertFrame(
+            threshold.code,
+            SEVERITIES[self.rank - 1],
+            signal.message,
+            self.levels[0].since,
+            self.subject,
+            signal.request_id,
+            signal.action or threshold.action,
+        )
 
 
 class Alerts:
@@ -193,7 +217,7 @@ class Alerts:
 
     def update(self, frame: Frame) -> list[Change]:
         """Take in the next frame; return the changes."""
-        self._past.add(frame)
+        self._past.add(frame, is_wrong=self.are_about_pace)
         read: dict[tuple[str, str], Signal] = {}
         for threshold in self._thresholds:
             for signal in threshold.read(frame, self._past):
@@ -203,6 +227,11 @@ class Alerts:
         moved = [watch.move(read.get(key), frame) for key, watch in self._watched.items()]
         self._watched = {key: each for key, each in self._watched.items() if not each.is_quiet}
         return [change for change in moved if change is not None]
+
+    @property
+    def are_about_pace(self) -> bool:
+        """Whether a raised one says that tokens come late."""
+        return any(code in ABOUT_PACE and each.rank for (code, _), each in self._watched.items())
 
     def frames(self) -> list[AlertFrame]:
         """List the raised alerts, the worst first, then in the table's order."""

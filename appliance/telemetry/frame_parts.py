@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from appliance.frame.late_frames import LateFrame
 from appliance.frame.latency import stages
 from appliance.frame.protocol import (
     MAX_POOL_OWNERS,
@@ -88,7 +89,9 @@ def _pool_frame(pool: PoolSnapshot, owners: list[OwnerFrame], block_bytes: int) 
     )
 
 
-def queue_frame(snapshot: Snapshot, now_ns: int) -> QueueFrame:
+def queue_frame(
+    snapshot: Snapshot, first_token: LateFrame | None, next_token: LateFrame | None, now_ns: int
+) -> QueueFrame:
     """Count the sequences in each phase, and show how full the queue is."""
     counts, queue = snapshot.phases, snapshot.queue
     oldest_ns = queue.oldest_arrived_ns
@@ -103,6 +106,8 @@ def queue_frame(snapshot: Snapshot, now_ns: int) -> QueueFrame:
         num_owners=queue.num_owners,
         queued_tokens=queue.num_tokens,
         max_queued_tokens=queue.max_tokens,
+        first_token=first_token,
+        next_token=next_token,
     )
 
 

@@ -49,6 +49,7 @@ from appliance.telemetry.frame_parts import (
     waiting,
     way_frames,
 )
+from appliance.telemetry.late import late_first, late_next, waiting_prompts
 from appliance.telemetry.telemetry import Telemetry, worker_now
 from appliance.telemetry.windows import UsualTimes
 from engine.schedule.router import Router
@@ -151,6 +152,8 @@ class Frames:
             **self._parts(standing, snapshot, workers, now_ns),
         )
         changes = self._alerts.update(frame)
+        itl_ms, is_wrong = frame.latency.itl_ms_p50, self._alerts.are_about_pace
+        telemetry.windows.learn(itl_ms, now_ns, is_wrong=is_wrong)
         frame.alerts = self._alerts.frames()
         self._frame = frame
         self._record(frame)
@@ -226,13 +229,18 @@ class Frames:
         swaps = None if standing.swaps is None else standing.swaps.frame()
         num_before_swap = 0 if swaps is None else swaps.num_waiting
         state, reason = _STATES.get(standing.reason, "degraded"), standing.reason or ""
-        latency = self._telemetry.windows.latency(snapshot.roles.slo, now_ns)
+        slo, live = snapshot.roles.slo, standing.live
+        latency = self._telemetry.windows.latency(slo, now_ns, waiting_prompts(live))
+        before_swap = [] if standing.swaps is None else standing.swaps.requests(now_ns)
+        pace = self._telemetry.windows.usual_pace()
+        first_token = late_first(live, before_swap, slo.ttft_ms, pace, now_ns)
+        next_token = late_next(live, pace, now_ns)
         return {
             "at": iso_time(time.time() - (time.monotonic_ns() - now_ns) / 1e9),
             "uptime_s": (now_ns - self._started_ns) / 1e9,
             "state": state,
             "state_reason": reason,
-            "queue": queue_frame(snapshot, now_ns),
+            "queue": queue_frame(snapshot, first_token, next_token, now_ns),
             "pools": pool_frames(snapshot, standing.live, block_bytes),
             "latency": latency,
             "limit": limit(state, reason, waiting(snapshot, num_before_swap), workers, latency),
@@ -241,6 +249,7 @@ class Frames:
             "num_requests": len(standing.live) + num_before_swap,
             "events": list(self._telemetry.events),
             "swaps": swaps,
+            "refusals": self._telemetry.refusals.frames(now_ns / 1e9),
             **({} if self._caches is None else self._caches.frames()),
             **roles_frame(snapshot.roles),
         }
@@ -262,6 +271,7 @@ class Frames:
             stale_messages=counters.stale_messages,
             recovered_sequences=counters.recovered_sequences,
             preemptions=counters.preemptions,
+            client_errors=self._telemetry.refusals.num_client_errors,
             decode_steps=counters.drafts.num_steps,
             decode_step_tokens=counters.drafts.num_tokens,
             drafts=draft_frames(counters.drafts),

@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
-from statistics import median
 from typing import NamedTuple
 
-from appliance.frame.figures import duration
+from appliance.frame.figures import count, duration, short_id
+from appliance.frame.late_frames import LateFrame, RefusalFrame
 from appliance.frame.protocol import Frame, PoolFrame, WorkerFrame
 from appliance.frame.tier_frames import TierFrame
+from appliance.telemetry.baseline import Baseline
+from appliance.telemetry.refusals import is_client_error
 from engine.units import size_text
 
 PAST_S = 60.0
 """Seconds of past readings for signals that are rates or comparisons."""
-DEFAULT_TTFT_MS = 10_000
-"""How long a request may wait where no target says so."""
 MAX_SHOWN_TIMES = 100
 """A larger multiple says no more than this one."""
+ANNOUNCED_CODES = ("model_loading", "draining")
+"""Refusals that the daemon's state explains."""
 STAGING = "ring"
 """A pool whose slots are all granted ahead, so that its occupancy says nothing."""
 
@@ -33,6 +35,10 @@ class Signal(NamedTuple):
     value: float
     message: str
     subject: str = ""
+    request_id: str = ""
+    """The request that it names; empty: none."""
+    action: str = ""
+    """The command that says more or helps; empty: the threshold's."""
 
 
 class _PastReading(NamedTuple):
@@ -43,19 +49,24 @@ class _PastReading(NamedTuple):
     ended: int
     rows_lost: int
     preemptions: int
-    decode_rate: float | None
 
 
 class LastMinute:
-    """Earlier readings that signals compare with: the last minute of frames."""
+    """Earlier readings that signals compare with: the last minute, and what is usual."""
 
     def __init__(self) -> None:
         self._points: deque[_PastReading] = deque()
+        self._decode_rates = Baseline(1)
+        """Tokens a second of each decoding sequence, by how many decode: the bits of it."""
         self.down_workers: set[str] = set()
         """Workers that died and are not ready again; a swap replaces the names."""
 
-    def add(self, frame: Frame) -> None:
-        """Add a new frame, and forget old ones."""
+    def add(self, frame: Frame, *, is_wrong: bool = False) -> None:
+        """Add a new frame, and forget old ones.
+
+        Args:
+            is_wrong: an alert is about the pace, so that nothing is learnt of it.
+        """
         totals = frame.totals
         point = _PastReading(
             frame.uptime_s,
@@ -63,8 +74,11 @@ class LastMinute:
             totals.finished + totals.failed,
             totals.log_rows_lost,
             totals.preemptions,
-            _decode_rate(frame),
         )
+        if (rate := _decode_rate(frame)) is not None:
+            self._decode_rates.add(frame.queue.decoding.bit_length(), rate, frame.uptime_s)
+        if is_wrong:
+            self._decode_rates.leave_out(frame.uptime_s)
         self._points.append(point)
         while self._points[0].uptime_s < frame.uptime_s - PAST_S:
             self._points.popleft()
@@ -90,11 +104,17 @@ class LastMinute:
         """Preempted sequences."""
         return self._points[-1].preemptions - self._points[0].preemptions
 
-    @property
-    def decode_rate(self) -> float | None:
-        """The usual tokens per second of each decoding sequence."""
-        rates = [point.decode_rate for point in self._points if point.decode_rate is not None]
-        return median(rates) if rates else None
+    def usual_decode_rate(self, num_decoding: int) -> float | None:
+        """Return the usual tokens a second of each sequence; None: unknown.
+
+        A number without a usual rate takes the rate of the next smaller one, which more of them
+        share, else of the next larger one.
+        """
+        kind = num_decoding.bit_length()
+        known = self._decode_rates.kinds
+        nearest = max((each for each in known if each <= kind), default=min(known, default=None))
+        rate = None if nearest is None else self._decode_rates.of(nearest)
+        return None if rate is None or nearest is None else rate / 2 ** max(kind - nearest, 0)
 
 
 def _has_died(worker: WorkerFrame) -> bool:
@@ -128,13 +148,64 @@ def preempted(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     yield Signal(number, f"{about}; lower max_tokens or raise kv_memory")
 
 
-def queue_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """Yield the longest wait, relative to the TTFT target."""
-    waited_ms = frame.queue.oldest_queued_ms
-    if waited_ms is not None:
-        target_ms = frame.slo_ttft_ms or DEFAULT_TTFT_MS
-        about = f"a request has waited {waited_ms / 1000:.1f} s for its first token"
-        yield Signal(waited_ms / target_ms, f"{about}; the limit is {target_ms / 1000:g} s")
+def first_token_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Yield the longest wait for a first token by its limit, in whatever phase."""
+    if (late := frame.queue.first_token) is not None:
+        yield _late(late, "waiting {} for a first token")
+
+
+def next_token_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Yield the longest wait of a stream for its next token by its limit."""
+    if (late := frame.queue.next_token) is not None:
+        yield _late(late, "decode stands still: no token for {}")
+
+
+def _late(late: LateFrame, about: str) -> Signal:
+    """Describe a wait: how long, the limit, whose, and how many wait as long."""
+    waited, limit = duration(late.waited_ms), duration(late.limit_ms)
+    others = f" and {late.number - 1} more" * (late.number > 1)
+    who = f"{short_id(late.id)} ({count(late.prompt_tokens)} tok, {late.client}){others}"
+    text = f"{about.format(waited)} (limit {limit}): {who}"
+    action = f"penstock show {short_id(late.id)}"
+    return Signal(late.waited_ms / late.limit_ms, text, request_id=late.id, action=action)
+
+
+def refused(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Yield the requests refused in the last minute for want of room, and whose."""
+    found = [
+        each
+        for each in frame.refusals
+        if not is_client_error(each.status) and each.code not in ANNOUNCED_CODES
+    ]
+    number = sum(each.last_minute for each in found)
+    if number:
+        most = max(found, key=lambda each: each.last_minute)
+        plural = "s" * (number != 1)
+        about = f"{count(number)} request{plural} refused in {PAST_S:.0f} s: {_gist(most)}"
+        yield Signal(number, f"{about} ({_caller(most)})", action=_look_at(most))
+
+
+def client_errors_per_s(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Yield how often each caller's own errors are refused a second."""
+    for each in frame.refusals:
+        if is_client_error(each.status):
+            caller = _caller(each)
+            about = f"{each.status} {each.per_s:.3g}/s: {_gist(each)} ({caller})"
+            yield Signal(each.per_s, about, f"{each.status} of {caller}", action=_look_at(each))
+
+
+def _gist(refusal: RefusalFrame) -> str:
+    return refusal.message.partition("; ")[0]
+
+
+def _caller(refusal: RefusalFrame) -> str:
+    return refusal.client or refusal.user
+
+
+def _look_at(refusal: RefusalFrame) -> str:
+    """Return the command that shows the process, if it is on this machine."""
+    pid = refusal.client.rpartition(" ")[2]
+    return f"ps -fp {pid}" if pid.isdigit() else ""
 
 
 def queue_full_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -163,10 +234,12 @@ def late_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 def ttft_over_usual(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     """Compare the last minute's TTFT with what is usual for prompts of the same length."""
     latency = frame.latency
-    if (times := latency.ttft_over_usual) is not None and latency.ttft_ms_p95 is not None:
+    if (times := latency.ttft_over_usual) is not None:
         shown = f"over {MAX_SHOWN_TIMES}x" if times > MAX_SHOWN_TIMES else f"{times:.0f}x"
         about = f"TTFT is {shown} its usual for such prompts"
-        yield Signal(times, f"{about} (p95 {duration(latency.ttft_ms_p95)} in {PAST_S:.0f} s)")
+        p95_ms = latency.ttft_ms_p95  # None: no late request has a first token yet
+        figure = "" if p95_ms is None else f" (p95 {duration(p95_ms)} in {PAST_S:.0f} s)"
+        yield Signal(times, f"{about}{figure}")
 
 
 def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
@@ -178,10 +251,10 @@ def failed_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:
 
 
 def decode_slowdown(frame: Frame, past: LastMinute) -> Iterator[Signal]:
-    """Yield how far decode is below its usual rate while prompts are computed."""
-    rate, usual = _decode_rate(frame), past.decode_rate
-    if rate is not None and usual and frame.queue.prefilling:
-        about = f"decode stalled: {rate:.1f} tok/s per sequence, usually {usual:.1f}"
+    """Yield how far decode is below its usual rate for as many sequences."""
+    rate, usual = _decode_rate(frame), past.usual_decode_rate(frame.queue.decoding)
+    if rate is not None and usual:
+        about = f"decode is slow: {rate:.1f} tok/s per sequence, usually {usual:.1f}"
         yield Signal(1 - rate / usual, about)
 
 

@@ -34,6 +34,7 @@ from appliance.frame.protocol import (
     utc_now,
 )
 from appliance.request import Request
+from appliance.telemetry.refusals import Refusals
 from appliance.telemetry.windows import Windows
 from engine.schedule.sequence import Phase, Sequence
 from engine.schedule.snapshot import Snapshot
@@ -116,6 +117,7 @@ class Telemetry:
         self.windows = Windows()
         self.histograms = Histograms(max_model_len)
         self.today = Today()
+        self.refusals = Refusals()
         self._last_token_ns: dict[int, int] = {}
         self._num_tokens_of: Counter[str] = Counter()
         """Output tokens by user, since the last frame."""

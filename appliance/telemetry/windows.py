@@ -7,15 +7,17 @@ Never: reads a clock.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean, median
+from typing import NamedTuple
 
 from appliance.frame.latency import Stages, Window, quantile_of, stages
 from appliance.frame.protocol import (
     LatencyFrame,
 )
 from appliance.frame.request_facts import TTFT_STAGES
+from appliance.telemetry.baseline import Baseline
 from engine.schedule.elastic import Slo
 from engine.schedule.sequence import FinishReason, Sequence
 
@@ -24,7 +26,6 @@ MAX_WINDOW_GAPS = 20_000
 USUAL_WINDOW_S = 900.0
 MIN_USUAL, MAX_USUAL = 3, 200
 """Numbers of sequences for a usual time: a median over the last 15 minutes."""
-MAX_USUAL_MINUTES = 60
 MIN_LATE_MS = 1000.0
 """Minimum excess over the usual TTFT for a late first token."""
 STALL_GAPS = 4.0
@@ -44,41 +45,29 @@ class UsualTimes:
     tpot_ms: float | None = None
 
 
-class UsualTtft:
-    """Learn the usual TTFT of prompts of each length, from one minute to the next.
+class UsualPace(NamedTuple):
+    """How fast tokens usually come, without the time that alerts were about; None: unknown."""
 
-    Each minute adds the median TTFT of every power of two of computed prompt tokens. The usual TTFT
-    is the median of those medians, so a bad minute hardly moves it.
-    """
+    prefill_ms_per_token: float | None = None
+    itl_ms: float | None = None
 
-    def __init__(self) -> None:
-        self._minute = 0
-        self._this_minute: defaultdict[int, list[float]] = defaultdict(list)
-        self._medians_ms: defaultdict[int, deque[float]] = defaultdict(
-            lambda: deque(maxlen=MAX_USUAL_MINUTES)
-        )
 
-    def add(self, num_computed: int, ttft_ms: float, now_ns: int) -> None:
-        """Add one TTFT; it counts once its minute is over."""
-        minute = int(now_ns / 60e9)
-        if minute != self._minute:
-            for size, seen_ms in self._this_minute.items():
-                self._medians_ms[size].append(median(seen_ms))
-            self._this_minute.clear()
-            self._minute = minute
-        self._this_minute[num_computed.bit_length()].append(ttft_ms)
+class WaitingPrompt(NamedTuple):
+    """A prompt without its first token."""
 
-    def of(self, num_computed: int) -> float | None:
-        """Return the usual TTFT of such a prompt; None: too few minutes had one."""
-        medians_ms = self._medians_ms[num_computed.bit_length()]
-        return median(medians_ms) if len(medians_ms) >= MIN_USUAL else None
+    arrived_ns: int
+    num_computed: int
+    """Its tokens that are not in the prefix cache, as far as that is known."""
 
 
 class Windows:
     """The recent values of everything that has a latency."""
 
     def __init__(self) -> None:
-        self._usual_ttft, self._serves_since_ns = UsualTtft(), 0
+        self._usual_ttft, self._serves_since_ns = Baseline(MIN_USUAL), 0
+        """The usual TTFT by the length of the prompt: its bits, of tokens to compute."""
+        self._usual_prefill, self._usual_itl = Baseline(1), Baseline(1)
+        """The usual milliseconds of a prompt's token, and between two output tokens."""
         self._ttft_over_usual = Window(WINDOW_S)
         self._ttft_ms = Window(WINDOW_S)
         self._ttft_stages_ms = {stage: Window(WINDOW_S) for stage in TTFT_STAGES}
@@ -90,7 +79,8 @@ class Windows:
 
     def begin_model(self, now_ns: int) -> None:
         """Learn the usual TTFT anew; requests that waited for the model's load do not count."""
-        self._usual_ttft, self._serves_since_ns = UsualTtft(), now_ns
+        self._usual_ttft, self._serves_since_ns = Baseline(MIN_USUAL), now_ns
+        self._usual_prefill, self._usual_itl = Baseline(1), Baseline(1)
 
     def first_token(self, sequence: Sequence, ttft_ms: float, now_ns: int) -> None:
         cut = stages(sequence.stamps, 1)
@@ -101,11 +91,29 @@ class Windows:
             return
         num_computed = max(sequence.num_prompt_tokens - sequence.num_cached_tokens, 1)
         # its own prefill time replaces the usual TTFT until that is known
-        due_ms = self._usual_ttft.of(num_computed) or cut.prefill_ms
+        due_ms = self._usual_ttft.of(num_computed.bit_length()) or cut.prefill_ms
         if due_ms:
-            is_late = ttft_ms - due_ms >= MIN_LATE_MS
-            self._ttft_over_usual.add(now_ns, ttft_ms / due_ms if is_late else 1.0)
-        self._usual_ttft.add(num_computed, ttft_ms, now_ns)
+            self._ttft_over_usual.add(now_ns, _over_usual(ttft_ms, due_ms))
+        self._usual_ttft.add(num_computed.bit_length(), ttft_ms, now_ns / 1e9)
+        if cut.prefill_ms is not None:
+            self._usual_prefill.add(0, cut.prefill_ms / num_computed, now_ns / 1e9)
+
+    def learn(self, itl_ms: float | None, now_ns: int, *, is_wrong: bool) -> None:
+        """Learn what is usual from the last second, unless an alert is about it.
+
+        Args:
+            itl_ms: the median of the window; None: no token came.
+            is_wrong: leave this minute out of all that is usual.
+        """
+        if itl_ms is not None:
+            self._usual_itl.add(0, itl_ms, now_ns / 1e9)
+        if is_wrong:
+            for each in (self._usual_ttft, self._usual_prefill, self._usual_itl):
+                each.leave_out(now_ns / 1e9)
+
+    def usual_pace(self) -> UsualPace:
+        """Return how fast tokens usually come."""
+        return UsualPace(self._usual_prefill.of(0), self._usual_itl.of(0))
 
     def itl(self, itl_ms: float, now_ns: int) -> None:
         """Add the time to a further token."""
@@ -135,12 +143,20 @@ class Windows:
         enough = {name: each for name, each in seen.items() if len(each) >= MIN_USUAL}
         return UsualTimes(**{name: median(values) for name, values in enough.items()})
 
-    def latency(self, slo: Slo, now_ns: int) -> LatencyFrame:
-        """Compute the window's figures, and compare them with the targets."""
+    def latency(
+        self, slo: Slo, now_ns: int, waiting: Collection[WaitingPrompt] = ()
+    ) -> LatencyFrame:
+        """Compute the window's figures, and compare them with the targets.
+
+        Args:
+            waiting: prompts without a first token; a late prompt counts as a late first token.
+        """
         ttft_ms = sorted(self._ttft_ms.values(now_ns))
         itl_ms = sorted(self._itl_ms.values(now_ns))
         e2e_ms = sorted(self._e2e_ms.values(now_ns))
         handoff_ms = sorted(self._handoff_ms.values(now_ns))
+        waited_ms = [(now_ns - each.arrived_ns) / 1e6 for each in waiting]
+        overdue_ms = [ms for ms in waited_ms if slo.ttft_ms is not None and ms > slo.ttft_ms]
         means = {
             stage: _mean(window.values(now_ns)) or None
             for stage, window in self._ttft_stages_ms.items()
@@ -163,13 +179,31 @@ class Windows:
             handoff_ms_p95=quantile_of(handoff_ms, 0.95),
             queue_ms_mean=means["queue"],
             prefill_ms_mean=means["prefill"],
-            ttft_slo_ratio=_share_up_to(ttft_ms, slo.ttft_ms),
+            ttft_slo_ratio=_share_up_to(sorted([*ttft_ms, *overdue_ms]), slo.ttft_ms),
             itl_slo_ratio=_share_up_to(itl_ms, slo.itl_ms),
             num_stalls=_num_stalls(itl_ms),
             tokenize_ms_mean=means["tokenize"],
             restore_ms_mean=means["restore"],
-            ttft_over_usual=_exceeded_by_several(self._ttft_over_usual.values(now_ns)),
+            ttft_over_usual=_exceeded_by_several(
+                [*self._ttft_over_usual.values(now_ns), *self._already_over_usual(waiting, now_ns)]
+            ),
         )
+
+    def _already_over_usual(
+        self, waiting: Collection[WaitingPrompt], now_ns: int
+    ) -> Iterator[float]:
+        """Yield the ratio to the usual TTFT of prompts that are late without a first token."""
+        for prompt in waiting:
+            due_ms = self._usual_ttft.of(prompt.num_computed.bit_length())
+            if due_ms and prompt.arrived_ns >= self._serves_since_ns:
+                times = _over_usual((now_ns - prompt.arrived_ns) / 1e6, due_ms)
+                if times > 1:
+                    yield times
+
+
+def _over_usual(ttft_ms: float, due_ms: float) -> float:
+    """Return the ratio to the usual TTFT; 1: less than MIN_LATE_MS late."""
+    return ttft_ms / due_ms if ttft_ms - due_ms >= MIN_LATE_MS else 1.0
 
 
 def _exceeded_by_several(values: list[float]) -> float | None:

@@ -114,7 +114,7 @@ def a_request(service, peer="her", num_sequences=1, num_prompt_tokens=3, max_tok
             index=index,
             prompt_token_ids=[1] * num_prompt_tokens,
             spec=RunSpec(SamplingParams(max_tokens=max_tokens, seed=0), owner=peer.name),
-            stamps=Stamps(index + 1),
+            stamps=Stamps(time.monotonic_ns()),
         )
         for index in range(num_sequences)
     ]

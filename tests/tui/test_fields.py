@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from appliance.frame.late_frames import LateFrame, RefusalFrame
 from appliance.frame.protocol import (
     DraftFrame,
     Frame,
@@ -27,6 +28,15 @@ from tui.widgets import overview
 INTERNAL = {
     "version": "checked before anything is read",
     "seq": "a gap in it is told as frames missed",
+    "queue.oldest_queued_ms": "shown in recordings that lack `first_token`",
+    **{
+        f"queue.first_token.{name}": "the alert names it once it is late; shown is its wait"
+        for name in ("id", "client", "prompt_tokens", "limit_ms", "number")
+    },
+    **{
+        f"queue.next_token.{name}": "the alert names it once it is late"
+        for name in ("id", "client", "prompt_tokens", "waited_ms", "limit_ms", "number")
+    },
     "totals.accepted": "the sum of what is shown",
     "totals.cached_tokens": "of ended requests; shown are those of all that were placed",
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
@@ -47,6 +57,7 @@ INTERNAL = {
     "dram.reason": "as of the other",
     "weights": "what became of them at start; the status page, doctor and the log say it",
     "kv": "likewise of the pools",
+    "alerts.request_id": "decides between the keys and the command",
     "devices.kind": "decides which readings there could be",
 }
 """Fields that a change of their value need not show, and why."""
@@ -70,6 +81,9 @@ def rich() -> Frame:
     )
     slow = msgspec.structs.replace(request, error=None)
     frame = frames.kv_critical()
+    late = LateFrame("cmpl-1", "python 9495", 3825, 7800.0, 10_000.0, 2)
+    frame.queue = msgspec.structs.replace(frame.queue, first_token=late, next_token=late)
+    frame.alerts[0].request_id, frame.alerts[0].action = "cmpl-9", "penstock show 9"
     frame.workers = [
         msgspec.structs.replace(worker, step_ms_p50=4.0, step_ms_max=9.0)
         for worker in frames.busy().workers
@@ -89,7 +103,11 @@ def rich() -> Frame:
             decode_steps=1000,
             decode_step_tokens=3000,
             drafts=[DraftFrame("own_text", [100], [90])],
+            client_errors=135,
         ),
+        refusals=[
+            RefusalFrame("ana", "curl 7", 404, "model_not_found", "no x", 135, 27, 4.5, until)
+        ],
         swaps=SwapsFrame(
             ["small"], "small", 3, 2, 2100.0, [ResidentFrame("small", 5 << 20, until)], until
         ),

@@ -170,10 +170,20 @@ def test_a_title_leaves_out_whole_what_does_not_fit():
         assert title.endswith(("by time v", "done", "cancelled", "refused"))
 
 
-def test_events_come_newest_first():
-    lines = events.events(View().after(frames.busy()), 120, 2)
-    assert "queue.high" in text_of(lines[0])
-    assert "request.cancelled" in text_of(lines[1])
+def test_what_is_wrong_stands_above_what_only_informs_each_the_newest_first():
+    lines = events.events(View().after(frames.busy()), 120, 3)
+    for line, code in zip(lines, ("queue.high", "worker.died", "request.cancelled"), strict=True):
+        assert code in text_of(line)
+
+
+def test_after_ten_minutes_what_was_wrong_stands_below_what_informs():
+    happened = [
+        frames.EventFrame("2026-11-21T13:50:00.000Z", "error", "daemon.died", "killed"),
+        frames.EventFrame("2026-11-21T14:02:00.000Z", "info", "worker.ready", "ready"),
+    ]
+    lines = events.events(View().after(frames.idle(events=happened)), 120, 2)
+    assert "worker.ready" in text_of(lines[0])
+    assert "daemon.died" in text_of(lines[1])
 
 
 def test_colocated_has_no_handoff():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from appliance.frame import figures as fig
 from appliance.frame.protocol import AlertFrame, EventFrame, Frame
 from tui.lines import Line, Run, Tone, pad, rule
-from tui.panels.header import SEVERITIES, note_parts, own_alerts
+from tui.panels.header import SEVERITIES, alert_action, note_parts, own_alerts
 from tui.view import View
 
 _NEWS_S = 600
@@ -19,16 +19,21 @@ _SUBJECT_WIDTH = 10
 
 
 def events(view: View, width: int, height: int) -> list[Line]:
-    """Draw the newest events that fit; informational ones disappear after a while."""
+    """Draw the newest events that fit; informational ones disappear after a while.
+
+    Until then what is wrong stands above them, lest what follows a failure hides it.
+    """
     frame = view.frame
     if frame is None:
         return []
-    recent = [
-        event
-        for event in frame.events
-        if event.severity != "info" or (fig.seconds_between(event.at, frame.at) or 0.0) < _NEWS_S
+    newest = list(reversed(frame.events))
+    is_new = [(fig.seconds_between(event.at, frame.at) or 0.0) < _NEWS_S for event in newest]
+    wrong = [event.severity != "info" for event in newest]
+    order = [
+        [event for event, *known in zip(newest, is_new, wrong, strict=True) if known == wanted]
+        for wanted in ([True, True], [True, False], [False, True])
     ]
-    return [_event_line(event, width) for event in reversed(recent)][:height]
+    return [_event_line(event, width) for each in order for event in each][:height]
 
 
 def all_events(view: View, width: int) -> list[Line]:
@@ -44,16 +49,39 @@ def page(view: View, width: int, height: int) -> list[Line]:
     frame = view.frame
     if frame is None:
         return []
-    standing = [_alert_line(alert, frame.at, width) for alert in frame.alerts]
+    standing = [_alert_line(alert, frame, width) for alert in frame.alerts]
     standing += [[_severity(a.severity), Run(a.text, Tone.STRONG)] for a in own_alerts(view)]
     return [
         rule("ALERTS", width, "what is wrong now"),
         *(standing or [[Run("● ok  no alerts", Tone.GOOD)]]),
         rule("BOTTLENECK", width),
         [Run(frame.limit or "none", Tone.STRONG if frame.limit else Tone.MUTED)],
+        *_refused(frame, width),
         *_model(frame, width),
         rule("EVENTS", width, f"the last {len(frame.events)}, newest first"),
         *all_events(view, width),
+    ]
+
+
+def _refused(frame: Frame, width: int) -> list[Line]:
+    """Draw refusals by caller and reason, the most frequent of the last minute first."""
+    if not frame.refusals:
+        return []
+    num_errors = fig.count(frame.totals.client_errors)
+    return [
+        rule("REFUSED", width, f"by caller; {num_errors} for errors of their own since the start"),
+        *(
+            [
+                Run(f"{fig.clock(each.last_at)} "),
+                Run(pad(f"{each.status}", 4), Tone.WARN),
+                Run(pad(f"{fig.rate(each.per_s)}/s", 9)),
+                Run(pad(f"{fig.count(each.last_minute)} in 60 s", 14), Tone.MUTED),
+                Run(pad(fig.count(each.number), 9)),
+                Run(f"{each.client} ({each.user})  " if each.client else f"{each.user}  "),
+                Run(f"{each.code}: {each.message}", Tone.STRONG),
+            ]
+            for each in frame.refusals
+        ),
     ]
 
 
@@ -71,16 +99,18 @@ def _severity(severity: str) -> Run:
     return Run(pad(word, 8), tone)
 
 
-def _alert_line(alert: AlertFrame, now: str, width: int) -> Line:
-    """Draw `▲ WARN kv.occupancy decode 41s 93% in use`."""
+def _alert_line(alert: AlertFrame, frame: Frame, width: int) -> Line:
+    """Draw `▲ WARN kv.occupancy decode 41s 93% in use`, and what to press or type."""
+    action = alert_action(alert, frame)
     code = pad(alert.code, _CODE_WIDTH) if width >= _ROOMY else alert.code
     subject = pad(alert.subject, _SUBJECT_WIDTH) if width >= _ROOMY else alert.subject
     return [
         _severity(alert.severity),
         Run(f"{code} ", Tone.MUTED),
         Run(f"{subject} " if subject else "", Tone.MUTED),
-        Run(pad(fig.since(alert.since, now), 7)),
+        Run(pad(fig.since(alert.since, frame.at), 7)),
         Run(alert.message, Tone.STRONG),
+        Run(f": {action}" if action else "", Tone.MUTED),
     ]
 
 

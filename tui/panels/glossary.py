@@ -50,7 +50,10 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                 "requests accepted but not started, of the most that may wait",
                 "if it grows: more load than the machine can serve; see the bottleneck",
             ),
-            Entry("oldest, waiting", "age of the first in the queue; prompt tokens in the queue"),
+            Entry(
+                "oldest, waiting",
+                "longest wait for a first token, in any phase; prompt tokens in the queue",
+            ),
             Entry("owners", "users and API keys that have requests in the queue"),
             Entry("tok/s", "tokens of this phase in the last second"),
             Entry("step", "median time of a step; max: the longest in the last second"),
@@ -195,6 +198,10 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
         "events": (
             Entry("alert", "a reading beyond its threshold, and since when"),
             Entry("bottleneck", "what limits the throughput now"),
+            Entry(
+                "refused",
+                "requests refused by caller: rate, last minute, since the start, reason",
+            ),
             Entry("event", "something that happened once; all of them: penstock events"),
         ),
         "power": (

@@ -34,6 +34,8 @@ class Alert(NamedTuple):
     severity: str
     """`error` or `warning`."""
     text: str
+    action: str = ""
+    """What to press or type; empty: nothing is known that helps."""
 
 
 def header(view: View, width: int) -> Line:
@@ -114,7 +116,11 @@ def _compose(left: list[tuple[int, Run]], right: list[tuple[int, Run]], width: i
 def alerts(view: View) -> list[Alert]:
     """List all alerts, the worst first."""
     frame = view.frame
-    theirs = [Alert(a.severity, alert_text(a, frame.at)) for a in frame.alerts] if frame else []
+    theirs = []
+    if frame is not None:
+        theirs = [
+            Alert(a.severity, alert_text(a, frame.at), alert_action(a, frame)) for a in frame.alerts
+        ]
     return sorted([*own_alerts(view), *theirs], key=lambda alert: alert.severity != "error")
 
 
@@ -135,8 +141,14 @@ def own_alerts(view: View) -> list[Alert]:
 
 
 def alert_text(alert: AlertFrame, now: str) -> str:
-    """Return the daemon's message and its duration."""
-    return f"{alert.message} for {fig.since(alert.since, now)}"
+    """Return the daemon's message, and since when it holds."""
+    return f"{alert.message}, since {fig.since(alert.since, now)} ago"
+
+
+def alert_action(alert: AlertFrame, frame: Frame) -> str:
+    """Return the keys for the request that an alert names, if it is listed, else its command."""
+    is_listed = any(request.id == alert.request_id for request in frame.requests)
+    return "enter looks, x cancels" if is_listed else alert.action
 
 
 def mark_of(alert: AlertFrame | None) -> Run:
@@ -173,6 +185,9 @@ def alert_line(view: View, width: int) -> Line:
         item = [Run("   " if line else " "), Run(mark, tone), Run(f" {alert.text}")]
         num_left = len(found) - index
         room = width - (0 if num_left == 1 else len(f"  (+{num_left - 1} more)"))
+        action = Run(f": {alert.action}", Tone.MUTED)
+        if alert.action and width_of(line) + width_of([*item, action]) <= room:
+            item.append(action)
         if line and width_of(line) + width_of(item) > room:
             line.append(Run(f"  (+{num_left} more)", Tone.MUTED))
             break

@@ -177,6 +177,7 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
         (totals.failed, "failed"),
         (totals.refused, "refused"),
         (totals.aborted, "cancelled"),
+        (totals.client_errors, "client errors"),
     ):
         count = f"{sign}{fig.short_count(number)} {word}"
         if number and len(text) + len(count) <= room:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.frame.late_frames import LateFrame, RefusalFrame
 from appliance.frame.protocol import DeviceFrame, Frame, LatencyFrame, QueueFrame, TotalsFrame
 from appliance.frame.tier_frames import TierFrame
 from appliance.telemetry.alerts import MIN_CLEAR_S, THRESHOLDS, Alerts, Threshold
@@ -133,6 +136,18 @@ def raised_by(*frames: Frame) -> dict[str, str]:
     return {alert.code: alert.severity for alert in reversed(alerts.frames())}
 
 
+def late(waited_ms: float, limit_ms: float) -> LateFrame:
+    """The longest wait of two requests."""
+    return LateFrame("cmpl-23ee909fd7e2", "python 9495", 3825, waited_ms, limit_ms, 2)
+
+
+def refusal(status: int, code: str, **counts: float) -> RefusalFrame:
+    """Refusals of one program."""
+    known = {"number": 9, "last_minute": 0, "per_s": 0.0, **counts}
+    about = "the model `x` does not exist here; `starter` does"
+    return RefusalFrame("ana", "python 9495", status, code, about, last_at="T", **known)
+
+
 LATE = LatencyFrame(60.0, 1, *[None] * 8, ttft_slo_ratio=0.97, itl_slo_ratio=0.5)
 SEEN = LatencyFrame(60.0, 9, 4000.0, 8700.0, *[None] * 6)
 GPU = {"name": "gpu0", "kind": "gpu"}
@@ -147,10 +162,43 @@ WRONG = {
         {"queue.full": "error"},
     ),
     "a wait": (
-        idle(queue=QueueFrame(1, 0, 0, 0, 64, 600.0), slo_ttft_ms=1000),
+        idle(queue=QueueFrame(1, 0, 0, 0, 64, 600.0, first_token=late(600.0, 1000.0))),
         {"queue.wait": "warning"},
     ),
-    "no target": (idle(queue=QueueFrame(1, 0, 0, 0, 64, 4000.0)), {}),
+    "a wait in a worker": (
+        idle(queue=QueueFrame(0, 1, 0, 0, 64, None, first_token=late(127e3, 17e3))),
+        {"queue.wait": "error"},
+    ),
+    "a short wait": (
+        idle(queue=QueueFrame(1, 0, 0, 0, 64, 4000.0, first_token=late(4000.0, 10e3))),
+        {},
+    ),
+    "a stream without tokens": (
+        idle(queue=QueueFrame(0, 0, 0, 1, 64, None, next_token=late(2000.0, 2000.0))),
+        {"decode.stall": "warning"},
+    ),
+    "one for long": (
+        idle(queue=QueueFrame(0, 0, 0, 1, 64, None, next_token=late(10e3, 2000.0))),
+        {"decode.stall": "error"},
+    ),
+    "a stream": (
+        idle(queue=QueueFrame(0, 0, 0, 1, 64, None, next_token=late(40.0, 2000.0))),
+        {},
+    ),
+    "a refused request": (
+        idle(refusals=[refusal(429, "queue_full", last_minute=1)]),
+        {"requests.refused": "warning"},
+    ),
+    "an old refusal": (idle(refusals=[refusal(429, "queue_full", number=9)]), {}),
+    "what the state explains": (
+        idle(refusals=[refusal(503, "draining", last_minute=9, per_s=9.0)]),
+        {},
+    ),
+    "a client that spins": (
+        idle(refusals=[refusal(404, "model_not_found", last_minute=27_000, per_s=450.0)]),
+        {"client.errors": "warning"},
+    ),
+    "a client that errs": (idle(refusals=[refusal(400, "x", last_minute=40, per_s=0.7)]), {}),
     "targets": (idle(latency=LATE, slo_ttft_ms=9, slo_itl_ms=9), {"slo.missed": "error"}),
     "slow first tokens": (
         idle(latency=msgspec.structs.replace(SEEN, ttft_over_usual=31.0)),
@@ -208,7 +256,7 @@ WRONG = {
     ),
     "xid": (idle(devices=[DeviceFrame(**GPU, last_xid=79)]), {"device.xid": "error"}),
     "silent devices": (idle(devices=[DeviceFrame(**GPU)]), {}),
-    "busy": (busy(), {"queue.wait": "error", "slo.missed": "warning"}),
+    "busy": (busy(), {"slo.missed": "warning"}),
 }
 
 
@@ -269,24 +317,119 @@ def test_failures_of_an_idle_hour_ago_do_not_count_for_ever():
     assert raised_by(with_totals(0, 0, 5, 5)) == {}
 
 
-def test_decoding_that_all_but_stands_still_beside_prompts_is_a_stall():
-    def frame(tokens_per_s: float, prefilling: int) -> Frame:
-        return idle(
-            queue=QueueFrame(0, prefilling, 0, 4, 64, None),
-            workers=[worker("decode", decode_tokens_per_s=tokens_per_s)],
-        )
+class Timeline:
+    """Alerts on six streams, second by second."""
 
-    usual = [frame(100.0, 1)] * 30
+    def __init__(self) -> None:
+        self.alerts, self.now, self.told = Alerts(), 0, []
+
+    def run(self, seconds: int, rate: float | None = None, streams: int = 6, **late_ms) -> None:
+        """Let so many seconds pass: tokens a second of each stream (None: there is none)."""
+        for _ in range(seconds):
+            self.now += 1
+            decoding = 0 if rate is None else streams
+            waits = {name: late(ms, 2000.0) for name, ms in late_ms.items()}
+            frame = idle(
+                uptime_s=float(self.now),
+                queue=QueueFrame(0, 1, 0, decoding, 64, None, **waits),
+                workers=[worker("decode", decode_tokens_per_s=(rate or 0.0) * decoding)],
+            )
+            changes = self.alerts.update(frame)
+            self.told += [(self.now, change.severity, change.code) for change in changes]
+
+    @property
+    def raised(self) -> list[str]:
+        return [alert.code for alert in self.alerts.frames()]
+
+
+def test_a_stall_of_ten_minutes_is_told_once_and_until_the_rate_is_good_again():
+    timeline = Timeline()
+    timeline.run(300, 7.3)
+    timeline.run(300, 0.4)
+    assert timeline.raised == ["decode.slow"]
+    timeline.run(300, 0.0)
+    assert timeline.raised == ["decode.slow"]
+    timeline.run(9, 7.3)
+    assert timeline.raised == ["decode.slow"]
+    timeline.run(60, 7.3)
+    assert timeline.told == [(306, "warning", "decode.slow"), (911, "info", "decode.slow")]
+
+
+def test_a_token_in_five_seconds_is_one_stall_and_not_many():
+    timeline = Timeline()
+    timeline.run(120, 7.3, next_token=140.0)
+    for _ in range(120):
+        for gap_ms in (1000.0, 2000.0, 3000.0, 4000.0, 5000.0):
+            timeline.run(1, 0.2, next_token=gap_ms)
+    timeline.run(60, 7.3, next_token=140.0)
+    told = [each for each in timeline.told if each[2] == "decode.stall"]
+    assert [severity for _, severity, _ in told] == ["warning", "info"]
+    assert 120 < told[0][0] <= 123
+    assert 720 < told[1][0] <= 720 + 1 + MIN_CLEAR_S
+
+
+def test_what_gets_worse_within_an_hour_is_told_and_does_not_become_usual():
+    timeline = Timeline()
+    timeline.run(6 * 3600, 100.0)
+    for minute in range(60):
+        timeline.run(60, 100.0 - minute * 80 / 60)
+    timeline.run(60, 20.0)
+    assert timeline.raised == ["decode.slow"]
+    timeline.run(3600, 20.0)
+    assert timeline.raised == ["decode.slow"], "an hour of it is not usual"
+    timeline.run(30, 60.0)
+    assert timeline.raised == []
+
+
+def test_a_quiet_night_is_forgotten_by_nobody_and_more_streams_are_no_stall():
+    timeline = Timeline()
+    timeline.run(600, 100.0, streams=2)
+    timeline.run(8 * 3600)
+    timeline.run(600, 45.0, streams=6)
+    timeline.run(60, 8.0, streams=64)
+    assert timeline.told == []
+    timeline.run(30, 5.0, streams=2)
+    assert timeline.raised == ["decode.slow"]
+
+
+def test_the_first_minute_after_a_start_has_no_usual_rate_and_still_tells_a_standstill():
+    timeline = Timeline()
+    timeline.run(30, 100.0)
+    timeline.run(20, 3.0)
+    assert timeline.told == []
+    timeline.run(1, 0.0, next_token=5000.0)
+    assert timeline.raised == ["decode.stall"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=40))
+def test_a_rate_that_flaps_tells_no_more_than_its_times_allow(spans):
+    timeline = Timeline()
+    timeline.run(61, 7.3)
+    for seconds, is_slow in spans:
+        timeline.run(seconds, 0.4 if is_slow else 7.3)
+    severities = [severity for _, severity, _ in timeline.told]
+    assert severities == ["warning", "info"] * (len(severities) // 2) + ["warning"] * (
+        len(severities) % 2
+    )
+    for (before_s, severity, _), (after_s, _, _) in itertools.pairwise(timeline.told):
+        assert after_s - before_s >= (10 if severity == "warning" else 5)
+
+
+def test_an_alert_names_its_request_what_to_type_and_since_when():
     alerts = Alerts()
-
-    def codes(*frames: Frame, start: int = 0) -> list[str]:
-        for second, each in enumerate(frames, start):
-            alerts.update(msgspec.structs.replace(each, uptime_s=float(second)))
-        return [alert.code for alert in alerts.frames()]
-
-    assert codes(*usual) == []
-    assert codes(*[frame(20.0, 0)] * 10, start=30) == []
-    assert codes(*[frame(20.0, 1)] * 6, start=40) == ["decode.stall"]
+    frame = idle(queue=QueueFrame(0, 1, 0, 0, 64, None, first_token=late(127e3, 17e3)))
+    alerts.update(frame)
+    (alert,) = alerts.frames()
+    assert (alert.request_id, alert.action) == ("cmpl-23ee909fd7e2", "penstock show 23ee909f")
+    for part in ("2m07s", "17.0s", "23ee909f", "3,825 tok", "python 9495", "1 more"):
+        assert part in alert.message
+    alerts = Alerts()
+    for second in range(9):
+        alerts.update(at(second, refusals=[refusal(404, "model_not_found", per_s=450.0)]))
+    (alert,) = alerts.frames()
+    assert alert.action == "ps -fp 9495"
+    for part in ("404", "450/s", "the model `x` does not exist here", "python 9495"):
+        assert part in alert.message
 
 
 def test_the_worst_comes_first_and_a_subject_has_its_own_alert():

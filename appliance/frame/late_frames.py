@@ -1,0 +1,41 @@
+"""Describe what is late or refused as parts of a frame."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LateFrame(msgspec.Struct):
+    """The request whose wait for a token is the longest by its limit."""
+
+    id: str
+    client: str
+    """The program or address that sent it, else its user."""
+    prompt_tokens: int
+    waited_ms: float
+    """Time since its arrival, or since its last token."""
+    limit_ms: float
+    """Longest time that it should wait."""
+    number: int
+    """Requests that wait so, each in whatever phase."""
+
+
+class RefusalFrame(msgspec.Struct):
+    """Refused requests of one caller for one reason."""
+
+    user: str
+    client: str
+    """The program or address, as of the newest request; empty: unknown."""
+    status: int
+    """HTTP status: 429 and 503 for want of room, other 4xx for the caller's own errors."""
+    code: str
+    message: str
+    """What the newest refusal said."""
+    number: int
+    """Refusals since the daemon started."""
+    last_minute: int
+    """Refusals in the last 60 s."""
+    per_s: float
+    """Refusals a second, over the last 10 s."""
+    last_at: str
+    """The newest refusal: ISO 8601, UTC, milliseconds."""
