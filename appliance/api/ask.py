@@ -30,6 +30,9 @@ from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling import SamplingParams
 
+NO_SEED = (None, -1)
+"""Front ends send -1 for a new seed with each request."""
+
 
 class PromptTooLong(RequestError):
     """The prompt leaves no room for an output token.
@@ -236,7 +239,7 @@ class Ask:
         if self.base.min_tokens > most:
             what = "max_tokens and output_offset together" if most > max_tokens else "max_tokens"
             raise invalid_value("min_tokens", f"is more than {what}, which is {most}")
-        seed = drawn(secrets.randbits, 63) if self.seed is None else self.seed + choice
+        seed = drawn(secrets.randbits, 63) if self.seed in NO_SEED else self.seed + choice
         return msgspec.structs.replace(
             self.base,
             max_tokens=max_tokens,

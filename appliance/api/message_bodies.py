@@ -12,12 +12,13 @@ from msgspec import Meta, Struct
 from appliance.api.openai_bodies import (
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_STOPS,
     MAX_TOOLS,
+    FilledText,
     FunctionName,
     LimitOrRoom,
     Sampled,
     Schema,
-    Stops,
     items_of,
 )
 
@@ -123,7 +124,7 @@ class CountTokensRequest(Sampled, kw_only=True):
         list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=MAX_MESSAGES)
     ]
     system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
-    stop_sequences: Stops | None = None
+    stop_sequences: Annotated[list[FilledText], Meta(max_length=MAX_STOPS)] | None = None
     thinking: Thinking | None = None
     tools: (
         Annotated[list[Any], Meta(max_length=MAX_TOOLS, extra_json_schema=items_of(ClientTool))]

@@ -209,7 +209,7 @@ def _ask(
         "logprobs": num_logprobs,
         "prompt_logprobs": prompt_logprobs,
         "bad_words": _bad_words(body.bad_words or []),
-        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop": tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
         "constraint": read_constraint(body),
         "is_stream": is_stream,
         "include_usage": include_usage,

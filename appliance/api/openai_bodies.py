@@ -14,10 +14,10 @@ from msgspec import Meta, Struct
 from appliance.json_fields import INT64_MAX, Json
 
 MAX_CHOICES = 128
-MAX_STOPS = 16
+MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
-MAX_BIASES = 300
+MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_DOCUMENTS = 256
 MAX_BAD_WORDS = 128
@@ -51,7 +51,9 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
 Word = Annotated[str, Meta(min_length=1)]
-StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopText = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+"""An empty one, which front ends send for none, stops nothing."""
+FilledText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 FunctionName = Annotated[
@@ -169,7 +171,7 @@ class Generated(Sampled, kw_only=True):
     allowed_token_ids: (
         Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)] | None
     ) = None
-    bad_words: Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[FilledText], Meta(max_length=MAX_BAD_WORDS)] | None = None
     echo: bool | None = None
 
 

@@ -11,6 +11,7 @@ the one call that it may make.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -28,6 +29,9 @@ from engine.schedule.sequence import FinishReason, Sequence
 from engine.text.tokenizer import Detokenizer
 from engine.wire.sampling import TokenLogprob
 
+_HIDDEN = 0xD800
+"""Special tokens in stop strings are written as lone surrogates, which no decoded text has."""
+_HIDDEN_CHARACTERS = re.compile("[\ud800-\udfff]")
 _CONTEXT_TOKENS = 64
 """Before a text, that tell a decoder where it stands."""
 
@@ -207,12 +211,20 @@ class _SequenceText:
         if not ask.is_continuation:
             context_ids = []
         self._detokenizer = Detokenizer(tokenizer, context_ids)
-        self._stop = StopMatcher(ask.stop, is_shown=ask.shows_stop)
         self._shown = tokenizer if ask.shows_special else None
         self._parser = _parser(appliance, sequence, ask, prompt_text)
         marks = appliance.model.output_format.tokens if self._parser else ()
         self._marks = {one: text for text, one in tokenizer.special_ids(marks).items()}
         """Special tokens that have a text here: it tells where calls and reasoning begin."""
+        hidden = {} if self._shown else tokenizer.special_texts_in(ask.stop)
+        self._hidden = {
+            one: chr(_HIDDEN + place)
+            for place, (text, one) in enumerate(hidden.items())
+            if one not in self._marks
+        }
+        """Special tokens that end a reply by a stop string, but have no text in it."""
+        names = {text: self._hidden[one] for text, one in hidden.items() if one in self._hidden}
+        self._stop = StopMatcher(ask.stop, names, is_shown=ask.shows_stop)
         self._num_reasoning_tokens = 0
         self._num_tokens = 0
         self._num_chars = len(echo.text) if echo else 0
@@ -254,6 +266,8 @@ class _SequenceText:
         """Take a token, and return the text that it completes."""
         if token_id in self._marks:
             return self._detokenizer.flush() + self._marks[token_id]
+        if token_id in self._hidden:
+            return self._detokenizer.flush() + self._hidden[token_id]
         if self._shown is not None and self._shown.is_silent(token_id):
             return self._detokenizer.flush() + self._shown.token_text(token_id)
         return self._detokenizer.push(token_id)
@@ -267,14 +281,14 @@ class _SequenceText:
         for index, token_id in enumerate(token_ids, num_before + 1):
             text = self._text_of(token_id)
             if index > self._sequence.sampling.min_tokens:
-                self._num_chars += len(text) - len(self._stop.push(text))
+                self._num_chars += len(visible(text)) - len(self._stop.push(text))
 
     def _say(self, piece: str, delta: Delta) -> bool:
         """Add a piece's text; True if that was all, and the sequence is closed."""
-        self._num_chars += len(piece)
+        self._num_chars += len(visible(piece))
         num_tokens = self._num_tokens + self._sequence.sampling.output_offset
         may_stop = num_tokens > self._sequence.sampling.min_tokens
-        self._pass(self._stop.push(piece) if may_stop else piece, delta)
+        self._pass(self._stop.push(piece) if may_stop else visible(piece), delta)
         if not (self._stop.has_matched or (self._parser and self._parser.is_done)):
             return False
         self._appliance.stop_sequence(self._sequence, self._num_tokens)
@@ -327,10 +341,28 @@ class StopMatcher:
 
     The stop string that is complete first wins, of those the one that began first: that does not
     depend on where pieces end.
+
+    Args:
+        stops: as the client wrote them.
+        hidden: the character that stands for a special token in pieces, by the token's text; it
+            matches that text, and is never let through.
+        is_shown: whether a stop string that was found is let through.
     """
 
-    def __init__(self, stops: tuple[str, ...], *, is_shown: bool = False) -> None:
-        self._stops = stops
+    def __init__(
+        self,
+        stops: tuple[str, ...],
+        hidden: dict[str, str] | None = None,
+        *,
+        is_shown: bool = False,
+    ) -> None:
+        self._written = {stop: stop for stop in stops}
+        for stop in stops if hidden else ():
+            character = stop
+            for text, one in (hidden or {}).items():
+                character = character.replace(text, one)
+            self._written[character] = stop
+        self._stops = tuple(self._written)
         self._is_shown = is_shown
         self._held = ""
         self.matched: str | None = None
@@ -353,13 +385,18 @@ class StopMatcher:
         ]
         if matches:
             end, start = min(matches)
-            self.matched, self._held = text[start:end], ""
-            return text[: end if self._is_shown else start]
+            self.matched, self._held = self._written[text[start:end]], ""
+            return visible(text[:start]) + (self.matched if self._is_shown else "")
         size = len(text) - max(partial_match_chars(text, stop) for stop in self._stops)
         self._held = text[size:]
-        return text[:size]
+        return visible(text[:size])
 
     def flush(self) -> str:
         """Return what is still held back, at the end."""
         held, self._held = self._held, ""
-        return held
+        return visible(held)
+
+
+def visible(text: str) -> str:
+    """Leave out what stands for special tokens."""
+    return text if text.isascii() else _HIDDEN_CHARACTERS.sub("", text)

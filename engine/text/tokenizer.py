@@ -171,6 +171,15 @@ class Tokenizer:
         found = {text: self.special_id(text) for text in texts if text}
         return {text: token_id for text, token_id in found.items() if token_id is not None}
 
+    def special_texts_in(self, texts: Iterable[str]) -> dict[str, int]:
+        """Find the special tokens whose text is in one of these texts; return their ids."""
+        within = "\n".join(texts)
+        if not within:
+            return {}
+        return {
+            text: one for one in self._silent_ids if (text := self._added[one]) and text in within
+        }
+
     def is_silent(self, token_id: int) -> bool:
         """Say whether an id is special or outside the vocabulary."""
         return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None

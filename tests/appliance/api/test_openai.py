@@ -367,3 +367,9 @@ def test_any_bytes_are_refused_or_read(body):
     for parse in (parse_completion, parse_chat):
         with pytest.raises(RequestError):
             parse(body)
+
+
+def test_what_front_ends_send_for_nothing_asks_for_nothing():
+    ask = completion(stop=["", "b"], seed=-1)
+    assert ask.stop == ("b",)
+    assert len({ask.sampling(1, 100).seed for _ in range(5)}) == 5

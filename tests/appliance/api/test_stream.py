@@ -149,6 +149,32 @@ async def test_at_the_end_what_was_held_back_is_sent(appliance):
     assert appliance.stopped == []
 
 
+@pytest.mark.parametrize("stop", ["<|end|>", "c<|end|>\nu", "\n<|end|>"])
+@pytest.mark.parametrize("is_spelled", [False, True])
+async def test_a_stop_string_with_a_special_token_in_it_matches_that_token(
+    appliance, stop, is_spelled
+):
+    tokenizer = appliance.tokenizer
+    before, _, after = f"abc\n{stop}more".partition("<|end|>")
+    mark = tokenizer.special_ids(["<|end|>"])["<|end|>"]
+    spelled = [one for letter in "<|end|>" for one in tokenizer.encode(letter, False)]
+    ids = [*tokenizer.encode(before, False), *(spelled if is_spelled else [mark])]
+    ids += tokenizer.encode(after, False)
+    deltas = await spoken(appliance, [[i] for i in ids], stop=(stop,))
+    assert told(deltas) == f"abc\n{stop}".partition(stop)[0]
+    assert deltas[-1].stop_text == stop
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+async def test_a_special_token_that_only_begins_a_stop_string_has_no_text(appliance):
+    tokenizer = appliance.tokenizer
+    mark = tokenizer.special_ids(["<|end|>"])["<|end|>"]
+    ids = [*tokenizer.encode("ab", False), mark, *tokenizer.encode("cd", False)]
+    deltas = await spoken(appliance, [[i] for i in ids], stop=("<|end|>x",))
+    assert told(deltas) == "abcd"
+    assert appliance.stopped == []
+
+
 async def test_tokens_that_come_after_a_stop_are_dropped(appliance):
     request = request_of(2)
     reply = OpenReply(appliance, request, asking(("b",)))
