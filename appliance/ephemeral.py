@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import SETTINGS
 from appliance.models.names import HubName
 from engine.errors import AlreadyRunning, PenstockError
+from engine.python_child import python_command
 
 READY_S = 300.0
 STOP_S = 30.0
@@ -76,7 +76,7 @@ def _running(
     where: UnixAddress, options: list[str], said: Path, environ: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start `penstock serve`, which writes to the file `said`, and stop it in the end."""
-    command = [sys.executable, "-m", "appliance.cli", "serve", "--socket", str(where.path)]
+    command = python_command("-m", "appliance.cli", "serve", "--socket", str(where.path))
     with said.open("wb") as stderr:
         process = subprocess.Popen(
             [*command, *options],

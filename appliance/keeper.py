@@ -24,7 +24,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -33,6 +32,7 @@ from typing import NoReturn
 from appliance import log_lines
 from appliance.keeper_channel import REPLY
 from engine.errors import ConfigError
+from engine.python_child import start_over
 
 MAX_FAILED = 5
 """Maximum crashes in a row of daemons that were not ready."""
@@ -191,7 +191,7 @@ class _Keeper:
         os.environ["LISTEN_PID"] = str(os.getpid())
         os.environ["LISTEN_FDS"] = str(len(copies))
         os.environ["LISTEN_FDNAMES"] = ":".join(name for name, _ in self._kept)
-        os.execv(sys.executable, sys.orig_argv)
+        start_over()
 
     def _watch(self) -> int:
         """Take what the daemon sends until it ends; return its wait status."""

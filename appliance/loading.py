@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,11 +38,12 @@ from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
 from engine.cache.hashes import PrefixHasher
 from engine.errors import CheckpointError, PenstockError, Unavailable
+from engine.python_child import python_command
 from engine.units import part_text, size_text
 
 log = logging.getLogger("penstock")
 
-PROGRAM = (sys.executable, "-P", "-m", "appliance.models.hub")
+PROGRAM = python_command("-m", "appliance.models.hub")
 FRAME_S = 1.0
 LOG_S = 5.0
 EXTEND_US = 60_000_000

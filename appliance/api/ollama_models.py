@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
 
@@ -29,6 +28,7 @@ from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
 from appliance.request import Role
 from engine.errors import ConfigError, RequestError, Unavailable
+from engine.python_child import python_command
 
 COMPATIBLE_VERSION = "0.14.2"
 """The compatible release of Ollama; apps refuse older ones."""
@@ -36,7 +36,7 @@ NEVER = "2318-01-01T00:00:00Z"
 """When a model leaves memory; Ollama's clients show a time so far away as `Forever`."""
 RUNNING = "Ollama is running"
 """What Ollama says at `/`, and apps compare with."""
-PULL = (sys.executable, "-P", "-m", "appliance.models.hub")
+PULL = python_command("-m", "appliance.models.hub")
 _RETRY_MS = 10_000
 _BAD_GATEWAY = 502
 _STATUSES = {3: 503, 4: 403, 5: 404, 78: 400}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from appliance.fleet.placement import available_memory_bytes
 from engine.errors import WorkerFailed
+from engine.python_child import python_command
 
 KINDS = ("kernels", "steps", "transports")
 
@@ -31,7 +31,7 @@ def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> 
     Raises:
         WorkerFailed: it did not come to its end.
     """
-    command = [sys.executable, "-P", "-m", "engine.workers.measure", kind]
+    command = [*python_command("-m", "engine.workers.measure", kind)]
     command += [] if model is None else ["--model", str(model)]
     command += ["--small"] if is_small else []
     command += ["--free-bytes", str(available_memory_bytes())]

@@ -22,6 +22,7 @@ from appliance.cli.terminal import Host, Output
 from appliance.client import ClientError, DaemonUnreachable
 from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import UsageError
+from engine.python_child import become_python
 
 
 class State(StrEnum):
@@ -119,11 +120,11 @@ def top(
     flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
     if replay is not None:
         flags += ["--at", at] if at else []
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", f"--replay={replay}", *flags])
+        become_python("-m", "tui", f"--replay={replay}", *flags)
     address = terminal.address(host)
     if isinstance(address, UnixAddress):
         path = os.fspath(address.path)
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "tui", "--socket", path, *flags])
+        become_python("-m", "tui", "--socket", path, *flags)
     if isinstance(address, SshAddress):  # the console runs there, on this terminal
         options = ("-t",) if sys.stdout.isatty() else ("-T",)
         os.execvp("ssh", address.command("top", *flags, options=options))

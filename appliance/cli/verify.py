@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -26,6 +25,7 @@ from appliance.cli.terminal import Output
 from appliance.client import Client
 from appliance.ephemeral import daemon
 from engine.errors import PenstockError
+from engine.python_child import python_command
 
 PROMPT_TOKENS = (5, 64, 65, 300)
 """Lengths below, at and behind a block's border, and of several chunks."""
@@ -158,7 +158,7 @@ def _by_transformers(
         return {}
     asked = {"folder": str(folder), "dtype": dtype, "prompts": prompts, "num_tokens": tokens}
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "engine.workers.reference"],
+        python_command("-m", "engine.workers.reference"),
         input=json.dumps(asked),
         capture_output=True,
         text=True,

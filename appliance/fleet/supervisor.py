@@ -27,6 +27,7 @@ from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from appliance.process import SpareDescriptors
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed
+from engine.python_child import python_command
 from engine.units import part_text, size_text
 from engine.wire.channel import DaemonChannel
 from engine.wire.messages import (
@@ -73,7 +74,7 @@ OnDied = Callable[[str, str], None]
 """Takes the worker's name and the cause of its death."""
 
 
-WORKER_PROGRAM = (sys.executable, "-P", "-m", "engine.workers")
+WORKER_PROGRAM = python_command("-m", "engine.workers")
 
 
 class Supervisor:

@@ -90,7 +90,7 @@ class ApiServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # they let a client say who it is, and that it came by TLS
+            proxy_headers=False,  # any client can send X-Forwarded-Proto
             timeout_keep_alive=cast(int, self._limits.idle_s),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )

@@ -10,13 +10,14 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+
+from engine.python_child import python_command
 
 _IMPORT_LIMIT_S, _IMPORT_TOLD_S, _IMPORT_LOOK_S = 60.0, 5.0, 1.0
 
@@ -61,7 +62,7 @@ def import_fault(statement: str) -> str | None:
     """Return the last line of a Python's error on an import; None: it worked."""
     try:
         with subprocess.Popen(
-            [sys.executable, "-c", statement],
+            python_command("-c", statement),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -59,7 +59,7 @@ def penstock(
             ).returncode
         else:
             fds = [given.fileno(), out.fileno(), err.fileno()]
-            code = _fork({"arguments": arguments, "environ": environ, "cwd": cwd}, fds)
+            code = fork({"arguments": arguments, "environ": environ, "cwd": cwd}, fds)
         out.seek(0)
         err.seek(0)
         said = (out.read().decode(), err.read().decode())
@@ -73,7 +73,7 @@ def _has_own_interpreter(environ: dict[str, str]) -> bool:
     return not is_usual or any(name.startswith(("PYTHON", "LANG", "LC_")) for name in others)
 
 
-def _fork(asked: dict[str, Any], fds: list[int]) -> int:
+def fork(asked: dict[str, Any], fds: list[int]) -> int:
     """Have the command forked; return its exit code."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:

@@ -1,0 +1,55 @@
+"""Which folders a Python child imports from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.python_child import ROOT, leave_folder_out, python_command
+
+SOURCES = Path(__file__).parents[2]
+NAMES_FILES_ONLY = {"appliance/cli/install_service.py"}
+"""It looks at this interpreter's file, and starts nothing with it."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        (":", ""),
+        ("/a", "/a"),
+        ("/a:", "/a"),
+        (":/a:.:b/c:../d:/e", "/a:/e"),
+        (f"/a:{ROOT}", f"/a:{ROOT}"),
+    ],
+)
+def test_of_python_path_the_absolute_folders_stay(before, after, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environ, path = {"PYTHONPATH": before}, ["/bin", "/a", str(Path.cwd() / "b/c"), "/lib"]
+    leave_folder_out(environ, path)
+    assert environ == {"PYTHONSAFEPATH": "1", "PYTHONPATH": after}
+    assert path == ["/bin", "/a", *([] if "b/c" in before else [str(Path.cwd() / "b/c")]), "/lib"]
+
+
+def test_where_penstock_itself_lies_here_it_stays(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    environ, path = {"PYTHONPATH": ".:x"}, [ROOT]
+    leave_folder_out(environ, path)
+    assert (environ["PYTHONPATH"], path) == (ROOT, [ROOT])
+
+
+def test_no_other_file_starts_python():
+    starts = re.compile(r"sys\.(_base_)?executable|from sys import|\b(multiprocessing|runpy)\b")
+    found = {
+        str(path.relative_to(SOURCES))
+        for package in ("appliance", "engine", "tui", "migrations")
+        for path in (SOURCES / package).rglob("*.py")
+        if starts.search(path.read_text())
+    }
+    assert found == {"engine/python_child.py"} | NAMES_FILES_ONLY
+
+
+def test_the_command_is_safe_whatever_the_environment():
+    assert python_command("-c", "pass")[1:] == ("-P", "-c", "pass")
