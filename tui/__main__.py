@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
+import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,6 +69,7 @@ def _run_console(socket_path: str, *, is_ascii: bool, is_read_only: bool) -> int
     from tui.app import Console  # 0.15 s, which plain text does not need
 
     console = Console(socket_path, is_ascii=is_ascii, is_read_only=is_read_only)
+    _set_missing_size()
     console.run()
     return console.return_code or 0
 
@@ -102,8 +105,21 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
 
     playback = playback if options.at else replay.opening
     console = ReplayConsole(replay, playback, is_ascii=is_ascii)
+    _set_missing_size()
     console.run()
     return console.return_code or 0
+
+
+def _set_missing_size() -> None:
+    """Make a terminal that reports no rows or columns, as serial ones do, one of 80x24.
+
+    Textual and Rich assume different sizes for it, and would redraw without end.
+    """
+    terminal = sys.__stdout__.fileno() if sys.__stdout__ else -1
+    with contextlib.suppress(OSError, termios.error):  # no terminal
+        rows, columns = termios.tcgetwinsize(terminal)
+        if not rows or not columns:
+            termios.tcsetwinsize(terminal, (rows or 24, columns or 80))
 
 
 _WIDEST = 1000

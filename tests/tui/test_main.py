@@ -55,11 +55,11 @@ async def run_piped(daemon: FakeDaemon, *options: str, env=None) -> tuple[int, s
 
 
 class Terminal:
-    """A pseudo terminal of 40 rows with the console in it."""
+    """A pseudo terminal with the console in it."""
 
-    def __init__(self, columns: int = 120) -> None:
+    def __init__(self, columns: int = 120, rows: int = 40) -> None:
         self.master, self.slave = pty.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.output = b""
         self.has_output = asyncio.Event()
         self.process: asyncio.subprocess.Process | None = None
@@ -117,6 +117,38 @@ async def test_a_terminal_gets_the_console_in_colour(daemon):
         assert await terminal.quit() == 0
         assert colours(terminal.output)
         assert not {"38", "48"} & colours(terminal.output), "the terminal's own palette only"
+
+
+SIZES = [
+    (0, 0),
+    (80, 0),
+    (0, 24),
+    (1, 1),
+    (30, 8),
+    (80, 24),
+    (81, 25),
+    (120, 40),
+    (200, 50),
+    (300, 80),
+]
+
+
+async def test_a_terminal_of_any_size_is_quiet_while_nothing_changes(daemon):
+    num_bytes = await asyncio.gather(*(quiet_bytes(daemon, *size) for size in SIZES))
+    assert max(num_bytes) < 10_000, dict(zip(SIZES, num_bytes, strict=True))
+
+
+async def quiet_bytes(daemon: FakeDaemon, columns: int, rows: int) -> int:
+    """Count what the console writes in two seconds after it has drawn, until it quits."""
+    async with Terminal(columns, rows) as terminal:
+        await terminal.run(daemon, env=environ())
+        await terminal.until(lambda output: len(output) > 500)
+        await asyncio.sleep(1)
+        num_drawn = len(terminal.output)
+        await asyncio.sleep(2)
+        num_bytes = len(terminal.output) - num_drawn
+        assert await terminal.quit() == 0
+    return num_bytes
 
 
 async def test_no_color_means_no_colour_at_all(daemon):
