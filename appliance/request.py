@@ -180,6 +180,8 @@ class Request:
     """How its messages were brought into the form that the chat template takes."""
     failure: RequestError | None = None
     """What its client is told where the daemon has ended it; None: what its sequences say."""
+    waited_for: str | None = None
+    """What its prompt waited for when that was last looked at; None: it did not wait then."""
     is_resumed: bool = False
     """Whether a daemon that died has begun it."""
     prefill_j: float | None = None

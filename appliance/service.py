@@ -59,6 +59,8 @@ from engine.wire.sampling import TokenLogprob
 log = logging.getLogger("penstock")
 
 DRAIN_CHECK_S = 0.2
+REFUSALS_S = 10.0
+"""Between two counts of one caller's refusals in the log."""
 TOKEN_BYTES = 8  # of a body: more than most have, lest one is taken for longer than it is
 _SUMMED_UP_AT_START = {"worker.ready", "ssd.on", "dram.on"}
 """Events that are not printed while a model loads: the announcement says what they add up to."""
@@ -101,6 +103,7 @@ class Service:
         self.availability = Availability(supervisor, self.deadlines)
         self._closed = ClosedRequests(request_log)
         self._last_seq_id, self._num_checked = 0, -1
+        self._refusals_logged_s = 0.0
         self._measuring: Measuring | None = None
         self._disturbances = Disturbances()
         self.idle = asyncio.Event()  # while no request is live
@@ -474,6 +477,15 @@ class Service:
                 if change.severity != "info" or not self.availability.is_stopping:
                     self.event(*change)
         self._closed.complete(self._energy.take_complete())
+        self._log_refusals()
+
+    def _log_refusals(self) -> None:
+        """Write the counts of refused requests to the log, every few seconds and at the end."""
+        now_s = time.monotonic()
+        if self.availability.is_stopping or now_s - self._refusals_logged_s >= REFUSALS_S:
+            self._refusals_logged_s = now_s
+            for row in self._telemetry.refusals.take_rows():
+                self._log.record(row)
 
     def _standing(self) -> ServiceState:
         self._totals.has_prefix_cache = self.hasher is not None

@@ -362,3 +362,33 @@ def m014_speculation(db: Database) -> None:
         _WITH_LEGS.replace("max_tokens,", columns),
     ):
         db.conn.execute(statement)
+
+
+# Some rows a minute at most, whatever floods: refusals are counted by caller and reason before.
+_REFUSALS = """
+CREATE TABLE refusals (
+  id      INTEGER PRIMARY KEY,
+  run_id  INTEGER NOT NULL REFERENCES runs(run_id),
+  at      TEXT NOT NULL,
+  user    TEXT NOT NULL,
+  client  TEXT NOT NULL,
+  status  INTEGER NOT NULL,
+  code    TEXT NOT NULL,
+  number  INTEGER NOT NULL
+) STRICT
+"""
+
+
+@migration()
+def m015_clients(db: Database) -> None:
+    """Add a request's program or address and what it waited for; count refused requests."""
+    columns = "max_tokens, output_offset, changes, cache_miss, speculation, client, waited_for,"
+    for statement in (
+        "DROP VIEW v_requests",
+        "ALTER TABLE requests ADD COLUMN client TEXT",
+        "ALTER TABLE requests ADD COLUMN waited_for TEXT",
+        _WITH_LEGS.replace("max_tokens,", columns),
+        _REFUSALS,
+        "CREATE INDEX ix_refusals_at ON refusals(at)",
+    ):
+        db.conn.execute(statement)

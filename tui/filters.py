@@ -26,6 +26,7 @@ WORDS: Mapping[str, Callable[[RequestFrame], str | None]] = MappingProxyType(
     {
         "id": lambda r: r.id,
         "user": lambda r: r.user,
+        "client": lambda r: r.client,
         "state": lambda r: r.phase,
         "finish": lambda r: r.finish_reason,
         "endpoint": lambda r: r.endpoint,

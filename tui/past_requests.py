@@ -34,7 +34,7 @@ _FOLLOWS = (
 """Stamps in order, each with the stage that begins there by default."""
 _KEPT = (
     "endpoint", "model", "user", "num_sequences", "prompt_tokens", "cached_tokens", "received_at",
-    "restored_tokens",
+    "restored_tokens", "client", "waited_for",
 )  # fmt: skip
 _KEPT_OF_ENDED = (
     "finish_reason", "error", "transport", "handoff_bytes", "route", "route_reason",
@@ -46,7 +46,7 @@ _ADDED = {
     "preemptions": 0, "paused_us": None, "cached_tokens": None,
     "restored_us": None, "restored_tokens": 0, "restore_reason": None,
     "workers": None, "links": None, "changes": None, "cache_miss": None,
-    "speculation": None,
+    "speculation": None, "client": None, "waited_for": None,
 }  # fmt: skip
 """Columns missing in recordings of earlier releases, with their defaults."""
 

@@ -324,6 +324,7 @@ _LOG: Json = {
         | dict.fromkeys(("finish_reason", "error", "cancelled_by"), _TEXT_OR_NULL)
         | dict.fromkeys(("route", "route_reason", "restore_reason"), _TEXT_OR_NULL)
         | dict.fromkeys(("workers", "links", "changes", "cache_miss", "speculation"), _TEXT_OR_NULL)
+        | dict.fromkeys(("client", "waited_for"), _TEXT_OR_NULL)
         | dict.fromkeys(("peer_uid", "peer_gid", "peer_pid", "max_tokens", "seed"), _WHOLE)
         | dict.fromkeys(("handoff_bytes", "handoff_blocks", "cached_tokens"), _WHOLE)
         | {"output_offset": _WHOLE}
@@ -340,7 +341,7 @@ _LOG: Json = {
         dict.fromkeys(("requests", "errors", "prompt_tokens", "completion_tokens"), COUNT)
         | dict.fromkeys(("prefill_ms", "decode_ms"), _MS)
         | dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token"), _JOULES),
-        dict.fromkeys(("user", "model", "day"), STRING),
+        dict.fromkeys(("user", "model", "day"), STRING) | {"refused": COUNT},
     ),
 }
 

@@ -45,6 +45,7 @@ REQUESTS = (
     TableColumn("DECODE J", "decode_j", joules, is_wide=True),
     TableColumn("ERROR", "error", is_wide=True),
     TableColumn("WHY SLOW", "slow_because", is_wide=True),
+    TableColumn("CLIENT", "client", rank=7),
 )
 
 LOG = (
@@ -81,6 +82,8 @@ LOG = (
     TableColumn("ERROR", "error", is_wide=True),
     TableColumn("WORKERS", "workers", is_wide=True),
     TableColumn("LINKS", "links", is_wide=True),
+    TableColumn("CLIENT", "client", rank=8),
+    TableColumn("WAITED FOR", "waited_for", is_wide=True),
 )
 
 EVENTS = (
@@ -142,6 +145,7 @@ TEXTS = (
 
 def usage(by: str) -> tuple[TableColumn, ...]:
     """List the columns of sums by `user`, `model` or `day`."""
+    refused = () if by == "model" else (TableColumn("REFUSED", "refused", count),)
     return (
         TableColumn(by.upper(), by),
         TableColumn("REQUESTS", "requests", count),
@@ -152,4 +156,5 @@ def usage(by: str) -> tuple[TableColumn, ...]:
         TableColumn("DECODE", "decode_ms", duration),
         TableColumn("ENERGY", "energy_j", joules),
         TableColumn("J/TOKEN", "j_per_token", joules),
+        *refused,
     )

@@ -333,6 +333,8 @@ class Swaps(AbstractContextManager[None]):
             age_ms=(now_ns - asker.arrived_ns) / 1e6,
             waits_for=self._waits_for_what(one.name),
             cancelled_by=one.cancelled_by,
+            client=asker.peer.client or None,
+            waited_for="a swap to its model",
         )
 
     def _waits_for_what(self, name: str) -> str:

@@ -183,6 +183,11 @@ class RequestFrame(msgspec.Struct):
     """The token at which its cached prefix ended, and why; None: nothing was missed."""
     speculation: str | None = None
     """Its tokens per step, and how many guessed tokens were right, in words; None: no guesses."""
+    client: str | None = None
+    """The program and process that sent it, as the kernel names them, or its address; None: neither
+    is known."""
+    waited_for: str | None = None
+    """What its prompt waited for last, in words; None: it had its turn within a second."""
 
 
 class WorkerFrame(msgspec.Struct):

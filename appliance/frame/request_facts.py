@@ -62,6 +62,7 @@ def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
     return {
         "state": phase_text(request),
         "user": request.get("user") or ABSENT,
+        "client": request.get("client") or ABSENT,
         "endpoint": request.get("endpoint") or ABSENT,
         "model": request.get("model") or ABSENT,
         "received": request.get("received_at") or ABSENT,
@@ -90,6 +91,7 @@ def guesses(totals: Mapping[str, Any]) -> list[str]:
 def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List the route of a request and its delays, with labels; empty texts are left out later."""
     preemptions, waits_for = request.get("preemptions"), request.get("waits_for")
+    waited_for = request.get("waited_for")
     by = request.get("cancelled_by")
     return [
         ("energy", _energy(request)),
@@ -99,6 +101,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("cache missed", request.get("cache_miss") or ""),
         ("speculation", request.get("speculation") or ""),
         ("waits", f"for {waits_for}" if waits_for else ""),
+        ("waited", f"for {waited_for}" if waited_for and not waits_for else ""),
         ("preempted", f"{times(preemptions)}: others needed its KV blocks" if preemptions else ""),
         ("cancelled", f"by {by}" if by else ""),
         ("changed", request.get("changes") or ""),

@@ -12,6 +12,7 @@ import functools
 import grp
 import os
 import pwd
+import select
 import socket
 import ssl
 import struct
@@ -27,8 +28,8 @@ from engine.errors import ConfigError
 
 CREDENTIAL_NAME = "api-keys"
 """The systemd credential that holds the keys if no file is configured."""
-SO_PEERGROUPS = 59
-"""The constant in <asm-generic/socket.h>; Python does not define it."""
+SO_PEERGROUPS, SO_PEERPIDFD = 59, 77
+"""Constants in <asm-generic/socket.h>; Python does not define them."""
 MAX_OPTION_BYTES = 1024
 """Python's maximum for a socket option: 256 groups."""
 
@@ -42,6 +43,8 @@ class Credentials:
     pid: int
     gids: frozenset[int]
     """Its groups, including the primary one."""
+    program: str | None = None
+    """Name of the program that it ran then; None: it had ended, or may not be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class AccessPolicy:
             uid=who.uid,
             gid=who.gid,
             pid=who.pid,
+            program=who.program,
             user=_user_name(who.uid),
             role=self._role_of(who),
         )
@@ -165,7 +169,45 @@ def credentials_of(connection: socket.socket) -> Credentials | None:
         return None
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, gid = struct.unpack("3i", raw)
-    return Credentials(uid, gid, pid, frozenset({gid, *_peer_groups(connection, uid, gid)}))
+    gids = frozenset({gid, *_peer_groups(connection, uid, gid)})
+    return Credentials(uid, gid, pid, gids, program_of(connection, pid, uid))
+
+
+def program_of(connection: socket.socket, pid: int, uid: int) -> str | None:
+    """Read the name of the program at the other end of a Unix socket; never its arguments.
+
+    Its process may have ended, and another may have its number: the kernel gives a descriptor of
+    the process itself. Before Linux 6.5 the number alone is known, so the user must match, too.
+    """
+    fd = -1
+    try:
+        fd = _process_fd(connection, pid, uid)
+        name = Path(f"/proc/{pid}/comm").read_bytes() if pid else b""
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        has_ended = bool(poll.poll(0))
+    except OSError:
+        return None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    text = name.decode(errors="replace").strip()
+    plain = "".join(each if each.isprintable() and each != " " else "_" for each in text)
+    return None if has_ended or not plain else plain
+
+
+def _process_fd(connection: socket.socket, pid: int, uid: int) -> int:
+    """Open a descriptor of the peer's process; raises OSError if it is not known to be that."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    fd = os.pidfd_open(pid)
+    if os.stat(f"/proc/{pid}").st_uid != uid:
+        os.close(fd)
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    return fd
 
 
 def _peer_groups(connection: socket.socket, uid: int, gid: int) -> Iterable[int]:

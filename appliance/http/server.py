@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 
 from appliance.api.appliance import Appliance
 from appliance.api.early_refusals import EarlyRefusals
-from appliance.http.access import AccessPolicy, Credentials, credentials_of
+from appliance.http.access import AccessPolicy, Credentials, credentials_of, program_of
 from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.kept_replies import LeftReply
@@ -141,7 +141,8 @@ class ApiServer:
     def take_up(self, left: LeftReply) -> None:
         """Continue the reply to a dead daemon's request."""
         peer = left.journal.head.credentials if left.journal.head else None
-        who = None if peer is None else Credentials(*peer[:3], frozenset(peer[3]))
+        program = None if peer is None else program_of(left.client, peer[2], peer[0])
+        who = None if peer is None else Credentials(*peer[:3], frozenset(peer[3]), program)
         self._serve_on(left.client, who, left)
 
     async def has_taken_up(self) -> None:

@@ -40,6 +40,11 @@ _USAGE = {
     "day": ("substr(received_at, 1, 10)", "1"),
 }
 
+_REFUSED_BY = {"user": "user", "day": "substr(at, 1, 10)"}
+"""Where refused requests are summed up: no model has refused them."""
+
+_SUMS_MS = ("prefill_ms", "decode_ms")
+_SUMS_J = ("prefill_j", "decode_j", "energy_j", "j_per_token")
 _Json = dict[str, object]
 _Condition = tuple[str, object]
 """SQL with at most one ?, and its value; None: no condition."""
@@ -93,7 +98,7 @@ def read_events(path: Path, query: EventQuery) -> list[_Json]:
 
 
 def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
-    """Add up the log's requests by user, model or day; raises as read_rows().
+    """Add up the log's requests, and by user or day the refused ones; raises as read_rows().
 
     Users and models with the most tokens come first, days in order. Sums of milliseconds are None
     if no request reached the stage, joules if no power was reported; `j_per_token` is both phases'
@@ -113,7 +118,28 @@ def read_usage(path: Path, query: UsageQuery) -> list[_Json]:
         f" FROM v_requests{where} GROUP BY 1"
     )
     with _reading(path) as db:
-        return [dict(row) for row in db.execute(f"SELECT * FROM ({sql}) ORDER BY {order}", values)]
+        found = db.execute(f"SELECT * FROM ({sql}) ORDER BY {order}", values).fetchall()
+        usage = [dict(row) for row in found]
+        return usage if query.by == "model" else _with_refused(usage, _refused(db, query), query.by)
+
+
+def _refused(db: sqlite3.Connection, query: UsageQuery) -> dict[str, int]:
+    """Count refused requests by user or day; a log of an earlier release has none."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'refusals'").fetchone():
+        return {}
+    where, values = _where(("at >= ?", query.since), ("at < ?", query.until))
+    sql = f"SELECT {_REFUSED_BY[query.by]}, sum(number) FROM refusals{where} GROUP BY 1 ORDER BY 1"
+    return dict(map(tuple, db.execute(sql, values)))
+
+
+def _with_refused(usage: list[_Json], refused: dict[str, int], by: str) -> list[_Json]:
+    """Add the refused requests; a user or day without others gets a row at the end."""
+    for row in usage:
+        row["refused"] = refused.pop(str(row[by]), 0)
+    counts = dict.fromkeys(("requests", "errors", "prompt_tokens", "completion_tokens"), 0)
+    sums = dict.fromkeys((*_SUMS_MS, *_SUMS_J))
+    usage += [{by: name, **counts, **sums, "refused": num} for name, num in refused.items()]
+    return sorted(usage, key=lambda row: str(row[by])) if by == "day" else usage
 
 
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)

@@ -31,6 +31,7 @@ KEEP_FRAMES = timedelta(hours=72)
 _ALL_TIMES = (
     "SELECT received_at AS at FROM requests"
     " UNION ALL SELECT at FROM events UNION ALL SELECT at FROM frames"
+    " UNION ALL SELECT at FROM refusals"
 )
 _UNUSED_TEMPLATES = (
     "DELETE FROM frame_templates WHERE template_id NOT IN (SELECT template_id FROM frames)"
@@ -54,7 +55,7 @@ class RetentionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The number of deleted rows of each kind."""
+    """The number of deleted rows of each kind; counts of refusals are among the events."""
 
     requests: int = 0
     events: int = 0
@@ -108,7 +109,8 @@ def estimate(db: sqlite3.Connection, limits: RetentionLimits, now: datetime) -> 
     until = max(horizon, newest or "")
     return Pruned(
         _one(db, "SELECT count(*) FROM requests WHERE received_at <= ?", until),
-        _one(db, "SELECT count(*) FROM events WHERE at <= ?", until),
+        _one(db, "SELECT count(*) FROM events WHERE at <= ?", until)
+        + _one(db, "SELECT count(*) FROM refusals WHERE at <= ?", until),
         _one(
             db,
             "SELECT count(*) FROM frames WHERE at <= ?",
@@ -202,7 +204,9 @@ def _delete_oldest(db: sqlite3.Connection, num_rows: int, until: str = "9") -> P
         requests = db.execute("DELETE FROM requests WHERE received_at <= ?", (end,))
         events = db.execute("DELETE FROM events WHERE at <= ?", (end,))
         frames = db.execute("DELETE FROM frames WHERE at <= ?", (end,))
-    return Pruned(requests.rowcount, events.rowcount, frames.rowcount)
+        refusals = db.execute("DELETE FROM refusals WHERE at <= ?", (end,))
+    num_events = events.rowcount + refusals.rowcount
+    return Pruned(requests.rowcount, num_events, frames.rowcount)
 
 
 def _delete_frames(db: sqlite3.Connection, until: str) -> int:

@@ -87,6 +87,10 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     """What was changed in order to serve it, in words; None: nothing."""
     speculation: str | None = None
     """Its tokens per step and right guesses, in words; None: no guesses."""
+    client: str | None = None
+    """The program and process that sent it, or its address; None: neither is known."""
+    waited_for: str | None = None
+    """What its prompt waited for last, in words; None: it had its turn within a second."""
 
     @classmethod
     def from_request(cls, request: Request, *, with_text: bool = False) -> LogRow:
@@ -134,6 +138,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
             restore_reason=slowest.restore_reason,
             cache_miss=request.cache_miss,
             speculation=request.drafts.about,
+            client=request.peer.client or None,
+            waited_for=request.waited_for,
             workers=",".join(slowest.workers) or None,
             links=",".join(slowest.links) or None,
             handoff_bytes=sum(sequence.handoff_bytes for sequence in sequences),
@@ -186,6 +192,17 @@ class RowEnergy(NamedTuple):
     rid: str
     prefill_j: float | None
     decode_j: float | None
+
+
+class RefusalRow(NamedTuple):
+    """Refusals of one caller for one reason, since its last such row."""
+
+    at: str
+    user: str
+    client: str
+    status: int
+    code: str
+    number: int
 
 
 def frame_of_row(row: dict[str, Any]) -> RequestFrame:

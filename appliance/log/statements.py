@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from appliance.log.row import LogRow, RowEnergy
+from appliance.log.row import LogRow, RefusalRow, RowEnergy
 
 _LOG = logging.getLogger("penstock.request_log")
 
@@ -101,6 +101,15 @@ def update_energy(db: sqlite3.Connection, energy: RowEnergy) -> None:
     db.execute(
         "UPDATE requests SET prefill_j = ?, decode_j = ? WHERE rid = ?",
         (energy.prefill_j, energy.decode_j, energy.rid),
+    )
+
+
+def insert_refusals(db: sqlite3.Connection, run_id: int, refusals: RefusalRow) -> None:
+    """Insert a count of refused requests."""
+    db.execute(
+        "INSERT INTO refusals (run_id, at, user, client, status, code, number)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (run_id, *map(_storable, refusals)),
     )
 
 

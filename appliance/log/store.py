@@ -17,7 +17,7 @@ from appliance.log.reader import BUSY_TIMEOUT_MS, SQLITE_ERRORS, check_file, log
 from appliance.log.retention import Pruned, RetentionLimits, _one, estimate, prune_steps, used_bytes
 from engine.errors import FileError
 
-_TABLES = ("requests", "events", "request_text", "runs", "frames")
+_TABLES = ("requests", "events", "request_text", "runs", "frames", "refusals")
 """The tables, the newest last: an older log has no frames."""
 PAUSE_S = 0.02
 """Seconds between two slices, so that a running daemon can write."""

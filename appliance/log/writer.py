@@ -44,12 +44,13 @@ from appliance.log.reader import (
 )
 from appliance.log.recording_copy import remove_unfinished, temporary_recording
 from appliance.log.retention import RetentionLimits, Upkeep
-from appliance.log.row import LogRow, RowEnergy
+from appliance.log.row import LogRow, RefusalRow, RowEnergy
 from appliance.log.statements import (
     Event,
     boot_id,
     end_crashed_run,
     insert_events,
+    insert_refusals,
     insert_row,
     insert_run,
     update_energy,
@@ -75,7 +76,7 @@ _Found = TypeVar("_Found")
 class _Batch:
     """Unwritten rows, events and frames for one transaction."""
 
-    rows: deque[LogRow | RowEnergy] = field(default_factory=deque)
+    rows: deque[LogRow | RowEnergy | RefusalRow] = field(default_factory=deque)
     events: deque[Event] = field(default_factory=deque)
     frames: deque[Frame] = field(default_factory=deque)
 
@@ -197,8 +198,8 @@ class RequestLog:
         """Note an accepted request, so that a crash leaves a row."""
         self._open.add(row)
 
-    def record(self, row: LogRow | RowEnergy) -> None:
-        """Queue a request's row, or its later completion; returns at once."""
+    def record(self, row: LogRow | RowEnergy | RefusalRow) -> None:
+        """Queue a request's row, its later completion, or refusals; returns at once."""
         if isinstance(row, LogRow):
             self._open.end(row)
         with self._wake:
@@ -396,7 +397,7 @@ class RequestLog:
             lost = (self._rows_lost, self._frames_lost)
             _LOG.warning("%s: writing again; lost so far: %d rows, %d frames", self.path, *lost)
         self._is_failing = False
-        self._open.settle(row.rid for row in batch.rows)
+        self._open.settle(row.rid for row in batch.rows if not isinstance(row, RefusalRow))
         with self._wake:
             self._rows_lost += num_refused
             self._num_settled += len(batch)
@@ -405,11 +406,14 @@ class RequestLog:
             self._wake.notify_all()
         return True
 
-    def _store(self, db: sqlite3.Connection, row: LogRow | RowEnergy) -> bool:
+    def _store(self, db: sqlite3.Connection, row: LogRow | RowEnergy | RefusalRow) -> bool:
         """Insert a row or complete one; False: a retry would fail, too."""
         if isinstance(row, LogRow):
             return insert_row(db, self._run_id, row)
-        update_energy(db, row)
+        if isinstance(row, RefusalRow):
+            insert_refusals(db, self._run_id, row)
+        else:
+            update_energy(db, row)
         return True
 
     def _follow_file(self) -> None:

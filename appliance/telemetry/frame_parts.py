@@ -181,6 +181,8 @@ def request_frame(request: Request, snapshot: Snapshot | None, now_ns: int) -> R
         restore_reason=shown.restore_reason,
         cache_miss=None if shown.cache_miss is None else shown.cache_miss.reason,
         speculation=request.drafts.about,
+        client=request.peer.client or None,
+        waited_for=request.waited_for,
         prefill_j=request.prefill_j,
         decode_j=request.decode_j,
     )

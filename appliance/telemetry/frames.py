@@ -3,7 +3,7 @@
 Owns: the newest frame, its number, the readers that wait for the next one, and the energy account.
 Invariant: frame numbers only grow; rates, devices and the host are read over an interval when a
 frame is made, and never for a single reader.
-Never: changes anything that it reads.
+Never: changes anything that it reads, but for what a request has waited for.
 """
 
 from __future__ import annotations
@@ -215,6 +215,7 @@ class Frames:
             waited_ns = now_ns - waiting.stamps.arrived_ns
             wait = wait_text(waits[waiting.seq_id], waited_ns)
             frame.waits_for, frame.behind, frame.behind_tokens = wait
+            request.waited_for = frame.waited_for = wait.text.partition(";")[0]
         return frame
 
     def _parts(

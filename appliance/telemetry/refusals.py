@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from appliance.frame.late_frames import RefusalFrame
 from appliance.frame.protocol import utc_now
+from appliance.log.row import RefusalRow
 from appliance.request import Peer
 from engine.errors import RequestError
 
@@ -32,6 +33,7 @@ class _Kind:
     code: str
     message: str = ""
     number: int = 0
+    num_logged: int = 0
     last_s: float = 0.0
     last_at: str = ""
     seconds: deque[tuple[int, int]] = field(default_factory=deque)
@@ -76,6 +78,24 @@ class Refusals:
         kind.client = peer.client
         kind.count(error.what[:MAX_MESSAGE_CHARS], now_s)
 
+    def take_rows(self) -> list[RefusalRow]:
+        """Return the refusals since the last call, for the log."""
+        fresh = [kind for kind in self._kinds.values() if kind.number > kind.num_logged]
+        rows = [
+            RefusalRow(
+                kind.last_at,
+                kind.user,
+                kind.client,
+                kind.status,
+                kind.code,
+                kind.number - kind.num_logged,
+            )
+            for kind in fresh
+        ]
+        for kind in fresh:
+            kind.num_logged = kind.number
+        return rows
+
     def _make_room(self) -> None:
         """Forget the caller refused longest ago, if there are too many."""
         if len(self._kinds) < MAX_KINDS:
@@ -85,6 +105,7 @@ class Refusals:
         sum_key = (OTHERS, "", gone.status, "")
         total = self._kinds.setdefault(sum_key, _Kind(OTHERS, "", gone.status, ""))
         total.number += gone.number
+        total.num_logged += gone.num_logged
         total.last_s, total.last_at = gone.last_s, gone.last_at
 
     def frames(self, now_s: float) -> list[RefusalFrame]:

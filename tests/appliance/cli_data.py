@@ -205,6 +205,7 @@ USAGE = [
         "decode_j": 1034.0,
         "energy_j": 1244.5,
         "j_per_token": 2.430664,
+        "refused": 135381,
     },
     {
         "user": HOSTILE,

@@ -74,7 +74,7 @@ def rich() -> Frame:
         frames.finished(14), phase="handing_off", error="gone", num_sequences=2, worker="decode",
         restored_tokens=64, cached_tokens=128, restore_ms=3.0, restore_reason="x",
         workers="prefill0,decode1,decode0", links="peer,none", changes="x", cache_miss="x",
-        speculation="x",
+        speculation="x", client="curl 7", waited_for="x",
     )  # fmt: skip
     queued = msgspec.structs.replace(
         request, error=None, waits_for="KV; 1 s", behind="cmpl-1", behind_tokens=9

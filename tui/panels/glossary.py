@@ -96,6 +96,7 @@ GLOSSARY: Mapping[str, tuple[Entry, ...]] = MappingProxyType(
                 " done (stop), done (length: max_tokens reached), done (tools), cancelled, failed."
                 " A waiting request has its KV blocks, and its worker computes other prompts first",
             ),
+            Entry("CLIENT", "program and process id on the Unix socket, else the address"),
             Entry("IN, OUT, MAX", "prompt tokens; output tokens so far; max_tokens"),
             Entry("TIME", "time since its arrival; of a finished request, its whole time"),
             _TTFT,

@@ -51,7 +51,7 @@ _PAIRS = (
     ("ttft", "tpot"),
     ("first itl", "moved"),
     ("model", "blocks"),
-    ("stream",),
+    ("client", "stream"),
 )
 """Facts shown side by side; others have lines of their own."""
 _FACT_TONES = {"waits": Tone.WARN, "slow because": Tone.STRONG}

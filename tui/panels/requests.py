@@ -82,6 +82,7 @@ COLUMNS = (
     RequestColumn("ID", 8, 0, lambda r: fig.short_id(r.id), is_right=False),
     RequestColumn("PHASE", 15, 0, phase_text, is_right=False),
     RequestColumn("USER", 8, 6, lambda r: r.user or fig.ABSENT, is_right=False, grows_to=12),
+    RequestColumn("CLIENT", 12, 8, lambda r: r.client or fig.ABSENT, is_right=False, grows_to=22),
     RequestColumn("WORKER", 9, 14, lambda r: r.worker or fig.ABSENT, is_right=False),
     RequestColumn("ENDPOINT", 16, 16, lambda r: r.endpoint, is_right=False, grows_to=24),
     RequestColumn("IN", 6, 1, lambda r: fig.short_count(r.prompt_tokens)),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import Unavailable
 from tests.appliance.api_server import serving
 from tests.appliance.peers import VIEWER, client_of
+
+PROGRAM = Path("/proc/self/comm").read_text().strip()
 
 
 async def scrape(client) -> dict[tuple, float]:
@@ -43,6 +48,20 @@ async def test_replies_are_counted_by_route_method_and_status(appliance, tmp_pat
     assert {key for key in again if key[0] == "http_requests_total"} == {
         ("http_requests_total", *key) for key in counted
     }
+
+
+async def test_refused_requests_are_counted_by_caller_and_answers_are_not(appliance, tmp_path):
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        await served.complete()
+        for _ in range(3):
+            await served.complete(model="gone")
+        await served.http.get("/nowhere")
+        await served.http.get("/v1/requests/cmpl-gone")
+        await served.http.get("/ready")
+    callers = {caller for caller, _ in appliance.refusals}
+    codes = [code for _, code in appliance.refusals]
+    assert codes == ["model_not_found"] * 3 + ["unknown_url"]
+    assert callers == {f"{PROGRAM} {os.getpid()}"}
 
 
 async def test_who_may_look_may_scrape(appliance):

@@ -8,6 +8,7 @@ import pwd
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from appliance.http.access import (
     Credentials,
     UserDirectory,
     credentials_of,
+    program_of,
 )
 from appliance.http.api_keys import new_key
 from appliance.request import Role
@@ -108,6 +110,32 @@ def test_we_are_ourselves_at_both_ends():
         who = credentials_of(ours)
     assert (who.uid, who.gid, who.pid) == (os.getuid(), os.getgid(), os.getpid())
     assert who.gids == {os.getgid(), *os.getgroups()}
+
+
+def test_a_client_is_its_program_by_name_and_number_and_never_by_its_arguments(tmp_path):
+    script = "import socket,sys; c = socket.socket(1); c.connect(sys.argv[1]); c.recv(1)"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        command = [sys.executable, "-c", script, str(tmp_path / "s"), "secret"]
+        client = subprocess.Popen(command)
+        accepted, _ = listener.accept()
+        with accepted:
+            who = credentials_of(accepted)
+            name = Path(f"/proc/{client.pid}/comm").read_text().strip()
+            client.kill()
+            client.wait()
+            later = credentials_of(accepted)
+    assert AccessPolicy().peer_of(who).client == f"{name} {client.pid}"
+    assert later.program is None, "another process may have its number by now"
+    assert AccessPolicy().peer_of(later).client == f"pid {client.pid}"
+
+
+def test_a_programs_name_is_one_word_without_what_moves_a_cursor(monkeypatch):
+    ours, theirs = socket.socketpair()
+    with ours, theirs, monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda _: b"a b\x1b[2J\xff\n")
+        assert program_of(ours, os.getpid(), os.getuid()) == "a_b_[2J\ufffd"
 
 
 def connect_with_groups(path, groups):

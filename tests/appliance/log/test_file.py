@@ -242,7 +242,7 @@ def test_a_log_found_damaged_at_start_is_kept_a_new_one_goes_on_and_that_is_said
     ("right", "wrong"),
     [
         (b"stopped_at  TEXT", b"stopxed_at  TEXT"),
-        (b"m014_speculation", b"m014_spfculation"),
+        (b"m015_clients", b"m015_climnts"),
         (b"CREATE TABLE runs", b"CREATE TABLE ruos"),
         (b"CREATE VIEW v_requests", b"CREATE VIEW v_reqqests"),
     ],

@@ -20,6 +20,7 @@ from appliance.log.query import (
     UsageQuery,
 )
 from appliance.log.reader import read_events, read_row, read_rows, read_usage
+from appliance.log.row import RefusalRow
 from appliance.request import Peer
 from engine.errors import PenstockError
 from tests.appliance.logs import DAYS, rids, row, start, write, write_five_days
@@ -144,6 +145,7 @@ def test_usage_is_summed_by_user_with_the_most_tokens_first(path: Path) -> None:
             "prefill_ms": prefill_ms,
             "decode_ms": decode_ms,
             **dict.fromkeys(("prefill_j", "decode_j", "energy_j", "j_per_token")),
+            "refused": 0,
         }
         for user, requests, errors, prefill_ms, decode_ms in [
             ("ann", 2, 0, 14.0, 18.0),
@@ -151,6 +153,30 @@ def test_usage_is_summed_by_user_with_the_most_tokens_first(path: Path) -> None:
             ("uid:1000", 1, 0, 597.0, 18.0),
         ]
     ]
+
+
+def test_refused_requests_are_summed_by_user_and_by_day_and_have_rows_of_their_own(
+    path: Path,
+) -> None:
+    write(
+        path,
+        RefusalRow(DAYS[0], "ann", "python 9495", 404, "model_not_found", 135_000),
+        RefusalRow(DAYS[1], "ann", "python 9495", 429, "queue_full", 17),
+        RefusalRow(DAYS[1], "eve", "10.0.0.7:1", 401, "invalid_api_key", 3),
+    )
+    refused = {row["user"]: row["refused"] for row in read_usage(path, UsageQuery())}
+    assert refused == {"ann": 135_017, "key:bob": 0, "uid:1000": 0, "eve": 3}
+    eve = read_usage(path, UsageQuery())[-1]
+    assert (eve["user"], eve["requests"], eve["prefill_ms"]) == ("eve", 0, None)
+    days = read_usage(path, UsageQuery(by="day", until=DAYS[1]))
+    assert [(row["day"], row["refused"]) for row in days] == [(DAYS[0][:10], 135_000)]
+    assert "refused" not in read_usage(path, UsageQuery(by="model"))[0]
+
+
+def test_a_log_of_an_earlier_release_has_no_refusals(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DROP TABLE refusals")
+    assert {row["refused"] for row in read_usage(path, UsageQuery())} == {0}
 
 
 def test_output_that_nobody_knows_is_in_no_sum(tmp_path: Path) -> None:

@@ -37,9 +37,10 @@ def test_stats_count_bytes_and_rows_and_name_the_span(path: Path) -> None:
         "request_text": 3,
         "runs": 1,
         "frames": 0,
+        "refusals": 0,
     }
     assert (found["oldest"], found["newest"]) == (OLD, NEW)
-    assert found["schema"] == "m014_speculation"
+    assert found["schema"] == "m015_clients"
     assert found["file_bytes"] == path.stat().st_size >= found["used_bytes"] > 0
     assert found["wal_bytes"] == 0
 
