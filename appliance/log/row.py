@@ -104,10 +104,9 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
         sequences = request.sequences
         sampling = sequences[0].sampling
         slowest = max(sequences, key=lambda sequence: sequence.stamps.finished_ns or 0)
-        client_rid = request.client_request_id
         return cls(
             rid=request.request_id,
-            client_rid=client_rid[:MAX_CLIENT_RID_CHARS] if client_rid else None,
+            client_rid=_cut(request.client_request_id),
             received_at=request.received_at,
             endpoint=request.endpoint,
             model=request.model,
@@ -172,7 +171,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
                 **counts,
                 **known,
                 "rid": frame.id,
-                "client_rid": client_rid[:MAX_CLIENT_RID_CHARS] if client_rid else None,
+                "client_rid": _cut(client_rid),
                 "peer_uid": peer.uid,
                 "peer_gid": peer.gid,
                 "peer_pid": peer.pid,
@@ -223,6 +222,10 @@ def frame_of_row(row: dict[str, Any]) -> RequestFrame:
 def _worst(sequences: list[Sequence]) -> str | None:
     reasons = [sequence.finish_reason for sequence in sequences if sequence.finish_reason]
     return max(reasons, key=_WORST_LAST.index, default=None)
+
+
+def _cut(client_rid: str | None) -> str | None:
+    return client_rid[:MAX_CLIENT_RID_CHARS] if client_rid else None
 
 
 def _us(duration_ns: int | None) -> int | None:
