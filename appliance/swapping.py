@@ -25,7 +25,7 @@ from appliance.log.writer import RequestLog
 from appliance.model_in_service import ModelInService
 from appliance.models.names import HubName
 from appliance.residents import LOOK_S, MemoryNeed, Residents, need_of
-from engine.errors import PenstockError
+from engine.errors import PenstockError, reading_model
 from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -128,7 +128,8 @@ class Swapping:
         def read_noted() -> T:
             self._being_read.append(name)
             try:
-                return read()
+                with reading_model(name):
+                    return read()
             finally:
                 self._being_read.remove(name)
 

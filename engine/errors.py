@@ -20,7 +20,8 @@ PenstockError                 what, where, hint; exit_code for the CLI
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _FILE_EXIT_CODES = {
@@ -104,6 +105,27 @@ def unreadable(path: Path, error: OSError, what: str = "cannot read") -> Checkpo
     """Make the error for an existing model file that cannot be read."""
     hint = "let the user who serves read it: chmod, or serve as its owner"
     return CheckpointError(f"{what}: {error.strerror}", where=str(path), hint=hint)
+
+
+@contextmanager
+def reading_model(path: Path | str) -> Iterator[None]:
+    """Turn whatever reading a model's files raises into CheckpointError.
+
+    Files are strangers' work: no content may end the process that reads them.
+    """
+    try:
+        yield
+    except (PenstockError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error) from error
+    except MemoryError as error:
+        hint = "is the file as its maker published it? else free memory"
+        what = "reading it takes more memory than there is"
+        raise CheckpointError(what, where=str(path), hint=hint) from error
+    except BaseException as error:  # a panic of Rust is no Exception
+        what = f"cannot read it: {type(error).__name__}: {error}"
+        raise CheckpointError(what[:300], where=str(path)) from error
 
 
 class FileError(PenstockError):

@@ -25,7 +25,7 @@ from engine.checkpoint.model_config import DTYPE_BYTES, ExpertsConfig, ModelConf
 from engine.checkpoint.quantisation import Quantisation
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, reading_model
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -51,6 +51,11 @@ class Checkpoint:
         Raises:
             CheckpointError: naming the file, and the key or tensor that is wrong.
         """
+        with reading_model(folder):
+            return cls._open(folder)
+
+    @classmethod
+    def _open(cls, folder: Path) -> Checkpoint:
         gguf = find_gguf(folder) if folder.exists() else None
         if gguf is not None:
             return cls._open_gguf(gguf)

@@ -172,7 +172,7 @@ def _gemma4(model: GgufModel, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma4_rope(model: GgufModel, keys: dict[str, Any], width: int) -> dict[str, Any]:
     """Read the rotation of both kinds of layers; a factor of 1e30 means no rotation."""
-    factors = model.floats("rope_freqs.weight", width // 2) or [1.0] * (width // 2)
+    factors = model.floats("rope_freqs.weight", width // 2) or [1.0]  # absent: all pairs turn
     turned = [factor for factor in factors if factor < 1e29]
     if any(factor != 1 for factor in turned) or factors[: len(turned)] != turned:
         raise model.bad("rope_freqs.weight", "factors of 1, then of 1e30, are served")
@@ -321,6 +321,8 @@ def config_keys(model: GgufModel) -> dict[str, Any]:
             keys[key] = value
         if key in _REQUIRED and (type(value) is not int or value < 1):
             raise model.bad(f"{arch}.{suffix}", "a whole number above 0 is needed")
+    if keys["num_hidden_layers"] > _MAX_LAYERS:  # before lists are that long
+        raise model.bad(f"{arch}.block_count", f"at most {_MAX_LAYERS} layers are served")
     keys.setdefault("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
     if model.metadata.get(f"{arch}.attention.value_length") not in (None, keys["head_dim"]):
         raise model.bad(f"{arch}.attention.value_length", "as key_length, or absent")

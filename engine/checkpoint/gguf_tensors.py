@@ -153,6 +153,9 @@ def _of_delta(model: GgufModel, name: str, number: str, own_name: str) -> Tensor
     first = 2 * num_keys * key_dim if has_keys else 0
     is_wide = has_keys or own_name == "in_proj_z.weight"
     size = inner // num_values if is_wide else 1
+    rows = found.shape[0]
+    if rows != first + num_values * size or rows > found.num_bytes:
+        return found  # its shape, or its type, is refused; no list is as long as metadata says
     heads = (
         key + num_keys * place for key in range(num_keys) for place in range(num_values // num_keys)
     )

@@ -9,6 +9,7 @@ Never: reads weights, imports torch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -425,10 +426,13 @@ def _ropes(
     rotated: list[bool],
     windows: tuple[int | None, ...],
 ) -> tuple[RopeConfig | None, ...]:
+    @functools.cache  # a list of factors is kept once, not for each layer
+    def read(is_local: bool, head_dim: int) -> RopeConfig:
+        from_keys = RopeConfig.local_from_keys if is_local else RopeConfig.from_keys
+        return from_keys(keys, family, head_dim)
+
     def of(window: int | None, head_dim: int) -> RopeConfig:
-        is_local = family.has_local_rope and window is not None
-        read = RopeConfig.local_from_keys if is_local else RopeConfig.from_keys
-        return read(keys, family, head_dim)
+        return read(family.has_local_rope and window is not None, head_dim)
 
     return tuple(
         of(window, own.head_dim) if is_rotated else None

@@ -15,6 +15,7 @@ from engine.checkpoint.tensor_info import TensorInfo
 from engine.errors import CheckpointError, unreadable
 
 _LENGTH = struct.Struct("<Q")
+_MAX_DIMENSIONS = 16
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the reference implementation
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4,
@@ -61,7 +62,8 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
         code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        is_sane = all(type(size) is int and size >= 0 for size in (*shape, begin, end))
+        is_sane = len(shape) <= _MAX_DIMENSIONS
+        is_sane &= all(type(size) is int and 0 <= size < 2**63 for size in (*shape, begin, end))
         num_bits = _ITEM_BITS[code]
     except (KeyError, TypeError, ValueError):
         is_sane = False

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 
 from engine.checkpoint.gguf import GgufModel, find_gguf
-from engine.errors import CheckpointError, RequestError
+from engine.errors import CheckpointError, RequestError, reading_model
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
 
@@ -68,6 +68,11 @@ class Tokenizer:
         Raises:
             CheckpointError: a file is missing or broken; `where` names it.
         """
+        with reading_model(folder):
+            return cls._from_folder(folder)
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
         gguf = find_gguf(folder)
         if gguf is not None:
             return cls._from_gguf(GgufModel.open(gguf))

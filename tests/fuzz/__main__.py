@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 import traceback
+import tracemalloc
 from pathlib import Path
 from random import Random
 
@@ -22,12 +23,17 @@ from tests.fuzz.parsers import PARSERS, Parser
 MAX_INPUT_S = 5.0
 """CPU seconds for one input."""
 MAX_GROWTH_BYTES = 300 << 20
+MAX_BYTES_PER_BYTE = 64
+"""Of memory that Python allocates for a byte of a model's file, beyond what any file takes."""
+ANY_FILE_BYTES = 16 << 20
 MAX_SHOWN = 5
 
 
 def feed(parser: Parser, data: bytes) -> str | None:
     """Parse one input; say what was wrong, beginning with where it was."""
     began_s = time.thread_time()
+    if parser.is_measured:
+        tracemalloc.start()
     try:
         parser.parse(data)
     except parser.may_raise:
@@ -38,6 +44,11 @@ def feed(parser: Parser, data: bytes) -> str | None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         shown = "".join(traceback.format_exception(error)[-6:])
         return f"{type(error).__name__} at {place.filename}:{place.lineno}\n{shown}"
+    finally:
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    if peak_bytes > ANY_FILE_BYTES + MAX_BYTES_PER_BYTE * len(data):
+        return f"too large\n{len(data)} bytes took {peak_bytes >> 20} MiB"
     took_s = time.thread_time() - began_s
     return f"too slow\ntook {took_s:.1f} s of CPU" if took_s > MAX_INPUT_S else None
 

@@ -94,6 +94,8 @@ class Parser:
     """What to insert besides random bytes."""
     share: int = 1
     """Of the inputs: the quicker, the more."""
+    is_measured: bool = False
+    """Its memory is compared with the input's length, which takes time."""
 
 
 @functools.cache
@@ -129,7 +131,7 @@ def _file_of_model(file: str, read: Callable[[Path], object]) -> Parser:
 
     is_there = (folder / file).exists()
     original = ((folder if is_there else STARTER_FOLDER) / file).read_bytes()
-    return Parser(parse, [original], (PenstockError,), is_json=True)
+    return Parser(parse, [original], (PenstockError,), is_json=True, is_measured=True)
 
 
 def _safetensors(name: str, *, is_json: bool) -> Parser:
@@ -145,7 +147,8 @@ def _safetensors(name: str, *, is_json: bool) -> Parser:
         os.truncate(path, weights.stat().st_size)
         Checkpoint.open(folder)
 
-    return Parser(parse, [head if is_json else length + head], (PenstockError,), is_json=is_json)
+    examples = [head if is_json else length + head]
+    return Parser(parse, examples, (PenstockError,), is_json=is_json, is_measured=True)
 
 
 def _gguf() -> Parser:
@@ -161,7 +164,8 @@ def _gguf() -> Parser:
         Checkpoint.open(path)
         Tokenizer.from_folder(path).encode("Once upon a time")
 
-    return Parser(parse, [head], (PenstockError,))
+    fragments = [struct.pack("<Q", 1 << bits) for bits in (16, 28, 33, 40, 62)]
+    return Parser(parse, [head], (PenstockError,), fragments=fragments, is_measured=True)
 
 
 def _tiny_folder() -> Path:

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, expected_shapes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.weights_layout import weights_layout
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, reading_model
+from engine.text.tokenizer import Tokenizer
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4}
 CONFIG = {
@@ -284,3 +286,43 @@ def test_reading_checkpoints_needs_no_torch():
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Panic(BaseException):
+    """As a panic of Rust, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RecursionError("deep"),
+        Panic("at x.rs"),
+        KeyError("k"),
+        PermissionError(13, "no"),
+    ],
+)
+@pytest.mark.parametrize("read", [Checkpoint.open, Tokenizer.from_folder])
+def test_whatever_reading_a_model_raises_is_an_error_of_that_model(monkeypatch, error, read):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("json.loads", fail)
+    monkeypatch.setattr("tokenizers.Tokenizer.from_str", fail)
+    with pytest.raises(CheckpointError) as refused:
+        read(STARTER_FOLDER)
+    assert refused.value.exit_code == 78
+    assert refused.value.where
+
+
+def test_a_key_that_interrupts_reading_is_no_error_of_the_model():
+    with pytest.raises(KeyboardInterrupt), reading_model("m"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("shape", [[1] * 17, [2**63, 0], [-1]])
+def test_absurd_dimensions_are_refused(tmp_path, shape):
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    write_raw(tmp_path / "x.safetensors", json.dumps({"x": entry}).encode(), b"")
+    with pytest.raises(CheckpointError, match="malformed"):
+        read_header(tmp_path / "x.safetensors")

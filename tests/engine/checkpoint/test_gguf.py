@@ -409,3 +409,41 @@ def test_an_older_version_and_big_endian_numbers_are_refused_by_name(tmp_path, f
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=words):
             Checkpoint.open(path)
+
+
+def peak_bytes_of(read):
+    """Bytes that Python allocates at most while something is read."""
+    tracemalloc.start()
+    try:
+        read()
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata"),
+    [
+        ("llama", {"llama.block_count": 2**32 - 1}),
+        ("gemma3_text", {"gemma3.block_count": 2**32 - 1}),
+        ("gemma4_text", {"gemma4.block_count": 2**32 - 1}),
+        ("gemma4_text", {"gemma4.attention.key_length": 2**32 - 2}),
+        ("qwen3_5_text", {"qwen35.block_count": 2**32 - 1}),
+        ("qwen3_5_text", {"qwen35.ssm.time_step_rank": 2**26, "qwen35.ssm.inner_size": 2**26}),
+        ("qwen3_5_text", {"qwen35.ssm.group_count": 2**31 - 1}),
+        ("qwen3_moe", {"qwen3moe.expert_count": 65536}),
+    ],
+)
+def test_a_count_of_the_metadata_sizes_nothing_before_tensors_confirm_it(
+    tmp_path, family, metadata
+):
+    source = make_checkpoint(tmp_path / family, family, **TELLABLE.get(family, {}))
+    path = write_gguf(source, tmp_path / "m.gguf", **metadata)
+    path.write_bytes(path.read_bytes().replace(b"rope_freqs.weight", b"rope_absent.weigh"))
+
+    def refuse():
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(path)
+
+    assert peak_bytes_of(refuse) < 64 * path.stat().st_size
