@@ -24,7 +24,9 @@ from typing import NamedTuple
 
 from sqlite_utils import Database
 
+from appliance.sqlite_files import is_foreign
 from engine.errors import PenstockError
+from engine.own_files import open_own
 from engine.profile.facts import IS_WRONG, Fact, FactKey, Profile, Scope
 from migrations.profile import migration
 
@@ -154,12 +156,13 @@ class ProfileStore:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             # closed after the connection: closing the file would drop SQLite's own locks on it
-            with open(os.open(self.path, flags, 0o640), "rb") as file:
+            with open(open_own(self.path, os.O_RDWR | os.O_CREAT, 0o640), "rb") as file:
                 _lock(file.fileno())  # two may make or migrate it at once
                 with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)) as db:
+                    if is_foreign(self.path, migration):
+                        raise sqlite3.DatabaseError("another program made it")
                     migration.apply(Database(db))
                     yield db
         except (OSError, sqlite3.Error, *_DAMAGED) as error:

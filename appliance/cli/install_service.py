@@ -20,9 +20,10 @@ from typing import Annotated, NamedTuple
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import printable
 from appliance.configuration.paths import GPU_UNIT_NAME, SOCKET_UNIT_NAME, UNIT_NAME
 from engine.errors import ConfigError, FileError, PenstockError
+from engine.own_files import check_own_path
+from engine.printable import printable
 
 SOURCES = Path(str(files("appliance"))) / "systemd"
 PLACES = {
@@ -85,7 +86,7 @@ def check_program(program: Path) -> None:
 
     Raises:
         PenstockError: systemd does not run here, or we may not change the machine.
-        ConfigError: the service's unprivileged user could not run the program.
+        ConfigError: the service's user could not run the program, or others can change it.
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing or not Path("/run/systemd/system").exists():
@@ -97,6 +98,7 @@ def check_program(program: Path) -> None:
     if os.geteuid() != 0:
         raise PenstockError("this takes root", hint="sudo penstock install-service")
     check_reach(program)
+    check_owner(program)
 
 
 def check_reach(program: Path) -> None:
@@ -120,6 +122,25 @@ def check_reach(program: Path) -> None:
                     where=str(each),
                     hint="make the environment under /opt, with a Python that every user may run",
                 )
+
+
+def check_owner(program: Path) -> None:
+    """Refuse a program, or code behind it, that another user than root can change.
+
+    Root runs it, too, and the service reads all prompts.
+
+    Raises:
+        ConfigError: naming the folder or file.
+    """
+    for path in (program, Path(sys.prefix), Path(sys.executable), Path(sys.base_prefix), SOURCES):
+        try:
+            check_own_path(path, uid=0)
+        except OSError as error:
+            raise ConfigError(
+                str(error.strerror),
+                where=str(path),
+                hint="install it as root: chown -R root: FOLDER; chmod -R go-w FOLDER",
+            ) from error
 
 
 def do_step(step: Step) -> None:
@@ -166,5 +187,6 @@ def install_service(
             terminal.write("".join(f"    {line}\n" for line in step.text.splitlines()))
     if dry_run:
         check_reach(program)  # after the plan, so that it is printed even if this fails
+        check_owner(program)
     else:
         terminal.write("serving; penstock status, journalctl -fu penstock\n")

@@ -7,12 +7,16 @@ Invariant: an existing folder stays unchanged; a new one is for its owner and th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from appliance.configuration import paths
 from appliance.configuration.config import ServeConfig
 from engine.errors import ConfigError, refuse
+from engine.own_files import check_own_folder
+
+_OTHERS = "choose others with --socket and --state-dir"
 
 
 def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
@@ -34,14 +38,14 @@ def prepare_directories(config: ServeConfig, environ: Mapping[str, str] = os.env
             raise ConfigError(
                 f"cannot create the folder: {error.strerror}",
                 where=str(folder),
-                hint="choose others with --socket and --state-dir",
+                hint=_OTHERS,
             ) from error
     if run_dir == paths.own_temporary_dir():
         paths.check_private(run_dir)
 
 
 def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Check that prepare_directories() would succeed, and that files can be made there.
+    """Check that prepare_directories() would succeed, and that only we can make files there.
 
     An existing socket needs no writable folder: systemd may have made it in a folder of its own. A
     folder configured for the socket must exist, since no client would find a socket elsewhere.
@@ -66,9 +70,23 @@ def check_directories(config: ServeConfig, environ: Mapping[str, str] = os.envir
             problem = "nothing can be made in it" if there == folder else f"{there} takes no files"
         else:
             continue
-        hint = "choose others with --socket and --state-dir"
-        wrong.append(ConfigError(problem, where=str(folder), hint=hint))
+        wrong.append(ConfigError(problem, where=str(folder), hint=_OTHERS))
+    wrong += _open_to_others(config)
     refuse(wrong)
+
+
+def _open_to_others(config: ServeConfig) -> Iterator[ConfigError]:
+    """Find what another user could exchange: a file of the state, or the socket."""
+    try:
+        if config.state_dir.exists():
+            check_own_folder(config.state_dir)
+    except OSError as error:
+        yield ConfigError(str(error.strerror), where=str(config.state_dir), hint=_OTHERS)
+    run_dir = config.socket.parent
+    mode = run_dir.stat().st_mode if run_dir.exists() else 0
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        problem = "other users can replace the socket there"
+        yield ConfigError(problem, where=str(run_dir), hint=f"chmod o-w {run_dir}")
 
 
 def _make_folder(folder: Path, mode: int) -> None:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from engine.errors import ConfigError, PenstockError
+from engine.own_files import open_own
 
 SIGNAL = signal.SIGUSR1
 FILE_NAME = "stacks"
@@ -30,10 +31,10 @@ def wait_for_signal(state_dir: Path) -> int:
     Raises:
         ConfigError: the file cannot be written.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     path = state_dir / FILE_NAME
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a pipe would block
+        fd = open_own(path, flags)
     except OSError as error:
         about = f"cannot write stacks: {error.strerror}"
         raise ConfigError(about, where=str(path), hint="remove what is in its place") from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +50,7 @@ from engine.errors import AlreadyRunning, ConfigError
 from engine.kernels.attention_backends import this_machine
 from engine.offload.cache_memory import CacheMemory
 from engine.offload.staged_disk import num_slots_for
+from engine.own_files import check_own_folder, open_own
 from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
 from engine.schedule.step_times import place_of
@@ -123,25 +123,18 @@ def lock_state_dir(state_dir: Path, socket: Path) -> int:
 
     Raises:
         AlreadyRunning: another daemon holds the lock.
-        ConfigError: the directory cannot be made or written.
+        ConfigError: the directory cannot be made or written, or other users can write to it.
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = os.open(state_dir / "lock", flags, 0o640)
+        check_own_folder(state_dir)
+        fd = open_own(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o640)
     except OSError as error:
         raise ConfigError(
             f"cannot use the state directory: {error.strerror}",
             where=str(state_dir),
             hint="choose another with --state-dir",
         ) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ConfigError(
-            "its lock file is not ours",
-            where=str(state_dir),
-            hint="remove it, or choose another with --state-dir",
-        )
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
@@ -28,6 +27,7 @@ from appliance.fleet.boot import BootPlan
 from engine.cache.hashes import KEY_BYTES, PrefixHasher
 from engine.errors import ConfigError
 from engine.kernels.cpu import load_kernels
+from engine.own_files import open_own
 
 log = logging.getLogger("penstock")
 
@@ -110,16 +110,15 @@ def load_key(state_dir: Path) -> bytes:
     """
     path = state_dir / KEY_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
+            is_private = not os.fstat(file.fileno()).st_mode & 0o077
+            key = file.read(KEY_BYTES + 1)
+        if is_private and len(key) == KEY_BYTES:
+            return key
     except FileNotFoundError:
         return _make_key(path)
-    status = os.fstat(fd)
-    is_file = stat.S_ISREG(status.st_mode)
-    key = os.read(fd, KEY_BYTES + 1) if is_file else b""
-    os.close(fd)
-    is_ours = is_file and status.st_uid == os.getuid()
-    if is_ours and not status.st_mode & 0o077 and len(key) == KEY_BYTES:
-        return key
+    except OSError as error:
+        log.warning("%s cannot be used: %s", path, error.strerror)
     log.warning("%s is not a key readable only by this user; a new one is made", path)
     path.unlink()
     return _make_key(path)

@@ -20,6 +20,7 @@ import msgspec
 from appliance.configuration import paths
 from appliance.fleet.placement import cpu_names
 from engine.errors import ConfigError
+from engine.own_files import check_own_folder, open_own
 
 FOLDER = "cores"
 
@@ -46,9 +47,8 @@ class CoreNote:
         folder = paths.private_dir(self._environ) / FOLDER
         try:
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.parent == paths.own_temporary_dir():
-                paths.check_private(folder.parent)
             folder.mkdir(exist_ok=True, mode=0o700)
+            check_own_folder(folder)
             self._file = tempfile.NamedTemporaryFile(dir=folder)  # noqa: SIM115 until close()
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._file.write(msgspec.json.encode((os.getpid(), str(self._socket), sorted(cpus))))
@@ -83,8 +83,12 @@ def sharing_text(claim: CoreClaim) -> str:
 def _claims(folder: Path) -> Iterator[CoreClaim]:
     """Read the claims of living daemons, and delete stale ones."""
     with contextlib.suppress(OSError):
-        for path in filter(Path.is_file, sorted(folder.iterdir())):  # a pipe would block
-            with contextlib.suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+        check_own_folder(folder)
+        for path in sorted(folder.iterdir()):
+            with (
+                contextlib.suppress(OSError, ValueError, TypeError),
+                open(open_own(path, os.O_RDONLY), "rb") as file,
+            ):
                 text = file.read()
                 if not _is_held(file.fileno()):
                     if text:  # else it was made just now, and is locked next

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.configuration.paths import TEMPORARY_DIR, check_private, own_temporary_dir
 from appliance.fleet.kept_pools import KeptPools
 from appliance.keeper_channel import POOL, REPLY, count_kept, notify
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
@@ -325,8 +326,13 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder among daemons that bind or remove a socket in it.
 
     It is held for a moment only: a listening daemon is found by connecting to it. The folder itself
-    is locked, so that no lock file stays behind.
+    is locked, so that no lock file stays behind; but in one that others can open, and so lock, this
+    user's own in /tmp.
     """
+    if folder.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH) and os.access(TEMPORARY_DIR, os.W_OK):
+        folder = own_temporary_dir()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        check_private(folder)
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + LOCK_PATIENCE_S

@@ -25,10 +25,13 @@ from appliance.log.reader import (
     log_error,
     look_at,
 )
+from appliance.sqlite_files import is_foreign
 from engine.errors import ConfigError, PenstockError
+from engine.own_files import check_own_file, open_own
 from migrations.request_log import migration
 
 _APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
+_ELSEWHERE = "if another program made it, choose another folder with --state-dir"
 _BACKUP = ".before-"
 _LOG = logging.getLogger("penstock.request_log")
 _DAMAGED = ".damaged-"
@@ -46,10 +49,11 @@ def open_log(path: Path) -> sqlite3.Connection:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if os.path.lexists(path):
+            check_own_file(path, path.lstat())
             look_at(path, os.R_OK | os.W_OK)
         else:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
+            os.close(open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640))
         connection = sqlite3.connect(path, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(
@@ -60,6 +64,8 @@ def open_log(path: Path) -> sqlite3.Connection:
     is_ours = False
     try:
         is_ours = connection.execute("PRAGMA application_id").fetchone() == (_APPLICATION_ID,)
+        if is_foreign(path, migration, _APPLICATION_ID):
+            raise ConfigError("another program made this file", where=str(path), hint=_ELSEWHERE)
         # auto_vacuum must come before all that writes: it cannot change once the file has a page.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
@@ -76,8 +82,7 @@ def open_log(path: Path) -> sqlite3.Connection:
         wrong = describe("cannot use the request log", error, path)
         if isinstance(wrong, DamagedLog):
             raise wrong from error
-        hint = "if another program made it, choose another folder with --state-dir"
-        raise ConfigError(wrong.what, where=wrong.where, hint=hint) from error
+        raise ConfigError(wrong.what, where=wrong.where, hint=_ELSEWHERE) from error
     except PenstockError:
         connection.close()
         raise
@@ -165,7 +170,7 @@ def _migrate(db: Database, path: Path) -> None:
         backup = path.with_name(f"{path.name}{_BACKUP}{pending[0]}")
         _LOG.info("%s is of an older version: it is copied to %s, then changed", path, backup.name)
         backup.unlink(missing_ok=True)
-        os.close(os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
+        os.close(open_own(backup, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640))
         db.conn.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(backup),))
     migration.apply(db)
 

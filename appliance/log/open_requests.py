@@ -14,7 +14,6 @@ import contextlib
 import errno
 import logging
 import os
-import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.log.row import LogRow
+from engine.own_files import open_own
 from engine.wire.not_json import NOT_JSON
 
 _LOG = logging.getLogger("penstock.request_log")
@@ -99,10 +99,11 @@ class OpenRequests:
     def _rewrite(self) -> bool:
         """Start a file with the requests without a row; False: the old one stays."""
         fresh = self.path.with_name(f"{self.path.name}.new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         lines, fd = b"".join(self._lines.values()), -1
         try:
-            fd = os.open(fresh, flags, 0o600)
+            fresh.unlink(missing_ok=True)
+            fd = open_own(fresh, flags)
             _write_whole(fd, lines)
             os.replace(fresh, self.path)
         except OSError as error:
@@ -145,10 +146,8 @@ def _line(row: LogRow) -> bytes:
 
 
 def _content(path: Path) -> bytes:
-    """Read the file; b"" of a pipe or a device in its place, which might have no end."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(path, flags), "rb") as file:
-        return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
 
 
 def _read(path: Path) -> tuple[list[LogRow], list[LogRow]]:

@@ -22,8 +22,8 @@ STARTER_FOLDER = Path(engine.__file__ or "").parent / "starter" / "penstock-star
 _NAME = re.compile(
     r"(?:https://huggingface\.co/|hf\.co/)?"
     r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
-    r"(?:@(?P<revision>[A-Za-z0-9][\w./-]{0,199}))?"
-    r"(?::(?P<file>[A-Za-z0-9][\w./-]{0,199}))?"
+    r"(?:@(?P<revision>(?=[^:]{1,200}(?::|$))[A-Za-z0-9][\w.-]*(?:/\w[\w.-]*)*))?"
+    r"(?::(?P<file>(?=.{1,200}$)[A-Za-z0-9][\w.-]*(?:/\w[\w.-]*)*))?"
 )
 
 

@@ -26,6 +26,7 @@ from engine.offload.records import (
     read_record,
     read_slab,
 )
+from engine.own_files import check_own_folder, open_own
 
 _NAME = re.compile(r"slab-(\d{6,15})\.kv")
 _LOCK = "lock"
@@ -138,7 +139,7 @@ def lock(folder: Path) -> int:
     Raises:
         BusyError: another process has it.
     """
-    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_own(folder / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -220,6 +221,7 @@ def make_private(folder: Path) -> None:
         OSError: it cannot be made, belongs to another user, or holds other files.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_own_folder(folder)
     stat = folder.stat()
     if stat.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))

@@ -78,6 +78,17 @@ def test_a_lock_that_is_no_file_is_refused_and_left_alone(tmp_path, kind):
     assert precious.read_text() == "1"
 
 
+def test_a_state_directory_that_others_can_write_to_is_refused_before_anything_is_made(tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    with pytest.raises(ConfigError) as refused:
+        lock_state_dir(state, tmp_path / "socket")
+    assert "0777" in str(refused.value)
+    assert "--state-dir" in refused.value.hint
+    assert not any(state.iterdir())
+
+
 def test_a_state_directory_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as refused:

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from appliance.configuration import paths
 from appliance.http import listeners
 from appliance.http.listeners import (
     Acceptor,
@@ -151,6 +152,23 @@ def test_a_folder_that_someone_keeps_locked_is_named(tmp_path, monkeypatch):
         bind_socket(tmp_path / "api.sock")
     os.close(folder_fd)
     assert error.value.where == str(tmp_path)
+
+
+def test_a_folder_that_others_can_open_they_cannot_keep_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(listeners, "LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr(paths, "TEMPORARY_DIR", tmp_path / "tmp")
+    (tmp_path / "tmp").mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o1755)
+    folder_fd = os.open(shared, os.O_RDONLY)
+    fcntl.flock(folder_fd, fcntl.LOCK_EX)
+    bind_socket(shared / "api.sock").close()
+    own = tmp_path / "tmp" / f"penstock-{os.getuid()}"
+    assert mode_of(own) == 0o700
+    own.chmod(0o777)
+    with pytest.raises(ConfigError):  # another user's, perhaps
+        bind_socket(shared / "other.sock")
+    os.close(folder_fd)
 
 
 def test_a_listener_takes_its_file_with_it(tmp_path):

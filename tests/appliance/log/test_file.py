@@ -313,6 +313,56 @@ def test_a_file_that_is_something_else_is_a_clear_error(path: Path) -> None:
         read_row(path.with_name("missing.db"), "cmpl-1")
 
 
+@pytest.mark.parametrize("application_id", [0, 252006674])
+@pytest.mark.parametrize("mode", ["wal", "delete"])
+def test_another_programs_database_is_refused_and_stays_as_it_is(
+    path: Path, application_id: int, mode: str
+) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as theirs:
+        theirs.execute(f"PRAGMA journal_mode = {mode}")
+        theirs.execute(f"PRAGMA application_id = {application_id}")
+        theirs.execute("CREATE TABLE notes (text)")
+        theirs.execute("INSERT INTO notes VALUES ('precious')")
+        theirs.commit()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        open_log(path)
+    assert (refused.value.where, refused.value.exit_code) == (str(path), 78)
+    assert "--state-dir" in refused.value.hint
+    assert path.read_bytes() == before
+    assert {each.name for each in path.parent.iterdir()} <= {
+        "requests.db",
+        "requests.db-wal",
+        "requests.db-shm",
+    }
+
+
+def test_a_log_of_ours_whose_id_is_damaged_is_still_ours(path: Path) -> None:
+    open_log(path).close()
+    with closing(sqlite3.connect(path)) as ours:
+        ours.execute("PRAGMA application_id = 7")
+    with closing(open_log(path)) as opened:
+        assert opened.execute("PRAGMA application_id").fetchone() == (0x50454E53,)
+
+
+@pytest.mark.parametrize("name", ["requests.db", "requests.open", "requests.open.new"])
+def test_a_link_in_a_files_place_leads_nowhere(path: Path, name: str) -> None:
+    path.parent.mkdir()
+    victim = path.parent.parent / "victim"
+    victim.write_text("precious")
+    path.with_name(name).symlink_to(victim)
+    if name == "requests.db":
+        with pytest.raises(ConfigError):
+            open_log(path)
+    else:
+        open_requests = OpenRequests(path)
+        open_requests.begin()
+        open_requests.add(row("cmpl-1"))
+        open_requests.close()
+    assert victim.read_text() == "precious"
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
 def test_a_reader_without_write_permission_reads_a_stopped_log() -> None:
     with TemporaryDirectory() as folder:

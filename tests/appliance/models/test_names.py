@@ -29,6 +29,12 @@ def test_a_name_on_the_hub(text: str, name: HubName) -> None:
     assert a_model(str(name)) == name
 
 
+@pytest.mark.parametrize("kind", ["@", ":"])
+@pytest.mark.parametrize("part", ["x/../../y", "x/..", "x/./y", "x//y", "x/", "../x", "x/.../y"])
+def test_a_revision_or_file_that_could_leave_its_folder_is_no_name(kind: str, part: str) -> None:
+    assert isinstance(a_model(f"o/n{kind}{part}"), Path)
+
+
 @pytest.mark.parametrize("text", ["/srv/models/m", "./o/n", "~/m", "name", "a/b/c", "o/n@", "o/.."])
 def test_what_is_no_name_is_a_path(text: str) -> None:
     path = a_model(text)

@@ -1,0 +1,141 @@
+"""Whose folders and files are used, and whose are not."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from engine.own_files import check_own_folder, check_own_path, open_own
+
+NOBODY = 65534
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "above" / "state"
+    made.mkdir(parents=True, mode=0o755)
+    return made
+
+
+def test_a_folder_of_ours_is_used_through_links_of_ours(folder, tmp_path):
+    check_own_folder(folder)
+    link = tmp_path / "link"
+    link.symlink_to("above/../above")
+    check_own_folder(link / "state")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o773, 0o757])
+@pytest.mark.parametrize("is_above", [False, True])
+def test_a_folder_that_others_can_write_to_is_refused(folder, mode, is_above):
+    wrong = folder.parent if is_above else folder
+    wrong.chmod(mode)
+    with pytest.raises(PermissionError) as refused:
+        check_own_folder(folder)
+    assert refused.value.filename == str(wrong)
+
+
+def test_a_sticky_folder_may_hold_it_but_may_not_be_it(folder):
+    folder.parent.chmod(0o1777)
+    check_own_folder(folder)
+    folder.chmod(0o1777)
+    with pytest.raises(PermissionError):
+        check_own_folder(folder)
+
+
+@AS_ROOT
+def test_of_groups_only_the_users_own_may_write(folder):
+    own = grp.getgrnam(pwd.getpwuid(os.geteuid()).pw_name).gr_gid
+    folder.chmod(0o775)
+    os.chown(folder, -1, own)
+    check_own_folder(folder)
+    for other in (60001, grp.getgrnam("nogroup").gr_gid):
+        os.chown(folder, -1, other)
+        folder.chmod(0o775)
+        with pytest.raises(PermissionError):
+            check_own_folder(folder)
+
+
+@AS_ROOT
+@pytest.mark.parametrize("what", ["folder", "above", "link"])
+def test_what_another_user_owns_is_refused(folder, tmp_path, what):
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    os.lchown({"folder": folder, "above": folder.parent, "link": link}[what], NOBODY, NOBODY)
+    with pytest.raises(PermissionError):
+        check_own_folder(link)
+
+
+@AS_ROOT
+def test_a_program_of_this_user_is_not_roots(folder):
+    program = folder / "penstock"
+    program.touch(0o755)
+    check_own_path(program, uid=0)
+    os.chown(program, 1234, -1)
+    check_own_path(program, uid=1234)
+    with pytest.raises(PermissionError):
+        check_own_path(program, uid=0)
+
+
+def test_a_folder_that_is_none_is_no_permission_problem(folder):
+    with pytest.raises(NotADirectoryError):
+        check_own_folder(folder / "missing")
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, NEW])
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder", "dangling link"])
+def test_what_is_no_file_is_not_opened_and_its_target_stays(folder, kind, flags):
+    path, victim = folder / "requests.open.new", folder / "victim"
+    victim.write_text("precious")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(victim if kind == "link" else folder / "missing")
+    with pytest.raises(OSError, match=r".+"):
+        os.close(open_own(path, flags))
+    assert victim.read_text() == "precious"
+    assert not (folder / "missing").exists()
+
+
+@AS_ROOT
+def test_another_users_file_is_neither_read_nor_emptied(folder):
+    path = folder / "file"
+    path.write_text("theirs")
+    os.chown(path, NOBODY, NOBODY)
+    for flags in (os.O_RDONLY, NEW):
+        with pytest.raises(PermissionError):
+            open_own(path, flags)
+    assert path.read_text() == "theirs"
+
+
+def test_a_file_of_ours_is_opened_and_inherited_by_nobody(folder):
+    for _ in range(2):
+        fd = open_own(folder / "file", NEW)
+        assert os.write(fd, b"new") == 3
+        assert not os.get_inheritable(fd)
+        os.close(fd)
+    assert (folder / "file").read_text() == "new"
+    assert (folder / "file").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_in_a_user_namespace_the_machines_root_is_trusted_above(folder):
+    """There, root's folders have the uid that stands for everybody outside."""
+    code = f"from engine.own_files import check_own_folder; check_own_folder({str(folder)!r})"
+    command = ["unshare", "--user", "--map-user=1000", sys.executable, "-P", "-c", code]
+    if subprocess.run([*command[:3], "true"], capture_output=True).returncode:
+        pytest.skip("user namespaces are not allowed here")
+    for each in (folder, *folder.parents):
+        if each.stat().st_uid not in (0, os.geteuid()):
+            pytest.skip("not all of it is root's")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
