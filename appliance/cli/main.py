@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -21,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from appliance.cli import completion, terminal
+from appliance.configuration.address import INSECURE
 from appliance.configuration.setting_kinds import nearest
 from engine.errors import PenstockError
 
@@ -150,7 +152,11 @@ def main() -> None:
     """Run one verb; the process's entry point."""
     terminal.prepare()
     completion.prepare()
-    words = _verb_first(sys.argv[1:])
+    words = sys.argv[1:]
+    if words[:1] == ["--insecure"]:  # as for every verb, it stands before it
+        os.environ[INSECURE] = "1"
+        words = words[1:]
+    words = _verb_first(words)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     try:
@@ -216,5 +222,9 @@ def _group(
             "--version", "-V", is_eager=True, callback=_version, help="Show the version and exit."
         ),
     ] = False,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Send the API key also over plain HTTP to other machines."),
+    ] = False,
 ) -> None:
-    """Make typer treat an app of one verb as a group."""
+    """Make typer treat an app of one verb as a group; main() has taken --insecure."""

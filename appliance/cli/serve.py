@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import printable
 from appliance.configuration import config, sources
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import SETTINGS
+from engine.printable import printable
 
 
 def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
@@ -41,7 +41,8 @@ def serve(
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
     ] = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="IP address for --port. Default: 127.0.0.1.")
+        str | None,
+        typer.Option("--host", help="IP address for --port. Default: both of localhost."),
     ] = None,
     port: Annotated[
         str | None, typer.Option("--port", help="TCP port: short for --listen HOST:PORT.")
@@ -88,7 +89,7 @@ def _listen_address(listen: str | None, host: str | None, port: str | None) -> s
         raise typer.BadParameter("give either --listen, or --host and --port")
     if port is None:
         raise typer.BadParameter("--host needs --port, as --port 8000")
-    host = host or "127.0.0.1"
+    host = host or "localhost"  # both families: another user may not have the other one
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

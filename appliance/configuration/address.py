@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.configuration import paths
 from appliance.configuration.setting_kinds import a_path
-from engine.errors import ConfigError, UsageError
+from engine.errors import ConfigError, PenstockError, UsageError
 
 if TYPE_CHECKING:
     import subprocess
@@ -94,6 +94,24 @@ class UnixAddress:
         return int.from_bytes(credentials[:4], sys.byteorder)
 
 
+INSECURE = "PENSTOCK_INSECURE"
+"""Set, it lets API keys go to other machines over plain HTTP, as through a private network."""
+
+
+class KeyInClear(PenstockError):
+    """A key would cross a network in clear."""
+
+    exit_code = ConfigError.exit_code
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether an IP address is of this machine alone; IPv4 may be written as IPv6."""
+    import ipaddress  # few need it
+
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
     """A daemon that listens on TCP and asks for a key."""
@@ -123,6 +141,11 @@ class TcpAddress:
     def dial(self, timeout_s: float | None) -> DaemonLine:
         """Open a connection to the daemon."""
         connection = socket.create_connection((self.host, self.port), timeout_s)
+        try:
+            self._check_way(connection.getpeername()[0])
+        except PenstockError:
+            connection.close()
+            raise
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.is_tls:
             import ssl  # few need it, and it takes a moment
@@ -131,6 +154,21 @@ class TcpAddress:
             context = ssl.create_default_context()
             connection = context.wrap_socket(connection, server_hostname=self.host)
         return DaemonLine(connection)
+
+    def _check_way(self, peer: str) -> None:
+        """Refuse to send a key where others can read it; a name says little of the way.
+
+        Raises:
+            KeyInClear: over plain HTTP to another machine, where nobody said that this is meant.
+        """
+        if self.is_tls or os.environ.get(INSECURE) or self.shown_key() is None:
+            return
+        if not is_loopback(peer):
+            raise KeyInClear(
+                "the API key would be sent in clear, so it was not",
+                where=f"{self} ({peer})",
+                hint=f"use https:// or ssh://; --insecure or {INSECURE}=1 sends it",
+            )
 
 
 @dataclass(frozen=True, slots=True)

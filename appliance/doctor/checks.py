@@ -29,6 +29,7 @@ from appliance.devices.machine import Devices
 from appliance.doctor.finding import Finding
 from appliance.doctor.gpu_checks import GpuHost, gpu_findings
 from appliance.doctor.hub_models import in_a_sentence
+from appliance.doctor.ports import listening_uids
 from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
@@ -263,6 +264,10 @@ def _network(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -
     about += "; /metrics without a key" if policy.has_open_metrics else ""
     is_by_settings = not isinstance(state, PenstockError)
     about += "; by the settings here, not the daemon's" if is_by_settings else ""
+    if len(uids := listening_uids(found.listen[1])) > 1:
+        who = f"{where}: users {', '.join(map(str, uids))} listen on this port"
+        hint = "serve with --port, which takes both addresses of localhost; or on another port"
+        return Finding("network", "bad", f"{who}: clients may reach another program", hint)
     if not found.is_open_to_network:
         return Finding("network", "ok", about)
     return Finding("network", "note", f"{about}: open to the network", _IF_MEANT)

@@ -54,7 +54,7 @@ def new_key(name: str, role: str = "user") -> tuple[str, str]:
         hint = f"give one of {', '.join(_ROLES)}"
         raise UsageError(f"{role!r} is no role", where="--role", hint=hint)
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    return key, f"{name} {role} sha256:{_digest(key).hex()}"
+    return key, f"{name} {role} sha256:{key_digest(key).hex()}"
 
 
 def add_key(path: Path, name: str, role: str = "user") -> str:
@@ -117,9 +117,8 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     return tuple(keys.values())
 
 
-def find_key(keys: Iterable[ApiKey], given: str) -> ApiKey | None:
-    """Look up the key that was given, in constant time."""
-    digest = _digest(given)
+def find_key(keys: Iterable[ApiKey], digest: bytes) -> ApiKey | None:
+    """Look up a key by the digest of what was given, in constant time."""
     found = None
     for key in keys:
         if hmac.compare_digest(key.digest, digest):
@@ -159,5 +158,6 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
+    """Return what is kept of a key, in files and in journals."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

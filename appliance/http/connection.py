@@ -31,7 +31,7 @@ from uvicorn.server import ServerState
 from appliance.api.wire import KeptWords, error_object
 from appliance.http.access import Credentials
 from appliance.http.departures import has_left
-from appliance.http.gate import ClientLine, headers_too_large
+from appliance.http.gate import SECRETS, ClientLine, headers_too_large, key_digests
 from appliance.http.kept_replies import LeftReply, ReplyTransport, forget
 from appliance.http.rejected_connections import too_many_connections
 from appliance.http.reply_file import ReplyFile
@@ -136,7 +136,15 @@ class ClientProtocol(H11Protocol):
         """
         # Uvicorn copies the state into the scope of each request on the connection.
         calls = (self._is_encrypted, self._on_key, self._write_part, self._hang_up)
-        line = ClientLine(credentials, *calls, self._new_journal, self._keep, self._num_announced)
+        head = None if left is None else left.journal.head
+        line = ClientLine(
+            credentials,
+            *calls,
+            self._new_journal,
+            self._keep,
+            self._num_announced,
+            frozenset() if head is None else frozenset(head.key_digests),
+        )
         super().__init__(config, server_state, {"line": line})
         self.logger = log
         self._keeps, self._left = keeps, left
@@ -241,7 +249,8 @@ class ClientProtocol(H11Protocol):
         if scope["http_version"] == "1.1":
             failure = failure and _chunk(failure) + b"0\r\n\r\n"
             ping = ping and _chunk(ping)
-        return Head(VERSION, failure, ping, words.model, credentials)
+        digests = () if who is not None else tuple(key_digests(scope))
+        return Head(VERSION, failure, ping, words.model, credentials, digests)
 
     def _end_kept(self) -> None:
         """Give up what is kept once all is sent; a dead daemon's connection closes then."""
@@ -542,8 +551,8 @@ def _chunk(part: bytes) -> bytes:
 
 
 def _head_lines(scope: Scope, num_bytes: int) -> list[bytes]:
-    """Write a request's head again, for a body in one piece that is not compressed."""
-    left_out = (b"transfer-encoding", b"content-length", b"content-encoding", b"expect")
+    """Write a request's head again, without its secrets, for a plain body in one piece."""
+    left_out = (b"transfer-encoding", b"content-length", b"content-encoding", b"expect", *SECRETS)
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     first = (scope["method"].encode(), target, scope["http_version"].encode())
     lines = [b"%b %b HTTP/%b\r\n" % first, b"content-length: %d\r\n" % num_bytes]

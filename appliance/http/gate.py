@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.wire import Arrival, KeptWords, error_response
 from appliance.http.access import AccessPolicy, Credentials
+from appliance.http.api_keys import key_digest
 from appliance.http.body_encoding import body_decoder
 from appliance.http.cross_origin import (
     allowed_origin,
@@ -70,6 +71,8 @@ class ClientLine:
     """Keeps a request, given its scope, journal and body; see Arrival.keep."""
     num_announced: Callable[[], int]
     """Counts the bytes that the current chunk of a body still announces."""
+    key_digests: frozenset[bytes] = frozenset()
+    """Digests of the keys that were sent to a dead daemon with this request."""
 
 
 class Gate:
@@ -134,7 +137,8 @@ class Gate:
         is_encrypted = line.is_encrypted()
         if not is_encrypted and any(not _LOOPBACK.fullmatch(each) for each in _hosts(scope)):
             raise _wrong_host("the Host header names another machine")
-        peer = self.policy.holder_of_any(_shown_keys(scope))
+        digests = key_digests(scope)
+        peer = self.policy.holder_of_any(digests)
         if peer is None and scope["path"] in OPEN_PATHS:
             return Peer()
         if peer is None and not self.policy.asks_for_keys:
@@ -146,7 +150,7 @@ class Gate:
             return Peer(role=Role.VIEWER)
         if peer is None:
             raise RequestError(
-                _KEY_PROBLEMS.get(len(_shown_keys(scope)), "several different API keys were sent"),
+                _KEY_PROBLEMS.get(len(digests), "several different API keys were sent"),
                 code="invalid_api_key",
                 status=401,
                 kind="authentication_error",
@@ -162,7 +166,7 @@ class Gate:
             return self.policy.peer_of(credentials).role >= peer.role
         if peer.key is None:  # no key was required
             return True
-        now = self.policy.holder_of_any(_shown_keys(scope))
+        now = self.policy.holder_of_any(key_digests(scope))
         return now is not None and now.role >= peer.role
 
 
@@ -287,8 +291,15 @@ def _line(scope: Scope) -> ClientLine:
     return cast(ClientLine, scope["state"]["line"])
 
 
+SECRETS = (b"authorization", b"x-api-key", b"api-key", b"cookie", b"proxy-authorization")
+"""Headers that are kept nowhere: the first three may hold a key."""
 _KEY_PROBLEMS = {0: "the API key is missing", 1: "the API key is not valid"}
 """Errors by the number of keys sent."""
+
+
+def key_digests(scope: Scope) -> frozenset[bytes]:
+    """Digest the keys sent; of a dead daemon's request its journal has the digests."""
+    return _line(scope).key_digests | {key_digest(each) for each in _shown_keys(scope)}
 
 
 def _shown_keys(scope: Scope) -> set[str]:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from appliance.http.access import AccessPolicy
-from appliance.http.api_keys import new_key, read_keys
+from appliance.http.api_keys import key_digest, new_key, read_keys
 from appliance.log.row import LogRow
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
@@ -170,10 +170,10 @@ def test_of_two_keys_that_are_both_known_none_counts(tmp_path):
     keys.write_text(f"{line}\n{other}\n")
     keys.chmod(0o600)
     policy = AccessPolicy(keys=read_keys(keys))
-    assert policy.holder_of_any({ann, "sk-ant-other"}).key == "ann"
-    assert policy.holder_of_any({ann}).key == "ann"
-    assert policy.holder_of_any({ann, bob}) is None
-    assert policy.holder_of_any({"sk-ant-other"}) is None
+    assert policy.holder_of_any({key_digest(ann), key_digest("sk-ant-other")}).key == "ann"
+    assert policy.holder_of_any({key_digest(ann)}).key == "ann"
+    assert policy.holder_of_any({key_digest(ann), key_digest(bob)}) is None
+    assert policy.holder_of_any({key_digest("sk-ant-other")}) is None
     assert policy.holder_of_any(set()) is None
 
 

@@ -78,14 +78,14 @@ def test_who_may_not_drain_is_told(daemon: FakeDaemon, environ: dict[str, str]) 
 def test_a_new_key_is_a_line_for_the_file_and_itself_only_on_stderr(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    from appliance.http.api_keys import find_key, read_keys
+    from appliance.http.api_keys import find_key, key_digest, read_keys
 
     ended = penstock(environ, "keys", "new", "ann", "--role", "viewer")
     key = ended.stderr.split()[-1]
     assert key not in ended.stdout
     (tmp_path / "keys").write_text(ended.stdout)
     (tmp_path / "keys").chmod(0o600)
-    found = find_key(read_keys(tmp_path / "keys"), key)
+    found = find_key(read_keys(tmp_path / "keys"), key_digest(key))
     assert found is not None
     assert found.name == "ann"
     assert penstock(environ, "keys", "new", "a b").returncode == 2

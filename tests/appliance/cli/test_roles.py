@@ -42,7 +42,7 @@ def test_targets_are_numbers(environ: dict[str, str], arguments: tuple[str, ...]
 @pytest.mark.parametrize(
     ("options", "listen"),
     [
-        (("--port", "8000"), "127.0.0.1:8000"),
+        (("--port", "8000"), "localhost:8000"),
         (("--host", "::1", "--port", "8000"), "[::1]:8000"),
         (("--listen", "127.0.0.1:1"), "127.0.0.1:1"),
         ((), None),

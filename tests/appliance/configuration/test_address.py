@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.client import Client, DaemonUnreachable, ReplyError
-from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress, find, parse
+from appliance.configuration.address import (
+    KeyInClear,
+    SshAddress,
+    TcpAddress,
+    UnixAddress,
+    find,
+    is_loopback,
+    parse,
+)
 from engine.errors import ConfigError
 from tests.appliance.cli_process import ROOT, penstock, start, user_environ
 from tests.appliance.fake_daemon import FakeDaemon, Script, _Handler, text_event
@@ -167,6 +176,49 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_quoted(tcp, monkeypat
     with pytest.raises(ConfigError) as refusal:
         Client(tcp).get("/version")
     assert "secret" not in str(refusal.value)
+
+
+class _Elsewhere(socket.socket):
+    """A connection to this machine that seems to lead to another."""
+
+    def getpeername(self):
+        return "192.0.2.7", 80
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_no_key_goes_to_another_machine_in_clear_unless_that_is_said(tcp, monkeypatch, told):
+    def connect(where, timeout_s):
+        made = _Elsewhere(socket.AF_INET, socket.SOCK_STREAM)
+        made.connect(where)
+        return made
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "k")
+    if told:
+        monkeypatch.setenv("PENSTOCK_INSECURE", "1")
+        assert Client(tcp).get("/version") == {"version": "9"}
+        return
+    before = list(_TcpDaemon.script.asked)
+    with pytest.raises(KeyInClear) as refusal:
+        Client(tcp).get("/version")
+    assert "192.0.2.7" in str(refusal.value)
+    assert "PENSTOCK_INSECURE" in refusal.value.hint
+    assert _TcpDaemon.script.asked == before
+    monkeypatch.delenv("PENSTOCK_API_KEY")
+    with pytest.raises(ReplyError):  # without a key there is nothing to protect
+        Client(tcp).get("/version")
+
+
+@pytest.mark.parametrize(
+    ("address", "is_here"),
+    [
+        *(("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True)),
+        *(("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("fe80::1%eth0", False)),
+        *(("192.168.1.1", False), ("::", False), ("0.0.0.0", False), ("1.1.1.1", False)),
+    ],
+)
+def test_which_addresses_are_this_machines(address, is_here):
+    assert is_loopback(address) is is_here
 
 
 def test_nobody_on_tcp_is_no_daemon():

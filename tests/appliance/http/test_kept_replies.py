@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import array
 import asyncio
+import base64
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -18,8 +20,10 @@ from appliance import keeper_channel
 from appliance.api import generation
 from appliance.api.routes import build_app
 from appliance.http import connection, kept_replies
+from appliance.http.access import AccessPolicy
+from appliance.http.api_keys import key_digest, new_key, read_keys
 from appliance.http.kept_replies import LeftReplies
-from appliance.http.listeners import bind_socket
+from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance, until
@@ -95,11 +99,12 @@ async def servers(tmp_path, monkeypatch):
     writers: list[asyncio.StreamWriter] = []
 
     class Servers:
-        async def start(self, **fields) -> tuple[ApiServer, FakeAppliance]:
+        async def start(self, policy=None, **fields) -> tuple[ApiServer, FakeAppliance]:
             tokenizer = Tokenizer(byte_level(), chat_template=CHATML)
             appliance = FakeAppliance(tokenizer, **fields)
-            listener = bind_socket(tmp_path / f"{len(running)}.sock")
-            server = ApiServer(build_app(appliance), [listener])
+            path = tmp_path / f"{len(running)}.sock"
+            (listener,) = [bind_socket(path)] if policy is None else bind_tcp("127.0.0.1", 0)
+            server = ApiServer(build_app(appliance), [listener], policy)
             await server.start()
             running.append(server)
             return server, appliance
@@ -115,14 +120,18 @@ async def servers(tmp_path, monkeypatch):
                 await server.stop(0)
             running.remove(server)
 
-        async def ask(self, server: ApiServer, path: str, body: dict):
+        async def ask(self, server: ApiServer, path: str, body: dict, header: str = "X: y"):
             """POST to a server; the reader and the writer of the connection."""
-            path_of = server._listeners[0].getsockname()
-            reader, writer = await asyncio.open_unix_connection(path_of)
+            where = server._listeners[0].getsockname()
+            is_tcp = isinstance(where, tuple)
+            opened = (
+                asyncio.open_connection(*where) if is_tcp else asyncio.open_unix_connection(where)
+            )
+            reader, writer = await opened
             writers.append(writer)
             data = json.dumps({"stream": True, "seed": 1, **body}).encode()
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-            writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+            writer.write(f"{head}{header}\r\nConnection: close\r\n\r\n".encode() + data)
             return reader, writer
 
     yield Servers()
@@ -172,6 +181,76 @@ async def test_a_client_reads_the_undisturbed_reply_wherever_its_server_dies(kee
         await until(lambda: not keeper.kept)
         assert len(later.submitted) <= 1
         await closed(later)
+
+
+def basic(key: str) -> str:
+    return f"Authorization: Basic {base64.b64encode(f'x:{key}'.encode()).decode()}"
+
+
+@pytest.fixture
+def keyed(tmp_path):
+    """A key, and the policy that knows it."""
+    key, line = new_key("laptop", "user")
+    path = tmp_path / "keys"
+    path.write_text(line)
+    path.chmod(0o600)
+    return key, AccessPolicy(keys=read_keys(path))
+
+
+@pytest.mark.parametrize(
+    "said", ["Authorization: Bearer {}", "X-Api-Key: {}", "api-key: {}", basic]
+)
+@pytest.mark.parametrize("is_of_before", [False, True])
+async def test_a_key_continues_its_request_without_lying_in_a_journal(
+    keeper, servers, keyed, monkeypatch, said, is_of_before
+):
+    key, policy = keyed
+    header = said(key) if callable(said) else said.format(key)
+    server, appliance = await servers.start(policy, interval_s=0.0005)
+    with monkeypatch.context() as patch:
+        if is_of_before:  # a version that kept the whole head, and no digest
+            patch.setattr(connection, "SECRETS", ())
+            patch.setattr(connection, "key_digests", lambda _: ())
+        reader, _ = await servers.ask(server, *ASKED["completion"], header)
+        await until(lambda: appliance.submitted and keeper.kept)
+    written = b""
+    for fd in (fd for fds in keeper.kept.values() for fd in fds):
+        with contextlib.suppress(OSError):
+            written += os.pread(fd, 1 << 20, 0)
+    shown = header.partition(": ")[2].encode()
+    assert (shown in written, key_digest(key) in written) == (is_of_before, not is_of_before)
+    await servers.kill(server)
+    second, later = await servers.start(policy)
+    for left in keeper.pass_on().take():
+        second.take_up(left)
+    assert (await asyncio.wait_for(reader.read(), 60)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert [request.peer.key for request in later.submitted] == ["laptop"]
+    await closed(later)
+
+
+async def test_a_key_that_is_gone_continues_nothing(keeper, servers, keyed):
+    key, policy = keyed
+    server, appliance = await servers.start(policy, interval_s=0.01)
+    reader, _ = await servers.ask(server, *ASKED["completion"], f"X-Api-Key: {key}")
+    await until(lambda: appliance.submitted and keeper.kept)
+    await servers.kill(server)
+    other = tuple(dataclasses.replace(each, digest=bytes(32)) for each in policy.keys)
+    second, later = await servers.start(dataclasses.replace(policy, keys=other))
+    for left in keeper.pass_on().take():
+        second.take_up(left)
+    assert b"error" in await asyncio.wait_for(reader.read(), 60)
+    assert not later.submitted
+
+
+async def test_a_digest_is_no_key(servers, keyed):
+    """Whoever reads a journal cannot ask with what is there."""
+    key, policy = keyed
+    server, appliance = await servers.start(policy)
+    digest = key_digest(key)
+    for shown in (digest.hex(), base64.b64encode(digest).decode(), f"sha256:{digest.hex()}"):
+        reader, _ = await servers.ask(server, *ASKED["completion"], f"X-Api-Key: {shown}")
+        assert (await reader.read()).split()[1] == b"401"
+    assert not appliance.submitted
 
 
 async def test_a_reply_on_an_open_connection_leaves_nothing_with_the_keeper(keeper, servers):
