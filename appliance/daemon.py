@@ -31,6 +31,7 @@ from appliance.configuration import paths
 from appliance.configuration.address import TcpAddress
 from appliance.configuration.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.configuration.folders import check_directories, prepare_directories
+from appliance.core_dumps import forbid_core_dumps
 from appliance.disk_reads import read_in_thread
 from appliance.doctor.stacks import wait_for_signal
 from appliance.fleet.boot import BootPlan, PlacedModel, lock_state_dir, make_plan, place
@@ -59,7 +60,7 @@ from appliance.log.writer import RequestLog
 from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.model_in_service import ModelInService, end_model
 from appliance.models.names import HubName
-from appliance.process import forbid_core_dumps, raise_limit, standing_threads
+from appliance.process import raise_limit, standing_threads
 from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP
 from appliance.residents import Residents
 from appliance.service import Service

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import NoReturn
 
 from appliance import log_lines
+from appliance.core_dumps import forbid_core_dumps
 from appliance.keeper_channel import REPLY
 from engine.errors import ConfigError
 from engine.python_child import start_over
@@ -101,6 +102,7 @@ class _Keeper:
     """One `penstock serve`, through all its daemons."""
 
     def __init__(self, end_replies: Callable[[dict[str, list[int]]], None]) -> None:
+        forbid_core_dumps()  # it holds prompts, too
         self._tell_clients = end_replies
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine.printable import printable
+
 _ERROR, _WARNING, _INFO, _DEBUG = 3, 4, 6, 7
 """Priorities of syslog(3)."""
 PREFIX = "penstock: "
@@ -40,11 +42,12 @@ def is_journal(fd: int = 2, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def lines(text: str, level: int, *, to_journal: bool) -> str:
-    """Format a message for stderr."""
+    """Format a message for stderr; whatever it quotes, it moves no cursor and forges no line."""
+    each = [printable(line) for line in text.replace("\t", "    ").split("\n")]
     if not to_journal:
-        return PREFIX + text
+        return PREFIX + "\n    ".join(each)
     mark = f"<{_priority(level)}>"
-    return "\n".join(mark + line for line in text.split("\n"))
+    return "\n".join(mark + line for line in each)
 
 
 class Formatter(logging.Formatter):

@@ -1,8 +1,8 @@
-"""Manage the limits of the daemon's process: descriptors, heap, core dumps, standing threads.
+"""Manage the limits of the daemon's process: descriptors, heap, standing threads.
 
 Owns: the soft limit of open files, which start raises to the hard one (the usual 1,024 is for
-programs that call select(), which ours do not), the size from which the heap gives large buffers
-pages of their own, and the soft limit of core dumps.
+programs that call select(), which ours do not), and the size from which the heap gives large
+buffers pages of their own.
 Invariant: connections leave descriptors for the log, the workers and what the kernel tells.
 Never: asks for more than the hard limit; raises because a C library is another.
 """
@@ -35,12 +35,6 @@ def raise_limit(wanted: int) -> str | None:
         return None
     about = f"max_connections is {wanted}, but {limit} open files are allowed, with room for {fit}"
     return f"{about} (ulimit -Hn, LimitNOFILE=)"
-
-
-def forbid_core_dumps() -> None:
-    """Set the soft limit of core dumps to 0 here and in all workers: they would hold prompts."""
-    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def standing_threads(count: int, name: str) -> ThreadPoolExecutor:

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.printable import printable
+
 _FILE_EXIT_CODES = {
     **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), 2),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), 4),
@@ -98,7 +100,7 @@ class CheckpointError(ConfigError):
     """
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
-        super().__init__(what, where=where, hint=hint or DOWNLOAD_AGAIN)
+        super().__init__(printable(what), where=printable(where), hint=hint or DOWNLOAD_AGAIN)
 
 
 def unreadable(path: Path, error: OSError, what: str = "cannot read") -> CheckpointError:

@@ -8,6 +8,7 @@ import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -93,7 +94,11 @@ def test_workers_are_pinned_to_different_cores(standing):
 def test_no_process_leaves_a_core_dump(standing):
     """A dump would hold keys, prompts and replies; the daemon was started where dumps are made."""
     pids = [standing.pid, *(each["pid"] for each in standing.fresh_state()["workers"])]
-    assert [resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in pids] == [0, 0, 0]
+    pids.append(standing.process.pid)  # the keeper has prompts, too
+    assert [resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in pids] == [0, 0, 0, 0]
+    # where a program takes dumps, their size has no limit, so that nothing may be in them
+    filters = [Path(f"/proc/{pid}/coredump_filter").read_text() for pid in pids]
+    assert [int(each, 16) for each in filters] == [0, 0, 0, 0]
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_refused(standing, start_daemon, tiny_llama):

@@ -15,12 +15,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from appliance.cli import listings, short_ids, terminal
-from appliance.cli.tables import Format, Listing, TableColumn, printable, within
+from appliance.cli.tables import Format, Listing, TableColumn, within
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonAbsent, DaemonUnreachable, ReplyError
 from appliance.configuration import client_settings, paths
 from appliance.configuration.address import UnixAddress
 from engine.errors import RequestError
+from engine.printable import printable
 
 POLL_S = 1.0
 BATCH_ROWS = "1000"

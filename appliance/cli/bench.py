@@ -52,7 +52,7 @@ from appliance.cli.bench_options import (
     under_load,
 )
 from appliance.cli.bench_pages import COMPARISON, Bar, run_page
-from appliance.cli.tables import Format, Row, printable, within
+from appliance.cli.tables import Format, Row, within
 from appliance.cli.terminal import Host, Output
 from appliance.client import GenerationFailed
 from appliance.frame.figures import (
@@ -61,6 +61,7 @@ from appliance.frame.figures import (
 )
 from appliance.frame.protocol import utc_now
 from engine.errors import FileError
+from engine.printable import printable
 
 bench = typer.Typer(help="Measure this daemon and other servers.", no_args_is_help=True)
 for verb in (kernels, steps, transports):

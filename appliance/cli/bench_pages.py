@@ -14,7 +14,7 @@ from appliance.bench.statistics import (
     TIMES,
 )
 from appliance.cli import terminal
-from appliance.cli.tables import Format, Listing, Row, TableColumn, printable
+from appliance.cli.tables import Format, Listing, Row, TableColumn
 from appliance.cli.terminal import ProgressLine
 from appliance.frame.figures import (
     duration,
@@ -24,6 +24,7 @@ from appliance.frame.figures import (
     named,
     unitless,
 )
+from engine.printable import printable
 
 BAR_CELLS = 24
 

@@ -16,12 +16,13 @@ import typer
 
 from appliance.cli import fact_pages, terminal
 from appliance.cli.activity import StateDir
-from appliance.cli.tables import Format, printable
+from appliance.cli.tables import Format
 from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import client_settings
 from appliance.frame.figures import size, things
 from appliance.frame.protocol import iso_time
 from engine.errors import AlreadyRunning, FileError, PenstockError
+from engine.printable import printable
 
 # engine.offload costs 20 ms, so it comes with the verbs.
 

@@ -33,12 +33,12 @@ from appliance.cli.reply import (
     print_stats,
     stream,
 )
-from appliance.cli.tables import printable
 from appliance.cli.terminal import Host
 from appliance.client import Client, ClientError
 from appliance.configuration.setting_kinds import nearest
 from appliance.frame.figures import things
 from appliance.models.names import STARTER_FOLDER
+from engine.printable import printable
 
 HISTORY_LINES = 1000
 STARTER_HINT = (

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from appliance.cli import models, terminal
-from appliance.cli.tables import printable
 from appliance.cli.terminal import ProgressLine
 from appliance.client import Client, DaemonAbsent, ReplyError
 from appliance.configuration import client_settings, paths
@@ -31,6 +30,7 @@ from appliance.models import cache
 from appliance.models.names import HubName, NoSuchModel, is_model_file
 from appliance.models.short_names import SHORT_NAMES
 from engine.errors import AlreadyRunning
+from engine.printable import printable
 
 SAMPLING: Mapping[str, float] = {"temperature": 0.6, "top_p": 0.9}
 """Default sampling; at the API's temperature of 1 small models ramble."""

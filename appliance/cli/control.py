@@ -21,7 +21,7 @@ from appliance.cli.install_service import (
     do_step,
 )
 from appliance.cli.short_ids import AmbiguousId
-from appliance.cli.tables import Format, printable, within
+from appliance.cli.tables import Format, within
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonAbsent, DaemonUnreachable, PermissionRefused, ReplyError
 from appliance.configuration import client_settings, paths
@@ -30,6 +30,7 @@ from appliance.configuration.settings import ROLES
 from appliance.frame.figures import things
 from appliance.models.names import NoSuchModel
 from engine.errors import ConfigError, PenstockError, UsageError
+from engine.printable import printable
 
 POLL_S = 0.2
 DRAIN_PATIENCE_S = 120.0

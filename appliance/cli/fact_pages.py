@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appliance.cli.tables import Row, flat, folded, printable, word
+from appliance.cli.tables import Row, flat, folded, word
 from appliance.frame import figures, request_facts
 from appliance.frame.figures import count, duration, size, transport_text
 from appliance.frame.request_facts import STAGES, TTFT_STAGES
+from engine.printable import printable
 
 
 def stats_line(frame: Row) -> str:

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from appliance.cli import terminal
-from appliance.cli.tables import printable
 from appliance.http import api_keys
+from engine.printable import printable
 
 keys = typer.Typer(help="API keys for clients on TCP.", no_args_is_help=True)
 

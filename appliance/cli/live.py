@@ -17,11 +17,12 @@ import typer
 from appliance.cli import fact_pages, listings, short_ids, terminal
 from appliance.cli.activity import StateDir, request_from_file
 from appliance.cli.completion import request_ids
-from appliance.cli.tables import Format, printable
+from appliance.cli.tables import Format
 from appliance.cli.terminal import Host, Output
 from appliance.client import ClientError, DaemonUnreachable
 from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import UsageError
+from engine.printable import printable
 from engine.python_child import become_python
 
 

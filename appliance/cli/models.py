@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import fact_pages, listings, terminal
-from appliance.cli.tables import Format, printable
+from appliance.cli.tables import Format
 from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import client_settings
 from appliance.configuration.address import is_of_this_machine
@@ -36,6 +36,7 @@ from appliance.models.names import (
     model_name,
 )
 from engine.errors import CheckpointError, ConfigError, PenstockError, UsageError
+from engine.printable import printable
 
 if TYPE_CHECKING:
     from appliance.models.hub import Progress

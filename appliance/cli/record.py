@@ -16,11 +16,11 @@ from typing import Annotated
 import typer
 
 from appliance.cli import activity, terminal
-from appliance.cli.tables import printable
 from appliance.cli.terminal import Host
 from appliance.client import Client, DaemonUnreachable, ReplyError
 from appliance.frame.figures import things
 from engine.errors import FileError, RequestError, UsageError
+from engine.printable import printable
 
 DEFAULT_SINCE = "30m"
 BUILD_TIMEOUT_S = 120.0

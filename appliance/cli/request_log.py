@@ -15,11 +15,12 @@ import typer
 
 from appliance.cli import fact_pages, terminal
 from appliance.cli.activity import StateDir
-from appliance.cli.tables import Format, printable
+from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
 from appliance.configuration import client_settings, paths
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.frame.figures import things
+from engine.printable import printable
 
 _DAYS_BY_UNIT = {"d": 1, "w": 7, "m": 30, "y": 365}
 

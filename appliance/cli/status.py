@@ -14,7 +14,7 @@ import typer
 
 from appliance.cli import listings, terminal
 from appliance.cli.status_page import line, page
-from appliance.cli.tables import Format
+from appliance.cli.tables import Format, for_terminal
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, GenerationFailed
 
@@ -47,7 +47,7 @@ def status(
 
 def metrics(host: Host = None) -> None:
     """Print the metrics in Prometheus' format."""
-    terminal.write(terminal.client(host).text("/metrics"))
+    terminal.write(for_terminal(terminal.client(host).text("/metrics")))
 
 
 def _check(frame: dict[str, Any], form: Format) -> None:

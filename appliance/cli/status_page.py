@@ -6,7 +6,7 @@ Never: judges a figure.
 from __future__ import annotations
 
 from appliance.cli.fact_pages import roles_text
-from appliance.cli.tables import Row, folded, painted, printable
+from appliance.cli.tables import Row, folded, painted
 from appliance.frame.figures import (
     clock,
     count,
@@ -24,6 +24,7 @@ from appliance.frame.figures import (
     watts,
 )
 from appliance.frame.request_facts import guesses
+from engine.printable import printable
 from engine.units import without_figures
 
 _RED, _YELLOW, _GREEN = "31", "33", "32"

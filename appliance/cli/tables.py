@@ -19,16 +19,9 @@ from typing import Any, NamedTuple
 import typer
 
 from appliance.frame.figures import ABSENT
+from engine.printable import printable
 
 # Text that came from elsewhere is shown with no control character in it.
-
-
-def printable(value: object) -> str:
-    """Escape characters that could move a cursor or reorder a line."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in str(value)
-    )
 
 
 def for_terminal(text: str) -> str:

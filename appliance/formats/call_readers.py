@@ -42,7 +42,7 @@ def as_json(text: str, types: set[str]) -> str:
     if "string" in types:
         return "null" if stripped == "null" and "null" in types else quoted(text)
     try:
-        return json.dumps(json.loads(stripped), ensure_ascii=False, allow_nan=False)
+        return as_text(json.loads(stripped))
     except (ValueError, RecursionError):
         return python_as_json(stripped if types else text)
 
@@ -52,14 +52,24 @@ def python_as_json(text: str) -> str:
     names = {"true": "True", "false": "False", "null": "None"}
     try:
         value = ast.literal_eval(names.get(text.strip(), text.strip()))
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return as_text(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return quoted(text)
 
 
 def quoted(text: str) -> str:
     """Write a text as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+    return as_text(text)
+
+
+def as_text(value: object) -> str:
+    """Write a value as JSON; half a surrogate pair, which no reply can carry, becomes `?`.
+
+    Raises:
+        ValueError: it has a number that JSON has not.
+    """
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return written.encode("utf-8", "replace").decode()
 
 
 def inner(text: str) -> str:

@@ -16,7 +16,7 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from engine.errors import ConfigError
 
 CREDENTIAL_NAME = "api-keys"
 """The systemd credential that holds the keys if no file is configured."""
+_UCRED = struct.Struct("iII")
+"""A process, its user and its group; numbers of users go beyond 2^31."""
 SO_PEERGROUPS, SO_PEERPIDFD = 59, 77
 """Constants in <asm-generic/socket.h>; Python does not define them."""
 MAX_OPTION_BYTES = 1024
@@ -143,14 +145,14 @@ class AccessPolicy:
             role=self._role_of(who),
         )
 
-    def holder_of(self, key: str) -> Peer | None:
-        """Find the holder of a key; None: unknown."""
-        found = find_key(self.keys, key)
+    def holder_of(self, digest: bytes) -> Peer | None:
+        """Find the holder of the key with this digest; None: unknown."""
+        found = find_key(self.keys, digest)
         return None if found is None else Peer(key=found.name, role=found.role)
 
-    def holder_of_any(self, keys: set[str]) -> Peer | None:
+    def holder_of_any(self, digests: Collection[bytes]) -> Peer | None:
         """Find the holder of the keys sent; None: no known key, or two different ones."""
-        holders = {one for key in keys if (one := self.holder_of(key)) is not None}
+        holders = {one for each in digests if (one := self.holder_of(each)) is not None}
         return holders.pop() if len(holders) == 1 else None
 
     def _role_of(self, who: Credentials) -> Role:
@@ -167,8 +169,8 @@ def credentials_of(connection: socket.socket) -> Credentials | None:
     """
     if connection.family != socket.AF_UNIX:
         return None
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, gid = struct.unpack("3i", raw)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, gid = _UCRED.unpack(raw)
     gids = frozenset({gid, *_peer_groups(connection, uid, gid)})
     return Credentials(uid, gid, pid, gids, program_of(connection, pid, uid))
 

@@ -6,6 +6,8 @@ Never: takes the text of a prompt; writes to the log.
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 from datetime import datetime, timedelta
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -16,8 +18,13 @@ from appliance.frame.recording import APPLICATION_ID, RECORDING_VERSION
 from appliance.log.query import Span, log_time
 from appliance.log.reader import reading
 from engine.errors import RequestError
+from engine.units import size_text
 
 _PREFIX = ".recording-"
+MAX_BYTES = 512 << 20
+"""Days of frames have a tenth of it; without it a viewer could fill the daemon's disk."""
+ROOM_BYTES = 256 << 20
+"""Bytes of the disk that a recording leaves free."""
 LONGEST_REQUEST = timedelta(days=1)
 """Maximum age of requests to include that began before the span."""
 _NEVER = "9"
@@ -47,7 +54,8 @@ def write_recording(log_path: Path, target: Path, span: Span) -> None:
 
     Raises:
         PenstockError: the log is missing, unreadable, or of a release that did not record.
-        RequestError: 404 `nothing_recorded`: it has no frames of that span.
+        RequestError: 404 `nothing_recorded`: it has no frames of that span; 413
+            `recording_too_large`: it exceeds MAX_BYTES, or would fill the disk.
     """
     until = span.until or _NEVER
     with reading(log_path) as db:
@@ -57,6 +65,10 @@ def write_recording(log_path: Path, target: Path, span: Span) -> None:
         db.execute("PRAGMA made.synchronous = OFF")
         db.execute(f"PRAGMA made.application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA made.user_version = {RECORDING_VERSION}")
+        (page_bytes,) = db.execute("PRAGMA made.page_size").fetchone()
+        free_bytes = shutil.disk_usage(target.parent).free - ROOM_BYTES
+        most_pages = max(min(MAX_BYTES, free_bytes) // page_bytes, 1)
+        db.execute(f"PRAGMA made.max_page_count = {most_pages}")
         db.execute("BEGIN")
         (since,) = db.execute(
             "SELECT min(at) FROM frames WHERE at >= ? AND at < ?", (span.since or "", until)
@@ -66,9 +78,19 @@ def write_recording(log_path: Path, target: Path, span: Span) -> None:
                 "nothing was recorded in that time", code="nothing_recorded", status=404
             )
         begun = log_time(datetime.fromisoformat(since) - LONGEST_REQUEST)
-        for copy in _COPIES:
-            db.execute(copy, {"since": since, "until": until, "begun": begun})
-        db.execute("COMMIT")
+        try:
+            for copy in _COPIES:
+                db.execute(copy, {"since": since, "until": until, "begun": begun})
+            db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise
+            raise RequestError(
+                f"the recording would take more than {size_text(most_pages * page_bytes)}",
+                code="recording_too_large",
+                status=413,
+                hint="ask for a shorter time with since and until",
+            ) from error
 
 
 def remove_unfinished(log_path: Path) -> None:

@@ -7,8 +7,9 @@ import os
 
 import pytest
 
-from appliance import log_lines
+from appliance import keeper, log_lines
 from appliance.log_lines import is_journal, lines
+from engine.errors import CheckpointError
 
 
 @pytest.mark.parametrize("is_on_path", [True, False])
@@ -38,4 +39,27 @@ def test_every_line_of_a_message_has_its_priority_in_the_journal():
 
 
 def test_people_read_whose_line_it_is():
-    assert lines("a\nb", logging.ERROR, to_journal=False) == "penstock: a\nb"
+    assert lines("a\nb", logging.ERROR, to_journal=False) == "penstock: a\n    b"
+
+
+HOSTILE = "tensor \x1b]52;c;AAAA\x07 \u202e\x9b\r\n<0>penstock: all is well\x00\x85"
+
+
+@pytest.mark.parametrize("to_journal", [True, False])
+def test_what_a_line_quotes_moves_no_cursor_and_forges_no_line(to_journal):
+    told = lines(HOSTILE, logging.ERROR, to_journal=to_journal)
+    first, second = told.split("\n")
+    assert told.replace("\n", "").isprintable()
+    assert second.startswith("<3>" if to_journal else "    ")
+    assert first.startswith("<3>tensor" if to_journal else "penstock: tensor")
+
+
+def test_so_it_is_with_exceptions_and_the_keepers_lines(capfd):
+    record = logging.LogRecord("x", logging.ERROR, "f", 1, "%s", (HOSTILE,), None)
+    with pytest.raises(CheckpointError) as raised:
+        raise CheckpointError(HOSTILE, where=HOSTILE)
+    assert str(raised.value).isprintable()
+    record.exc_info = (ValueError, ValueError(HOSTILE), None)
+    keeper._tell(HOSTILE)
+    for told in (log_lines.Formatter().format(record), capfd.readouterr().err):
+        assert told.replace("\n", "").isprintable()

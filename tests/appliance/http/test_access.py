@@ -20,7 +20,7 @@ from appliance.http.access import (
     credentials_of,
     program_of,
 )
-from appliance.http.api_keys import new_key
+from appliance.http.api_keys import key_digest, new_key
 from appliance.request import Role
 from engine.errors import ConfigError
 
@@ -88,12 +88,12 @@ def test_keys_come_from_the_named_file_or_from_systemd(config, tmp_path):
     (tmp_path / "api-keys").chmod(0o400)
     environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
     policy = AccessPolicy.from_config(config(api_keys=named, listen=("::1", 1)), environ)
-    peer = policy.holder_of(key)
+    peer = policy.holder_of(key_digest(key))
     assert (peer.name, peer.role, peer.uid) == ("key:named", Role.VIEWER, None)
-    assert policy.holder_of(credential) is None
+    assert policy.holder_of(key_digest(credential)) is None
     policy = AccessPolicy.from_config(config(listen=("::1", 1)), environ)
-    assert policy.holder_of(credential).name == "key:systemd"
-    assert policy.holder_of("") is None
+    assert policy.holder_of(key_digest(credential)).name == "key:systemd"
+    assert policy.holder_of(key_digest("")) is None
 
 
 def test_a_tcp_connection_says_nothing_of_who_it_is():
@@ -150,6 +150,27 @@ def connect_with_groups(path, groups):
     assert client.wait(120) == 0
     assert who.pid == client.pid
     return who
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be someone else")
+def test_numbers_of_users_beyond_half_of_them_are_what_they_are():
+    """Directories of large companies give them out."""
+    large = 3_000_000_000
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"\0penstock-test-{os.getpid()}"  # which a stranger can reach
+        listener.bind(name)
+        listener.listen()
+        script = f"import socket; c = socket.socket(1); c.connect({name!r}); c.recv(1)"
+        client = subprocess.Popen(
+            [sys.executable, "-c", script], user=large, group=large, extra_groups=[large + 1]
+        )
+        accepted, _ = listener.accept()
+        with accepted:
+            who = credentials_of(accepted)
+    assert client.wait(120) == 0
+    assert (who.uid, who.gid, who.gids) == (large, large, {large, large + 1})
+    policy = AccessPolicy(viewers=UserDirectory(uids=frozenset({large})))
+    assert (policy.peer_of(who).role, policy.peer_of(who).name) == (Role.VIEWER, f"uid:{large}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be someone else")

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from appliance.frame.recording import TABLES, open_recording
-from appliance.log.query import (
-    Span,
-)
+from appliance.log import recording_copy
+from appliance.log.query import Span
 from appliance.log.recording_copy import temporary_recording, write_recording
 from engine.errors import PenstockError, RequestError
 from tests.appliance.logs import query, write_five_days
@@ -118,3 +117,17 @@ def test_a_running_daemon_is_recorded_up_to_its_newest_frame(tmp_path: Path) -> 
         copy.write_bytes(made.read())
     assert query(copy, "SELECT seq FROM frames") == [(1,), (2,)]
     assert log.close()
+
+
+@pytest.mark.parametrize("limit", ["MAX_BYTES", "ROOM_BYTES"])
+def test_a_recording_fills_no_disk(tmp_path: Path, monkeypatch, limit: str) -> None:
+    make_recording(tmp_path)
+    value = 64 << 10 if limit == "MAX_BYTES" else 1 << 60
+    monkeypatch.setattr(recording_copy, limit, value)
+    with pytest.raises(RequestError) as refused:
+        cut(tmp_path, None)
+    assert (refused.value.code, refused.value.status) == ("recording_too_large", 413)
+    assert (tmp_path / "cut.penstock").stat().st_size <= 64 << 10
+    with pytest.raises(RequestError):
+        temporary_recording(tmp_path / "requests.db", Span())
+    assert not list(tmp_path.glob(".recording-*"))
