@@ -7,6 +7,7 @@ Never: asks a daemon that is not on this machine.
 from __future__ import annotations
 
 import os
+import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -19,6 +20,8 @@ from engine.errors import PenstockError
 
 DEADLINE_S = 0.15
 VARIABLE = "_PENSTOCK_COMPLETE"
+_PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
+"""Names that no shell takes for more; zsh evaluates what it is offered."""
 
 
 class Shell(StrEnum):
@@ -74,7 +77,9 @@ def _names(path: str, *, live_only: bool = False) -> list[str]:
             return []
         listed = Client(address, timeout_s=DEADLINE_S).get(path).get("data", [])
         return [
-            item["id"] for item in listed if not (live_only and item.get("phase") == "finished")
+            item["id"]
+            for item in listed
+            if _PLAIN.fullmatch(item["id"]) and not (live_only and item.get("phase") == "finished")
         ]
     except (PenstockError, KeyError, TypeError, AttributeError):
         return []

@@ -274,6 +274,9 @@ def test_verbs_and_ids_are_completed(daemon: FakeDaemon, environ: dict[str, str]
     assert completed(environ, "resu") == ["resume"]
     assert completed(environ, "show", "cm") == ["cmpl-1", "cmpl-0"]
     assert completed(environ, "cancel", "cm") == ["cmpl-1"]
+    hostile = [REQUEST | {"id": f"cmpl-{end}"} for end in ("$(id)", "`id`", "x;id", "\n", "a b")]
+    daemon.script.replies = {"GET /v1/requests": (200, {"data": hostile})}
+    assert completed(environ, "show", "cm") == []
 
 
 def test_completion_without_a_daemon_is_silent(environ: dict[str, str]) -> None:
