@@ -206,7 +206,7 @@ async def test_a_key_continues_its_request_without_lying_in_a_journal(
 ):
     key, policy = keyed
     header = said(key) if callable(said) else said.format(key)
-    server, appliance = await servers.start(policy, interval_s=0.0005)
+    server, appliance = await servers.start(policy, interval_s=0.005)
     with monkeypatch.context() as patch:
         if is_of_before:  # a version that kept the whole head, and no digest
             patch.setattr(connection, "SECRETS", ())

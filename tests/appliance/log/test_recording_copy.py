@@ -122,12 +122,12 @@ def test_a_running_daemon_is_recorded_up_to_its_newest_frame(tmp_path: Path) -> 
 @pytest.mark.parametrize("limit", ["MAX_BYTES", "ROOM_BYTES"])
 def test_a_recording_fills_no_disk(tmp_path: Path, monkeypatch, limit: str) -> None:
     make_recording(tmp_path)
-    value = 64 << 10 if limit == "MAX_BYTES" else 1 << 60
+    value = 8 << 10 if limit == "MAX_BYTES" else 1 << 60
     monkeypatch.setattr(recording_copy, limit, value)
     with pytest.raises(RequestError) as refused:
         cut(tmp_path, None)
     assert (refused.value.code, refused.value.status) == ("recording_too_large", 413)
-    assert (tmp_path / "cut.penstock").stat().st_size <= 64 << 10
+    assert (tmp_path / "cut.penstock").stat().st_size <= 8 << 10
     with pytest.raises(RequestError):
         temporary_recording(tmp_path / "requests.db", Span())
     assert not list(tmp_path.glob(".recording-*"))
