@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.configuration import paths
-from appliance.configuration.setting_kinds import a_path
+from appliance.configuration.setting_kinds import a_path, is_loopback
 from engine.errors import ConfigError, PenstockError, UsageError
 
 if TYPE_CHECKING:
@@ -102,14 +102,6 @@ class KeyInClear(PenstockError):
     """A key would cross a network in clear."""
 
     exit_code = ConfigError.exit_code
-
-
-def is_loopback(address: str) -> bool:
-    """Say whether an IP address is of this machine alone; IPv4 may be written as IPv6."""
-    import ipaddress  # few need it
-
-    found = ipaddress.ip_address(address.partition("%")[0])
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 @dataclass(frozen=True, slots=True)

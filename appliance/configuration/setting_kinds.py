@@ -145,8 +145,11 @@ def _is_address(text: str, is_in_brackets: bool) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches the address `host`."""
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    """Say whether only this machine reaches the address `host`; IPv4 may be written as IPv6."""
+    if host == "localhost":
+        return True
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def names(value: object) -> tuple[str, ...]:

@@ -25,9 +25,9 @@ from appliance.configuration.address import (
     TcpAddress,
     UnixAddress,
     find,
-    is_loopback,
     parse,
 )
+from appliance.configuration.setting_kinds import is_loopback
 from engine.errors import ConfigError
 from tests.appliance.cli_process import ROOT, penstock, start, user_environ
 from tests.appliance.fake_daemon import FakeDaemon, Script, _Handler, text_event
