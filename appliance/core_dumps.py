@@ -1,4 +1,4 @@
-"""Keep prompts and keys out of core dumps, whoever takes them."""
+"""Keep prompts and keys out of core dumps, in files and in a program's hands."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FILTER = Path("/proc/self/coredump_filter")
 
 
 def forbid_core_dumps() -> None:
-    """Forbid dumps to files here and in all children, and empty those that a program takes.
+    """Forbid dumps to files here and in all children, and empty the dumps that a program takes.
 
-    The kernel hands dumps to a program of `core_pattern` whatever their limit is.
+    The kernel gives a dump to the program of `core_pattern` whatever the limit of its size is.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))

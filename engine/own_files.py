@@ -1,7 +1,7 @@
 """Use folders and files only if no other user made them or can change them.
 
-Root and this user are trusted, everybody else is not. Of a folder that another user can write to,
-each name may lead to somebody's file.
+Root and this user are trusted. In a folder that another user can write to, each name may be a link
+to a file elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_own_folder(folder: Path) -> None:
 
     Raises:
         OSError: it is not a folder, or names the folder on the way that is not ours or root's, or
-            that others can write to. Links are followed, where nobody else could have set them.
+            that others can write to. Links are followed if no other user could have set them.
     """
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
@@ -73,9 +73,9 @@ def _check(folder: Path, status: os.stat_result, uid: int, *, is_holder: bool = 
     if not (is_holder and status.st_uid == _outer_uid()):
         _check_owner(folder, status, uid)
     if stat.S_ISLNK(status.st_mode):
-        return  # its mode says nothing: who could replace it is in its folder's
+        return  # the mode of its folder tells which users can replace it
     is_sticky = is_holder and status.st_mode & stat.S_ISVTX
-    # Container runtimes mount volumes with mode 0777, and nobody inside may change that.
+    # Container runtimes mount volumes with mode 0777; a program inside may not change that.
     is_volume = is_holder and status.st_uid == 0 and os.path.ismount(folder)
     if _is_open(status, uid) and not (is_sticky or is_volume):
         about = f"other users can write to {folder} (mode {stat.S_IMODE(status.st_mode):04o})"

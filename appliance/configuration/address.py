@@ -95,7 +95,7 @@ class UnixAddress:
 
 
 INSECURE = "PENSTOCK_INSECURE"
-"""Set, it lets API keys go to other machines over plain HTTP, as through a private network."""
+"""If set, API keys go to other machines over plain HTTP, too."""
 
 
 class KeyInClear(PenstockError):
@@ -151,7 +151,7 @@ class TcpAddress:
         """Refuse to send a key where others can read it; a name says little of the way.
 
         Raises:
-            KeyInClear: over plain HTTP to another machine, where nobody said that this is meant.
+            KeyInClear: over plain HTTP to another machine, without --insecure.
         """
         if self.is_tls or os.environ.get(INSECURE) or self.shown_key() is None:
             return
