@@ -85,7 +85,7 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
     credentials: tuple[int, int, int, tuple[int, ...]] | None
     """The user, group, process and groups of the Unix socket's peer; None: TCP."""
     key_digests: tuple[bytes, ...] = ()
-    """Digests of the keys sent. An older journal has none: its request holds the keys themselves."""
+    """Digests of the keys sent. An older journal has none: its request holds the keys."""
 
 
 class Facts(msgspec.Struct, array_like=True):

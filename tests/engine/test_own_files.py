@@ -131,7 +131,10 @@ def test_a_file_of_ours_is_opened_and_inherited_by_nobody(folder):
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
 def test_in_a_user_namespace_the_machines_root_is_trusted_above(folder):
     """There, root's folders have the uid that stands for everybody outside."""
-    code = f"from pathlib import Path; from engine.own_files import check_own_folder; check_own_folder(Path({str(folder)!r}))"
+    code = (
+        "import pathlib; from engine.own_files import check_own_folder;"
+        f" check_own_folder(pathlib.Path({str(folder)!r}))"
+    )
     command = ["unshare", "--user", "--map-user=1000", sys.executable, "-P", "-c", code]
     if subprocess.run([*command[:3], "true"], capture_output=True).returncode:
         pytest.skip("user namespaces are not allowed here")
