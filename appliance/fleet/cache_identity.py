@@ -2,7 +2,7 @@
 
 KV blocks of equal tokens are equal only if weights, rotation, dtype and layout are equal. Weights
 are identified by their bytes, not by a file's name or time. Reading them all takes a while, so a
-file's digest is remembered while its size and time stay unchanged.
+file's digest is remembered while its size, its times and a sample of its bytes stay unchanged.
 Owns: `prefix.key` and `weights.json` in the state folder.
 Invariant: only this user can read the key; a changed file is read again.
 Never: reveals the key.
@@ -39,6 +39,7 @@ MAX_REMEMBERED = 1024
 _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _NUM_THREADS = 2
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def make_hasher(config: ServeConfig, plan: BootPlan) -> PrefixHasher | None:
@@ -143,7 +144,7 @@ def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
         key, about = str(file.resolve()), _about(file)
         found = known.pop(key, None)
         if found is None or found[:-1] != about:
-            found, is_new = [*about, _digest(file, about[2])], True
+            found, is_new = [*about, _digest(file, int(about[2]))], True
         known[key] = found  # to the end: what is used last is forgotten last
         digests.append(found[-1])
     if is_new:
@@ -152,10 +153,20 @@ def fingerprint(files: Iterable[Path], state_dir: Path) -> str:
     return blake2b(json.dumps(digests).encode(), digest_size=32).hexdigest()
 
 
-def _about(file: Path) -> list[int]:
-    """Return device, inode, size and time; while they stay unchanged, so do the bytes."""
-    status = file.stat()
-    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+def _about(file: Path) -> list[int | str]:
+    """Return what tells a file from a changed one without reading all of it.
+
+    Copying tools put the time of modification back, but not that of the last change of the inode;
+    on file systems whose clocks are coarse, or that keep none, the sample differs.
+    """
+    with file.open("rb", buffering=0) as opened:
+        status, sample = os.fstat(opened.fileno()), blake2b(digest_size=16)
+        last = max(status.st_size - _SAMPLE_BYTES, 0)
+        for number in range(_NUM_SAMPLES):
+            at = last * number // (_NUM_SAMPLES - 1)
+            sample.update(os.pread(opened.fileno(), _SAMPLE_BYTES, at))
+    times = [status.st_mtime_ns, status.st_ctime_ns]
+    return [status.st_dev, status.st_ino, status.st_size, *times, sample.hexdigest()]
 
 
 def _digest(file: Path, num_bytes: int) -> str:
@@ -219,7 +230,7 @@ def _remembered(path: Path) -> dict[str, list[object]]:
     return {
         name: found
         for name, found in known.items()
-        if isinstance(found, list) and len(found) == 5 and isinstance(found[-1], str)
+        if isinstance(found, list) and len(found) == 7 and isinstance(found[-1], str)
     }
 
 

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import mmap
 import os
 import stat
 import threading
@@ -232,3 +233,60 @@ def test_weights_that_cannot_be_read_are_an_error_with_a_hint(tmp_path):
     with pytest.raises(ConfigError, match="prefix cache") as refused:
         make_hasher(config, plan)
     assert "--prefix-cache off" in refused.value.hint
+
+
+def rewritten(file, data, how):
+    """Write other bytes of the same length in place, and put the time of modification back."""
+    before = file.stat()
+    match how:
+        case "written":
+            with file.open("r+b") as opened:
+                opened.write(data)
+        case "mapped":
+            with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as memory:
+                memory[:] = data
+        case "through a hard link":
+            link = file.with_name("link")
+            link.hardlink_to(file)
+            link.write_bytes(data)
+            link.unlink()
+        case "through a symbolic link":
+            link = file.with_name("link")
+            link.symlink_to(file)
+            link.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    "how", ["written", "mapped", "through a hard link", "through a symbolic link"]
+)
+def test_weights_rewritten_in_place_with_their_time_put_back_are_other_weights(tmp_path, how):
+    file = tmp_path / "a.safetensors"
+    data = bytearray(os.urandom(1 << 20))
+    file.write_bytes(data)
+    one = fingerprint([file], tmp_path)
+    data[123_457] ^= 1  # between the samples
+    time.sleep(0.02)  # clocks of file systems are as coarse as that
+    rewritten(file, data, how)
+    assert fingerprint([file], tmp_path) != one
+
+
+def test_other_bytes_are_noticed_where_no_time_tells(tmp_path, monkeypatch):
+    """As on a file system that keeps no times, or two writes within one tick of its clock."""
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(os.urandom(1 << 20))
+    times = file.stat()
+
+    def fstat(fd):
+        seen = stat_of(fd)
+        same = {"st_mtime_ns": times.st_mtime_ns, "st_ctime_ns": times.st_ctime_ns}
+        rest = {name: getattr(seen, name) for name in ("st_dev", "st_ino", "st_size", "st_mode")}
+        return SimpleNamespace(**rest | same)
+
+    stat_of = os.fstat
+    monkeypatch.setattr(cache_identity.os, "fstat", fstat)
+    one = fingerprint([file], tmp_path)
+    assert fingerprint([file], tmp_path) == one
+    rewritten(file, os.urandom(1 << 20), "written")
+    assert fingerprint([file], tmp_path) != one
