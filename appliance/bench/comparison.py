@@ -41,7 +41,8 @@ LOAD_METRICS = (
     Metric("failed"),
 )
 INTERFERENCE_METRICS = (
-    Metric("p99_loaded_over_p50_quiet"),
+    Metric("p99_loaded_over_p99_quiet"),
+    Metric("p99_over_p50_quiet"),
     Metric("quiet_itl_ms_p50"),
     Metric("quiet_itl_ms_p99"),
     Metric("loaded_itl_ms_p50"),

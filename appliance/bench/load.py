@@ -261,15 +261,15 @@ class InterferenceResult(msgspec.Struct):
     def figures(self) -> Figures:
         """Compute the round's figures by name."""
         quiet_p50 = quantile(self.quiet_itl_ms, 0.5)
+        quiet_p99 = quantile(self.quiet_itl_ms, 0.99)
         loaded_p99 = quantile(self.loaded_itl_ms, 0.99)
         alone_ms = [s.ttft_ms for s in self.alone if s.ttft_ms is not None]
         loaded_ms = [s.ttft_ms for s in self.loaded if s.ttft_ms is not None]
         return {
-            "p99_loaded_over_p50_quiet": loaded_p99 / quiet_p50
-            if loaded_p99 is not None and quiet_p50
-            else None,
+            "p99_loaded_over_p99_quiet": _over(loaded_p99, quiet_p99),
+            "p99_over_p50_quiet": _over(quiet_p99, quiet_p50),
             "quiet_itl_ms_p50": quiet_p50,
-            "quiet_itl_ms_p99": quantile(self.quiet_itl_ms, 0.99),
+            "quiet_itl_ms_p99": quiet_p99,
             "loaded_itl_ms_p50": quantile(self.loaded_itl_ms, 0.5),
             "loaded_itl_ms_p99": loaded_p99,
             "loaded_itl_ms_max": quantile(self.loaded_itl_ms, 1.0),
@@ -278,6 +278,10 @@ class InterferenceResult(msgspec.Struct):
             "loaded_ttft_ms_max": quantile(loaded_ms, 1.0),
             "unanswered": sum(not s.is_completed for s in (*self.alone, *self.loaded)),
         }
+
+
+def _over(value: float | None, by: float | None) -> float | None:
+    return value / by if value is not None and by else None
 
 
 async def disturb(

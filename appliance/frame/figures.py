@@ -226,7 +226,7 @@ def named(name: str, value: float | None) -> str:
         return measured_ms(value)
     if name.endswith("_ratio"):
         return fine_ratio(value)
-    if name.endswith("_over_p50_quiet"):
+    if name.endswith("_quiet"):
         return factor(value)
     if name.endswith("tokens_per_s"):
         return tokens_per_s(value)

@@ -228,11 +228,12 @@ def test_figures_are_none_where_nothing_was_seen() -> None:
     assert set(figures.values()) == {None}
 
 
-def test_the_ratio_is_worst_loaded_over_usual_quiet() -> None:
+def test_what_prompts_add_is_told_apart_from_what_the_machine_does_itself() -> None:
     figures = InterferenceResult(
         "a", 0, [10, 10, 12], [10, 10, 50], [stream(5)], [stream(20)]
     ).figures()
-    assert figures["p99_loaded_over_p50_quiet"] == 5
+    assert figures["p99_loaded_over_p99_quiet"] == pytest.approx(50 / 12)
+    assert figures["p99_over_p50_quiet"] == pytest.approx(1.2)
     assert (figures["alone_ttft_ms_p50"], figures["loaded_ttft_ms_p50"]) == (5, 20)
 
 

@@ -97,8 +97,8 @@ def test_interference_needs_no_more_than_two_arms(
     ended = penstock(environ, "bench", "interference", *arms, *options)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert lines[1].split()[:2] == ["A/A", "p99_loaded_over_p50_quiet"]
-    assert sum(line.startswith("two") for line in lines) == 10
+    assert lines[1].split()[:2] == ["A/A", "p99_loaded_over_p99_quiet"]
+    assert sum(line.startswith("two") for line in lines) == 11
 
 
 @pytest.mark.parametrize(
