@@ -27,7 +27,7 @@ from sqlite_utils import Database
 from appliance.sqlite_files import is_foreign
 from engine.errors import PenstockError
 from engine.own_files import open_own
-from engine.profile.facts import IS_WRONG, Fact, FactKey, Profile, Scope
+from engine.profile.facts import Fact, FactKey, Profile, Scope
 from migrations.profile import migration
 
 log = logging.getLogger("penstock")
@@ -70,8 +70,8 @@ def _lock(fd: int) -> None:
 def _samples(what: str, text: str) -> list[float]:
     """Read a fact's samples; raises ValueError or TypeError if save() has not written them."""
     samples = json.loads(text)
-    may_be_0, most = what == IS_WRONG, MAX_MS if what.endswith("_ms") else MAX_SAMPLE
-    if not samples or not all(0 <= s <= most and (s or may_be_0) for s in samples):
+    most = MAX_MS if what.endswith("_ms") else MAX_SAMPLE
+    if not samples or not all(0 < s <= most for s in samples):
         raise ValueError("the samples of a fact are damaged")
     return [float(sample) for sample in samples]
 

@@ -24,15 +24,3 @@ def part_text(num_bytes: float, total_bytes: float, between: str = " of ") -> st
     """Format a part of a total in the total's unit: `9.0 of 23.0 GiB`."""
     number, unit = size_text(total_bytes).split()
     return f"{num_bytes / 1024 ** SIZE_UNITS.index(unit):.1f}{between}{number} {unit}"
-
-
-_TIMED = ". Timed: "
-
-
-def with_figures(said: str, figures: str) -> str:
-    """Join a trial's result and the figures that decided it."""
-    return f"{said}{_TIMED}{figures}"
-
-
-def without_figures(trial: str) -> str:
-    return trial.partition(_TIMED)[0]

@@ -36,3 +36,9 @@ CREATE TABLE facts (
 def m001_facts(db: Database) -> None:
     """Create facts: newest samples as a JSON list, with their median and spread."""
     db.conn.execute(_FACTS)
+
+
+@migration()
+def m002_no_products(db: Database) -> None:
+    """Forget how products were timed: a rule chooses them now, whatever a first start found."""
+    db.conn.execute("DELETE FROM facts WHERE what IN ('product_us', 'attention_us', 'is_wrong')")

@@ -115,7 +115,8 @@ def linear_quantised(kernels: Any, r: Random, m: Memory, threads: int) -> None:
 
 def linear_pairs(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     """Packing, and all variants to multiply by what is packed."""
-    inputs, depth, variant = r.choice([1, 2, 7, 25, 33, 64]), r.randint(1, 150), r.randrange(3)
+    inputs, depth, variant = r.choice([1, 2, 7, 25, 33, 64]), r.randint(1, 150), r.randrange(2)
+    few = r.choice([0, inputs, r.randint(0, inputs)])
     rows = [r.randint(1, 70) for _ in range(r.randint(1, 3))]
     parts = []
     for count in rows:
@@ -126,7 +127,7 @@ def linear_pairs(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     bias = m.values(sum(rows), FLOAT32) if r.random() < 0.5 else 0
     out, x = m.output(inputs * sum(rows), BFLOAT16), m.values(inputs * depth, BFLOAT16)
     kernels.linear_pairs(
-        out, x, inputs, depth, m.integers(parts), len(rows), bias, variant, threads
+        out, x, inputs, few, depth, m.integers(parts), len(rows), bias, variant, threads
     )
 
 
@@ -215,7 +216,7 @@ def mixture(kernels: Any, r: Random, m: Memory, threads: int) -> None:
         return [packed, rows, 3]
 
     has_bias = r.random() < 0.5
-    variants = m.integers([1, 0, 2, 1, 5, r.randrange(3)]) if is_packed else 0
+    few, variant = r.randint(0, tokens), r.randrange(2)
     ups = [n for _ in range(experts) for n in matrix(width, hidden) + matrix(width, hidden)]
     downs = [n for _ in range(experts) for n in matrix(hidden, width)]
     up_bias = m.values(experts * 2 * width, FLOAT32) if has_bias else 0
@@ -223,12 +224,13 @@ def mixture(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     table = m.integers(
         [
             *(experts, chosen, r.randrange(2), r.randrange(3), hidden, width),
-            *(m.integers(ups), 2, up_bias, m.integers(downs), down_bias, variants, variants, 3),
+            *(m.integers(ups), 2, up_bias, m.integers(downs), down_bias),
+            *(is_packed, is_packed, variant),
             m.values(experts, FLOAT32) if r.random() < 0.5 else 0,
         ]
     )
     out, x = m.output(tokens * hidden, kind), m.values(tokens * hidden, kind)
-    kernels.mixture(out, x, m.values(tokens * experts, kind), table, kind, tokens, threads)
+    kernels.mixture(out, x, m.values(tokens * experts, kind), table, kind, tokens, few, threads)
 
 
 def delta(kernels: Any, r: Random, m: Memory, threads: int) -> None:

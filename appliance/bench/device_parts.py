@@ -18,11 +18,14 @@ from engine.python_child import python_command
 KINDS = ("kernels", "steps", "transports")
 
 
-def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> dict[str, Any]:
+def measure_device(
+    kind: str, model: Path | None, dtype: str | None = None, *, is_small: bool = False
+) -> dict[str, Any]:
     """Run one of KINDS to its end.
 
     Args:
         model: a folder whose shape to take; None: Llama 3.1 8B's, with the layers that fit.
+        dtype: of weights and activations; None: the model's own.
         is_small: little work, to see that it works.
 
     Returns:
@@ -33,6 +36,7 @@ def measure_device(kind: str, model: Path | None, *, is_small: bool = False) -> 
     """
     command = [*python_command("-m", "engine.workers.measure", kind)]
     command += [] if model is None else ["--model", str(model)]
+    command += [] if dtype is None else ["--dtype", dtype]
     command += ["--small"] if is_small else []
     command += ["--free-bytes", str(available_memory_bytes())]
     ended = subprocess.run(command, capture_output=True, text=True)

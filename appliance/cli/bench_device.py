@@ -26,26 +26,31 @@ Model = Annotated[
         help="Folder of a model for its shape. Default: Llama 3.1 8B, with the layers that fit."
     ),
 ]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights. Default: the model's own.")]
 Small = Annotated[bool, typer.Option("--small", help="A small size, to check that it works.")]
 
 
-def kernels(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+def kernels(
+    model: Model = None, dtype: Dtype = None, small: Small = False, output: Output = Format.TABLE
+) -> None:
     """Time the parts of a layer, beside the device's copy bandwidth and matmul rate.
 
     OF CEILING is a part's rate to one of these, timed first: 100% is all that the device can do.
     More says that something else disturbed that ceiling, or that a cache held what was read.
     """
-    _measure("kernels", model, small, output)
+    _measure("kernels", model, small, output, dtype)
 
 
-def steps(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
+def steps(
+    model: Model = None, dtype: Dtype = None, small: Small = False, output: Output = Format.TABLE
+) -> None:
     """Time whole steps, with random weights.
 
     OF CEILING is a step's rate to the device's copy bandwidth or matmul rate, timed first: 100% is
     all that it can do. More says that something else disturbed that ceiling, or that a cache held
     what was read.
     """
-    _measure("steps", model, small, output)
+    _measure("steps", model, small, output, dtype)
 
 
 def transports(model: Model = None, small: Small = False, output: Output = Format.TABLE) -> None:
@@ -59,7 +64,9 @@ def transports(model: Model = None, small: Small = False, output: Output = Forma
 _ABOVE = "above 100%: another load disturbed the ceiling's timing, or a CPU cache held the data"
 
 
-def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> None:
+def _measure(
+    kind: str, model: Path | None, is_small: bool, output: Format, dtype: str | None = None
+) -> None:
     from appliance.bench.device_parts import measure_device
 
     if model is None and not is_small:
@@ -67,7 +74,8 @@ def _measure(kind: str, model: Path | None, is_small: bool, output: Format) -> N
             "penstock: using the shape of Llama 3.1 8B (default). On a CPU this takes minutes; "
             "--small takes seconds"
         )
-    found = measure_device(kind, None if model is None else a_path(model), is_small=is_small)
+    folder = None if model is None else a_path(model)
+    found = measure_device(kind, folder, dtype, is_small=is_small)
     if output is Format.JSON:
         terminal.write(document("bench", found) + "\n")
         return

@@ -42,8 +42,6 @@ _WHAT = {
     DECODE_MS: ("decode step", "ms"),
     DISK_BYTES_PER_S: ("disk read", "B/s"),
     LINK_BYTES_PER_S: ("link", "B/s"),
-    "product_us": ("matrix product", "us"),
-    "attention_us": ("attention", "us"),
 }
 _ON = re.compile(r"(.+) on (\d+)")
 

@@ -25,7 +25,6 @@ from appliance.frame.figures import (
 )
 from appliance.frame.request_facts import guesses
 from engine.printable import printable
-from engine.units import without_figures
 
 _RED, _YELLOW, _GREEN = "31", "33", "32"
 _SEVERITY_COLOURS = {"error": _RED, "warning": _YELLOW}
@@ -48,7 +47,7 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
     if frame.get("limit"):
         lines.append(("limit", str(frame["limit"])))
     lines += [("worker", _worker_text(worker)) for worker in frame.get("workers") or ()]
-    lines += [("tuning", without_figures(trial)) for trial in frame.get("trials") or ()]
+    lines += [("tuning", trial) for trial in frame.get("trials") or ()]
     if frame.get("kv"):
         lines += _note_lines("kv", "KV is ", frame["kv"])
     lines += [("pool", _pool_text(pool)) for pool in frame.get("pools") or ()]

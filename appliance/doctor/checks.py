@@ -34,19 +34,17 @@ from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
 from appliance.fleet.placement import available_cores, available_memory_bytes
-from appliance.fleet.scopes import machine_scope
 from appliance.http.access import AccessPolicy
 from appliance.log import log_file
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.process import max_connections
-from appliance.profile_store import Known
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import find_gguf
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels, load_kernels
-from engine.profile.product_variants import choose_variants
-from engine.units import part_text, size_text, without_figures
+from engine.kernels.product_choice import products_here
+from engine.units import part_text, size_text
 
 MIN_FREE_BYTES = 1 << 30
 _IF_MEANT = "intended if other machines use it; check which networks reach it and which keys exist"
@@ -66,9 +64,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     yield _packages()
     found = _configuration(settings)
     checkpoint = None if isinstance(found, PenstockError) else _checkpoint(found)
-    state_dir = None if isinstance(found, PenstockError) else found.state_dir
     is_bitwise = isinstance(found, config.ServeConfig) and found.exact == "bitwise"
-    yield _kernels(state_dir, checkpoint, is_bitwise=is_bitwise)
+    yield _kernels(checkpoint, is_bitwise=is_bitwise)
     devices = Devices.of_machine()
     has_gpus = bool(devices.num_gpus)
     if not isinstance(found, PenstockError) and (why := _no_speculation(found, has_gpus=has_gpus)):
@@ -167,10 +164,8 @@ def _dynamo() -> Iterator[Finding]:
         yield Finding("dynamo", "note", about, runtime.INSTALL)
 
 
-def _kernels(
-    state_dir: Path | None, model: Checkpoint | None = None, *, is_bitwise: bool = False
-) -> Finding:
-    """Check the kernels, and show the products that the profile and `exact` choose."""
+def _kernels(model: Checkpoint | None = None, *, is_bitwise: bool = False) -> Finding:
+    """Check the kernels, and show the products that this CPU and `exact` get."""
     try:
         kernels, level = load_kernels()
     except ImportError as error:
@@ -183,12 +178,13 @@ def _kernels(
         hint = "pip install --force-reinstall --no-deps -e . (it compiles what is missing)"
         return Finding("kernels", "note", about, hint)
     about = f"compiled, for {level}"
-    if state_dir is not None:
-        profile = Known.of(state_dir, machine_scope()).profile
-        chosen = choose_variants(profile, level, is_bitwise=is_bitwise).why
-        about += f"; {without_figures(chosen)}" if chosen else ""
+    choice = products_here(is_bitwise=is_bitwise)
+    about += f"; {choice.why}" if choice.why else ""
     if model is not None and (share := _quantised_ratio(model)) > 0.5:
         about += f" (says little about this model: {share:.0%} of its bytes are quantised)"
+    if choice.wrong:
+        hint = "report this CPU and its level; replies are right, prompts slower"
+        return Finding("kernels", "note", about, hint)
     return Finding("kernels", "ok", about)
 
 

@@ -97,7 +97,7 @@ class BootPlan:
     kv_dtype: str = "auto"
     """The KV dtype of the pools, from the settings."""
     choices: tuple[str, ...] = ()
-    """What the machine's profile chose, with the figures."""
+    """What was chosen for this machine, and why."""
     product_variants: str = ""
     """How products are computed, if that changes the bytes of a block; empty: exactly."""
     kept_pools: KeptPools | None = None
@@ -256,11 +256,9 @@ def make_plan(
     """
     placed = placed or place(config, memory, kept_pools)
     model_id, checkpoint, dtype, placement, *_ = placed
-    machine = Known.of(config.state_dir, machine_scope())
-    weights = plan_weights(checkpoint, dtype, config, placement, machine.profile)
-    machine.save()
+    weights = plan_weights(checkpoint, dtype, config, placement)
     devices = devices_name(placement.workers, this_inventory().driver)
-    known = Known.of(config.state_dir, model_scope(machine.scope, checkpoint, dtype, devices))
+    known = Known.of(config.state_dir, model_scope(machine_scope(), checkpoint, dtype, devices))
     placement, sizes, prompts_why = _with_prompt_steps(placement, checkpoint.config, known.profile)
     if placement.is_trial:  # before anything can fail
         known.profile.put(STARTED_TWO, [1.0])

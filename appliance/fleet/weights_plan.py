@@ -25,10 +25,9 @@ from engine.checkpoint.weights_layout import (
     weights_layout,
 )
 from engine.errors import ConfigError
-from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels, load_kernels
-from engine.profile.facts import Profile
-from engine.profile.product_variants import AS_STORED as PRODUCTS_AS_STORED
-from engine.profile.product_variants import VariantsChoice, choose_variants, try_variants
+from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels
+from engine.kernels.product_choice import AS_STORED as PRODUCTS_AS_STORED
+from engine.kernels.product_choice import ProductChoice, products_here
 from engine.units import size_text
 from engine.wire.messages import LogitsLoss, WeightsSpec
 
@@ -49,8 +48,8 @@ class WeightsPlan:
     """The layout of quantised matrices on GPUs."""
     words: str
     """A description of the weights in memory; empty: unchanged from the files."""
-    choice: VariantsChoice
-    """How bfloat16 is multiplied on cores, with the figures."""
+    choice: ProductChoice
+    """How bfloat16 is multiplied on cores."""
 
     @property
     def variants_text(self) -> str:
@@ -70,8 +69,8 @@ class WeightsPlan:
             count,
             is_filled=False,
             is_packed=self.variants is not None or isinstance(self.layout, PanelsLayout),
-            variant_starts=[] if self.variants is None else list(self.variants.starts),
-            variants=[] if self.variants is None else list(self.variants.variants),
+            variant=None if self.variants is None else self.variants.few,
+            has_tiles=self.variants is not None and self.variants.has_tiles,
             weights=self.weights,
         )
 
@@ -81,20 +80,18 @@ def plan_weights(
     dtype: str,
     config: ServeConfig,
     placement: Placement,
-    machine: Profile | None = None,
 ) -> WeightsPlan:
     """Plan the layout of a checkpoint's weights.
 
     Args:
         config: the quantisation at start, which check_weights() has accepted, and `exact`.
         placement: of workers; workers on GPUs have memory of their own.
-        machine: stores how bfloat16 is multiplied best, measured if unknown; None: as stored.
     """
     weights, on_gpu = config.weights, [plan.gpu is not None for plan in placement.workers]
     layout: WeightsLayout | PanelsLayout | None = None
     choice = PRODUCTS_AS_STORED
-    if not all(on_gpu) and dtype == "bfloat16" and machine is not None:
-        choice = product_choice(machine, is_bitwise=config.exact == "bitwise")
+    if not all(on_gpu) and dtype == "bfloat16":
+        choice = products_here(is_bitwise=config.exact == "bitwise")
     variants = None
     if weights == AS_STORED and choice.variants is not None:
         layout = packed_layout(checkpoint, dtype)
@@ -112,16 +109,6 @@ def plan_weights(
         words = _words(checkpoint, there, dtype, weights)
         words += f": {fault}" if fault else ""
     return WeightsPlan(layout, variants, weights, packing, words, choice)
-
-
-def product_choice(machine: Profile, *, is_bitwise: bool) -> VariantsChoice:
-    """Choose how bfloat16 is multiplied on this machine; time it if unknown."""
-    try:
-        kernels, level = load_kernels()
-    except ImportError:
-        return PRODUCTS_AS_STORED
-    try_variants(machine, kernels, level)
-    return choose_variants(machine, level, is_bitwise=is_bitwise)
 
 
 def weights_text(words: str, loss: LogitsLoss | None) -> str | None:

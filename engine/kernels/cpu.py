@@ -11,7 +11,6 @@ Never: compiles, imports torch, times anything.
 from __future__ import annotations
 
 import importlib
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -28,8 +27,10 @@ FORMS = {
 }  # fmt: skip
 """The kernels' numbers of quantised forms, by their names in engine.checkpoint.quantisation."""
 WIDENED, DOTS, TILES = range(3)
-"""Variants in which `linear_pairs` multiplies: exact products, dots of pairs, matrix tiles."""
+"""Variants in which the kernels multiply: exact products, dots of pairs, matrix tiles."""
 VARIANT_NAMES = ("widened", "dots", "tiles")
+MAX_FEW = 8
+"""Maximum rows of a sequence without tiles; a decode step with its guesses has no more."""
 
 
 class Kernels(Protocol):
@@ -54,7 +55,7 @@ class Kernels(Protocol):
         """Multiply rows by matrices in the dtype in which these are stored."""
 
     def linear_pairs(self, *arguments: float) -> None:
-        """Multiply bfloat16 rows by packed matrices, in one of the variants."""
+        """Multiply bfloat16 rows by packed matrices: few in a variant, others by tiles."""
 
     def pack_pairs(self, *arguments: float) -> None:
         """Pack panels of a bfloat16 matrix."""
@@ -115,19 +116,25 @@ def _module(level: str) -> Kernels:
 
 @dataclass(frozen=True, slots=True)
 class ProductVariants:
-    """The variant for each number of inputs: variants[i] from starts[i] inputs on."""
+    """How packed matrices are multiplied, by kind of row and never by their number.
 
-    starts: tuple[int, ...]
-    variants: tuple[int, ...]
+    A row's bits then depend on nothing beside it: a chat's are the same with and without a prompt
+    in the step.
+    """
 
-    def variant_of(self, num_inputs: int) -> int:
-        """Find the variant for a number of inputs."""
-        return self.variants[bisect_right(self.starts, num_inputs) - 1]
+    few: int
+    """The variant of rows that decode, and of a prompt's last MAX_FEW: WIDENED or DOTS."""
+    has_tiles: bool = False
+    """Whether a prompt's other rows take tiles; else they are multiplied as the few are."""
+
+    def num_few(self, num_rows: int, num_few: int) -> int:
+        """Count the leading rows to be multiplied as few, of which num_few are of that kind."""
+        return num_few if self.has_tiles else num_rows
 
     def __str__(self) -> str:
-        steps = zip(self.starts, self.variants, strict=True)
-        return ", ".join(f"{VARIANT_NAMES[variant]} from {start}" for start, variant in steps)
+        tiles = f", prompts by {VARIANT_NAMES[TILES]} from {MAX_FEW + 1} rows"
+        return f"{VARIANT_NAMES[self.few]}{tiles if self.has_tiles else ''}"
 
 
-EXACT = ProductVariants((1,), (WIDENED,))
-"""Exact products, however many inputs."""
+EXACT = ProductVariants(WIDENED)
+"""Exact products of all rows."""

@@ -18,8 +18,8 @@ struct experts {
     int64_t hidden, width; /* of a token; of what is between an expert's matrices */
     int64_t gate_up, num_gate_up, gate_up_bias; /* parts [num_experts, num_gate_up, 3]; see linear */
     int64_t down, down_bias;                    /* parts [num_experts, 1, 3] */
-    int64_t gate_up_variants, down_variants; /* [num_variants, 2] of packed matrices; or 0 */
-    int64_t num_variants;
+    int64_t is_gate_up_packed, is_down_packed; /* in pairs, whose few rows are multiplied in `variant` */
+    int64_t variant;
     int64_t share_scale; /* float32 [num_experts], which shares are multiplied by; or 0 */
 };
 
@@ -40,7 +40,7 @@ struct mixture {
     float *exponentials;               /* [num_experts, and to a whole vector] of one token */
     char *rows, *gate_up, *inner, *made; /* of up to AT_ONCE tokens of one expert */
     const struct choice *run;            /* these are of now */
-    int64_t num_rows;
+    int64_t num_rows, num_few_rows;
 };
 
 /* A token's experts, the highest score first and of equals the first of them; and their shares. */
@@ -140,26 +140,23 @@ static void add(void *context, int64_t item)
 
 /* One product of an expert's, by the kernel for its matrices. */
 static int multiply(const struct mixture *m, char *out, const char *x, int64_t depth, int64_t parts,
-                    int64_t num_parts, int64_t bias, int64_t variants)
+                    int64_t num_parts, int64_t bias, int64_t is_packed)
 {
-    word words[9] = {{.address = out}, {.address = (void *)(uintptr_t)x}};
+    word words[10] = {{.address = out}, {.address = (void *)(uintptr_t)x}};
     word *next = words + 2;
-    if (!variants)
+    if (!is_packed)
         (next++)->integer = m->type;
     (next++)->integer = m->num_rows;
+    if (is_packed)
+        (next++)->integer = m->num_few_rows;
     (next++)->integer = depth;
     (next++)->address = (void *)(uintptr_t)parts;
     (next++)->integer = num_parts;
     (next++)->address = (void *)(uintptr_t)bias;
-    if (variants) { /* the last that begins at no more inputs */
-        const int64_t(*variant)[2] = (const void *)(uintptr_t)variants;
-        int64_t i = m->e->num_variants - 1;
-        while (i > 0 && variant[i][0] > m->num_rows)
-            i--;
-        (next++)->integer = variant[i][1];
-    }
+    if (is_packed)
+        (next++)->integer = m->e->variant;
     next->integer = m->num_threads;
-    return variants ? linear_pairs(words) : linear(words);
+    return is_packed ? linear_pairs(words) : linear(words);
 }
 
 /* The tokens of `run` through expert number `expert`. */
@@ -177,7 +174,7 @@ static int pass(struct mixture *m, int64_t expert)
         x = m->rows;
     }
     if (multiply(m, m->gate_up, x, e->hidden, e->gate_up + expert * e->num_gate_up * part,
-                 e->num_gate_up, gate_up_bias, e->gate_up_variants) < 0)
+                 e->num_gate_up, gate_up_bias, e->is_gate_up_packed) < 0)
         return -1;
     const word words[] = {{.address = m->inner},
                           {.address = m->gate_up},
@@ -191,7 +188,7 @@ static int pass(struct mixture *m, int64_t expert)
                           {.integer = m->num_threads}};
     gated(words);
     if (multiply(m, m->made, m->inner, e->width, e->down + expert * part, 1, down_bias,
-                 e->down_variants) < 0)
+                 e->is_down_packed) < 0)
         return -1;
     parallel_for(m->num_threads, items / ROWS_PER_ITEM, add, m);
     return 0;
@@ -236,16 +233,17 @@ static int prepare(struct mixture *m)
     return 0;
 }
 
-/* mixture(out, x, scores, experts, type, num_tokens, num_threads)
+/* mixture(out, x, scores, experts, type, num_tokens, num_few, num_threads)
  *
  * out and x are [num_tokens, hidden], scores what the router makes of x, [num_tokens, num_experts], all
  * contiguous and of type FLOAT32 or BFLOAT16, which is the latter where matrices are packed in pairs;
- * experts is the address of a struct experts. */
-KERNEL(mixture, "ppppiii")
+ * experts is the address of a struct experts; num_few as of linear_pairs(). */
+KERNEL(mixture, "ppppiiii")
 {
     void *out, *x, *scores, *experts;
-    int64_t type, num_tokens, num_threads;
-    read_words(words, mixture_format, &out, &x, &scores, &experts, &type, &num_tokens, &num_threads);
+    int64_t type, num_tokens, num_few, num_threads;
+    read_words(words, mixture_format, &out, &x, &scores, &experts, &type, &num_tokens, &num_few,
+               &num_threads);
     struct mixture m = {.e = experts,
                         .type = (int)type,
                         .num_tokens = num_tokens,
@@ -263,6 +261,9 @@ KERNEL(mixture, "ppppiii")
         for (int64_t left = m.ends[expert] - first; left > 0; left -= m.num_rows) {
             m.run = m.in_order + m.ends[expert] - left;
             m.num_rows = left < AT_ONCE ? left : AT_ONCE;
+            m.num_few_rows = 0;
+            while (m.num_few_rows < m.num_rows && m.run[m.num_few_rows].token < num_few)
+                m.num_few_rows++;
             if (pass(&m, expert) < 0)
                 return -1;
         }

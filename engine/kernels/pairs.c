@@ -1,11 +1,11 @@
-/* Inputs in bfloat16 times weights packed in pairs, by dots of pairs or by widening both.
+/* Inputs in bfloat16 times weights packed in pairs, by dots of pairs, by widening both, or by tiles.
  *
  * Few inputs are bound by reading: four panels are read side by side, a quarter of the share apart, for
  * the hardware fetches four long streams ahead twice as fast as one. Many inputs are bound by
  * arithmetic: sums of two panels fill the registers, and a group of panels stays in the second cache
  * while all inputs pass by. Nothing is packed on the way, and sums, which are float32, go to the
- * output from where they are. Which of dots and widening is faster is the processor's: Intel's take
- * the dots at less than half the rate at which they multiply and add float32, so that it is measured.
+ * output from where they are. Which of dots and widening is faster is the processor's: product_choice.py.
+ * A call may have both kinds of inputs, some few and those of tiles: weights are read once for both.
  */
 #include "pairs.h"
 
@@ -230,15 +230,24 @@ static void multiply_groups(const void *product, const struct panels *panels)
     }
 }
 
-static int has_many(int64_t num_inputs, int64_t variant)
+static int has_many(int64_t num_inputs, int64_t num_few)
 {
-    return num_inputs > STREAMED_INPUTS || variant == TILES;
+    return num_inputs > STREAMED_INPUTS || num_few < num_inputs;
 }
 
 static void multiply_pairs(void *context, int64_t item)
 {
     const struct pairs_product *p = context;
     for_pairs(p, item, p->num_inputs <= STREAMED_INPUTS ? multiply_streams : multiply_groups);
+}
+
+/* Inputs for tiles, then the few: an item's weights are in a cache by then. */
+static void multiply_both(void *context, int64_t item)
+{
+    struct pairs_product *both = context;
+    multiply_tiles(&both[1], item);
+    if (both[0].num_inputs > 0)
+        multiply_pairs(&both[0], item);
 }
 
 /* ROWS_PER_ITEM inputs as float32. */
@@ -252,69 +261,75 @@ static void widen_inputs(void *context, int64_t item)
                   load(p->x + (i * p->x_stride + k) * 2, BFLOAT16), FLOAT32);
 }
 
-/* Prepares inputs for the variant; -1: out of memory. */
-static int prepare_inputs(struct pairs_product *p, int64_t depth, int64_t num_threads, int is_wide)
+/* Copies inputs as the kernels read them, the first num_wide as float32, too; -1: out of memory. */
+static int prepare_inputs(struct pairs_product *p, int64_t num_inputs, int64_t depth, int64_t num_wide,
+                          int64_t num_threads)
 {
-    const int64_t num_values = p->num_inputs * p->depth;
-    const int64_t num_copied = p->depth == depth ? 0 : num_values;
-    char *memory = scratch((size_t)(num_copied * 2 + (is_wide ? num_values * 4 : 0)));
+    const int64_t num_copied = p->depth == depth ? 0 : num_inputs * p->depth;
+    const int64_t wide_bytes = num_wide * p->depth * 4;
+    char *memory = scratch((size_t)(num_copied * 2 + wide_bytes));
     if (memory == NULL)
-        return num_copied == 0 && !is_wide ? 0 : -1;
+        return num_copied + wide_bytes == 0 ? 0 : -1;
     if (num_copied) { /* rows of whole tiles, with zeros behind their values */
-        char *rows = memory + (is_wide ? num_values * 4 : 0);
+        char *rows = memory + wide_bytes;
         memset(rows, 0, (size_t)num_copied * 2);
-        for (int64_t i = 0; i < p->num_inputs; i++)
+        for (int64_t i = 0; i < num_inputs; i++)
             memcpy(rows + i * p->depth * 2, p->x + i * depth * 2, (size_t)depth * 2);
         p->x = rows;
         p->x_stride = p->depth;
     }
-    if (is_wide) {
+    if (num_wide) {
         p->wide = (float *)memory;
-        parallel_for(num_threads, (p->num_inputs + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM,
-                     widen_inputs, p);
+        parallel_for(num_threads, (num_wide + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM, widen_inputs, p);
     }
     return 0;
 }
 
-/* linear_pairs(out, x, num_inputs, depth, parts, num_parts, bias, variant, num_threads)
+/* linear_pairs(out, x, num_inputs, num_few, depth, parts, num_parts, bias, variant, num_threads)
  *
  * out [num_inputs, rows of all parts] and x [num_inputs, depth] are bfloat16 and contiguous; parts are
  * int64 [num_parts, 3]: address of a packed matrix, its rows, and its scheme; bias is float32 for
- * all rows, or address 0. variant is WIDENED, whose products are exact, DOTS or TILES, which add
- * products two by two and may take denormals for 0. */
-KERNEL(linear_pairs, "ppiipipii")
+ * all rows, or address 0. The first num_few inputs are multiplied in the variant, WIDENED, whose
+ * products are exact, or DOTS; all others by TILES. Dots and tiles add products two by two and may take
+ * denormals for 0. An input's results have the same bits whatever is beside it. */
+KERNEL(linear_pairs, "ppiiipipii")
 {
     void *out, *x, *parts, *bias;
-    int64_t num_inputs, depth, num_parts, variant, num_threads;
-    read_words(words, linear_pairs_format, &out, &x, &num_inputs, &depth, &parts, &num_parts,
+    int64_t num_inputs, num_few, depth, num_parts, variant, num_threads;
+    read_words(words, linear_pairs_format, &out, &x, &num_inputs, &num_few, &depth, &parts, &num_parts,
                &bias, &variant, &num_threads);
-    const int is_many = has_many(num_inputs, variant);
+    const int is_many = has_many(num_inputs, num_few);
     struct pairs_product p = {
         .parts = parts,
         .x = x,
         .out = out,
         .bias = bias,
         .num_parts = num_parts,
-        .num_inputs = num_inputs,
+        .num_inputs = num_few,
         .depth = padded(depth, TILE_DEPTH),
         .x_stride = depth,
         .num_items = num_items_for(num_threads, is_many),
     };
     for (int64_t i = 0; i < num_parts; i++)
         p.out_stride += p.parts[i].num_rows;
-    if (prepare_inputs(&p, depth, num_threads, variant == WIDENED) < 0)
+    if (prepare_inputs(&p, num_inputs, depth, variant == WIDENED ? num_few : 0, num_threads) < 0)
         return -1;
-    for_items(num_threads, p.num_items, is_many, variant == TILES ? multiply_tiles : multiply_pairs, &p);
+    struct pairs_product both[2] = {p, p};
+    both[1].num_inputs = num_inputs - num_few;
+    both[1].x += num_few * p.x_stride * 2;
+    both[1].out += num_few * p.out_stride * 2;
+    const int has_tiles = num_few < num_inputs;
+    for_items(num_threads, p.num_items, is_many, has_tiles ? multiply_both : multiply_pairs, both);
     return 0;
 }
 
 void announce_linear_pairs(const word *words)
 {
     void *out, *x, *parts, *bias;
-    int64_t num_inputs, depth, num_parts, variant, num_threads;
-    read_words(words, linear_pairs_format, &out, &x, &num_inputs, &depth, &parts, &num_parts,
+    int64_t num_inputs, num_few, depth, num_parts, variant, num_threads;
+    read_words(words, linear_pairs_format, &out, &x, &num_inputs, &num_few, &depth, &parts, &num_parts,
                &bias, &variant, &num_threads);
-    if (has_many(num_inputs, variant))
+    if (has_many(num_inputs, num_few))
         announce_nothing();
     else
         announce_shares(parts, num_parts, PANEL_ROWS, bytes_of_panel(padded(depth, TILE_DEPTH)),

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.checkpoint.model_config import SCALE_BYTES
+from engine.kernels.cpu import MAX_FEW
 from engine.model.layers import soft_cap
 from engine.model.records import RecordBlocks
 
@@ -80,6 +82,14 @@ class StepBatch:
     """[num_sequences + 1] int32: the first row of each record, and the end; some may have no row.
 
     None: each sequence has one record. In a captured step several rows may share one."""
+
+    @property
+    def num_few_rows(self) -> int:
+        """Rows of the leading sequences with MAX_FEW or fewer each, which come before all others.
+
+        These are rows that decode, with their guesses, and what little is left of cached prompts.
+        """
+        return sum(takewhile(lambda query_len: query_len <= MAX_FEW, self.query_lens))
 
     def of_windows(self) -> list[StepBatch]:
         """Return the step as each group of layers after the first sees it."""

@@ -61,6 +61,8 @@ class CompiledPlan:
     block_tables: torch.Tensor
     """[num_sequences, longest table or more] int64."""
     num_threads: int
+    num_few: int
+    """The batch's num_few_rows."""
     records: torch.Tensor | None = None
     """[num_sequences, 2, blocks of a record] int64: what is read, and written; 0: nothing."""
     windows: tuple[CompiledPlan, ...] = ()
@@ -77,7 +79,7 @@ class CompiledPlan:
         tables = [cosine.data_ptr() for cosine, _ in self.tables]
         sizes = len(self.positions), *self.block_tables.shape
         record_blocks = 0 if self.records is None else self.records.shape[2]
-        return *sizes, record_blocks, self.num_threads, *tables
+        return *sizes, record_blocks, self.num_threads, self.num_few, *tables
 
     def take_inputs(self, other: CompiledPlan) -> None:
         """Copy the inputs of another step of this shape in place."""
@@ -131,6 +133,7 @@ class CompiledBackend:
             torch.tensor(sequences).view(-1, 3),
             _padded(batch.block_tables, width),
             torch.get_num_threads(),
+            batch.num_few_rows,
             records_tensor(batch.records) if batch.records else None,
         )
         if not batch.windows:

@@ -75,17 +75,18 @@ class GatedDelta:
 
     def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
-        made = [project(x) for project in self._project]
+        few = step.num_few
+        made = [project(x, few) for project in self._project]
         if self._gated_delta is not None:
             if self._kept is None:
                 self._kept = DeltaInputs.kept(self._config, made[0])
             inputs, how = self._inputs(made), (self._constants, self._config, step.kv)
-            return self._output(self._gated_delta(inputs, self._kept, *how, step.plan.runs))
+            return self._output(self._gated_delta(inputs, self._kept, *how, step.plan.runs), few)
         if self._backend is None:
-            return self._output(self._by_torch(made, step).to(x.dtype))
+            return self._output(self._by_torch(made, step).to(x.dtype), few)
         plan = step.plan
         heads = self._compiled(self._backend, made, step.kv, plan.sequences, plan.records)
-        return self._output(heads)
+        return self._output(heads, few)
 
     def write_records(
         self,

@@ -35,9 +35,10 @@ class FeedForward:
         self._gate_up = linears.make(weights, gate_up, has_bias=has_bias)
         self._down = linears.make(weights, [f"{prefix}down_proj"], has_bias=has_bias)
 
-    def __call__(self, x: torch.Tensor, _step: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
-        return self._down(self._gated(self._gate_up(x), self._activation))
+        num_few = step.num_few
+        return self._down(self._gated(self._gate_up(x, num_few), self._activation), num_few)
 
 
 class Experts:
@@ -79,18 +80,18 @@ class Experts:
         """False: torch has a part in it, and looks at values to know what comes next."""
         return self._compiled is not None
 
-    def __call__(self, x: torch.Tensor, _step: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what a step's tokens [num_tokens, hidden_size] become."""
-        return self.routed(x, self.scores(x))
+        return self.routed(x, self.scores(x, step), step)
 
-    def scores(self, x: torch.Tensor) -> torch.Tensor:
+    def scores(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return the router's score of each expert, [num_tokens, num_experts]."""
-        return self._router(x)
+        return self._router(x, step.num_few)
 
-    def routed(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def routed(self, x: torch.Tensor, scores: torch.Tensor, step: Any) -> torch.Tensor:
         """Send tokens [num_tokens, hidden_size] through the experts that their scores choose."""
         if self._compiled is not None:
-            return self._compiled(x, scores)
+            return self._compiled(x, scores, step.num_few)
         shares, chosen = scores.float().softmax(-1).topk(self._num_per_token)
         if self._is_normalized:
             shares /= shares.sum(-1, keepdim=True)
@@ -138,7 +139,9 @@ class WithSharedExpert:
         routed, shared = self._experts(x, step), self._shared(x, step)
         if self._one is None:
             self._one = x.new_ones(1, 1)
-        share = self._backend.gated(self._gate(x), "sigmoid", self._one.expand(len(x), 1))
+        share = self._backend.gated(
+            self._gate(x, step.num_few), "sigmoid", self._one.expand(len(x), 1)
+        )
         self._backend.grow(shared[:, None], share[:, None])
         self._backend.add(routed, shared, 1.0)
         return routed
@@ -182,9 +185,9 @@ class DenseAndExperts:
         backend, eps = self._backend, self._eps
         made = self._dense(x, step)
         backend.norm_rows(made[:, None], self._after_dense[None], eps)
-        scores = self._experts.scores(backend.norm(step.stream, self._router_scale, eps))
+        scores = self._experts.scores(backend.norm(step.stream, self._router_scale, eps), step)
         read = backend.norm(step.stream, self._before_experts, eps)
-        routed = self._experts.routed(read, scores)
+        routed = self._experts.routed(read, scores, step)
         backend.norm_rows(routed[:, None], self._after_experts[None], eps)
         backend.add(made, routed, 1.0)
         return made

@@ -41,11 +41,11 @@ class LayerInputs:
         norm = weights[f"{prefix}per_layer_projection_norm.weight"].values.float()
         self._norm = norm.expand(config.num_layers, -1).contiguous()
 
-    def __call__(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, x: torch.Tensor, num_few: int) -> torch.Tensor:
         """Compute tokens' inputs, [num_tokens, num_layers, size], from ids and embeddings."""
         config = self._config
         shape = (len(ids), config.num_layers, self._size)
-        projected = self._project(x).mul_(config.hidden_size**-0.5).view(shape)
+        projected = self._project(x, num_few).mul_(config.hidden_size**-0.5).view(shape)
         self._backend.norm_rows(projected, self._norm, config.rms_norm_eps)
         own = embedded(self._embedding, ids, self._dtype).mul_(self._embedding_scale)
         return projected.add_(own.view(shape)).mul_(2**-0.5)
@@ -70,4 +70,5 @@ class LayerInput:
     def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return what is to be added to tokens [num_tokens, hidden_size]."""
         inputs = step.layer_inputs[:, self._layer]
-        return self._project(self._gated(self._gate(x), self._activation, inputs))
+        gated = self._gated(self._gate(x, step.num_few), self._activation, inputs)
+        return self._project(gated, step.num_few)

@@ -10,8 +10,8 @@ Never: copies a matrix if the variant can read its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
@@ -31,8 +31,13 @@ from engine.model.buffers import Take, fresh
 from engine.model.compiled import ELEMENT_TYPES, find_kernels
 from engine.model.weight import PLAIN, Weight
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
+
+class Linear(Protocol):
+    """[num_tokens, inputs] to [num_tokens, outputs of all its projections, side by side]."""
+
+    def __call__(self, x: torch.Tensor, num_few: int | None = None) -> torch.Tensor:
+        """Multiply; the first num_few rows are few, as StepBatch counts them; None: all are."""
+
 
 _KERNEL_SCHEMES = {
     "float32": FLOAT32,
@@ -168,7 +173,7 @@ class CompiledLinear:
             0 if self.bias is None else self.bias.data_ptr(),
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, num_few: int | None = None) -> torch.Tensor:
         """Multiply by all matrices in one call, on as many threads as torch would use."""
         x = x.contiguous()
         num_tokens, num_threads = len(x), torch.get_num_threads()
@@ -178,8 +183,9 @@ class CompiledLinear:
             kind = ELEMENT_TYPES[x.dtype]
             self._linear(*places, kind, num_tokens, *self._prepared, num_threads)
         else:
-            variant = self.variants.variant_of(num_tokens)  # the best one for these inputs
-            self._linear(*places, num_tokens, *self._prepared, variant, num_threads)
+            few = num_tokens if num_few is None else self.variants.num_few(num_tokens, num_few)
+            variant = self.variants.few
+            self._linear(*places, num_tokens, few, *self._prepared, variant, num_threads)
         return out
 
 
@@ -212,41 +218,39 @@ class CompiledExperts:
         self._linears = gate_ups, downs, share_scale  # alive with the addresses
         self._size = downs[0].num_outputs
         self._tables = [table for each in (gate_ups, downs) for table in _stacked(each)]
-        up, up_bias, up_variants, down, down_bias, down_variants = (
+        up, up_bias, down, down_bias = (
             0 if table is None else table.data_ptr() for table in self._tables
         )
-        num_variants = max((len(t) for t in self._tables[2::3] if t is not None), default=0)
+        packed = [each[0].variants for each in (gate_ups, downs)]
+        self._variants = packed[0] or packed[1] or EXACT
         self._experts = torch.tensor(  # struct experts of engine/kernels/experts.c
             [
                 *(len(downs), num_per_token, is_normalized, activation),
                 *(self._size, gate_ups[0].num_outputs // 2),
                 *(up, len(gate_ups[0].parts), up_bias, down, down_bias),
-                *(up_variants, down_variants, num_variants),
+                *(each is not None for each in packed),
+                self._variants.few,
                 0 if share_scale is None else share_scale.data_ptr(),
             ],
             dtype=torch.int64,
         )
 
-    def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, scores: torch.Tensor, num_few: int) -> torch.Tensor:
         """Compute tokens [num_tokens, hidden_size]; scores are [num_tokens, num_experts]."""
         x, scores = x.contiguous(), scores.contiguous()
+        num_few = self._variants.num_few(len(x), num_few)
         out = self._take("experts", len(x), self._size, x.dtype)
         addresses = out.data_ptr(), x.data_ptr(), scores.data_ptr(), self._experts.data_ptr()
-        self._mixture(*addresses, ELEMENT_TYPES[x.dtype], len(x), torch.get_num_threads())
+        threads = torch.get_num_threads()
+        self._mixture(*addresses, ELEMENT_TYPES[x.dtype], len(x), num_few, threads)
         return out
 
 
 def _stacked(linears: list[CompiledLinear]) -> tuple[torch.Tensor | None, ...]:
-    """Stack parts, biases and variants of equal matrices for a mixture's kernel."""
+    """Stack parts and biases of equal matrices for a mixture's kernel."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    variants = linears[0].variants
-    steps = (
-        None
-        if variants is None
-        else torch.tensor([*zip(variants.starts, variants.variants, strict=True)])
-    )
     parts = torch.stack([linear.parts for linear in linears])
-    return parts, torch.cat(biases) if biases else None, steps
+    return parts, torch.cat(biases) if biases else None
 
 
 class TorchLinear:
@@ -261,7 +265,7 @@ class TorchLinear:
         else:
             self._biases = list(biases) if fused is None else [torch.cat(biases)]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, num_few: int | None = None) -> torch.Tensor:
         """Multiply by one matrix after the other."""
         outputs = [_multiply(x, w, b) for w, b in zip(self._matrices, self._biases, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)

@@ -12,6 +12,7 @@ Never: samples, allocates blocks, trains.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from engine.model.buffers import Buffers
 from engine.model.compiled import (
     MAX_TOKENS,
     CompiledBackend,
+    CompiledPlan,
     CpuDecodeGraphs,
     StepExtras,
     records_tensor,
@@ -65,6 +67,8 @@ class _StepInputs:
     kv: torch.Tensor
     """The whole pool, and the backend's plan for it."""
     plan: Any
+    num_few: int
+    """The batch's num_few_rows."""
     pools: Mapping[LayerHeads, _Pool]
     query_growth: torch.Tensor | None = None
     """What queries are multiplied by, [num_tokens, 1, 1]; None: nothing."""
@@ -205,7 +209,7 @@ class Transformer:
         if self._growing is not None:
             growth = query_growth(self._growing, batch.positions, self.dtype)
         if self._layer_inputs is not None:
-            inputs = self._layer_inputs(batch.input_ids, x)
+            inputs = self._layer_inputs(batch.input_ids, x, batch.num_few_rows)
         extras = StepExtras(growth, inputs)
         has_graph = self._graphs is not None and len(x) <= MAX_TOKENS and plan.is_decode
         if has_graph and stops is None:
@@ -224,7 +228,8 @@ class Transformer:
             rows = batch.device_logit_rows
             x = x[list(batch.logit_rows) if rows is None else rows]
         x = self._backend.norm(x, self._norm_weight, config.rms_norm_eps)
-        logits = self._head(x).float()
+        num_few = bisect_left(batch.logit_rows, batch.num_few_rows)
+        logits = self._head(x, num_few).float()
         if config.logit_divisor != 1:
             logits.div_(config.logit_divisor)
         return logits if config.logit_softcap is None else soft_cap(logits, config.logit_softcap)
@@ -260,7 +265,8 @@ class Transformer:
         stops: Callable[[int, int], bool] | None = None,
     ) -> torch.Tensor | None:
         """Change x in place; what is still to be added to it comes back."""
-        step, added = _StepInputs(x, kv, plan, self._pools(kv, plan), *extras), None
+        num_few = plan.num_few if isinstance(plan, CompiledPlan) else len(x)
+        step, added = _StepInputs(x, kv, plan, num_few, self._pools(kv, plan), *extras), None
         for number, branch in enumerate(self._branches, 1):
             added = branch(x, added, step)
             if stops is not None and stops(number, len(self._branches)):
@@ -465,7 +471,8 @@ class _Attention:
     def __call__(self, x: torch.Tensor, step: _StepInputs) -> torch.Tensor:
         config, backend = self._config, self._backend
         num_q, (num_kv, head_dim), num_tokens = config.num_heads, self._heads, len(x)
-        gate, qkv = None, self._qkv(x)
+        few = step.num_few
+        gate, qkv = None, self._qkv(x, few)
         if self._has_gate:
             qkv, gate = backend.split_gates(qkv, num_q, head_dim)
         qkv = qkv.view(num_tokens, num_q + 2 * self._num_own, head_dim)
@@ -492,10 +499,10 @@ class _Attention:
         )
         output = output.reshape(num_tokens, -1)
         if self._gate is not None:
-            gate = self._gate(x)
+            gate = self._gate(x, few)
         if gate is not None:
             output = backend.gated(gate, "sigmoid", output)
-        return self._output(output)
+        return self._output(output, few)
 
     def _norm(self, qkv: torch.Tensor) -> None:
         """Norm queries and keys, where the family does: per head, or each over all its heads."""

@@ -40,7 +40,7 @@ class TritonLinear:
         }
         self._num_outputs = sum(matrix.shape[0] for matrix in matrices)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, num_few: int | None = None) -> torch.Tensor:
         """Multiply [num_tokens, depth] to [num_tokens, rows of all matrices]."""
         x = x.contiguous()
         out, column = x.new_empty(len(x), self._num_outputs), 0

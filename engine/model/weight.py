@@ -182,6 +182,14 @@ def pack_pairs(stored: Weight, packed: Weight, first: int, end: int) -> None:
     kernels.pack_pairs(target.data_ptr(), rows.data_ptr(), *rows.shape, 0, end - first)
 
 
+def packed_in_pairs(stored: Weight) -> Weight:
+    """Pack a matrix into memory of its own."""
+    data = torch.empty(packed_shape(*stored.shape), dtype=torch.bfloat16)
+    packed = Weight(data, None, "bfloat16_pairs", stored.shape)
+    pack_pairs(stored, packed, 0, len(data))
+    return packed
+
+
 def _packed_pieces(
     packed: dict[str, Weight], index: int, count: int
 ) -> Iterator[tuple[str, int, int]]:

@@ -15,8 +15,6 @@ from typing import NamedTuple
 PROMPT_MS, DECODE_MS = "prompt_ms", "decode_ms"
 """Steps of a worker, by their tokens or sequences and the positions before these."""
 DISK_BYTES_PER_S, LINK_BYTES_PER_S = "disk_read_bytes_per_s", "link_bytes_per_s"
-IS_WRONG = "is_wrong"
-"""Whether a variant computes other results than the first one: the one fact that may be 0."""
 MAX_SAMPLES = 32
 MAX_RATIO = 1.5
 """A sample further than this from the median, either way, is beyond it."""

@@ -44,11 +44,11 @@ class WeightsSpec(msgspec.Struct, frozen=True):
     share_count: int
     is_filled: bool
     is_packed: bool = False
-    """Whether matrices are packed in pairs; the two lists tell how to multiply them."""
-    variant_starts: list[int] = []
-    """Smallest numbers of inputs..."""
-    variants: list[int] = []
-    """...and the kernels for products from there on."""
+    """Whether matrices are packed, in pairs or in panels."""
+    variant: int | None = None
+    """The kernel that multiplies few rows by pairs; None: no matrix is packed in pairs."""
+    has_tiles: bool = False
+    """Whether a prompt's rows take matrix tiles."""
     weights: str = "stored"
     """The quantisation of matrices at start, `q8`, `q4` or `int8`; `stored`: none."""
 

@@ -197,9 +197,9 @@ def _loaded(
         is_packed=spec.is_packed,
         weights=spec.weights,
     )
-    variants = (
-        ProductVariants(tuple(spec.variant_starts), tuple(spec.variants)) if spec.variants else None
-    )
+    variants = None
+    if spec.variant is not None:
+        variants = ProductVariants(spec.variant, spec.has_tiles)
     is_measurer = spec.weights != AS_STORED and share is not None and spec.share_index == 0
     return weights, variants, is_measurer
 

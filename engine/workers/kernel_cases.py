@@ -25,12 +25,15 @@ from engine.kernels.costs import (
     product_cost,
     sample_cost,
 )
+from engine.kernels.cpu import MAX_FEW
+from engine.kernels.product_choice import AS_STORED, ProductChoice
 from engine.model.attention import StepBatch
 from engine.model.backend import Backend, choose_backend
+from engine.model.buffers import fresh
 from engine.model.layers import rope_table
 from engine.model.linear import choose_linears
 from engine.model.sampler import draw_of
-from engine.model.weight import Weight
+from engine.model.weight import Weight, packed_in_pairs
 from engine.wire.sampling import SamplingParams
 
 Sequences = list[tuple[int, int]]
@@ -81,15 +84,21 @@ class KernelFixture:
     device: torch.device
     num_layers: int = NUM_LAYERS
     block_size: int = 64
+    products: ProductChoice = AS_STORED
 
     @classmethod
     def of(
-        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int,
+        products: ProductChoice = AS_STORED,
     ) -> KernelFixture:
         """Make a fixture with the backend that a worker would choose."""
-        backend = choose_backend(device, dtype, config, block_size)
+        backend = choose_backend(device, dtype, config, block_size, fresh, products.attention)
         num_layers = NUM_LAYERS if device.type == "cuda" else 1
-        return cls(config, backend, dtype, device, num_layers, block_size)
+        return cls(config, backend, dtype, device, num_layers, block_size, products)
 
     def cases(
         self, sequences: dict[str, Sequences], token_counts: list[int]
@@ -177,7 +186,9 @@ class KernelFixture:
         )
 
     def _products(self, num_tokens: int) -> Iterator[KernelCase]:
-        c, linears = self.config, choose_linears(self.device.type, self.dtype)
+        c, variants = self.config, self.products.variants
+        linears = choose_linears(self.device.type, self.dtype, variants=variants)
+        num_few = num_tokens if num_tokens <= MAX_FEW else 0
         shapes = {
             "up": (2 * c.intermediate_size, c.hidden_size),
             "down": (c.hidden_size, c.intermediate_size),
@@ -185,13 +196,14 @@ class KernelFixture:
         }
         for name, (num_rows, depth) in shapes.items():
             values = self._noise(num_rows, depth).div_(depth**0.5)
-            weights = {f"{name}.weight": Weight.plain(values)}
+            weight = Weight.plain(values)
+            weights = {f"{name}.weight": weight if variants is None else packed_in_pairs(weight)}
             multiply, x = linears.make(weights, [name]), self._noise(num_tokens, depth)
             yield KernelCase(
                 f"product {name}",
                 f"{num_tokens} tokens",
                 product_cost(num_tokens, num_rows, depth, self.dtype.itemsize),
-                _on_any_layer(partial(multiply, x)),
+                _on_any_layer(partial(multiply, x, num_few)),
             )
 
     def _samplers(self, num_rows: int) -> Iterator[KernelCase]:

@@ -189,6 +189,7 @@ class StepLoop:
                 is_after_chunk=self._is_after_chunk,
             )
         ]
+        planned.sort(key=lambda each: each[1])  # few rows come first, as StepBatch wants them
         self._is_after_chunk = is_chunk(planned)
         num_prefill_tokens = sum(
             n for r, n in planned if r.num_computed_tokens < r.num_prompt_tokens

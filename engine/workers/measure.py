@@ -26,16 +26,18 @@ from typing import Any
 import torch
 
 from engine.checkpoint.checkpoint import expected_shapes
-from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights_layout import layout_of
+from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
+from engine.checkpoint.weights_layout import is_embedding, layout_of
 from engine.errors import PenstockError, WorkerFailed
 from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
 from engine.kernels.costs import (
     step_values,
 )
+from engine.kernels.product_choice import AS_STORED, products_here
 from engine.model.backend import choose_backend
+from engine.model.buffers import fresh
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight
+from engine.model.weight import Weight, packed_in_pairs
 from engine.units import size_text
 from engine.wire.sampling import SamplingParams
 from engine.workers.copying import copy_blocks
@@ -87,7 +89,7 @@ class Row:
 class Bench:
     """One device, its ceilings, and a model with random weights."""
 
-    def __init__(self, config: ModelConfig, size_bytes: int, matrix: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: str, size_bytes: int, matrix: int) -> None:
         self.device: Device | None = None
         name = "cpu"
         if torch.cuda.is_available():
@@ -95,18 +97,21 @@ class Bench:
             name = torch.cuda.get_device_name()
         self.name, self.config = name, config
         self.on = torch.device("cpu") if self.device is None else self.device.torch_device
-        self.dtype = "float32" if self.device is None else "bfloat16"
+        self.dtype = dtype
+        is_paired = self.device is None and dtype == "bfloat16"
+        self.products = products_here() if is_paired else AS_STORED
         self.block_size = 64
         if self.device is not None:
             machine = this_machine(torch.cuda.get_device_capability())
             choice = choose_attention(AttentionNeeds.of(config, self.dtype), machine)
             self.block_size = choice.backend.default_block_size
-        dtype = getattr(torch, self.dtype)
-        self.attention = choose_backend(self.on, dtype, config, self.block_size).name
+        kind, variant = getattr(torch, dtype), self.products.attention
+        how = (config, self.block_size, fresh, variant)
+        self.attention = choose_backend(self.on, kind, *how).name
         self._size_bytes = size_bytes
         source, target = self.bytes(size_bytes), self.bytes(size_bytes)
         copy_ms = self.time(lambda: target.copy_(source))
-        a = torch.randn(matrix, matrix, device=self.on).to(dtype)
+        a = torch.randn(matrix, matrix, device=self.on).to(kind)
         matmul_ms = self.time(lambda: torch.mm(a, a))
         self.ceilings = {
             "B/s": 2 * size_bytes / copy_ms * 1e3,
@@ -177,7 +182,23 @@ class Bench:
         weights = {}
         for name, values in arena_views(layout, self.dtype, arena).items():
             weights[name] = Weight.plain(values.normal_(std=1 / math.sqrt(values.shape[-1])))
-        return Transformer(self.config, weights, self.dtype, max_model_len, self.block_size)
+        if self.products.variants is not None:
+            weights |= self._packed(weights)
+        shape, how = (max_model_len, self.block_size), self.products
+        kinds = (how.variants, how.attention)
+        return Transformer(self.config, weights, self.dtype, *shape, *kinds)
+
+    def _packed(self, weights: dict[str, Weight]) -> dict[str, Weight]:
+        """Pack the matrices that a worker packs, which packed_layout() names."""
+        prefix, packed = self.config.family.prefix, {}
+        matrices = {name: each for name, each in weights.items() if len(each.shape) == 2}
+        matrices.setdefault(
+            f"{prefix}lm_head.weight", weights[f"{prefix}model.embed_tokens.weight"]
+        )
+        for name, stored in matrices.items():
+            if not is_embedding(name):
+                packed[name] = packed_in_pairs(stored)
+        return packed
 
     def pool(self, num_blocks: int) -> torch.Tensor:
         """Make KV blocks on the device."""
@@ -226,7 +247,7 @@ def _step(runner: Runner, planned: list[tuple[WorkerRequest, int]]) -> None:
 def kernels(bench: Bench, *, is_small: bool) -> Iterator[Row]:
     """Time each kernel alone, against its reads and writes or its operations."""
     dtype = getattr(torch, bench.dtype)
-    bed = KernelFixture.of(bench.config, dtype, bench.on, bench.block_size)
+    bed = KernelFixture.of(bench.config, dtype, bench.on, bench.block_size, bench.products)
     sequences, token_counts = (SMALL_SEQUENCES, [4]) if is_small else (SEQUENCES, [1, 64, 4096])
     for case in bed.cases(sequences, token_counts):
         ms = bench.time_layers(case.call, bed.num_layers)
@@ -294,6 +315,17 @@ def _no_grammars() -> Grammars:
     return Grammars(load)  # type: ignore[arg-type]
 
 
+def own_dtype(folder: Path | None) -> str:
+    """Read the dtype that a model was saved in; bfloat16 of GGUF files and of the 8B model."""
+    path = None if folder is None else folder / "config.json"
+    if path is None or not path.exists():
+        return "bfloat16"
+    keys = json.loads(path.read_text())
+    of_text = keys.get("text_config") or {}
+    named = [each.get(key) for each in (keys, of_text) for key in ("dtype", "torch_dtype")]
+    return next((name for name in named if name in DTYPE_BYTES), "float32")
+
+
 def _config(folder: Path | None, *, is_small: bool, free_bytes: int | None) -> ModelConfig:
     """Return the shape to measure; without a folder Llama 3.1 8B's, with the layers that fit.
 
@@ -326,6 +358,7 @@ def main() -> None:
     parser.add_argument("what", choices=["kernels", "steps", "transports"])
     parser.add_argument("--model", type=Path, help="a folder; only its shape counts")
     parser.add_argument("--small", action="store_true", help="little work, to see that it works")
+    parser.add_argument("--dtype", choices=list(DTYPE_BYTES), help="None: the model's own")
     parser.add_argument("--free-bytes", type=int, help="of the host's memory; a GPU is asked")
     options = parser.parse_args()
     size_bytes, matrix = (1 << 26, 1024) if options.small else (1 << 30, 8192)
@@ -333,7 +366,7 @@ def main() -> None:
     try:
         free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else options.free_bytes
         config = _config(options.model, is_small=options.small, free_bytes=free)
-        bench = Bench(config, size_bytes, matrix)
+        bench = Bench(config, options.dtype or own_dtype(options.model), size_bytes, matrix)
         with torch.inference_mode():
             if options.what == "transports":
                 rows = list(transports(bench, 4 if options.small else 64))

@@ -12,7 +12,7 @@ from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.scopes import devices_name, machine_name, model_scope
 from appliance.profile_store import FILE_NAME, Known, ProfileStore, ProfileUnusable
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.profile.facts import IS_WRONG, FactKey, Scope
+from engine.profile.facts import FactKey, Scope
 
 SCOPE = Scope("a machine", "avx2 1", "tiny", "float32", "cpu 0")
 KEY = FactKey("prompt_ms", 256, 0, "decode on 2")
@@ -30,10 +30,16 @@ def test_what_is_saved_is_read_back_in_its_scope_alone(tmp_path):
     assert len(store.rows()) == 1
 
 
-def test_a_variant_that_computes_rightly_is_read_back_as_such(tmp_path):
-    store, right = ProfileStore(tmp_path), FactKey(IS_WRONG, place="dots")
-    store.save(SCOPE, {right: [0.0], KEY: [1.0]})
-    assert store.load(SCOPE).value(*right) == 0.0
+def test_what_a_first_start_timed_of_products_is_forgotten(tmp_path):
+    store = ProfileStore(tmp_path)
+    store.save(SCOPE, {KEY: [1.0]})
+    with closing(sqlite3.connect(store.path)) as db, db:
+        rows = [(what, "dots", "[0.0]") for what in ("product_us", "is_wrong")]
+        db.executemany(
+            "INSERT INTO facts VALUES ('m', 'b', '', '', '', ?, 0, 0, ?, ?, 0, 0, 0, '')", rows
+        )
+        db.execute("DELETE FROM _sqlite_migrations WHERE name = 'm002_no_products'")
+    assert [row.key for row in store.rows()] == [KEY]
     assert store.is_readable
 
 

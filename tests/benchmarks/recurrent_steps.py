@@ -49,7 +49,7 @@ def transformer_of(family, folder):
     arena = mmap.mmap(-1, layout.num_bytes)
     how = (checkpoint, "bfloat16", arena, (0, 1), lambda *_: None)
     weights = load_weights(*how, is_packed=True)
-    variants = ProductVariants((1,), (DOTS,))
+    variants = ProductVariants(DOTS)
     return Transformer(checkpoint.config, weights, "bfloat16", 2048, BLOCK, variants)
 
 

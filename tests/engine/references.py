@@ -2,8 +2,6 @@
 
 import torch
 
-from engine.model.weight import Weight, pack_pairs, packed_shape
-
 
 def reference_attention(
     q: torch.Tensor,
@@ -30,12 +28,3 @@ def reference_attention(
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)[..., :num_keys]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
-
-
-def packed_weight(stored: Weight) -> Weight:
-    """Pack a matrix into memory of its own."""
-    num_rows, depth = stored.shape
-    data = torch.empty(packed_shape(num_rows, depth), dtype=torch.bfloat16)
-    packed = Weight(data, None, "bfloat16_pairs", (num_rows, depth))
-    pack_pairs(stored, packed, 0, len(data))
-    return packed

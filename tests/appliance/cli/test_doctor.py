@@ -19,19 +19,9 @@ from appliance.configuration import client_settings, config
 from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
-from appliance.fleet.scopes import machine_scope
-from appliance.profile_store import Known
 from engine.errors import PenstockError
-from engine.kernels.cpu import VARIANT_NAMES, has_kernels, load_kernels
-from engine.profile.facts import FactKey
-from engine.profile.product_variants import (
-    LEVELS,
-    NUM_INPUTS,
-    PRODUCT_US,
-    STORED,
-    VariantsChoice,
-)
-from engine.units import without_figures
+from engine.kernels.cpu import has_kernels, load_kernels
+from engine.kernels.product_choice import ProductChoice
 from tests.appliance.cli_process import penstock
 from tests.appliance.logs import write
 from tests.gguf_files import write_gguf
@@ -139,26 +129,23 @@ def test_a_daemon_is_graded_as_status_grades_it() -> None:
     assert verdicts["degraded"].found.endswith("; a worker is gone")
 
 
-def test_of_products_the_profile_is_told_and_nothing_is_timed(tmp_path: Path) -> None:
-    found = checks._kernels(tmp_path).found
-    if not has_kernels():
-        assert "torch" in found
-        return
+@pytest.mark.skipif(not has_kernels(), reason="no kernels")
+def test_products_are_told_with_their_reason_and_a_wrong_one_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     level = load_kernels()[1]
-    assert found == f"compiled, for {level}"
-    if level not in LEVELS:
-        return
-    known = Known.of(tmp_path, machine_scope())
-    for count in NUM_INPUTS:
-        for place, us in (
-            (STORED, 9.0),
-            *((VARIANT_NAMES[variant], 3.0) for variant in LEVELS[level]),
-        ):
-            known.profile.put(FactKey(PRODUCT_US, count, 0, place), [us])
-    known.save()
-    found = checks._kernels(tmp_path).found
-    assert found.startswith(f"compiled, for {level}; bfloat16 products: repacked")
-    assert without_figures(found) == found
+    for choice, verdict in (
+        (ProductChoice(None, 0, ""), "ok"),
+        (ProductChoice(None, 0, "products: tiles (default of AMX)"), "ok"),
+        (
+            ProductChoice(None, 0, "tiles computes wrongly", ("tiles",)),
+            "note",
+        ),
+    ):
+        monkeypatch.setattr(checks, "products_here", lambda *, is_bitwise, choice=choice: choice)
+        finding = checks._kernels()
+        assert finding.verdict == verdict
+        assert finding.found == f"compiled, for {level}" + (choice.why and f"; {choice.why}")
 
 
 @pytest.mark.skipif(not has_kernels(), reason="no kernels")
@@ -167,11 +154,11 @@ def test_products_are_told_as_exact_chooses_them(
 ) -> None:
     asked: list[bool] = []
 
-    def chosen(_profile: object, _level: str, *, is_bitwise: bool) -> VariantsChoice:
+    def chosen(*, is_bitwise: bool) -> ProductChoice:
         asked.append(is_bitwise)
-        return VariantsChoice(None, 0, "")
+        return ProductChoice(None, 0, "")
 
-    monkeypatch.setattr(checks, "choose_variants", chosen)
+    monkeypatch.setattr(checks, "products_here", chosen)
     for exact in ("bitwise", "auto"):
         settings: dict[str, str | None] = {"exact": exact, "state_dir": str(tmp_path)}
         found = checks.examine(settings, lambda: Client(UnixAddress(tmp_path / "none")))
@@ -238,7 +225,7 @@ def test_of_a_quantised_model_the_trial_in_bfloat16_says_little(
     path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "Q8_0")
     for model, is_told in ((tiny_llama, False), (path, True)):
         settings = client_settings.load_asked({"model": str(model)})
-        found = checks._kernels(None, checks._checkpoint(settings))
+        found = checks._kernels(checks._checkpoint(settings))
         assert ("quantised" in found.found) == is_told
 
 

@@ -20,9 +20,9 @@ from appliance.fleet.boot_check import check_plan, dram_forecast
 from engine.checkpoint.weights_layout import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
 from engine.kernels.attention_needs import triton_fault
-from engine.kernels.cpu import TILES, WIDENED, ProductVariants, has_kernels
+from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels
+from engine.kernels.product_choice import ProductChoice
 from engine.profile.facts import PROMPT_MS, FactKey
-from engine.profile.product_variants import VariantsChoice
 from engine.profile.prompt_steps import MIN_SAMPLES, STEP_TOKENS
 from engine.schedule.step_times import place_of
 from engine.text.tokenizer import Tokenizer
@@ -117,9 +117,7 @@ def test_a_plan_keeps_what_was_chosen_for_it_and_what_follows(plan_of, tiny_llam
     assert plan.choices[-1].startswith(f"prefill step: {size} tokens (default")
 
 
-def test_a_start_reads_what_was_measured_before_and_times_nothing(
-    plan_of, tiny_llama, tmp_path, monkeypatch
-):
+def test_a_start_reads_what_was_measured_before(plan_of, tiny_llama, tmp_path):
     (tmp_path / "state_dir").mkdir()
     first = plan_of(model=tiny_llama, dtype="bfloat16")
     place = place_of("decode", len({cpu for w in first.placement.workers for cpu in w.cpus}))
@@ -127,10 +125,6 @@ def test_a_start_reads_what_was_measured_before_and_times_nothing(
         first.known.profile.put(FactKey(PROMPT_MS, size, 0, place), [ms] * MIN_SAMPLES)
     first.known.save()
 
-    def fail(*_):
-        raise AssertionError("a start with a profile timed something")
-
-    monkeypatch.setattr("engine.profile.product_variants._take_turns", fail)
     again = plan_of(model=tiny_llama, dtype="bfloat16")
     assert again.placement.max_num_batched_tokens == 512
     assert [setup.attention_variant for _, setup in again.workers] == [
@@ -328,11 +322,11 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike(
+def test_matrices_are_packed_where_the_rule_says_and_all_workers_multiply_alike(
     plan_of, tiny_llama, monkeypatch, dtype
 ):
-    choice = VariantsChoice(ProductVariants((1, 16), (WIDENED, TILES)), WIDENED, "repacked")
-    monkeypatch.setattr("appliance.fleet.weights_plan.product_choice", lambda *_, **__: choice)
+    choice = ProductChoice(ProductVariants(WIDENED, has_tiles=True), WIDENED, "repacked")
+    monkeypatch.setattr("appliance.fleet.weights_plan.products_here", lambda *_, **__: choice)
     plan = plan_of(model=tiny_llama, dtype=dtype)
     specs = [setup.weights for _, setup in plan.workers]
     if dtype == "float32":
@@ -340,10 +334,6 @@ def test_matrices_are_packed_where_that_is_faster_and_all_workers_multiply_alike
         return
     assert plan.choices[0] == "repacked"
     for spec in specs:
-        assert (spec.is_packed, spec.variant_starts, spec.variants) == (
-            True,
-            [1, 16],
-            [WIDENED, TILES],
-        )
+        assert (spec.is_packed, spec.variant, spec.has_tiles) == (True, WIDENED, True)
         layout = packed_layout(plan.checkpoint, dtype)
         assert os.fstat(spec.fd).st_size == spec.num_bytes == layout.num_bytes

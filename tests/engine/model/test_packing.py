@@ -13,12 +13,11 @@ from engine.errors import CheckpointError
 from engine.kernels.cpu import DOTS, TILES, VARIANT_NAMES, WIDENED, ProductVariants, load_kernels
 from engine.model.linear import CompiledLinear
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight
+from engine.model.weight import Weight, packed_in_pairs
 from engine.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.engine.model.test_linear import assert_close
 from tests.engine.model.test_transformer import Pool
-from tests.engine.references import packed_weight
 from tests.levels import each_level, needs_kernels
 
 pytestmark = needs_kernels
@@ -26,15 +25,21 @@ VARIANTS = (WIDENED, DOTS, TILES)
 """Of every level: what a processor has no instruction for is computed in C."""
 
 
-def packed_linear(level, matrices, biases, variant):
-    weights = [packed_weight(Weight.plain(matrix)) for matrix in matrices]
-    variants = ProductVariants((1,), (variant,))
-    return CompiledLinear(load_kernels(level)[0], weights, list(biases), variants=variants)
+def of_variant(variant):
+    """A way to multiply in which rows beyond the few take the variant."""
+    return ProductVariants(WIDENED if variant == TILES else variant, has_tiles=variant == TILES)
+
+
+def packed_linear(level, matrices, biases, variant, num_few=0):
+    weights = [packed_in_pairs(Weight.plain(matrix)) for matrix in matrices]
+    kernels, variants = load_kernels(level)[0], of_variant(variant)
+    linear = CompiledLinear(kernels, weights, list(biases), variants=variants)
+    return lambda x: linear(x, min(num_few, len(x)))
 
 
 def test_a_packed_matrix_has_two_values_of_each_of_its_rows_in_turn():
     matrix = torch.randn(35, 41).bfloat16()
-    packed = packed_weight(Weight.plain(matrix))
+    packed = packed_in_pairs(Weight.plain(matrix))
     assert packed.shape == (35, 41)
     rows = packed.data.permute(0, 2, 1, 3).reshape(48, 64)
     assert torch.equal(rows[:35, :41], matrix)
@@ -50,18 +55,20 @@ def test_a_packed_matrix_has_two_values_of_each_of_its_rows_in_turn():
     rows=st.lists(st.integers(1, 100), min_size=1, max_size=3),
     has_bias=st.booleans(),
     variant=st.sampled_from(VARIANTS),
+    num_few=st.sampled_from([0, 0, 1, 7, 30]),
     num_threads=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 2**31),
 )
 def test_every_variant_agrees_with_float64_for_any_shape(
-    level, num_tokens, depth, rows, has_bias, variant, num_threads, seed
+    level, num_tokens, depth, rows, has_bias, variant, num_few, num_threads, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, depth, generator=generator).bfloat16()
     matrices = [torch.randn(n, depth, generator=generator).bfloat16() for n in rows]
     biases = [torch.randn(n, generator=generator) for n in rows] if has_bias else []
     torch.set_num_threads(num_threads)
-    assert_close(packed_linear(level, matrices, biases, variant), x, matrices, biases)
+    linear = packed_linear(level, matrices, biases, variant, num_few)
+    assert_close(linear, x, matrices, biases)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=VARIANT_NAMES)
@@ -125,9 +132,7 @@ def test_a_model_of_packed_matrices_is_the_model(folder, variant):
     stored = load_weights(checkpoint, "bfloat16", None, None, ignore)
     assert sum(weight.scheme == "bfloat16_pairs" for weight in packed.values()) > 8
     found, expected = (
-        Transformer(
-            checkpoint.config, weights, "bfloat16", 64, variants=ProductVariants((1,), (variant,))
-        )
+        Transformer(checkpoint.config, weights, "bfloat16", 64, variants=of_variant(variant))
         for weights in (packed, stored)
     )
     logits = []
@@ -149,6 +154,6 @@ def test_only_bfloat16_is_packed_and_only_files_that_can_be_mapped(folder):
 
 
 def test_packed_values_cannot_be_read_one_by_one():
-    packed = packed_weight(Weight.plain(torch.zeros(3, 4)))
+    packed = packed_in_pairs(Weight.plain(torch.zeros(3, 4)))
     with pytest.raises(CheckpointError, match="bfloat16_pairs has no values"):
         _ = packed.values

@@ -14,6 +14,7 @@ from engine.kernels.cpu import (
     DOTS,
     FLOAT32,
     INT8,
+    TILES,
     WIDENED,
     ProductVariants,
     load_kernels,
@@ -21,12 +22,11 @@ from engine.kernels.cpu import (
 from engine.model.linear import CompiledLinear
 from engine.model.stored_tensors import quantised
 from engine.model.transformer import Transformer
-from engine.model.weight import Weight, panels_of
+from engine.model.weight import Weight, packed_in_pairs, panels_of
 from engine.model.weights import load_weights
 from tests.checkpoints import GATED_DELTA_NETS, make_checkpoint
 from tests.engine.model.test_quantised import blocks_of, nvfp4_parts, packed, parts_of
 from tests.engine.model.test_transformer import Pool
-from tests.engine.references import packed_weight
 from tests.levels import each_level
 
 NUM_INPUTS = 40
@@ -37,6 +37,7 @@ DEPTHS = (576, 1288, 2560)
 """One that is cut, and one that ends within a vector."""
 SOME = [(0, 1), (39, 40), (3, 5), (7, 10), (0, 15), (5, 21), (4, 21), (10, 39), (0, 30), (0, 40)]
 DTYPES = [torch.float32, torch.bfloat16]
+DOTTED = ProductVariants(DOTS)
 
 
 def plain(dtype):
@@ -98,10 +99,30 @@ def test_products_of_every_scheme(level, dtype, scheme):
 @pytest.mark.parametrize("variant", [WIDENED, DOTS])
 def test_products_of_packed_pairs(level, variant):
     for depth in DEPTHS:
-        weight = packed_weight(Weight.plain(noise((NUM_ROWS, depth), 1).bfloat16()))
-        variants = ProductVariants((1,), (variant,))
-        linear = CompiledLinear(load_kernels(level)[0], [weight], [], variants=variants)
+        weight = packed_in_pairs(Weight.plain(noise((NUM_ROWS, depth), 1).bfloat16()))
+        linear = CompiledLinear(
+            load_kernels(level)[0], [weight], [], variants=ProductVariants(variant)
+        )
         assert_rows_are_alone(linear, noise((NUM_INPUTS, depth), 3).bfloat16())
+
+
+@each_level
+@pytest.mark.parametrize("few", [WIDENED, DOTS])
+def test_rows_that_decode_are_the_same_beside_rows_that_take_tiles(level, few):
+    """And those by tiles are the same whatever is multiplied with them."""
+    for depth in DEPTHS:
+        weight = packed_in_pairs(Weight.plain(noise((NUM_ROWS, depth), 1).bfloat16()))
+        variants = ProductVariants(few, has_tiles=True)
+        linear = CompiledLinear(load_kernels(level)[0], [weight] * 2, [], variants=variants)
+        x = noise((64 + 70, depth), 3).bfloat16()
+        decoded = linear(x[:64].contiguous(), 64).clone()
+        tiled = linear(x[64:].contiguous(), 0).clone()
+        for num_few, num_tiled in ((1, 0), (1, 1), (5, 70), (25, 9), (64, 33), (64, 70)):
+            for num_threads in (1, 3):
+                torch.set_num_threads(num_threads)
+                found = linear(x[64 - num_few : 64 + num_tiled].contiguous(), num_few)
+                assert found[:num_few].equal(decoded[64 - num_few :]), (num_few, num_tiled)
+                assert found[num_few:].equal(tiled[:num_tiled]), (num_few, num_tiled)
 
 
 def kind_of(dtype):
@@ -209,14 +230,15 @@ def folders(tmp_path_factory):
     }
 
 
-def load(folder, dtype, is_packed):
+def load(folder, dtype, is_packed, variants=DOTTED, attention=WIDENED):
     checkpoint = Checkpoint.open(folder)
     layout = (packed_layout if is_packed else weights_layout)(checkpoint, dtype)
     arena = None if layout is None else mmap.mmap(-1, layout.num_bytes)
     share = None if arena is None else (0, 1)
     weights = load_weights(checkpoint, dtype, arena, share, lambda *_: None, is_packed=is_packed)
-    variants = ProductVariants((1,), (DOTS,)) if is_packed else None
-    return Transformer(checkpoint.config, weights, dtype, 256, variants=variants)
+    variants = variants if is_packed else None
+    how = {"variants": variants, "attention_variant": attention}
+    return Transformer(checkpoint.config, weights, dtype, 256, **how)
 
 
 CASES = [
@@ -251,3 +273,46 @@ def test_logits_and_what_a_prompt_leaves(level, family, dtype, is_packed, folder
                 logits = pool.step(step)[-size:]
                 assert logits.equal(whole[first : first + size]), (sizes, first)
             first += size
+
+
+TILED_FAMILIES = ("llama", "mixtral", "qwen3_next")
+"""Dense, experts that are packed, and recurrent layers."""
+
+
+@each_level
+@pytest.mark.parametrize("family", TILED_FAMILIES)
+def test_what_a_chat_draws_from_is_the_same_beside_chunks_that_take_tiles(
+    level, family, folders, monkeypatch
+):
+    """Steps of 1 to 64 rows that decode, guesses included, with and without prompts in them.
+
+    Levels without the unit of tiles emulate it.
+    """
+    kernels = load_kernels(level)
+    monkeypatch.setattr("engine.model.compiled.load_kernels", lambda *_: kernels)
+    variants = ProductVariants(WIDENED, has_tiles=True)
+    model = load(folders[family, "bfloat16"], "bfloat16", True, variants, TILES)
+    generator = torch.Generator().manual_seed(0)
+    pool = Pool(model, 16, generator, num_blocks=600)
+
+    def tokens(count):
+        return torch.randint(0, 200, (count,), generator=generator).tolist()
+
+    tables = [pool.table(64) for _ in range(16)]
+    for table in tables:
+        pool.step([(tokens(30), 0, table)])
+    kv, records = pool.kv.clone(), dict(pool._records)
+
+    def step(parts):
+        pool.kv.copy_(kv)
+        pool._records = dict(records)
+        return pool.step(parts).clone()
+
+    chats = [(tokens(1 if i % 2 else 7), 30, table) for i, table in enumerate(tables)]
+    alone = [step([chat]) for chat in chats]
+    for count, few, many in ((1, 0, [40]), (2, 0, [9, 70]), (5, 3, []), (16, 3, [33]), (16, 0, [])):
+        before = [(tokens(few), 0, pool.table(16))] if few else []
+        behind = [(tokens(size), 0, pool.table(size)) for size in many]
+        found = step([*before, *chats[:count], *behind])[few:]
+        expected = torch.cat(alone[:count])
+        assert found[: len(expected)].equal(expected), (count, few, many)

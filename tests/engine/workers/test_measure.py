@@ -8,10 +8,13 @@ import torch
 from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.costs import step_values
+from engine.kernels.cpu import EXACT
+from engine.kernels.product_choice import ProductChoice
 from engine.model.linear import as_one_matrix
 from engine.workers import measure
-from engine.workers.measure import LLAMA_8B, Bench, _config, steps, transports
+from engine.workers.measure import LLAMA_8B, Bench, _config, own_dtype, steps, transports
 from tests.checkpoints import make_checkpoint
+from tests.levels import needs_kernels
 
 
 def num_values(config, *, is_counted=lambda name: True):
@@ -52,7 +55,7 @@ def test_a_mixture_is_read_as_far_as_its_tokens_can_need(tmp_path):
 def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "_MIN_SAMPLE_S", 0.0)
     config = ModelConfig.from_folder(make_checkpoint(tmp_path / "m"))
-    return Bench(config, 1 << 16, 16)
+    return Bench(config, "float32", 1 << 16, 16)
 
 
 def test_the_benchs_weights_lie_together_as_a_workers(bench, monkeypatch):
@@ -80,3 +83,22 @@ def test_blocks_are_timed_to_the_host_and_back(bench):
     rows = list(transports(bench, 3))
     assert [row.what for row in rows] == ["blocks to the host", "blocks from the host"]
     assert all(row.rate > 0 for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_is_stepped_in_the_dtype_that_it_was_saved_in(dtype, tmp_path):
+    assert own_dtype(make_checkpoint(tmp_path / "m", "llama", dtype)) == dtype
+    assert own_dtype(tmp_path) == own_dtype(None) == "bfloat16"
+
+
+@needs_kernels
+def test_matrices_are_packed_where_a_workers_are(bench, monkeypatch):
+    monkeypatch.setattr(measure, "products_here", lambda: ProductChoice(EXACT, 0, ""))
+    paired = Bench(bench.config, "bfloat16", 1 << 16, 16)
+    monkeypatch.setattr(measure, "Transformer", lambda config, weights, *how: (weights, how))
+    weights, how = paired.transformer(64)
+    assert EXACT in how
+    schemes = {name: weight.scheme for name, weight in weights.items()}
+    assert schemes["lm_head.weight"] == schemes["model.layers.0.mlp.up_proj.weight"]
+    assert schemes["lm_head.weight"] == "bfloat16_pairs"
+    assert schemes["model.embed_tokens.weight"] == schemes["model.norm.weight"] == "bfloat16"
