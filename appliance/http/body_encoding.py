@@ -14,8 +14,8 @@ from engine.errors import RequestError
 ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """zlib's window bits for each encoding that is read."""
 _RAW_DEFLATE = -15
-_MAX_INLINE_BYTES = 4 << 10
-"""Larger parts are decompressed in a thread: 4 KiB may become 4 MiB, a few milliseconds."""
+_MAX_INLINE_BYTES = 256
+"""Larger parts are decompressed in a thread: each byte may become a thousand."""
 
 
 class BodyDecoder:
@@ -24,11 +24,14 @@ class BodyDecoder:
     Args:
         encoding: a key of ENCODINGS.
         max_bytes: the most that the body may be.
+        turn: held for each larger part, so that the bodies of one owner follow one another: of
+            hundreds that a few KiB of each make, all would be in memory at once.
     """
 
-    def __init__(self, encoding: bytes, max_bytes: int) -> None:
+    def __init__(self, encoding: bytes, max_bytes: int, turn: asyncio.Lock) -> None:
         self._encoding = encoding
         self._max_bytes = max_bytes
+        self._turn = turn
         self._num_bytes = 0
         self._zlib: Any = None
 
@@ -44,7 +47,8 @@ class BodyDecoder:
         data = b""
         try:
             if part and room and len(part) > _MAX_INLINE_BYTES:
-                data = await asyncio.to_thread(self._zlib.decompress, part, room)
+                async with self._turn:
+                    data = await asyncio.to_thread(self._zlib.decompress, part, room)
             elif part and room:
                 data = self._zlib.decompress(part, room)
         except zlib.error as error:
@@ -62,8 +66,11 @@ class BodyDecoder:
         return _RAW_DEFLATE if is_raw else ENCODINGS[self._encoding]
 
 
-def body_decoder(scope: Scope, max_bytes: int) -> BodyDecoder | None:
+def body_decoder(scope: Scope, max_bytes: int, turn: asyncio.Lock) -> BodyDecoder | None:
     """Make the decoder of a request's body; None for one that is not compressed.
+
+    Args:
+        turn: see BodyDecoder.
 
     Raises:
         RequestError: 415 `unsupported_encoding`.
@@ -81,7 +88,7 @@ def body_decoder(scope: Scope, max_bytes: int) -> BodyDecoder | None:
             status=415,
             hint="send gzip, deflate, or the JSON itself",
         )
-    return BodyDecoder(names[0], max_bytes)
+    return BodyDecoder(names[0], max_bytes, turn)
 
 
 def _invalid(encoding: bytes, why: str) -> RequestError:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -88,6 +89,8 @@ class Gate:
         self._on_refused = on_refused
         self.arriving_bytes: Counter[str] = Counter()
         """Bytes of incomplete bodies, by owner."""
+        self.decoding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """The turn of each owner whose compressed bodies are being read."""
         self.is_open = asyncio.Event()
         """Until it is set, requests that change something wait; reads pass."""
         self._app = app
@@ -204,7 +207,8 @@ class _Body:
         self._max_bytes = gate.policy.max_body_bytes
         self._declared = single_header(scope, b"content-length") or b"0"
         self._num_announced = _line(scope).num_announced
-        self._decoder = body_decoder(scope, self._max_bytes)
+        turn = gate.decoding.setdefault(owner, asyncio.Lock())
+        self._decoder = body_decoder(scope, self._max_bytes, turn)
         self._owner = owner
         self._num_bytes = 0
         self._num_counted_bytes = 0

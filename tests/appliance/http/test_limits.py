@@ -340,6 +340,29 @@ async def test_a_body_that_decompresses_to_too_much_is_refused(running):
     assert await running.works()
 
 
+async def test_of_one_owners_bodies_one_at_a_time_becomes_large(running, monkeypatch):
+    """A few KiB make MiB: of hundreds at once, all would be in memory."""
+    inside, most = [], []
+    to_thread = asyncio.to_thread
+
+    async def watched(call, *args):
+        inside.append(args)
+        most.append(len(inside))
+        try:
+            return await to_thread(call, *args)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr("appliance.http.body_encoding.asyncio.to_thread", watched)
+    body = gzip.compress(b" " * (MAX_BODY_BYTES - 99) + b"{")
+    headers = {"content-encoding": "gzip"}
+    asked = [running.http.post("/v1/completions", content=body, headers=headers) for _ in range(20)]
+    replies = await asyncio.gather(*asked)
+    assert {reply.status_code for reply in replies} <= {400, 429, 503}
+    assert (max(most), len(most) >= 20) == (1, True)
+    assert await running.works()
+
+
 @pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip", "\x01"])
 async def test_another_encoding_is_refused_with_those_that_are_read(running, encoding):
     headers = {"content-encoding": encoding}
