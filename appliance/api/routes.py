@@ -8,6 +8,7 @@ Never: decides about requests; it asks the Appliance.
 from __future__ import annotations
 
 import contextlib
+import functools
 from importlib.metadata import version
 
 from starlette.requests import Request
@@ -147,4 +148,11 @@ async def openapi(http: Request) -> Response:
     needs_key, vocab_size = peer_of(http).key is not None, None
     with contextlib.suppress(Unavailable):  # while a model is fetched
         vocab_size = appliance_of(http).tokenizer.vocab_size
-    return json_response(document(version("penstock"), needs_key=needs_key, vocab_size=vocab_size))
+    return Response(_encoded(needs_key, vocab_size), media_type="application/json")
+
+
+@functools.lru_cache(maxsize=4)
+def _encoded(needs_key: bool, vocab_size: int | None) -> bytes:
+    """Encode the document once: it takes 20 ms of the loop."""
+    told = document(version("penstock"), needs_key=needs_key, vocab_size=vocab_size)
+    return bytes(json_response(told).body)

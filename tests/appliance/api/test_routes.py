@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.api import routes
 from appliance.api.edge import plain_path
 from engine.errors import Unavailable
 from engine.text.tokenizer import Tokenizer
@@ -257,3 +258,11 @@ async def test_a_bug_is_an_error_object_with_the_id_to_look_for(appliance):
     assert request_id in reply.json()["error"]["message"]
     about = f"{request_id}: ZeroDivisionError in GET /v1/requests; the journal says where"
     assert appliance.events == [("error", "request.internal", about)]
+
+
+async def test_the_document_is_made_once_for_all_who_ask(served, monkeypatch):
+    """It takes 20 ms of the loop: 200 clients that ask for it stopped all streams."""
+    first = await served.http.get("/openapi.json")
+    monkeypatch.setattr(routes, "document", lambda *_, **__: pytest.fail("made again"))
+    again = await served.http.get("/openapi.json")
+    assert (again.status_code, again.json()) == (200, first.json())
