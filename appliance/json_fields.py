@@ -97,13 +97,34 @@ def check(values: Any, kind: type[T], where: str = "") -> T:
 
 
 def undeclared(values: Json, kind: type[msgspec.Struct], *known: Container[str]) -> tuple[str, ...]:
-    """List the fields of a body that are not declared, nor otherwise known."""
-    declared = kind.__struct_fields__
-    return tuple(
-        name
-        for name, value in values.items()
-        if value is not None and name not in declared and not any(name in one for one in known)
-    )
+    """List the fields of a body that are not declared, nor otherwise known.
+
+    Fields of an object in it are listed, too, where the object has one type.
+    """
+    declared = {one.encode_name: one.type for one in _struct(kind).fields}
+    found: list[str] = []
+    for name, value in values.items():
+        if value is None or any(name in one for one in known):
+            continue
+        if name not in declared:
+            found.append(name)
+        elif isinstance(value, dict) and (inner := _only_struct(declared[name])) is not None:
+            found += [f"{name}.{one}" for one in undeclared(value, inner)]
+    return tuple(found)
+
+
+def _struct(kind: type[msgspec.Struct]) -> inspect.StructType:
+    found = _info(kind)
+    assert isinstance(found, inspect.StructType)
+    return found
+
+
+def _only_struct(kind: inspect.Type) -> type[msgspec.Struct] | None:
+    """Find the type that an object of a field has; None: it may have several, or any fields."""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    structs = [one.cls for one in kinds if isinstance(one, inspect.StructType)]
+    has_any = any(isinstance(one, inspect.DictType | inspect.AnyType) for one in kinds)
+    return structs[0] if len(structs) == 1 and not has_any else None
 
 
 def _integral(value: Any, depth: int = 0) -> Any:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 import msgspec
 
 from appliance.api import turns
 from appliance.api.answer_forms import Constraint
-from appliance.api.chat_messages import LEFT_OUT, Message
+from appliance.api.chat_messages import LEFT_OUT, Message, named
 from appliance.api.tools import Tools
 from appliance.api.tools_in_words import in_words, needs_words
 from appliance.formats.format_choice import OutputFormat
@@ -32,6 +33,16 @@ from engine.wire.sampling import SamplingParams
 
 NO_SEED = (None, -1)
 """Front ends send -1 for a new seed with each request."""
+
+
+class PromptText(NamedTuple):
+    """A rendered prompt."""
+
+    text: str
+    changes: tuple[str, ...] = ()
+    """What was changed of the messages for the template."""
+    ignored: tuple[str, ...] = ()
+    """Places of words that the template leaves out."""
 
 
 class PromptTooLong(RequestError):
@@ -68,6 +79,10 @@ class Chat:
     continue_final_message: bool = False
     marks: tuple[tuple[int, int], ...] = ()
     """Where the client expects other chats to part: a message, and characters of its content."""
+    ignored: tuple[str, ...] = ()
+    """Places of what was left out of it."""
+    places: tuple[str, ...] = ()
+    """Where the client has each message's words."""
 
     @property
     def echo(self) -> str:
@@ -87,12 +102,19 @@ class Chat:
         first = self.first_turn
         users = (i for i, one in enumerate(self.messages) if one["role"] == "user" and i > first)
         kept = self.messages[:first]
-        turns_left = (self.messages[start:] for start in users)
-        return [replace(self, messages=[*kept, *rest], marks=()) for rest in turns_left]
+        return [
+            replace(
+                self,
+                messages=[*kept, *self.messages[start:]],
+                places=(*self.places[:first], *self.places[start:]),
+                marks=(),
+            )
+            for start in users
+        ]
 
     def render(
         self, tokenizer: Tokenizer, output_format: OutputFormat, *, is_real: bool = True
-    ) -> turns.Rendered:
+    ) -> PromptText:
         """Render the prompt; a template may be slow, so call it in a thread.
 
         Args:
@@ -103,7 +125,10 @@ class Chat:
         """
         messages, tools = self.messages, self.tools.definitions if self.tools else None
         count = sum(one["content"].count(LEFT_OUT) for one in messages)
-        changes = (f"{things(count, 'image')} left out",) if count else ()
+        changes = (f"{things(count, 'attachment')} left out",) if count else ()
+        template, is_read = tokenizer.chat_template, True
+        if template is not None:
+            messages, is_read = turns.with_thoughts(messages, template.tool_source)
         if output_format.has_preamble and (tools or needs_words(messages)):
             messages, tools = in_words(messages, tools), None
         options = {
@@ -112,16 +137,37 @@ class Chat:
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
         }
-        if tokenizer.chat_template is None:
-            return turns.Rendered(tokenizer.render_chat(messages, **options))
-        known = tokenizer.chat_template.known_forms
-        rendered = turns.render(
-            messages,
-            lambda form: tokenizer.render_chat(form, **options),
-            known if is_real else dict(known),
-            has_tools=bool(tools),
-        )
-        return rendered._replace(changes=(*changes, *rendered.changes))
+        if template is None:
+            return PromptText(tokenizer.render_chat(messages, **options))
+        known = template.known_forms
+        try:
+            rendered = turns.render(
+                messages,
+                lambda form: tokenizer.render_chat(form, **options),
+                known if is_real else dict(known),
+                has_tools=bool(tools),
+            )
+        except turns.LeftOut as error:
+            place = self._place(error.index, messages)
+            raise _left_out(place, template.where) from error
+        lost = [named(self._place(index, messages)) for index in rendered.lost]
+        if not is_read:
+            lost.append("messages.reasoning_content")
+        return PromptText(rendered.text, (*changes, *rendered.changes), tuple(lost))
+
+    def _place(self, index: int, messages: list[Message]) -> str:
+        """Find where the client has a message's words, unless messages were joined."""
+        return self.places[index] if len(self.places) == len(messages) else "messages"
+
+
+def _left_out(place: str, where: str) -> RequestError:
+    """Refuse a conversation that the template does not take whole."""
+    return RequestError(
+        f"the chat template of {PurePath(where).name} leaves out `{place}`",
+        code="invalid_value",
+        param=place,
+        hint="send the conversation in another order, or correct the template",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +222,8 @@ class Ask:
     """How long its model is to stay loaded after it; None: as set."""
     drops_oldest: bool = False
     """Where a chat does not fit, its oldest turns are left out until it does."""
+    is_background: bool = False
+    """It is answered at once, and generated behind that."""
     ignored: tuple[str, ...]
     """Names of the fields that have no effect."""
 

@@ -22,7 +22,8 @@ from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape, fingerprint
 from appliance.api.respond import ReplyForm
 from appliance.api.response_events import ResponseShape
-from appliance.api.responses import in_our_words, previous_items, response_ask, store_for
+from appliance.api.response_store import keep_for, previous_items, with_items
+from appliance.api.responses import in_our_words, response_ask
 from appliance.api.wire import appliance_of
 from appliance.journal import drawn
 from appliance.json_fields import Json, decode_object, invalid_value
@@ -50,6 +51,8 @@ class Endpoint:
     """What its replies look like."""
     refusal: Callable[[RequestError], RequestError] = lambda error: error
     """A refusal of what was asked, in words that its clients know."""
+    read: Callable[[Json, HttpRequest], Json] = lambda fields, _http: fields
+    """Completes a body by what is kept here."""
 
 
 def decode(http: HttpRequest, endpoint: Endpoint, body: bytes) -> Asked:
@@ -58,7 +61,7 @@ def decode(http: HttpRequest, endpoint: Endpoint, body: bytes) -> Asked:
     Raises:
         RequestError: names the field that is wrong.
     """
-    appliance, fields = appliance_of(http), decode_object(body)
+    appliance, fields = appliance_of(http), endpoint.read(decode_object(body), http)
     ask = endpoint.decode(fields, http)
     _check_choices(ask, appliance.max_per_request, appliance.max_tokens_per_request)
     return Asked(ask, fields)
@@ -94,11 +97,14 @@ def _reply_form(asked: Asked, request: Request, http: HttpRequest) -> ReplyShape
 
 def _response_form(asked: Asked, request: Request, http: HttpRequest) -> ResponseShape:
     """Shape a response, which is kept when it has ended unless its client declines."""
+    ask, tokenizer = asked.ask, appliance_of(http).tokenizer
     return ResponseShape(
         request,
         asked.fields,
         created_at=int(drawn(time.time)),
-        on_end=store_for(asked.fields, http),
+        origins=ask.tools.origins if ask.tools else {},
+        tokenizer=tokenizer if ask.logprobs is not None else None,
+        keep=keep_for(asked.fields, http),
     )
 
 
@@ -122,6 +128,7 @@ ENDPOINTS = {
         ),
         form=_response_form,
         refusal=in_our_words,
+        read=with_items,
     ),
     "/v1/messages": Endpoint(
         id_prefix="msg_",

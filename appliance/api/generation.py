@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +24,13 @@ from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask
+from appliance.api.background import begin
 from appliance.api.endpoints import ENDPOINTS, Asked, Endpoint, decode
 from appliance.api.fair_threads import Turns, hang_up
 from appliance.api.ollama_api import NothingToGenerate, unloaded
 from appliance.api.prepare import Prepared, prepare, request_of
 from appliance.api.respond import Reply, ReplyForm
+from appliance.api.response_events import ResponseShape
 from appliance.api.wire import (
     KeptWords,
     appliance_of,
@@ -67,7 +70,7 @@ class BodyTurns:
         self.large = Turns("large-body", NUM_THREADS)
 
 
-async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
+async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply | Response:
     """Decode, prepare and admit what a body asks; the reply responds when starlette calls it.
 
     Raises:
@@ -90,18 +93,23 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply:
             raise
         except RequestError as error:
             raise endpoint.refusal(error) from error
+        if prepared.ignored:
+            ignored = (*asked.ask.ignored, *prepared.ignored)
+            asked = asked._replace(ask=dataclasses.replace(asked.ask, ignored=ignored))
         request = request_of(http, asked.ask, prepared)
         if journal is not None and journal.is_given_up:
             raise ClientDisconnect
         form = endpoint.form(asked, request, http)
         reply = Reply(http, asked.ask, request, prepared.echoes, form, endpoint.refusal)
-        if journal is None:
+        if journal is None or asked.ask.is_background:
             appliance.submit(request)
         else:
             request.inbox = JournaledInbox(journal, request)
             appliance.submit(request)
             arrival.keep(journal, _kept_words(request, form), body)
         _keep(appliance, asked.ask.keep_alive_s)
+        if asked.ask.is_background and isinstance(form, ResponseShape):
+            return begin(http, reply, form)
         return reply
 
 

@@ -53,13 +53,15 @@ def _top(key: Callable[[int], str], token_id: int, entry: TokenLogprob, most: in
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Json:
+    """Write the entries of a delta as a chat has them."""
+    return {"content": chat_entries(tokenizer, delta), "refusal": None}
+
+
+def chat_entries(tokenizer: Tokenizer, delta: Delta) -> list[msgspec.Raw]:
     """Write one entry for each token of the output."""
     spell = cache(partial(_spelling, tokenizer))
     pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-    return {
-        "content": [_entry(spell, token_id, entry) for token_id, entry in pairs],
-        "refusal": None,
-    }
+    return [_entry(spell, token_id, entry) for token_id, entry in pairs]
 
 
 def _entry(spell: Callable[[int], Json], token_id: int, entry: TokenLogprob) -> msgspec.Raw:

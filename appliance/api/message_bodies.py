@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 
 from appliance.api.openai_bodies import (
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_STOPS,
     MAX_TOOLS,
     FilledText,
@@ -29,59 +28,12 @@ class TextBlock(Struct, tag_field="type", tag="text"):
     """Other prompts go on differently behind this block."""
 
 
-class ImageBlock(Struct, tag_field="type", tag="image"):
-    """An image, which no model here reads."""
+class Turn(Struct):
+    """A message; what other servers may have written into it is read with care."""
 
-
-class DocumentBlock(Struct, tag_field="type", tag="document"):
-    """A document, which no model here reads."""
-
-
-class ToolResult(Struct, tag_field="type", tag="tool_result"):
-    tool_use_id: str
-    content: (
-        str
-        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_PARTS)]
-        | None
-    ) = None
-    is_error: bool | None = None
-    cache_control: dict[str, Any] | None = None
-
-
-class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
-    thinking: str
-
-
-class RedactedThinking(Struct, tag_field="type", tag="redacted_thinking"):
-    """Encrypted reasoning, which is not read."""
-
-
-class ToolUse(Struct, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-SaidBlock = TextBlock | ImageBlock | DocumentBlock | ToolResult
-SaidContent = str | Annotated[list[SaidBlock], Meta(max_length=MAX_PARTS)]
-
-
-class UserTurn(Struct, tag_field="role", tag="user"):
-    content: SaidContent
-
-
-class SystemTurn(Struct, tag_field="role", tag="system"):
-    content: SaidContent
-
-
-class AssistantTurn(Struct, tag_field="role", tag="assistant"):
-    content: (
-        str
-        | Annotated[
-            list[TextBlock | ThinkingBlock | RedactedThinking | ToolUse],
-            Meta(max_length=MAX_PARTS),
-        ]
-    )
+    role: Literal["user", "assistant", "system"]
+    content: Any = None
+    """A text, or a list of blocks of any API."""
 
 
 class Thinking(Struct):
@@ -116,14 +68,16 @@ class SchemaOutput(Struct, tag_field="type", tag="json_schema"):
 
 
 class OutputConfig(Struct):
+    effort: str | None = None
     format: SchemaOutput | None = None
 
 
 class CountTokensRequest(Sampled, kw_only=True):
     messages: Annotated[
-        list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=MAX_MESSAGES)
+        list[Any],
+        Meta(min_length=1, max_length=MAX_MESSAGES, extra_json_schema=items_of(Turn)),
     ]
-    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    system: str | list[TextBlock] | None = None
     stop_sequences: Annotated[list[FilledText], Meta(max_length=MAX_STOPS)] | None = None
     thinking: Thinking | None = None
     tools: (

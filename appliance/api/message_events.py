@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from appliance.api.dialects import Dialect, error_body
+from appliance.api.message_parts import arguments_of
 from appliance.api.replies import EVENTS, event
 from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
@@ -20,7 +19,6 @@ from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
-from engine.wire.not_json import NOT_JSON
 
 
 class MessageShape:
@@ -110,7 +108,7 @@ class MessageShape:
         self._is_open = False
         block, signed = self._content[-1], b""
         if block["type"] == "tool_use":
-            block["input"] = _parsed(block["input"])
+            block["input"] = arguments_of(block["input"])
         elif block["type"] == "thinking":
             # Reasoning is not signed here; clients wait for a signature before they keep it.
             signed = self._delta({"type": "signature_delta", "signature": ""})
@@ -157,15 +155,6 @@ class MessageShape:
         if delta.has_called:
             return "tool_use"
         return "stop_sequence" if delta.stop_text is not None else "end_turn"
-
-
-def _parsed(text: str) -> Json:
-    """Parse a call's input; one that a limit cut off is no object and is sent as text."""
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except NOT_JSON:
-        return {"_incomplete": text}
-    return value if isinstance(value, dict) else {"_incomplete": text}
 
 
 def _event(name: str, /, **told: Any) -> bytes:

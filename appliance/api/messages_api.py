@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from itertools import zip_longest
 from typing import Any
 
 from appliance.api import message_bodies as bodies
 from appliance.api import openai_bodies as chats
 from appliance.api.ask import Ask, PromptTooLong
-from appliance.api.chat_messages import left_out
+from appliance.api.chat_messages import Conversation
 from appliance.api.openai import ask_of_chat
 from appliance.json_fields import Json, check, renamed, required, undeclared, unsupported
 from appliance.request import ModelInfo
@@ -36,6 +35,20 @@ _FILE_EDITOR: Json = {
     },
     "required": ["command", "path"],
 }
+_MEMORY: Json = {
+    "type": "object",
+    "properties": {
+        "command": {
+            "type": "string",
+            "enum": ["view", "create", "str_replace", "insert", "delete", "rename"],
+        },
+        **{name: {"type": "string"} for name in ("path", "old_path", "new_path", "file_text")},
+        **{name: {"type": "string"} for name in ("old_str", "new_str", "insert_text")},
+        "insert_line": {"type": "integer"},
+        "view_range": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["command"],
+}
 _CLIENT_SIDE: dict[str, Json] = {
     "bash_": {
         "description": "Run a command in a shell that stays open; `restart` begins a new one.",
@@ -48,6 +61,10 @@ _CLIENT_SIDE: dict[str, Json] = {
         "description": "View a file, create one, replace a text in one, or insert lines.",
         "parameters": _FILE_EDITOR,
     },
+    "memory_": {
+        "description": "View, create, change, delete or rename files below /memories.",
+        "parameters": _MEMORY,
+    },
 }
 """Anthropic's tools that a client runs itself, by the beginning of their type: their models know
 the arguments, others are told."""
@@ -56,6 +73,7 @@ _OUR_WORDS = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
+    "reasoning_effort": "output_config.effort",
 }
 """The names here of a chat's fields."""
 
@@ -77,128 +95,61 @@ def _chat_ask(values: Json, body: bodies.CountTokensRequest, model: ModelInfo, *
     for name in _REFUSED:
         if values.get(name):
             raise unsupported(name)
-    messages = _messages(body)
-    continues = messages[-1].role == "assistant"  # the answer begins where it ends
-    tools, others = _tools(body.tools or [])
+    conversation = _conversation(body)
+    continues = conversation.messages[-1]["role"] == "assistant"  # the answer begins where it ends
     choice, thinking = body.tool_choice, body.thinking
     is_single = choice.disable_parallel_tool_use if choice else None
-    chat = chats.ChatRequest(
+    chat = chats.ChatSettings(
         **body.shared(),
         **own,
-        messages=messages,
         continue_final_message=continues,
         add_generation_prompt=not continues,
         stop=body.stop_sequences,
-        tools=tools,
-        tool_choice=_tool_choice(choice),
+        tools=_tools(body.tools or []),
+        tool_choice={"type": choice.type, "name": choice.name} if choice else None,
         parallel_tool_calls=None if is_single is None else not is_single,
         response_format=_output_format(body),
+        reasoning_effort=body.output_config.effort if body.output_config else None,
         chat_template_kwargs={"enable_thinking": thinking.type != "disabled"} if thinking else None,
     )
-    return ask_of_chat(chat, model, tuple(f"tools.{index}" for index in others))
+    return ask_of_chat(chat, model, conversation)
 
 
-def _messages(body: bodies.CountTokensRequest) -> list[chats.ChatMessage]:
-    """Write the conversation as a chat: results of tools are messages of their own."""
-    messages: list[chats.ChatMessage] = []
+def _conversation(body: bodies.CountTokensRequest) -> Conversation:
+    """Read the conversation as a chat: results of tools are messages of their own."""
+    conversation, last = Conversation(), len(body.messages) - 1
     if system := _system(body.system or ""):
-        messages.append(chats.ChatMessage(role="system", content=system))
-    for index, turn in enumerate(body.messages):
-        if isinstance(turn, bodies.AssistantTurn):
-            messages.append(_assistant(turn))
-        else:
-            is_last = index == len(body.messages) - 1
-            messages += _said(turn, f"messages[{index}]", is_last=is_last)
-    return messages
+        conversation.say("system", system, "system")
+    for index, value in enumerate(body.messages):
+        where = f"messages[{index}]"
+        turn = check(value, bodies.Turn, where)
+        is_newest = index == last and turn.role != "assistant"
+        if is_newest and turn.content is None:
+            raise required(f"{where}.content")
+        conversation.say(turn.role, turn.content, f"{where}.content", is_newest=is_newest)
+    return conversation
 
 
-def _system(said: str | list[bodies.TextBlock]) -> chats.Content:
+def _system(said: str | list[bodies.TextBlock]) -> list[Json]:
     """Leave out the line that changes with every request."""
-    if isinstance(said, str):
-        return BILLING_LINE.sub("", said)
-    parts = [_part(block) for block in said]
-    if parts:
-        parts[0].text = BILLING_LINE.sub("", parts[0].text)
-    return [*parts] if not parts or parts[0].text else [*parts[1:]]
-
-
-def _part(block: bodies.TextBlock) -> chats.TextPart:
-    return chats.TextPart(block.text, block.cache_control)
-
-
-def _said(
-    turn: bodies.UserTurn | bodies.SystemTurn, where: str, *, is_last: bool
-) -> list[chats.ChatMessage]:
-    """Put texts between results together, as parts of one message."""
-    role: chats.Role = "user" if isinstance(turn, bodies.UserTurn) else "system"
-    if isinstance(turn.content, str):
-        return [chats.ChatMessage(role=role, content=turn.content)]
-    messages: list[chats.ChatMessage] = []
-    for index, block in enumerate(turn.content):
-        if isinstance(block, bodies.ToolResult):
-            result, call_id = _result(block), block.tool_use_id
-            messages.append(chats.ChatMessage(role="tool", content=result, tool_call_id=call_id))
-            continue
-        text = _text(block, f"{where}.content[{index}]", is_last=is_last)
-        part = _part(block) if isinstance(block, bodies.TextBlock) else chats.TextPart(text)
-        before = messages[-1].content if messages and messages[-1].role == role else None
-        if isinstance(before, list):
-            before.append(part)
-        else:
-            messages.append(chats.ChatMessage(role=role, content=[part]))
-    return messages or [chats.ChatMessage(role=role, content="")]
-
-
-def _assistant(turn: bodies.AssistantTurn) -> chats.ChatMessage:
-    if isinstance(turn.content, str):
-        return chats.ChatMessage(role="assistant", content=turn.content)
-    blocks = turn.content
-    thoughts = [block.thinking for block in blocks if isinstance(block, bodies.ThinkingBlock)]
-    calls = [
-        chats.ToolCall(chats.CalledFunction(block.name, block.input), id=block.id)
-        for block in blocks
-        if isinstance(block, bodies.ToolUse)
-    ]
-    return chats.ChatMessage(
-        role="assistant",
-        content=[_part(block) for block in blocks if isinstance(block, bodies.TextBlock)],
-        reasoning_content="\n".join(thoughts) or None,
-        tool_calls=calls or None,
-    )
-
-
-def _result(block: bodies.ToolResult) -> chats.Content:
-    """Read what a tool returned; a failure is said before it."""
-    said = block.content or ""
     blocks = [bodies.TextBlock(said)] if isinstance(said, str) else said
-    texts = [_text(one, "", is_last=False) for one in blocks]
-    if block.is_error:
-        texts = [f"Error: {''.join(texts[:1])}", *texts[1:]]
-    marks = [one.cache_control if isinstance(one, bodies.TextBlock) else None for one in blocks]
-    if block.cache_control is not None:
-        marks[-1:] = [block.cache_control]
-    return [chats.TextPart(text, mark) for text, mark in zip_longest(texts, marks)]
+    if blocks:
+        blocks[0].text = BILLING_LINE.sub("", blocks[0].text)
+    told = [
+        {"type": "text", "text": one.text, "cache_control": one.cache_control} for one in blocks
+    ]
+    return told if told and told[0]["text"] else told[1:]
 
 
-def _text(
-    block: bodies.TextBlock | bodies.ImageBlock | bodies.DocumentBlock, where: str, *, is_last: bool
-) -> str:
-    if isinstance(block, bodies.TextBlock):
-        return block.text
-    kind = "image" if isinstance(block, bodies.ImageBlock) else "document"
-    return left_out(f"{where}.type", kind, is_last=is_last)
-
-
-def _tools(values: list[Any]) -> tuple[list[Json], list[int]]:
-    """Write tools as in a chat; list the indexes of tools that Anthropic's servers would run."""
+def _tools(values: list[Any]) -> list[Json]:
+    """Write tools as in a chat; tools that Anthropic's servers would run stay as they are."""
     tools: list[Json] = []
-    others: list[int] = []
     for index, value in enumerate(values):
         where = f"tools[{index}]"
         kind = check(value, bodies.AnyTool, where).type or "custom"
         known = next((one for begin, one in _CLIENT_SIDE.items() if kind.startswith(begin)), {})
         if kind != "custom" and not known:
-            others.append(index)
+            tools.append(value)
             continue
         tool = check(value, bodies.ClientTool, where)
         function: Json = {"name": tool.name, "parameters": tool.input_schema}
@@ -206,17 +157,7 @@ def _tools(values: list[Any]) -> tuple[list[Json], list[int]]:
         tools.append({"type": "function", "function": function})
         if tool.cache_control is not None:
             tools[-1]["cache_control"] = tool.cache_control
-    return tools, others
-
-
-def _tool_choice(choice: bodies.ToolChoice | None) -> chats.ToolMode | chats.ChosenTool | None:
-    if choice is None:
-        return None
-    if choice.type == "tool":
-        if choice.name is None:
-            raise required("tool_choice.name")
-        return chats.ChosenTool(chats.ChosenFunction(choice.name))
-    return "required" if choice.type == "any" else choice.type
+    return tools
 
 
 def _output_format(body: bodies.CountTokensRequest) -> chats.SchemaFormat | None:

@@ -18,7 +18,7 @@ import msgspec
 from appliance.api import ollama_bodies as bodies
 from appliance.api import openai_bodies as chats
 from appliance.api.ask import Ask, PromptTooLong
-from appliance.api.chat_messages import left_out
+from appliance.api.chat_messages import Conversation
 from appliance.api.openai import ask_of_chat, ask_of_completion
 from appliance.frame.protocol import utc_now
 from appliance.json_fields import (
@@ -35,13 +35,13 @@ from engine.wire.not_json import NOT_JSON
 _READ = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty")
 _READ_TOO = ("frequency_penalty", "repeat_penalty")
 """Options that have the same names in a chat."""
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "typical_p": (1, 1.0),
-    "tfs_z": (1, 1.0),
+_UNASKED: dict[str, tuple[object, ...]] = {
+    "typical_p": (1,),
+    "tfs_z": (1,),
     "mirostat": (0,),
     "penalize_newline": (True,),
 }
-"""Options that are known and not supported, with the values that ask for nothing."""
+"""Options that are not supported, with the values that ask for nothing; Ollama ignores them."""
 _NO_EFFECT = {
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram"),
     *("use_mmap", "use_mlock", "numa", "vocab_only", "f16_kv", "repeat_last_n"),
@@ -51,7 +51,6 @@ _NO_EFFECT = {
 _REFUSED = {
     "images": "are not supported: this model reads text",
     "template": "is a program, and is not run; `raw` sends a bare prompt",
-    "context": "is not kept; send the conversation to /api/chat",
 }
 """Fields of /api/generate that are known and not supported, unless they are empty."""
 
@@ -72,16 +71,11 @@ class NothingToGenerate(Exception):
 def chat_ask_of(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /api/chat."""
     body = check(values, bodies.OllamaChatRequest)
-    last = len(body.messages or []) - 1
-    said = [
-        _message(one, f"messages[{index}]", is_last=index == last)
-        for index, one in enumerate(body.messages or [])
-    ]
     # a request to load has no messages, and its other fields are checked, too
-    messages = said or [chats.ChatMessage(role="user", content="")]
-    chat = chats.ChatRequest(**_common(values, body), messages=messages, tools=_tools(body.tools))
-    ask = ask_of_chat(chat, model, _ignored(values, bodies.OllamaChatRequest))
-    if not said:
+    conversation = _conversation(body.messages or [{"role": "user", "content": ""}])
+    chat = chats.ChatSettings(**_common(body), tools=body.tools)
+    ask = ask_of_chat(chat, model, conversation, _ignored(values, bodies.OllamaChatRequest))
+    if not body.messages:
         raise _loaded(body, model, {"message": {"role": "assistant", "content": ""}})
     kept_s = keep_alive_s(body.keep_alive)
     return dataclasses.replace(ask, drops_oldest=body.truncate is not False, keep_alive_s=kept_s)
@@ -93,20 +87,21 @@ def generate_ask(values: Json, model: ModelInfo) -> Ask:
         if values.get(name):
             raise unsupported(name, why)
     body = check(values, bodies.OllamaGenerateRequest)
-    prompt, common = body.prompt or "", _common(values, body)
+    prompt, common = body.prompt or "", _common(body)
     ignored = _ignored(values, bodies.OllamaGenerateRequest, _REFUSED)
     if (body.raw and prompt) or body.suffix:
-        common.pop("chat_template_kwargs")
+        common.pop("think")
         plain = chats.CompletionRequest(**common, prompt=prompt, suffix=body.suffix)
         if not prompt:
             raise invalid_value("prompt", "is empty")
         ask = ask_of_completion(plain, model, 1, ignored)
         kept_s, most = keep_alive_s(body.keep_alive), model.default_max_tokens
         return dataclasses.replace(ask, default_max_tokens=most, keep_alive_s=kept_s)
-    messages = [chats.ChatMessage(role="user", content=prompt)]
+    conversation = Conversation()
     if body.system is not None:
-        messages.insert(0, chats.ChatMessage(role="system", content=body.system))
-    ask = ask_of_chat(chats.ChatRequest(**common, messages=messages), model, ignored)
+        conversation.say("system", body.system, "system")
+    conversation.say("user", prompt, "prompt")
+    ask = ask_of_chat(chats.ChatSettings(**common), model, conversation, ignored)
     if not prompt:
         raise _loaded(body, model, {"response": ""})
     return dataclasses.replace(ask, keep_alive_s=keep_alive_s(body.keep_alive))
@@ -122,23 +117,17 @@ def in_ollamas_words(error: RequestError) -> RequestError:
     return error
 
 
-def _common(values: Json, body: bodies.OllamaChatRequest | bodies.OllamaGenerateRequest) -> Json:
+def _common(body: bodies.OllamaChatRequest | bodies.OllamaGenerateRequest) -> Json:
     """Write the fields that both have as a chat's."""
     options = body.options or bodies.Options()
-    for name, neutral in _NEUTRAL.items():
-        value = (values.get("options") or {}).get(name)
-        if value is not None and value not in neutral:
-            raise unsupported(f"options.{name}")
-    limit, think = options.num_predict, body.think
+    limit = options.num_predict
     return {
         "model": body.model,
         "stream": body.stream is not False,
         **{name: getattr(options, name) for name in (*_READ, *_READ_TOO)},
         "max_tokens": limit if limit is not None and limit > 0 else None,
         "response_format": _form(body.format),
-        "chat_template_kwargs": (
-            None if think is None else {"enable_thinking": think not in (False, "none")}
-        ),
+        "think": body.think,
     }
 
 
@@ -146,8 +135,14 @@ def _ignored(
     values: Json, kind: type[msgspec.Struct], known: Container[str] = ()
 ) -> tuple[str, ...]:
     """List the fields and options that have no effect; those about loading need none."""
-    options = undeclared(values.get("options") or {}, bodies.Options, _NEUTRAL, _NO_EFFECT)
-    return (*(f"options.{name}" for name in options), *undeclared(values, kind, known))
+    options = values.get("options") or {}
+    names = [
+        name
+        for name in undeclared(options, bodies.Options, _NO_EFFECT)
+        if options[name] not in _UNASKED.get(name, ())
+    ]
+    others = undeclared({**values, "options": None}, kind, known)
+    return (*(f"options.{name}" for name in names), *others)
 
 
 def _loaded(
@@ -205,26 +200,31 @@ def _form(value: str | Json | None) -> chats.ResponseFormat | None:
     return chats.JsonFormat() if value else None
 
 
-def _message(said: bodies.OllamaMessage, where: str, *, is_last: bool) -> chats.ChatMessage:
-    """Write a message as a chat's; Ollama's calls have no ids, and their arguments are objects."""
-    content = said.content or ""
-    if said.images:
-        is_asked = is_last and said.role == "user"
-        place = left_out(f"{where}.images", "image", is_last=is_asked)
-        content = f"{place}\n{content}"
-    return chats.ChatMessage(
-        role=said.role,
-        content=content,
-        name=said.tool_name,
-        tool_call_id=said.tool_call_id,
-        reasoning_content=said.thinking or None,
-        tool_calls=said.tool_calls,
-    )
-
-
-def _tools(values: list[Any] | None) -> list[Any] | None:
-    """Write tools as in a chat; older clients leave out what type a tool is."""
-    return values and [
-        {**one, "type": "function"} if isinstance(one, dict) and one.get("type") is None else one
-        for one in values
-    ]
+def _conversation(values: list[Any]) -> Conversation:
+    """Read messages; Ollama's calls have no ids, and images stand beside the text."""
+    conversation, last = Conversation(), len(values) - 1
+    for index, value in enumerate(values):
+        where = f"messages[{index}]"
+        said = check(value, bodies.OllamaMessage, where)
+        is_answer, is_newest = said.role == "assistant", index == last
+        content: Any = said.content or ""
+        if said.images:
+            if is_newest and said.role == "user":
+                raise unsupported(f"{where}.images", "are not supported: this model reads text")
+            texts = content if isinstance(content, list) else [content]
+            content = [*({"type": "image"} for _ in said.images), *filter(None, texts)]
+        calls = said.tool_calls if is_answer else None
+        for field in undeclared(value, bodies.OllamaMessage):
+            if value[field]:
+                conversation.leave_out(f"{where}.{field}")
+        conversation.say(
+            said.role,
+            content,
+            f"{where}.content",
+            is_newest=is_newest and not is_answer,
+            name=said.tool_name or said.name,
+            tool_call_id=said.tool_call_id,
+            tool_calls=conversation.calls(calls, f"{where}.tool_calls") if calls else [],
+            reasoning_content=conversation.thoughts(value, where) if is_answer else "",
+        )
+    return conversation

@@ -11,19 +11,14 @@ from msgspec import Meta, Struct
 
 from appliance.api.openai_bodies import (
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_TOOLS,
-    Content,
     Fraction,
     Function,
     Penalty,
-    RepetitionPenalty,
     Role,
     Seed,
     Stops,
     StopText,
-    Temperature,
-    ToolCall,
     TopK,
     items_of,
 )
@@ -39,13 +34,13 @@ HUB_NAME = "^[A-Za-z0-9]{1,20}/[A-Za-z0-9]{1,20}(?![\\s\\S])"
 class Options(Struct):
     """The options that are read; others are about how a model is loaded."""
 
-    temperature: Temperature | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Fraction | None = None
     top_k: TopK | None = None
     min_p: Fraction | None = None
     seed: Seed | None = None
     stop: StopText | Stops | None = None
-    repeat_penalty: RepetitionPenalty | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     num_predict: Annotated[int, Meta(ge=-2, le=INT64_MAX)] | None = None
@@ -62,11 +57,15 @@ class _Generating(Struct, kw_only=True):
 
 class OllamaMessage(Struct):
     role: Role
-    content: Content | None = None
-    thinking: str | None = None
+    content: Any = None
+    thinking: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    reasoning_details: Any = None
     images: list[Any] | None = None
-    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
+    tool_calls: Any = None
     tool_name: str | None = None
+    name: str | None = None
     tool_call_id: str | None = None
 
 
@@ -78,7 +77,12 @@ class OllamaTool(Struct):
 
 
 class OllamaChatRequest(_Generating, kw_only=True):
-    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    messages: (
+        Annotated[
+            list[Any], Meta(max_length=MAX_MESSAGES, extra_json_schema=items_of(OllamaMessage))
+        ]
+        | None
+    ) = None
     tools: (
         Annotated[list[Any], Meta(max_length=MAX_TOOLS, extra_json_schema=items_of(OllamaTool))]
         | None

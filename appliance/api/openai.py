@@ -15,13 +15,16 @@ import msgspec
 
 from appliance.api.answer_forms import read_constraint
 from appliance.api.ask import Ask, Chat
-from appliance.api.chat_messages import marks_of, read_messages
+from appliance.api.chat_messages import Conversation, read_messages
 from appliance.api.model_choice import check_model
 from appliance.api.openai_bodies import (
     OWN_VARIABLES,
+    ChatReasoning,
     ChatRequest,
+    ChatSettings,
     CompletionRequest,
     Generated,
+    ThinkingSwitch,
 )
 from appliance.api.prompts import checked_ids, read_output_offset, read_prompts
 from appliance.api.tools import read_tools
@@ -62,7 +65,6 @@ COMPLETION_NEUTRAL: Neutral = NEUTRAL | {
 CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "modalities": (["text"],),
     "audio": (),
-    "web_search_options": (),
     "chat_template": (),
     "output_offset": (0,),
 }
@@ -107,29 +109,35 @@ def chat_ask(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /v1/chat/completions."""
     refuse_unsupported(values, CHAT_NEUTRAL)
     body = check(values, ChatRequest)
-    return ask_of_chat(body, model, undeclared(values, ChatRequest, CHAT_NEUTRAL))
+    ignored = undeclared(values, ChatRequest, CHAT_NEUTRAL)
+    return ask_of_chat(body, model, read_messages(body.messages), ignored)
 
 
-def ask_of_chat(body: ChatRequest, model: ModelInfo, ignored: tuple[str, ...] = ()) -> Ask:
+def ask_of_chat(
+    body: ChatSettings,
+    model: ModelInfo,
+    conversation: Conversation,
+    ignored: tuple[str, ...] = (),
+) -> Ask:
     """Check how a chat's fields go together; other APIs bring their bodies into this form."""
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "needs `logprobs` to be true")
+    chat = read_chat(body, conversation)
     return _ask(
         body,
         model,
         (body.top_logprobs or 0) if body.logprobs else None,
-        chat=read_chat(body),
+        chat=chat,
         prompts=[],
         prediction=None if body.prediction is None else body.prediction.text,
         **_max_tokens(body, model.default_max_tokens),
         is_echo=bool(body.echo),
-        ignored=ignored,
+        ignored=(*ignored, *chat.ignored),
     )
 
 
-def read_chat(body: ChatRequest) -> Chat:
-    """Read the conversation, and how its template is to be rendered."""
-    messages = read_messages(body.messages)
+def read_chat(body: ChatSettings, conversation: Conversation) -> Chat:
+    """Read how the template of a conversation is to be rendered."""
     continues = bool(body.continue_final_message)
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and begins:
@@ -141,27 +149,39 @@ def read_chat(body: ChatRequest) -> Chat:
         if name in variables:
             raise invalid_value(f"chat_template_kwargs.{name}", "has a field of its own")
     documents = {"documents": body.documents} if body.documents else {}
+    tools, left_out = read_tools(body)
     return Chat(
-        messages=messages,
-        tools=read_tools(body),
-        variables={**documents, **_effort(body.reasoning_effort), **variables},
+        messages=conversation.messages,
+        tools=tools,
+        variables={**documents, **_effort(body), **variables},
         add_generation_prompt=begins,
         continue_final_message=continues,
-        marks=marks_of(body.messages),
+        marks=tuple(conversation.marks),
+        places=tuple(conversation.places),
+        ignored=(*left_out, *conversation.left_out),
     )
 
 
-def _effort(effort: str | None) -> dict[str, Any]:
-    """Tell a template of `reasoning_effort`; `none` turns reasoning off."""
+def _effort(body: ChatSettings) -> dict[str, Any]:
+    """Tell a template how much to think, by the first that says it; `none` turns reasoning off."""
+    reasoning, thinking = body.reasoning, body.thinking
+    if isinstance(reasoning, ChatReasoning):
+        reasoning = reasoning.enabled if reasoning.effort is None else reasoning.effort
+    if isinstance(thinking, ThinkingSwitch):
+        thinking = thinking.type != "disabled"
+    asked = (body.reasoning_effort, reasoning, body.think, body.enable_thinking, thinking)
+    effort = next((one for one in asked if one is not None), None)
     if effort is None:
         return {}
+    if isinstance(effort, bool):
+        return {"enable_thinking": effort}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _max_tokens(body: Generated, default: int | None, *, is_echo: bool = False) -> dict[str, Any]:
     """Read the limit by the first of its names that is there; -1 is the room left."""
     low, limits = 0 if is_echo else 1, {"max_tokens": body.max_tokens}
-    if isinstance(body, ChatRequest):
+    if isinstance(body, ChatSettings):
         limits = {"max_completion_tokens": body.max_completion_tokens, **limits}
     for name, limit in limits.items():
         if limit == 0 < low:

@@ -25,9 +25,7 @@ MAX_ALLOWED_IDS = 4096
 """A request keeps them while it waits, and sends them to the worker."""
 MAX_SALT_CHARS = 1024
 MAX_MESSAGES = 4096
-MAX_PARTS = 1024
-"""Maximum of parts per message: parts of its content, and calls."""
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_GUIDED_CHOICES = 1000
 COMPONENTS = "#/components/schemas/"
 
@@ -57,7 +55,7 @@ FilledText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 FunctionName = Annotated[
-    str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+(?![\s\S])")
+    str, Meta(min_length=1, max_length=256, pattern=r"^[a-zA-Z0-9_.-]+(?![\s\S])")
 ]
 Schema = dict[str, Any] | str
 """A JSON schema, or one written as a string."""
@@ -195,68 +193,30 @@ class CompletionRequest(Generated, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
 
-class TextPart(Struct, tag_field="type", tag="text"):
-    text: str
-    cache_control: dict[str, Any] | None = None
-    """Anthropic's mark: other prompts go on differently behind this part."""
-
-
-class RefusalPart(Struct, tag_field="type", tag="refusal"):
-    refusal: str
-
-
-class ImagePart(Struct, tag_field="type", tag="image_url"):
-    """An image, which no model here reads."""
-
-
-Content = str | Annotated[list[TextPart | RefusalPart | ImagePart], Meta(max_length=MAX_PARTS)]
-
-
-class CalledFunction(Struct):
-    """The function of a call, with arguments as JSON text or as an object."""
-
-    name: Word
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(Struct):
-    function: CalledFunction
-    id: str | None = None
-    type: Literal["function"] | None = None
-
-
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class ChatMessage(Struct, kw_only=True):
-    """A message of any role; only an assistant's may have no content, or calls."""
+    """A message of any role; what other servers may have written into it is read with care."""
 
     role: Role
-    content: Content | None = None
+    content: Any = None
+    """A text, or a list of parts of any API."""
     name: str | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
-    function_call: CalledFunction | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    reasoning_details: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
     audio: Any = None
 
 
-_SAID: Json = {
-    "required": ["content"],
-    "properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"type": "null"}},
-}
 ChatMessages = Annotated[
-    list[
-        Annotated[
-            ChatMessage,
-            Meta(
-                extra_json_schema={
-                    "anyOf": [_SAID, {"properties": {"role": {"const": "assistant"}}}]
-                }
-            ),
-        ]
-    ],
-    Meta(min_length=1, max_length=MAX_MESSAGES),
+    list[Any],
+    Meta(min_length=1, max_length=MAX_MESSAGES, extra_json_schema=items_of(ChatMessage)),
 ]
 
 
@@ -267,38 +227,55 @@ class Function(Struct):
     strict: bool | None = None
 
 
+class CustomGrammar(Struct):
+    definition: str | None = None
+
+
+class CustomFormat(Struct):
+    definition: str | None = None
+    grammar: CustomGrammar | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The grammar, which chats have one level deeper than responses."""
+        return self.grammar.definition if self.grammar else self.definition
+
+
+class CustomTool(Struct):
+    """A tool that takes a text, as Codex's patch."""
+
+    name: FunctionName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
 class Tool(Struct):
-    type: Literal["function"]
-    function: Function
-    cache_control: dict[str, Any] | None = None
-    """Anthropic's mark: other prompts go on differently behind this tool."""
+    """A tool of any type; what only another server could run is left out."""
+
+    type: str | None = None
 
 
 class ChosenFunction(Struct):
     name: str
 
 
-class ChosenTool(Struct, tag_field="type", tag="function"):
-    function: ChosenFunction
-
-
 class AllowedTools(Struct):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Meta(max_length=MAX_TOOLS)]
-
-
-class ChosenTools(Struct, tag_field="type", tag="allowed_tools"):
     """A choice among some of the functions."""
 
-    allowed_tools: AllowedTools
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 ToolMode = Literal["none", "auto", "required"]
 
 
+class PredictedPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
 class Prediction(Struct):
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | list[PredictedPart]
 
     @property
     def text(self) -> str:
@@ -308,17 +285,35 @@ class Prediction(Struct):
         return "".join(part.text for part in self.content)
 
 
-class ChatRequest(Generated, kw_only=True):
-    messages: ChatMessages
+class ChatReasoning(Struct):
+    """What OpenRouter's clients ask of reasoning."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+class ThinkingSwitch(Struct):
+    """What clients of GLM and DeepSeek ask of it."""
+
+    type: str
+
+
+class ChatSettings(Generated, kw_only=True):
+    """What is asked of a chat, besides its messages."""
+
     tools: (
         Annotated[list[Any], Meta(max_length=MAX_TOOLS, extra_json_schema=items_of(Tool))] | None
     ) = None
-    tool_choice: ToolMode | ChosenTool | ChosenTools | None = None
+    tool_choice: ToolMode | dict[str, Any] | None = None
     functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     reasoning_effort: str | None = None
+    reasoning: ChatReasoning | bool | str | None = None
+    think: bool | str | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | bool | None = None
     documents: Annotated[list[Json], Meta(max_length=MAX_DOCUMENTS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -327,3 +322,7 @@ class ChatRequest(Generated, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     prediction: Prediction | None = None
+
+
+class ChatRequest(ChatSettings, kw_only=True):
+    messages: ChatMessages

@@ -123,7 +123,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=(404,),
     ),
     ("POST", "/v1/responses/{id}/cancel"): _may_be_missing(
-        "cancelResponse", "End a response that is being written.", _CANCELLED
+        "cancelResponse",
+        "End a response that is being written.",
+        shape({"id": STRING, "object": {"const": "response"}, "status": STRING}),
     ),
     ("POST", "/v1/messages"): _generates(
         "createMessage", "Answer as Anthropic's API does.", "AnthropicReply", "MessagesRequest"

@@ -50,7 +50,6 @@ def control_routes() -> list[Route]:
         Route("/v1/requests/{id}", request),
         Route("/v1/requests/{id}", cancel, methods=["DELETE"]),
         Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
-        Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
         Route("/v1/penstock/state", state),
         Route("/v1/penstock/stream", stream),
         Route("/v1/penstock/whoami", whoami),

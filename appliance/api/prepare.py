@@ -13,13 +13,12 @@ from itertools import takewhile
 
 from starlette.requests import Request as HttpRequest
 
-from appliance.api.answer_forms import Constraint
 from appliance.api.appliance import Appliance
-from appliance.api.ask import Ask, Chat
+from appliance.api.ask import Ask, Chat, PromptText
 from appliance.api.branches import branches
 from appliance.api.prompts import infill_of
 from appliance.api.stream import PromptEcho
-from appliance.api.turns import Rendered
+from appliance.api.tools import Tools
 from appliance.api.wire import appliance_of, arrival_of, client_request_id
 from appliance.frame.figures import things
 from appliance.json_fields import invalid_value, unsupported
@@ -27,6 +26,7 @@ from appliance.request import ModelInfo, Request
 from engine.cache.hashes import PrefixChain
 from engine.errors import RequestError
 from engine.schedule.sequence import Sequence, Stamps
+from engine.text.grammar import GrammarError, validate
 from engine.text.tokenizer import Detokenizer, Tokenizer
 from engine.wire.run_spec import RunSpec
 
@@ -46,6 +46,8 @@ class Prepared:
     """One for each prompt, if the ask wants them repeated."""
     changes: tuple[str, ...]
     """What was changed of the messages for the chat template."""
+    ignored: tuple[str, ...]
+    """Places of the body that have no effect."""
     branches: tuple[int, ...] = ()
     """Numbers of a chat's tokens after which other chats may continue differently."""
 
@@ -57,16 +59,16 @@ def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
         RequestError: the request cannot be served, whatever room there is.
     """
     tokenizer, model, hasher = appliance.tokenizer, appliance.model, appliance.hasher
-    prompts, changes = ask.prompts, tuple[str, ...]()
+    prompts, changes, ignored = ask.prompts, tuple[str, ...](), tuple[str, ...]()
     if ask.chat:
         rendered = _rendered(ask, ask.chat, tokenizer, model)
-        prompts, changes = [rendered.text], rendered.changes
+        prompts, changes, ignored = [rendered.text], rendered.changes, rendered.ignored
     if ask.suffix:
         prompts = [_infilled(prompt, ask.suffix, tokenizer) for prompt in prompts]
     ids = _token_ids(ask, prompts, tokenizer, model)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     echoes = [_echo(ask, tokenizer, prompt) for prompt in prompts] if ask.is_echo else []
-    grammar = _grammar(ask, tokenizer, model)
+    grammar, unenforced = _grammar(ask, tokenizer, model)
     bad_words = _bad_words(ask, tokenizer, model)
     scope = None if hasher is None else hasher.scope(ask.cache_salt, user)
     prefixes = [None if hasher is None else hasher.chain(one, scope) for one in ids]
@@ -80,7 +82,9 @@ def prepare(appliance: Appliance, ask: Ask, user: str) -> Prepared:
         for one in ids
         for choice in range(ask.num_choices)
     ]
-    return Prepared("\n".join(texts) or None, ids, prefixes, specs, echoes, changes, parts_at)
+    text = "\n".join(texts) or None
+    ignored = (*ignored, *unenforced)
+    return Prepared(text, ids, prefixes, specs, echoes, changes, ignored, parts_at)
 
 
 def request_of(http: HttpRequest, ask: Ask, prepared: Prepared) -> Request:
@@ -139,10 +143,10 @@ def _token_ids(
     return ids
 
 
-def _rendered(ask: Ask, chat: Chat, tokenizer: Tokenizer, model: ModelInfo) -> Rendered:
+def _rendered(ask: Ask, chat: Chat, tokenizer: Tokenizer, model: ModelInfo) -> PromptText:
     """Render a chat; one that is too long without its oldest turns, if its client allows that."""
 
-    def render(one: Chat) -> Rendered:
+    def render(one: Chat) -> PromptText:
         return one.render(tokenizer, model.output_format)
 
     whole = render(chat)
@@ -168,7 +172,7 @@ def _rendered(ask: Ask, chat: Chat, tokenizer: Tokenizer, model: ModelInfo) -> R
     return found._replace(changes=(words, *found.changes))
 
 
-def _num_tokens(rendered: Rendered, tokenizer: Tokenizer, model: ModelInfo) -> int:
+def _num_tokens(rendered: PromptText, tokenizer: Tokenizer, model: ModelInfo) -> int:
     """Count a prompt's tokens; of one that is far too long only that it is."""
     fewest = len(rendered.text) // tokenizer.max_token_chars
     if fewest > model.max_model_len:
@@ -217,23 +221,56 @@ def _predicted(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> list[int]:
     return list(takewhile(lambda token_id: token_id < model.vocab_size, ids))
 
 
-def _grammar(ask: Ask, tokenizer: Tokenizer, model: ModelInfo) -> str | None:
-    """Make the grammar of the output, compiled once to see that it can be."""
+def _grammar(
+    ask: Ask, tokenizer: Tokenizer, model: ModelInfo
+) -> tuple[str | None, tuple[str, ...]]:
+    """Make the grammar of the output, compiled once to see that it can be; name what it lacks."""
     constraint = ask.constraint
-    if ask.tools:
-        if not model.eos_token_ids and not ask.tools.is_required and constraint is None:
-            return None  # free text, in which calls are found if they come
-        answer = constraint.grammar if constraint else None
-        grammar = ask.tools.grammar(model.output_format, tokenizer, answer)
-        constraint = Constraint(grammar, "tools") if grammar else None
-    if constraint is None:
-        return None
     if not model.eos_token_ids:
-        raise unsupported(
-            constraint.param, "is not supported by this model: it has no end-of-text id"
-        )
-    constraint.check()
-    return constraint.grammar
+        if ask.tools and not ask.tools.is_required and constraint is None:
+            return None, ()  # free text, in which calls are found if they come
+        if constraint or ask.tools:
+            raise unsupported(
+                constraint.param if constraint else "tools",
+                "is not supported by this model: it has no end-of-text id",
+            )
+    if constraint is not None:
+        constraint.check()
+    if ask.tools:
+        answer = constraint.grammar if constraint else None
+        return _calls_grammar(ask.tools, answer, tokenizer, model)
+    return constraint.grammar if constraint else None, ()
+
+
+def _calls_grammar(
+    tools: Tools, answer: str | None, tokenizer: Tokenizer, model: ModelInfo
+) -> tuple[str | None, tuple[str, ...]]:
+    """Make the grammar of calls: with the schemas, without their faults, or with any arguments.
+
+    Raises:
+        RequestError: calls must match schemas that cannot be enforced.
+    """
+
+    def compiled(these: Tools) -> str | None:
+        grammar = these.grammar(model.output_format, tokenizer, answer)
+        if grammar is not None:
+            validate(grammar)
+        return grammar
+
+    try:
+        return compiled(tools), ()
+    except GrammarError:
+        mended, left_out = tools.mended()
+    has_any = model.output_format.tools.syntax.style == "json"
+    tries = [(mended, left_out), *([(mended.loosened(), ("tools.parameters",))] if has_any else [])]
+    for these, names in tries:
+        try:
+            return compiled(these), names
+        except GrammarError as error:
+            failure = error
+    if tools.is_required or answer is not None:
+        raise invalid_value("tools", f"cannot be compiled: {failure}") from failure
+    return None, ("tools.parameters",)
 
 
 def _echo(ask: Ask, tokenizer: Tokenizer, prompt: str | list[int]) -> PromptEcho:

@@ -6,6 +6,7 @@ Never: waits, or knows HTTP.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason, Sequence
 from engine.text.tokenizer import Tokenizer
+from engine.wire.not_json import NOT_JSON
 
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
@@ -45,6 +47,8 @@ class ReplyShape:
     media_type: str = EVENTS
     _num_reasoning: dict[int, int] = field(default_factory=dict)
     """Tokens of reasoning, by choice."""
+    _held: dict[int, dict[int, CallDelta]] = field(default_factory=dict)
+    """Calls that are told at the end, by choice and number."""
     _around: dict[int, tuple[bytes, bytes] | None] = field(default_factory=dict)
     """Text around the next piece of each choice, for events of text alone.
 
@@ -93,6 +97,8 @@ class ReplyShape:
     def events(self, delta: Delta) -> bytes:
         """Write a delta for a stream; nothing while its text is held back."""
         self._num_reasoning[delta.sequence.index] = delta.num_reasoning_tokens
+        if self._custom:
+            self._hold_texts(delta)
         is_told = delta.text or delta.reasoning or delta.calls
         has_news = is_told or delta.finish_reason or self.ask.wants_tokens
         if not has_news:
@@ -178,11 +184,35 @@ class ReplyShape:
         return choice
 
     @property
+    def _custom(self) -> set[str]:
+        """Names of tools that take a text."""
+        origins = self.ask.tools.origins if self.ask.tools else {}
+        return {name for name, one in origins.items() if one.is_custom}
+
+    def _hold_texts(self, delta: Delta) -> None:
+        """Hold back calls of tools that take a text, which stands within JSON, until the end."""
+        held = self._held.setdefault(delta.sequence.index, {})
+        told = []
+        for call in delta.calls:
+            if call.name in self._custom:
+                held[call.index] = dataclasses.replace(call)
+            elif call.index in held:
+                held[call.index].arguments += call.arguments
+            else:
+                told.append(call)
+        delta.calls = [*told, *held.values()] if delta.finish_reason else told
+
+    @property
     def _is_legacy(self) -> bool:
         return self.ask.tools is not None and self.ask.tools.is_legacy
 
     def _in_its_form(self, said: dict[str, Any]) -> Json:
-        """Tell a call as `function_call` to a client that asked with `functions`."""
+        """Tell a call as `function_call` to a client that asked with `functions`, a text as one."""
+        for call in said.get("tool_calls", ()):
+            if call.get("function", {}).get("name") in self._custom:
+                function = call.pop("function")
+                text = input_of(function["arguments"])
+                call |= {"type": "custom", "custom": {"name": function["name"], "input": text}}
         if self._is_legacy and (calls := said.pop("tool_calls", None)):
             said["function_call"] = calls[0]["function"]
         return said
@@ -266,6 +296,14 @@ def _call(call: CallDelta) -> Json:
         return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.call_id, "type": "function", "function": function}
+
+
+def input_of(arguments: str) -> str:
+    """Take the text of a call out of its JSON; one that a limit has cut off is told as it came."""
+    try:
+        return str(msgspec.json.decode(arguments)["input"])
+    except (*NOT_JSON, KeyError, TypeError):
+        return arguments
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int | None) -> Json:

@@ -8,12 +8,12 @@ Never: waits, or knows HTTP.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
-from appliance.api.replies import EVENTS, event, keep_alive
+from appliance.api.logprob_replies import chat_entries
+from appliance.api.offered_tools import Origin
+from appliance.api.replies import EVENTS, event, input_of, keep_alive
 from appliance.api.stream import Delta
 from appliance.formats.text_reading import CallDelta
 from appliance.journal import drawn
@@ -21,7 +21,7 @@ from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
 from engine.schedule.sequence import FinishReason
-from engine.wire.not_json import NOT_JSON
+from engine.text.tokenizer import Tokenizer
 
 _ECHOED: Json = {
     "previous_response_id": None,
@@ -31,11 +31,16 @@ _ECHOED: Json = {
     "max_output_tokens": None,
     "metadata": {},
     "parallel_tool_calls": True,
-    "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
     "truncation": "disabled",
     "user": None,
+    "service_tier": "default",
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "max_tool_calls": None,
+    "top_logprobs": 0,
+    "background": False,
 }
 """Fields of the body that a response repeats, with their defaults."""
 
@@ -75,14 +80,6 @@ def _wants_summary(fields: Json) -> bool:
     return summary not in (None, "none")
 
 
-def _input_of(arguments: str) -> str:
-    """Take the text of a call out of its JSON; one that a limit has cut off is told as it came."""
-    try:
-        return str(msgspec.json.decode(arguments)["input"])
-    except (*NOT_JSON, KeyError, TypeError):
-        return arguments
-
-
 class ResponseShape:
     """The shape of one response.
 
@@ -90,7 +87,9 @@ class ResponseShape:
         request: the request to answer; it has one sequence.
         fields: the body, of which a response repeats some.
         created_at: Unix seconds.
-        on_end: gets the whole response when it has ended; None: it is not kept.
+        origins: how the client knows its functions, by the names that the model is told.
+        tokenizer: spells the log-probabilities; None: there are none.
+        keep: keeps the whole response; None: it is not kept.
     """
 
     media_type = EVENTS
@@ -101,10 +100,15 @@ class ResponseShape:
         fields: Json,
         *,
         created_at: int,
-        on_end: Callable[[Json], None] | None = None,
+        origins: Mapping[str, Origin],
+        tokenizer: Tokenizer | None = None,
+        keep: Callable[[Json], None] | None = None,
     ) -> None:
         self._request = request
-        self._on_end = on_end
+        self._keep, self._tokenizer = keep, tokenizer
+        self._num_tokens = 0
+        self._entries: list[Any] = []
+        """Log-probabilities of tokens whose text has not come yet."""
         self._num_reasoning_tokens = 0
         self._echoed = {
             name: default if fields.get(name) is None else fields.get(name)
@@ -112,6 +116,8 @@ class ResponseShape:
         }
         sampling = request.sequences[0].sampling
         self._echoed |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        text = fields.get("text") or {}
+        self._echoed["text"] = {"format": text.get("format") or {"type": "text"}}
         self._created_at = created_at
         self._num_events = 0
         self._output: list[Json] = []
@@ -120,11 +126,7 @@ class ResponseShape:
         self._call_index: int | None = None
         """The open item's call; None: the item is a message."""
         self._thought = _THOUGHTS[_wants_summary(fields)]
-        self._custom = {
-            one.get("name")
-            for one in fields.get("tools") or ()
-            if isinstance(one, dict) and one.get("type") == "custom"
-        }
+        self._origins = origins
         self._arguments = ""
         """The open call's arguments so far."""
         self._finish_reason: FinishReason | None = None
@@ -145,6 +147,8 @@ class ResponseShape:
     def events(self, delta: Delta) -> bytes:
         self._finish_reason = delta.finish_reason
         self._num_reasoning_tokens = delta.num_reasoning_tokens
+        if self._tokenizer is not None:
+            self._collect(delta, self._tokenizer)
         thought = self._think(delta.reasoning) if delta.reasoning else b""
         said = thought + self._say(delta.text) if delta.text else thought
         return said + b"".join(map(self._call, delta.calls))
@@ -158,9 +162,20 @@ class ResponseShape:
     def _ended(self) -> Json:
         """Write the whole response, and keep it where its client wants that."""
         response = self._response(self._status())
-        if self._on_end is not None:
-            self._on_end(response)
+        if self._keep is not None:
+            self._keep(response)
         return response
+
+    def begun(self) -> Json:
+        """Write a response that is generated behind its reply, and keep it."""
+        if self._keep is not None:
+            self._keep(self._response("in_progress"))
+        return self._response("queued")
+
+    def failed(self, why: Json) -> None:
+        """Keep that it has failed."""
+        if self._keep is not None:
+            self._keep({**self._response("failed"), "error": why})
 
     def alive(self, place: int | None) -> bytes:
         return keep_alive(place)
@@ -175,13 +190,32 @@ class ResponseShape:
         begun = b""
         if not self._is_open or self._output[-1]["type"] != "message":
             begun = self._begin_message()
-        self._output[-1]["content"][0]["text"] += text
-        return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        entries, self._entries = self._entries, []
+        part = self._output[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += entries
+        return begun + self._part_event("response.output_text.delta", delta=text, logprobs=entries)
+
+    def _collect(self, delta: Delta, tokenizer: Tokenizer) -> None:
+        """Collect the log-probabilities of the answer's tokens, without reasoning and calls."""
+        before, self._num_tokens = self._num_tokens, self._num_tokens + len(delta.token_ids)
+        start = max(delta.num_reasoning_tokens - before, 0)
+        offsets = delta.text_offsets[start:]
+        # of a whole reply, the text comes before its calls
+        end = offsets[0] + len(delta.text) if offsets and delta.calls and delta.text else None
+        told = zip(
+            delta.token_ids[start:], chat_entries(tokenizer, delta)[start:], offsets, strict=True
+        )
+        self._entries += [
+            entry
+            for token_id, entry, at in told
+            if not tokenizer.is_silent(token_id) and (end is None or at < end)
+        ]
 
     def _begin_message(self) -> bytes:
         message: Json = {"id": f"msg_{drawn(secrets.token_hex, 12)}", "type": "message"}
         begun = self._begin({**message, "role": "assistant", "content": []}, None)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._output[-1]["content"].append(part)
         return begun + self._part_event("response.content_part.added", part=part)
 
@@ -204,12 +238,14 @@ class ResponseShape:
         """Write a part of a call, in its own item."""
         begun = b""
         if not self._is_open or self._call_index != call.index:
-            is_custom = call.name in self._custom
+            origin = self._origins.get(call.name or "") or Origin(call.name or "", None, False)
+            is_custom = origin.is_custom
             kind, holds = ("custom_tool_call", "input") if is_custom else _FUNCTION_CALL
             item: Json = {"id": f"fc_{drawn(secrets.token_hex, 12)}", "type": kind}
-            begun = self._begin(
-                {**item, "call_id": call.call_id, "name": call.name, holds: ""}, call.index
-            )
+            item |= {"call_id": call.call_id, "name": origin.name, holds: ""}
+            if origin.namespace is not None:
+                item["namespace"] = origin.namespace
+            begun = self._begin(item, call.index)
             self._arguments = ""
         self._arguments += call.arguments
         if not call.arguments or self._output[-1]["type"] == "custom_tool_call":
@@ -242,7 +278,7 @@ class ResponseShape:
         if item["type"] == "message":
             (part,) = item["content"]
             ended = self._part_event(
-                "response.output_text.done", text=part["text"], logprobs=[]
+                "response.output_text.done", text=part["text"], logprobs=part["logprobs"]
             ) + self._part_event("response.content_part.done", part=part)
         elif item["type"] == "reasoning":
             (part,) = item[self._thought.place]
@@ -250,7 +286,7 @@ class ResponseShape:
                 f"response.{self._thought.text_event}.done", text=part["text"]
             ) + self._thought_event(f"{self._thought.part_event}.done", part=part)
         elif item["type"] == "custom_tool_call":
-            item["input"] = text = _input_of(self._arguments)
+            item["input"] = text = input_of(self._arguments)
             ended = self._item_event(
                 "response.custom_tool_call_input.delta", delta=text
             ) + self._item_event("response.custom_tool_call_input.done", input=text)
@@ -292,9 +328,8 @@ class ResponseShape:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": self._request.model,
             "output": self._output,
-            "usage": None if status == "in_progress" else self._usage(),
+            "usage": None if status in ("queued", "in_progress") else self._usage(),
             **self._echoed,
-            "background": False,
         }
 
     def _usage(self) -> Json:

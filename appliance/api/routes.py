@@ -26,7 +26,7 @@ from appliance.api.ollama_models import ollama_routes
 from appliance.api.openapi import document
 from appliance.api.operator_api import control_routes, log_routes, switch_roles
 from appliance.api.replies import model_object, other_model_object
-from appliance.api.responses import ResponseStore, memory_routes
+from appliance.api.response_store import ResponseStore, memory_routes
 from appliance.api.tokenize import tokenize_routes
 from appliance.api.wire import (
     appliance_of,

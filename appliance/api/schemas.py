@@ -11,24 +11,18 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.api.message_bodies import ClientTool, CountTokensRequest, MessagesRequest
+from appliance.api.message_bodies import ClientTool, CountTokensRequest, MessagesRequest, Turn
 from appliance.api.ollama_bodies import (
     OllamaChatRequest,
     OllamaGenerateRequest,
+    OllamaMessage,
     OllamaModelRequest,
     OllamaPullRequest,
     OllamaTool,
 )
-from appliance.api.openai_bodies import ChatRequest, CompletionRequest, Tool
+from appliance.api.openai_bodies import ChatMessage, ChatRequest, CompletionRequest, Tool
 from appliance.api.operator_api import RolesRequest
-from appliance.api.response_bodies import (
-    ITEMS,
-    CountedRequest,
-    CustomTool,
-    FunctionTool,
-    OtherTool,
-    ResponseRequest,
-)
+from appliance.api.response_bodies import CountedRequest, ResponseRequest
 from appliance.api.schema_words import (
     BOOLEAN,
     COUNT,
@@ -64,17 +58,11 @@ WHEN: Json = {
 """A moment: ISO 8601, or an age such as 30m, 1h, 2d."""
 
 _BODIES = [
-    *(CompletionRequest, ChatRequest, Tool),
-    *(
-        ResponseRequest,
-        CountedRequest,
-        FunctionTool,
-        CustomTool,
-        OtherTool,
-        *dict.fromkeys(ITEMS.values()),
-    ),
-    *(MessagesRequest, CountTokensRequest, ClientTool),
-    *(OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest, OllamaPullRequest, OllamaTool),
+    *(CompletionRequest, ChatRequest, ChatMessage, Tool),
+    *(ResponseRequest, CountedRequest),
+    *(MessagesRequest, CountTokensRequest, Turn, ClientTool),
+    *(OllamaChatRequest, OllamaMessage, OllamaGenerateRequest, OllamaModelRequest),
+    *(OllamaPullRequest, OllamaTool),
     *(TokenizePrompt, TokenizeContent, TokenizeChat, DetokenizeRequest, RolesRequest),
 ]
 TOKENIZE: Json = {"anyOf": [ref("TokenizePrompt"), ref("TokenizeContent"), ref("TokenizeChat")]}
@@ -221,7 +209,7 @@ _REPLIES: Json = {
     ),
     "Answer": shape(
         {"role": {"const": "assistant"}, "content": nullable(STRING)},
-        {"refusal": STRING, "tool_calls": items(ref("ToolCall"))},
+        {"refusal": STRING, "tool_calls": items(OBJECT)},
     ),
     "ChatLogprobs": shape(
         {"content": items({"allOf": [_LOGPROB, shape({"top_logprobs": items(_LOGPROB)})]})},

@@ -17,13 +17,15 @@ from starlette.routing import Route
 
 from appliance.api.appliance import Appliance
 from appliance.api.ask import Ask, Chat
+from appliance.api.chat_messages import read_messages
 from appliance.api.fair_threads import Turns
 from appliance.api.messages_api import count_ask, in_anthropics_words
 from appliance.api.model_choice import check_model
 from appliance.api.openai import read_chat
 from appliance.api.openai_bodies import ChatRequest, TokenId
 from appliance.api.prompts import checked_ids
-from appliance.api.responses import counted_ask, in_our_words, previous_items
+from appliance.api.response_store import previous_items, with_items
+from appliance.api.responses import counted_ask, in_our_words
 from appliance.api.wire import appliance_of, json_response
 from appliance.json_fields import Json, check, decode_object, invalid_value
 from appliance.request import ModelInfo
@@ -126,7 +128,7 @@ class _TokenizeApi:
 
         def work() -> Json:
             try:
-                values = decode_object(body)
+                values = with_items(decode_object(body), http)
                 ask = counted_ask(values, appliance.model, previous_items(values, http))
                 num_tokens = _num_tokens(ask, appliance)
             except RequestError as error:
@@ -170,7 +172,8 @@ def _encode(
     """Tokenize as requests that generate do: a chat's template writes its own special tokens."""
     match asked:
         case TokenizeChat():
-            name, text = "messages", _render(read_chat(asked), tokenizer, model)
+            chat = read_chat(asked, read_messages(asked.messages))
+            name, text = "messages", _render(chat, tokenizer, model)
         case TokenizePrompt():
             name, text = "prompt", asked.prompt
         case _:

@@ -7,16 +7,19 @@ Never: calls a function.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from appliance.api import openai_bodies as chats
+from appliance.api.offered_tools import Origin, read_choice, read_offer
 from appliance.formats.format_choice import OutputFormat
-from appliance.json_fields import check, invalid_value
+from appliance.json_fields import invalid_value
 from engine.text.calls_grammar import calls_grammar
 from engine.text.grammar import GrammarError
+from engine.text.schema_faults import mend
 from engine.text.tokenizer import Tokenizer
 
 
@@ -26,15 +29,18 @@ class Tools:
 
     definitions: list[dict[str, Any]]
     """The client's definitions for the template, unchanged but for cache marks."""
-    schemas: dict[str, dict[str, Any] | None]
+    schemas: dict[str, Mapping[str, Any] | None]
     """Schemas of the arguments, by the name of each function that may be called."""
     is_required: bool
     is_parallel: bool
-    is_strict: bool
+    strict: frozenset[str]
+    """Names of functions whose client asks for arguments that match their schema."""
     is_legacy: bool = False
     """They came as `functions`, and a call is told as `function_call`."""
     marked: tuple[int, ...] = ()
     """Numbers of leading definitions that end at a cache mark of the client."""
+    origins: dict[str, Origin] = field(default_factory=dict)
+    """How the client knows the functions, by the names that the model is told."""
 
     def grammar(
         self, output_format: OutputFormat, tokenizer: Tokenizer, answer: str | None = None
@@ -45,7 +51,7 @@ class Tools:
             answer: a grammar that the output must match where it is no call.
 
         Raises:
-            RequestError: the schemas are too large.
+            GrammarError: the schemas are too large, or a part of one refers only to itself.
         """
         tool_format = output_format.tools
         special_ids = tokenizer.special_ids(output_format.tokens)
@@ -70,77 +76,80 @@ class Tools:
                 special_ids=special_ids,
                 is_required=self.is_required,
                 is_parallel=self.is_parallel,
-                is_lenient=not self.is_strict,
+                strict=self.strict,
                 answer=answer,
             )
-        except GrammarError as error:
-            raise invalid_value("tools", f"cannot be compiled: {error}") from error
+        except RecursionError as error:
+            raise GrammarError("a schema is nested too deeply") from error
+
+    def mended(self) -> tuple[Tools, tuple[str, ...]]:
+        """Leave out of the schemas what cannot be enforced, and name it.
+
+        Raises:
+            RequestError: a function must match its schema, and it cannot be enforced.
+        """
+        schemas, left_out = dict(self.schemas), list[str]()
+        for name, schema in self.schemas.items():
+            if schema is None:
+                continue
+            must_match = self.is_required or name in self.strict
+            mended = mend(schema, is_lenient=name not in self.strict)
+            places = [".".join(map(str, ("parameters", *path))) for path, _ in mended.faults]
+            if must_match and places:
+                why = f"cannot be compiled: function `{name}`, `{places[0]}`: {mended.faults[0][1]}"
+                raise invalid_value("tools", why)
+            schemas[name] = mended.schema
+            left_out += [f"tools.{name}.{place}" for place in places]
+        return replace(self, schemas=schemas), tuple(left_out)
+
+    def loosened(self) -> Tools:
+        """Let functions have any arguments, except where a schema must be matched."""
+        schemas = {name: one if name in self.strict else None for name, one in self.schemas.items()}
+        return replace(self, schemas=schemas)
 
 
-def read_tools(body: chats.ChatRequest) -> Tools | None:
-    """Read the tools that a chat may use; None if there are none, or `tool_choice` is `none`."""
+def read_tools(body: chats.ChatSettings) -> tuple[Tools | None, list[str]]:
+    """Read the tools that a chat may use, and name what is left out.
+
+    There are none without functions, or where `tool_choice` is `none`.
+    """
     is_legacy = bool(body.functions) and not body.tools
-    where = "functions" if is_legacy else "tools"
-    marked: list[int] = []
-    choice: chats.ToolMode | chats.ChosenTool | chats.ChosenTools | None
+    values: list[Any]
+    chosen: str | dict[str, Any] | None
     if is_legacy:  # as OpenAI's API was before tools
-        functions, name = list(body.functions or ()), "function_call"
-        definitions = [{"type": "function", "function": _plain(one)} for one in functions]
-        asked = body.function_call
-        choice = chats.ChosenTool(asked) if isinstance(asked, chats.ChosenFunction) else asked
+        values = [{"type": "function", "function": _plain(one)} for one in body.functions or ()]
+        where, name, asked = "functions", "function_call", body.function_call
+        chosen = (
+            asked
+            if not isinstance(asked, chats.ChosenFunction)
+            else {"type": "function", "name": asked.name}
+        )
     else:
-        choice, name = body.tool_choice, "tool_choice"
-        tools = [check(one, chats.Tool, f"tools[{i}]") for i, one in enumerate(body.tools or [])]
-        marked = [i for i, tool in enumerate(tools, 1) if tool.cache_control is not None]
-        functions = [tool.function for tool in tools]
-        definitions = [
-            {key: value for key, value in one.items() if key != "cache_control"}
-            for one in body.tools or []
-        ]
-    schemas = {function.name: function.parameters or None for function in functions}
-    if len(schemas) < len(functions):
-        raise invalid_value(where, "has two functions of the same name")
-    mode, callable_names = _choice(choice, schemas, name)
+        values, where, name, chosen = body.tools or [], "tools", "tool_choice", body.tool_choice
+    offer = read_offer(values, where)
+    mode, names = read_choice(chosen, offer, name, where)
     # Small models repeat a call that they must make until they run out of tokens.
     is_parallel = body.parallel_tool_calls
     is_parallel = mode != "required" if is_parallel is None else is_parallel
-    if mode == "required" and not schemas:
-        raise invalid_value(name, f"needs `{where}`")
-    if mode == "none" or not schemas:
-        return None
-    return Tools(
-        definitions=definitions,
-        schemas={one: schemas[one] for one in callable_names},
+    if mode == "none" or not offer.functions:
+        return None, offer.left_out
+    schemas: dict[str, Mapping[str, Any] | None] = {
+        one.function.name: one.function.parameters or None for one in offer.functions
+    }
+    tools = Tools(
+        definitions=[one.definition for one in offer.functions],
+        schemas={one: schemas[one] for one in names},
         is_required=mode in ("required", "named"),
         is_parallel=is_parallel and mode != "named" and not is_legacy,
-        is_strict=any(function.strict for function in functions),
+        strict=frozenset(one.function.name for one in offer.functions if one.function.strict),
         is_legacy=is_legacy,
-        marked=tuple(marked),
+        marked=tuple(i for i, one in enumerate(offer.functions, 1) if one.is_marked),
+        origins=offer.origins,
     )
+    return tools, offer.left_out
 
 
 def _plain(function: chats.Function) -> dict[str, Any]:
     """Write a function for a template, without what its client left out."""
     told: dict[str, Any] = msgspec.to_builtins(function)
     return {name: value for name, value in told.items() if value is not None}
-
-
-def _choice(
-    choice: chats.ToolMode | chats.ChosenTool | chats.ChosenTools | None,
-    schemas: dict[str, Any],
-    param: str,
-) -> tuple[str, list[str]]:
-    """Read how a model must choose (none, auto, required, named), and among which functions."""
-    if isinstance(choice, chats.ChosenTool):
-        return "named", [_named(choice, schemas, param)]
-    if isinstance(choice, chats.ChosenTools):
-        allowed = choice.allowed_tools
-        return allowed.mode, [_named(tool, schemas, param) for tool in allowed.tools]
-    return choice or "auto", list(schemas)
-
-
-def _named(tool: chats.ChosenTool, schemas: dict[str, Any], param: str) -> str:
-    name = tool.function.name
-    if name not in schemas:
-        raise invalid_value(param, "names a function that is not in `tools`")
-    return name

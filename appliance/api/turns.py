@@ -1,17 +1,22 @@
 """Move, join or reword messages that the model's chat template would refuse or drop.
 
 Coding agents send a system message behind the user's, several at the beginning, two user turns in a
-row, or parallel calls. Many templates refuse that, and some leave such a message out silently.
-Each of FORMS changes a conversation a little more. The first form is used that the template renders
-with all system messages in the text, and remembered for other conversations of the same shape.
+row, or parallel calls. Many templates refuse that, some leave such a message out silently, and some
+read contents in parts alone. Each of FORMS changes a conversation a little more. The first form is
+used that the template renders with all that was said, and remembered for other conversations of the
+same shape. What a template does with a message is seen by other words in its place, which nothing
+else in the prompt resembles.
 
-Invariant: a conversation that the template takes is not changed; nothing that was said is lost.
+Invariant: a conversation that the template takes is not changed; nothing that was said is lost. The
+words that an assistant said beside its calls may be: they are named then.
 Never: knows which model a template belongs to.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +29,8 @@ Message = dict[str, Any]
 Step = Callable[[list[Message]], tuple[list[Message], str]]
 """Makes a changed copy, and says what was changed; empty: nothing."""
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The names that templates have for what an assistant thought."""
 MAX_SHAPES = 256
 _ID_CHARS = 9
 """Mistral's templates refuse ids of calls that have more or fewer."""
@@ -34,6 +41,8 @@ class Rendered(NamedTuple):
 
     text: str
     changes: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+    """Messages whose words the template leaves out: an assistant's, beside its calls."""
 
 
 def render(
@@ -49,31 +58,120 @@ def render(
         known: the forms that this template took before, by the shape of the conversation.
 
     Raises:
+        LeftOut: every form that it takes lacks a message.
         RequestError: it refuses every form; the text is about the messages as sent.
     """
     shape = _shape(messages, has_tools=has_tools)
     first = known.get(shape)
-    order = range(len(FORMS)) if first is None else (first, *range(len(FORMS)))
+    if first is not None and (found := _known_form(messages, first, render_form)) is not None:
+        return found
     tried: list[list[Message]] = []
-    incomplete: tuple[int, Rendered] | None = None
-    refusal: RequestError | None = None
-    for index in order:
-        form, changes = _formed(messages, FORMS[index])
+    acceptable: tuple[int, Rendered] | None = None
+    failure: RequestError | None = None
+    for index, steps in enumerate(FORMS):
+        if acceptable is not None and index >= FIRST_IN_WORDS:
+            break
+        form, changes = _formed(messages, steps)
         if form in tried:
             continue
         tried.append(form)
         try:
-            found = Rendered(render_form(form), changes)
+            text = render_form(form)
+            lost = _lost(messages, steps, render_form)
         except RequestError as error:
-            refusal = error if form == messages or refusal is None else refusal
+            failure = failure or error
             continue
-        if index == first or _is_complete(found.text, messages):
+        found = Rendered(text, changes, lost)
+        if not lost:
             return _remembered(known, shape, index, found)
-        incomplete = incomplete or (index, found)
-    if incomplete is not None:
-        return _remembered(known, shape, *incomplete)
-    assert refusal is not None
-    raise refusal
+        if all(_is_beside_calls(messages[one]) for one in lost):
+            acceptable = acceptable or (index, found)
+        else:
+            hard = next(one for one in lost if not _is_beside_calls(messages[one]))
+            failure = failure or LeftOut(hard)
+    if acceptable is not None:
+        return _remembered(known, shape, *acceptable)
+    assert failure is not None
+    raise failure
+
+
+class LeftOut(RequestError):
+    """The template leaves out the words of a message, in every form of the conversation."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(
+            "the model's chat template leaves out a message", code="invalid_value", param="messages"
+        )
+        self.index = index
+
+
+def _known_form(
+    messages: list[Message], index: int, render_form: Callable[[list[Message]], str]
+) -> Rendered | None:
+    """Render the form that was taken before; None where these messages need another."""
+    form, changes = _formed(messages, FORMS[index])
+    try:
+        text = render_form(form)
+        if _has_all(text, messages):
+            return Rendered(text, changes)
+        lost = _lost(messages, FORMS[index], render_form)
+    except RequestError:
+        return None
+    is_taken = all(_is_beside_calls(messages[one]) for one in lost)
+    return Rendered(text, changes, lost) if is_taken else None
+
+
+def _has_all(text: str, messages: list[Message]) -> bool:
+    """Tell whether each message's words stand in a prompt, in order or as JSON."""
+    place = 0
+    for message in messages:
+        words = message["content"].strip()
+        at = text.find(words, place)
+        if at >= 0:
+            place = at + len(words)
+        elif words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
+            return False
+    return True
+
+
+def _lost(
+    messages: list[Message],
+    steps: tuple[Step, ...],
+    render_form: Callable[[list[Message]], str],
+) -> tuple[int, ...]:
+    """Find the messages whose words a form's prompt lacks, with marks in the words' places.
+
+    Raises:
+        RequestError: the template refuses them, or writes parts as they stand in the code.
+    """
+    marks = {i: f"q{i}zvwk" for i, one in enumerate(messages) if one["content"].strip()}
+    marked = [{**one, "content": marks.get(i, "")} for i, one in enumerate(messages)]
+    text = render_form(_formed(marked, steps)[0])
+    if _typed in steps and _PARTS_AS_CODE.search(text):
+        raise RequestError("the chat template reads no parts", code="invalid_value")
+    return tuple(index for index, mark in marks.items() if mark not in text)
+
+
+_PARTS_AS_CODE = re.compile(r"""['"]type['"]: ?['"]text['"]""")
+
+
+def _is_beside_calls(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(message.get("tool_calls"))
+
+
+def with_thoughts(messages: list[Message], source: str) -> tuple[list[Message], bool]:
+    """Give thoughts the name that a template reads; false if there are some and it reads none."""
+    if not any(one.get("reasoning_content") for one in messages):
+        return messages, True
+    read = next((key for key in THOUGHTS if re.search(rf"""[.'"]{key}\b""", source)), None)
+    if read in (None, "reasoning_content"):
+        return messages, read is not None
+    renamed = []
+    for one in messages:
+        rest = {key: value for key, value in one.items() if key != "reasoning_content"}
+        thought = one.get("reasoning_content")
+        renamed.append({**rest, read: thought} if thought else rest)
+    return renamed, True
 
 
 def _remembered(known: dict[Shape, int], shape: Shape, index: int, found: Rendered) -> Rendered:
@@ -94,12 +192,6 @@ def _kind(message: Message) -> str:
     ids = [one.get("id") for one in calls] + [message.get("tool_call_id")] * (not calls)
     are_short = all(one is not None and _is_short(one) for one in ids)
     return f"{message['role']} {min(len(calls), 2)} {are_short}"
-
-
-def _is_complete(text: str, messages: list[Message]) -> bool:
-    """Check that no system message is missing; the first may have marks that templates take out."""
-    later = [one for one in messages[1:] if one["role"] == "system"]
-    return all(one["content"].strip() in text for one in later)
 
 
 def _formed(
@@ -171,9 +263,10 @@ def _turns_joined(messages: list[Message]) -> tuple[list[Message], str]:
         one = {**last, "content": _joined([last, message])}
         if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
             one["tool_calls"] = calls
-        thoughts = [each.get("reasoning_content") for each in (last, message)]
-        if any(thoughts):
-            one["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+        for key in THOUGHTS:
+            thoughts = [each.get(key) for each in (last, message)]
+            if any(thoughts):
+                one[key] = "\n\n".join(filter(None, thoughts))
         changed[-1] = one
     num_joined = len(messages) - len(changed)
     return changed, f"{things(num_joined, 'turn')} joined with the one before" if num_joined else ""
@@ -212,6 +305,20 @@ def _calls_apart(messages: list[Message]) -> tuple[list[Message], str]:
     return whole, f"{len(results)} parallel calls given one by one" if results else ""
 
 
+def _words_apart(messages: list[Message]) -> tuple[list[Message], str]:
+    """Give the words that an assistant said beside its calls a message of their own."""
+    changed, count = [], 0
+    for message in messages:
+        if _is_beside_calls(message) and message["content"]:
+            count += 1
+            thoughts = {key: message[key] for key in THOUGHTS if key in message}
+            changed.append({"role": "assistant", "content": message["content"], **thoughts})
+            message = {key: one for key, one in message.items() if key not in thoughts}
+            message["content"] = ""
+        changed.append(message)
+    return changed, f"{things(count, 'answer')} put before its calls" if count else ""
+
+
 def _calls_in_words(messages: list[Message]) -> tuple[list[Message], str]:
     """Write calls and results as text, as for a template that knows no tools."""
     if not needs_words(messages):
@@ -219,18 +326,34 @@ def _calls_in_words(messages: list[Message]) -> tuple[list[Message], str]:
     return in_words(messages, None), "calls and results told in words"
 
 
+def _typed(messages: list[Message]) -> tuple[list[Message], str]:
+    """Write contents as parts, as for a model that reads images, too."""
+    parted = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    return parted, "contents told in parts"
+
+
 def _joined(messages: list[Message]) -> str:
     return "\n\n".join(filter(None, (one["content"] for one in messages)))
 
 
-FORMS: tuple[tuple[Step, ...], ...] = (
+_NATIVE: tuple[tuple[Step, ...], ...] = (
     (),
     (_short_ids,),
     (_short_ids, _system_first),
     (_short_ids, _system_first, _turns_joined),
     (_short_ids, _calls_apart),
     (_short_ids, _system_first, _turns_joined, _system_to_user),
+    (_short_ids, _words_apart),
+)
+_IN_WORDS: tuple[tuple[Step, ...], ...] = (
     (_calls_in_words, _system_first, _turns_joined),
     (_calls_in_words, _system_first, _turns_joined, _system_to_user),
 )
+FORMS: tuple[tuple[Step, ...], ...] = (
+    *_NATIVE,
+    *((*steps, _typed) for steps in _NATIVE),
+    *_IN_WORDS,
+    *((*steps, _typed) for steps in _IN_WORDS),
+)
 """What is tried in turn: as sent, then a little more changed each time."""
+FIRST_IN_WORDS = 2 * len(_NATIVE)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.text.grammar import (
     ANY_OBJECT,
+    bare,
     check_references,
     check_size,
     enforced,
@@ -54,7 +55,7 @@ def calls_grammar(
     special_ids: Mapping[str, int],
     is_required: bool,
     is_parallel: bool = True,
-    is_lenient: bool = True,
+    strict: Container[str] = (),
     answer: str | None = None,
 ) -> str:
     """Make the grammar of calls of these tools, with arguments that match their schemas.
@@ -66,20 +67,21 @@ def calls_grammar(
         is_required: the output is calls and nothing else. Otherwise it is free text, in which the
             syntax's opening and begin must be followed by a call; they may not be empty.
         is_parallel: any number of calls; otherwise one, and with it the output ends.
-        is_lenient: ignore unsupported keywords of the schemas.
+        strict: names of tools whose schemas may have no keyword that is not enforced.
         answer: a grammar for an output without a call, instead of free text.
 
     Raises:
         GrammarError: the schemas are too large, or a part of one refers only to itself.
         ValueError: free text needs a marker to recognise a call.
     """
+    tools = {name: bare(schema) for name, schema in tools.items()}
     check_size(tools)
     for tool_schema in tools.values():
         check_references(tool_schema)
     marker = syntax.opening + syntax.begin
     if not is_required and answer is None and not marker:
         raise ValueError("without a text that marks calls they cannot be told from free text")
-    writer = _Writer(syntax, special_ids, is_lenient=is_lenient)
+    writer = _Writer(syntax, special_ids, strict)
     rules = writer.calls(tools)
     more = f"({writer.literal(syntax.separator + syntax.begin)} tool)*" if is_parallel else ""
     calls = f"tool {more} {writer.literal(syntax.closing)}"
@@ -100,26 +102,41 @@ class _Writer:
     """Write Lark for the calls of one request."""
 
     def __init__(
-        self, syntax: CallSyntax, special_ids: Mapping[str, int], *, is_lenient: bool
+        self, syntax: CallSyntax, special_ids: Mapping[str, int], strict: Container[str]
     ) -> None:
         self._syntax = syntax
         self._special_ids = special_ids
-        self._is_lenient = is_lenient
+        self._strict = strict
+        self._is_lenient = True
+        """Whether the tool that is written may have keywords that are not enforced."""
 
     def calls(self, tools: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
         """Write a rule for each function, and `tool`, which is any of them."""
         syntax, rules = self._syntax, []
+        free = [name for name, schema in tools.items() if not schema and syntax.style == "json"]
+        if len(free) > 1:
+            tools = {name: schema for name, schema in tools.items() if name not in set(free)}
+            rules.append(self._free_calls(free))
         for index, (name, schema) in enumerate(tools.items()):
-            shown = json.dumps(name, ensure_ascii=False)[1:-1]
-            head = self.literal(syntax.head.format(name=shown))
+            self._is_lenient = name not in self._strict
+            head = self.literal(syntax.head.format(name=_shown(name)))
             arguments, more = self._arguments(f"tool_{index}", schema or {})
             tail = self.literal(syntax.tail + syntax.end)
             rules.append(f"tool_{index}: {head} {arguments} {tail}")
             rules += more
         if syntax.style != "json":
             rules += self._text_rules()
-        rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+        kinds = [f"tool_{index}" for index in range(len(tools))]
+        rules.append("tool: " + " | ".join([*kinds, "free_tool"] if len(free) > 1 else kinds))
         return rules
+
+    def _free_calls(self, names: list[str]) -> str:
+        """Write one rule for functions with any arguments, of which there may be hundreds."""
+        before, after = self._syntax.head.format(name="\0").split("\0")
+        either = " | ".join(lark_text(_shown(name)) for name in names)
+        value = f"%json {self._json(ANY_OBJECT)}"
+        tail = self.literal(self._syntax.tail + self._syntax.end)
+        return f"free_tool: {self.literal(before)} ({either}) {self.literal(after)} {value} {tail}"
 
     def _text_rules(self) -> list[str]:
         """Write rules for plain texts, up to their end marks."""
@@ -199,6 +216,10 @@ class _Writer:
         if not names:
             return [text] if text else []
         return [piece for piece in re.split(f"({'|'.join(map(re.escape, names))})", text) if piece]
+
+
+def _shown(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
 def _members(rule: str, items: list[tuple[str, bool]], separator: str) -> list[str]:

@@ -35,6 +35,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, where: str, tool_source: str | None = None) -> None:
+        self.where = where
+        """The file that it was read from."""
         self.tool_source = source if tool_source is None else tool_source
         """The template for conversations with tools."""
         self._template = _compile(source, where)
@@ -57,7 +59,7 @@ class ChatTemplate:
         """Render the prompt of a conversation, up to the beginning or continuation of the answer.
 
         Args:
-            messages: with strings as contents.
+            messages: with strings as contents, or lists of parts of the type `text`.
             tools: OpenAI's definitions of functions.
             add_generation_prompt: end with the header of an assistant's message.
             continue_final_message: end within the last message instead of after it.
@@ -68,7 +70,7 @@ class ChatTemplate:
         """
         if continue_final_message:
             last = messages[-1]
-            messages = [*messages[:-1], {**last, "content": last["content"] + _CONTINUE}]
+            messages = [*messages[:-1], {**last, "content": _continued(last["content"])}]
         try:
             text = (self._tool_template if tools else self._template).render(
                 **{"documents": None, **(variables or {})},
@@ -87,6 +89,13 @@ class ChatTemplate:
         ) as error:
             raise _refusal(str(error)) from error
         return _cut(text) if continue_final_message else text
+
+
+def _continued(content: Any) -> Any:
+    """Put the mark behind the text of a message, or of its last part."""
+    if isinstance(content, str):
+        return content + _CONTINUE
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE}]
 
 
 def _cut(text: str) -> str:

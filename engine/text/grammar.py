@@ -67,6 +67,7 @@ def json_grammar(
     Raises:
         GrammarError: it is too large, or a part of it refers only to itself.
     """
+    schema = bare(schema)
     check_size(schema)
     check_references(schema)
     return json.dumps({"grammars": [{"json_schema": enforced(schema, is_lenient)}]})
@@ -143,6 +144,26 @@ def _compile_error(grammar: str) -> str:
     if num_forced > MAX_GRAMMAR_CHARS:
         return f"it fixes its first {num_forced} bytes, at most {MAX_GRAMMAR_CHARS}"
     return ""
+
+
+def bare(schema: Any) -> Any:
+    """Leave out of a schema what says nothing about values: descriptions, titles, examples."""
+    if isinstance(schema, list):
+        return [bare(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            kept[key] = {name: bare(one) for name, one in value.items()}
+        elif key not in _NOTES:
+            kept[key] = value if key in _VALUES else bare(value)
+    return kept
+
+
+_NOTES = ("description", "title", "examples", "$comment", "default", "deprecated")
+_VALUES = ("const", "enum")
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 
 
 def check_length(grammar: str) -> None:

@@ -380,7 +380,7 @@ def _output_parsers() -> Parser:
     """Read calls and reasoning in every form that models write."""
     names, thoughts = sorted(FORMATS), [None, *THOUGHTS.values()]
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
-    tools = Tools([], {"f": None, "get.weather": schema}, False, True, is_strict=False)
+    tools = Tools([], {"f": None, "get.weather": schema}, False, True, strict=frozenset())
     examples = [bytes([names.index(case[0])]) + case[1].encode() for case in NOTATIONS]
 
     def parse(data: bytes) -> None:

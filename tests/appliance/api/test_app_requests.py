@@ -199,7 +199,9 @@ async def test_a_response_that_is_being_written_can_be_cancelled(served, applian
         done = await served.http.post(f"/v1/responses/{response_id}/cancel")
         assert (done.status_code, done.json()["status"]) == (200, "cancelled")
         assert "cancelled" in (await reply.aread()).decode()
-    assert (await served.http.post(f"/v1/responses/{response_id}/cancel")).status_code == 404
+    again = await served.http.post(f"/v1/responses/{response_id}/cancel")
+    assert (again.status_code, again.json()["status"]) == (200, "cancelled")
+    assert (await served.http.post("/v1/responses/resp_none/cancel")).status_code == 404
 
 
 # Fields
@@ -378,7 +380,7 @@ async def test_an_image_is_refused_once_and_left_out_of_later_turns(served, appl
     assert (await served.http.post(path, json=body)).status_code == 200
     (request,) = appliance.submitted
     assert "was left out" in request.prompt_text
-    assert LogRow.from_request(request).changes == "1 image left out"
+    assert LogRow.from_request(request).changes == "1 attachment left out"
 
 
 async def test_an_image_that_a_tool_gave_claude_code_is_left_out_at_once(served, appliance):
@@ -392,7 +394,7 @@ async def test_an_image_that_a_tool_gave_claude_code_is_left_out_at_once(served,
     ]
     body = {"messages": said, "max_tokens": 8}
     assert (await served.http.post("/v1/messages", json=body)).status_code == 200
-    assert LogRow.from_request(appliance.submitted[0]).changes == "1 image left out"
+    assert LogRow.from_request(appliance.submitted[0]).changes == "1 attachment left out"
 
 
 # Tools

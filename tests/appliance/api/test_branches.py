@@ -7,11 +7,9 @@ import pytest
 from appliance.api.branches import LEAST_TOKENS, branches
 from appliance.api.chat_messages import LEFT_OUT
 from appliance.api.messages_api import messages_ask
-from appliance.api.openai import ask_of_chat
-from appliance.api.openai_bodies import ChatRequest
+from appliance.api.openai import chat_ask
 from appliance.api.prepare import prepare
 from appliance.formats.format_choice import PLAIN, output_format_of
-from appliance.json_fields import check
 from appliance.request import ModelInfo
 from engine.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
@@ -28,7 +26,7 @@ DOCUMENT = {"type": "text", "text": "The cat sat on the mat. " * 9}
 
 def chat_of(*messages, **fields):
     body = {"messages": list(messages), **fields}
-    return ask_of_chat(check(body, ChatRequest), MODEL).chat
+    return chat_ask(body, MODEL).chat
 
 
 def user(content):
@@ -203,5 +201,5 @@ def test_only_models_with_records_have_a_use_for_them(has_records):
     appliance.model = dataclasses.replace(appliance.model, has_records=has_records)
     appliance.hasher = PrefixHasher(bytes(32), b"", 4)
     body = {"messages": [SYSTEM, user("Why?")]}
-    prepared = prepare(appliance, ask_of_chat(check(body, ChatRequest), MODEL), "ana")
+    prepared = prepare(appliance, chat_ask(body, MODEL), "ana")
     assert len(prepared.branches) == has_records

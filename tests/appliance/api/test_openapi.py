@@ -50,7 +50,9 @@ NOT_SAID_BY_SCHEMAS = re.compile(
     "|must be 1 or more, or -1|no fill-in-the-middle|needs one prompt, of token ids|best_of` cannot"
     "|leaves nothing of the prompt|cannot be streamed|nothing but space|written as a string"
     "|`prompt` is empty|is no name of a model|name on the hub|has no tokens|there is no response"
-    "|nested|tool_choice.name` is|the role assistant only"
+    "|tool_choice.* is required|the role assistant only|`tools\\[|input\\[|instructions\\["
+    "|content.* must be|content.* is required|content.* is not supported|leaves out `"
+    "|names no item|needs `store`|images` are not"
 )
 """Why a body may be refused that satisfies its schema."""
 

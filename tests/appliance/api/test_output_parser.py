@@ -26,7 +26,7 @@ SCHEMAS = {"f": None, "get.weather": SCHEMA}
 
 
 def tools_of(is_parallel: bool = True, is_required: bool = False) -> Tools:
-    return Tools([], SCHEMAS, is_required, is_parallel, is_strict=False)
+    return Tools([], SCHEMAS, is_required, is_parallel, strict=frozenset())
 
 
 def read(parser: OutputParser, pieces: list[str]):

@@ -6,13 +6,13 @@ import httpx
 import openai
 import pytest
 
-from appliance.api.responses import ResponseStore
+from appliance.api.response_store import ResponseStore
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.appliance.peers import ALICE, BOB, client_of
 from tests.byte_tokenizer import CHAT_TEMPLATE
-from tests.fakes import FakeAppliance
+from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
 
 END = "!"
@@ -215,3 +215,91 @@ def test_what_is_forgotten_makes_room():
         store.forget(f"resp_{number}", "ann")
     kept(store, 99)
     assert store.response("resp_99", "ann")
+
+
+# Items by their ids
+
+
+async def test_an_item_is_found_by_its_id(served, appliance):
+    """As Vercel's SDK sends an earlier answer."""
+    says(appliance, "Paris" + END)
+    first = (await served.http.post("/v1/responses", json={"input": "France?"})).json()
+    (asked,) = (await served.http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+    references = [asked["id"], first["output"][0]["id"]]
+    items = [{"type": "item_reference", "id": one} for one in references]
+    items[0] = {"id": asked["id"]}
+    again = {"input": [*items, {"role": "user", "content": "Italy?"}]}
+    second = await served.http.post("/v1/responses", json=again)
+    assert second.status_code == 200, second.text
+    assert "x-penstock-ignored" not in second.headers
+    prompt = appliance.submitted[1].prompt_text
+    for said in ("France?", "Paris", "Italy?"):
+        assert said in prompt
+    kept = (await served.http.get(f"/v1/responses/{second.json()['id']}/input_items")).json()
+    assert [one["id"] for one in kept["data"]][1:] == references[::-1]
+
+
+def test_items_are_forgotten_with_the_last_response_that_holds_them():
+    store = ResponseStore(max_responses=2)
+    for name in ("a", "b", "c"):
+        store.keep("ann", {"id": name, "output": []}, [{"id": "shared"}, {"id": f"item {name}"}])
+    assert store.item("item a", "ann") is None
+    assert store.item("item b", "ann") == {"id": "item b"}
+    assert store.item("shared", "ann") == {"id": "shared"}
+    assert store.item("shared", "bob") is None
+    for name in ("b", "c"):
+        store.forget(name, "ann")
+    assert store.item("shared", "ann") is None
+    assert store._num_bytes == 0
+
+
+def test_a_response_that_is_kept_again_takes_its_own_place():
+    store = ResponseStore()
+    for text in ("long" * 100, "short"):
+        store.keep("ann", {"id": "a", "output": [], "text": text}, [])
+    once = ResponseStore()
+    once.keep("ann", {"id": "a", "output": [], "text": "short"}, [])
+    assert store._num_bytes == once._num_bytes
+
+
+# Behind a reply
+
+
+async def test_a_background_response_is_queued_at_once_and_read_later(served, appliance):
+    says(appliance, "Paris" + END)
+    appliance.gate.clear()
+    body = {"input": "x", "background": True}
+    queued = (await served.http.post("/v1/responses", json=body)).json()
+    assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
+    assert queued["usage"] is None
+    place = f"/v1/responses/{queued['id']}"
+    assert (await served.http.get(place)).json()["status"] == "in_progress"
+    appliance.gate.set()
+    await until(lambda: appliance.closed)
+    ended = (await served.http.get(place)).json()
+    assert ended["status"] == "completed"
+    assert ended["output"][0]["content"][0]["text"] == "Paris"
+    assert ended["usage"]["output_tokens"] > 0
+
+
+async def test_a_background_response_is_cancelled(served, appliance):
+    appliance.gate.clear()
+    body = {"input": "x", "background": True}
+    queued = (await served.http.post("/v1/responses", json=body)).json()
+    place = f"/v1/responses/{queued['id']}"
+    cancelled = (await served.http.post(f"{place}/cancel")).json()
+    assert (cancelled["id"], cancelled["status"]) == (queued["id"], "cancelled")
+    appliance.gate.set()
+    await until(lambda: appliance.closed)
+    assert (await served.http.get(place)).json()["status"] == "cancelled"
+    assert (await served.http.post(f"{place}/cancel")).json()["status"] == "cancelled"
+
+
+async def test_a_background_response_that_fails_says_so(served, appliance):
+    appliance.fail_after = 1
+    body = {"input": "x", "background": True}
+    queued = (await served.http.post("/v1/responses", json=body)).json()
+    await until(lambda: appliance.closed)
+    ended = (await served.http.get(f"/v1/responses/{queued['id']}")).json()
+    assert ended["status"] == "failed"
+    assert ended["error"]["code"] == "server_error"

@@ -313,3 +313,54 @@ async def test_a_response_repeats_what_was_asked_of_calls(tool_served, tool_appl
             **asked, tool_choice=choice, parallel_tool_calls=is_parallel
         )
         assert (reply.parallel_tool_calls, reply.tool_choice) == (is_parallel, choice)
+
+
+# Log-probabilities, and what is told back
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answers_log_probabilities_are_told_where_asked_for(served, is_stream):
+    body = {"input": "hi", "max_output_tokens": 50, "stream": is_stream, **LOGPROBS}
+    reply = await served.http.post("/v1/responses", json=body)
+    if is_stream:
+        lines = [one[6:] for one in reply.text.split("\n") if one.startswith("data: ")]
+        told = json.loads(lines[-1])["response"]
+        deltas = [one for line in lines if "delta" in (one := json.loads(line))]
+        pieces = [entry for one in deltas for entry in one["logprobs"]]
+    else:
+        told = reply.json()
+    (part,) = told["output"][0]["content"]
+    assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+    assert (
+        bytes(one for entry in part["logprobs"] for one in entry["bytes"]).decode() == part["text"]
+    )
+    if is_stream:
+        assert pieces == part["logprobs"]
+
+
+async def test_reasoning_and_calls_have_no_log_probabilities(tool_served, tool_appliance):
+    answers(tool_appliance, "Well: " + CALL)
+    body = {"input": "hi", "tools": [WEATHER], **LOGPROBS}
+    reply = (await tool_served.http.post("/v1/responses", json=body)).json()
+    (part,) = reply["output"][0]["content"]
+    assert bytes(b for one in part["logprobs"] for b in one["bytes"]).decode() == part["text"]
+
+
+async def test_fields_are_told_back_as_openai_does(served):
+    body = {"input": "hi", "text": {"verbosity": "low"}, "prompt_cache_key": "k"}
+    reply = await served.http.post("/v1/responses", json={**body, "max_tool_calls": 3})
+    told = reply.json()
+    assert told["text"] == {"format": {"type": "text"}}
+    assert (told["prompt_cache_key"], told["max_tool_calls"]) == ("k", 3)
+    assert (told["service_tier"], told["safety_identifier"]) == ("default", None)
+    assert "text.verbosity" in reply.headers["x-penstock-ignored"]
+
+
+async def test_instructions_may_be_items(served, appliance):
+    items = [{"role": "developer", "content": [{"type": "input_text", "text": "be brief"}]}]
+    body = {"input": "hi", "instructions": items, "max_output_tokens": 1}
+    assert (await served.http.post("/v1/responses", json=body)).status_code == 200
+    assert "be brief" in prompt_of(appliance)

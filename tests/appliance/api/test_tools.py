@@ -31,7 +31,7 @@ def function(name="f", **fields):
 
 
 def tools(*functions, **fields):
-    return read_tools(body_of({"tools": list(functions or (function(),)), **fields}))
+    return read_tools(body_of({"tools": list(functions or (function(),)), **fields}))[0]
 
 
 def named(name):
@@ -39,8 +39,8 @@ def named(name):
 
 
 def test_without_tools_or_with_choice_none_there_are_none():
-    assert read_tools(body_of({})) is None
-    assert read_tools(body_of({"tools": [], "tool_choice": "auto"})) is None
+    assert read_tools(body_of({}))[0] is None
+    assert read_tools(body_of({"tools": [], "tool_choice": "auto"}))[0] is None
     assert tools(tool_choice="none") is None
 
 
@@ -48,14 +48,14 @@ def test_without_tools_or_with_choice_none_there_are_none():
 def test_by_default_the_model_chooses(choice):
     found = tools(function("f"), function("g", parameters=None), tool_choice=choice)
     assert found.schemas == {"f": SCHEMA, "g": None}
-    assert (found.is_required, found.is_parallel, found.is_strict) == (False, True, False)
+    assert (found.is_required, found.is_parallel, found.strict) == (False, True, frozenset())
 
 
 def test_a_choice_requires_a_call_of_any_or_of_one():
     assert tools(tool_choice="required", parallel_tool_calls=False).is_required
     one = tools(function("f"), function("g", strict=True), tool_choice=named("g"))
     assert (list(one.schemas), one.is_required, one.is_parallel) == (["g"], True, False)
-    assert one.is_strict
+    assert one.strict == {"g"}
     assert len(one.definitions) == 2
 
 

@@ -171,7 +171,7 @@ def test_what_a_template_takes_is_remembered_by_the_conversations_shape():
     longer = [*CODEXS, says("assistant", "A"), *CODEXS[2:], says("assistant", "A"), *CODEXS[2:]]
     rendered(template, longer, counts)
     again = rendered(template, [says(m["role"], m["content"] + "!") for m in longer], counts)
-    assert counts == [3, 3, 1]
+    assert counts == [4, 4, 1]
     assert [change.split()[:2] for change in again.changes] == [["2", "system"], ["3", "turns"]]
     assert first.text.count("<user>") == 1
 
@@ -241,3 +241,113 @@ def test_an_answer_that_is_continued_stays_the_last():
         return template.render(form, add_generation_prompt=False, continue_final_message=True)
 
     assert turns.render(said, render_form, {}, has_tools=False).text.endswith("A1\n\nso far")
+
+
+# What a template leaves out
+
+PARTED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for p in m['content'] %}"
+    "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+LOOKS_AT_THE_FIRST = PARTED.replace("{% for p", "{{ m.content[0]['type'] }}{% for p")
+ONLY_IMAGES = PARTED.replace("== 'text'", "== 'image'")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PARTED,
+        PARTED.replace("== 'text' %}", "== 'text' and m.role != 'x' %}"),
+        LOOKS_AT_THE_FIRST,
+    ],
+)
+async def test_a_template_that_reads_parts_gets_parts(template, tmp_path):
+    text, changes = await served_prompt(template, CLAUDE_CODES, tmp_path)
+    assert [text.index(word) for word in ("S1", "U1", "S2")] == sorted(
+        text.index(word) for word in ("S1", "U1", "S2")
+    )
+    assert "contents told in parts" in changes
+
+
+async def test_a_reply_is_continued_in_parts(tmp_path):
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=PARTED))
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        said = [says("user", "U1"), says("assistant", "Beg")]
+        options = {"continue_final_message": True, "add_generation_prompt": False}
+        await served.chat(messages=said, max_tokens=1, **options)
+    assert appliance.submitted[0].prompt_text == "<|user|>U1<|assistant|>Beg"
+
+
+DROPS = {
+    "all but the last": ("{{ messages[-1].content }}", 0),
+    "the user": ("{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}", 0),
+    "words, as it reads images": (ONLY_IMAGES, 0),
+    "the answers": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", 1),
+}
+
+
+@pytest.mark.parametrize(("template", "index"), DROPS.values(), ids=DROPS)
+async def test_a_message_that_a_template_leaves_out_refuses_the_request(template, index, tmp_path):
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=template))
+    said = [says("user", "U1"), says("assistant", "A1"), says("user", "U2")]
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        for _ in range(2):
+            reply = await served.chat(messages=said, max_tokens=1)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, f"messages[{index}].content")
+            assert "chat template of chat_template" in error["message"]
+
+
+async def test_what_is_left_out_is_named_as_its_client_sent_it(tmp_path):
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=DROPS["the user"][0]))
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        body = {"instructions": "S", "input": [says("user", "U1")]}
+        reply = await served.http.post("/v1/responses", json=body)
+    assert reply.json()["error"]["param"] == "input[0].content"
+
+
+async def test_a_known_shape_is_looked_at_again(tmp_path):
+    """A template may leave out what it took before: here, a fourth message."""
+    template = "{% for m in messages[:3] %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=template))
+    turn = [says("user", "what is it"), says("assistant", "it is so")]
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        short = [*turn, says("user", "why so")]
+        assert (await served.chat(messages=short, max_tokens=1)).status_code == 200
+        longer = [*turn, *turn, says("user", "another matter")]
+        assert (await served.chat(messages=longer, max_tokens=1)).status_code == 400
+
+
+CALLS_ALONE = (
+    TOOLS + "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls[0].id }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+BESIDE = [
+    says("user", "U1"),
+    says("assistant", "A1", tool_calls=[call("abcdefghi", a=1)]),
+    says("tool", "R1", tool_call_id="abcdefghi"),
+]
+
+
+async def test_words_beside_calls_get_a_message_of_their_own_where_they_would_be_lost(tmp_path):
+    text, changes = await served_prompt(CALLS_ALONE, BESIDE, tmp_path)
+    assert (
+        text
+        == "[" + text[1 : text.index("]<")] + "]<user>U1<assistant>A1<assistant>abcdefghi<tool>R1"
+    )
+    assert "before its calls" in changes
+
+
+async def test_words_beside_calls_that_no_form_keeps_are_named(tmp_path):
+    template = (
+        CALLS_ALONE + "{% for m in messages %}{% if not loop.first and m.role == 'assistant' "
+    )
+    template += (
+        "and loop.previtem.role == m.role %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=template), max_model_len=8192)
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        for _ in range(2):
+            reply = await served.chat(messages=BESIDE, tools=[ADD], max_tokens=1)
+            assert reply.status_code == 200
+            assert reply.headers["x-penstock-ignored"] == "messages.1.content"
