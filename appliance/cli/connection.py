@@ -173,7 +173,7 @@ class Connection:
             root = Path(model.get("root") or "/")
             if model["id"] in ids or meant in (
                 root,
-                root.parent if root.suffix == ".gguf" else root,
+                root.parent if root.is_file() else root,
             ):
                 return model
         try:

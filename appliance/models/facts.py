@@ -40,7 +40,7 @@ def facts_of(checkpoint: Checkpoint) -> ModelFacts:
     """Take the facts from a checkpoint that was opened."""
     config = checkpoint.config
     return ModelFacts(
-        file_format="gguf" if checkpoint.folder.suffix == ".gguf" else "safetensors",
+        file_format="gguf" if checkpoint.folder.is_file() else "safetensors",
         family=config.family.name,
         size_bytes=checkpoint.num_bytes,
         num_parameters=checkpoint.num_parameters,

@@ -24,7 +24,11 @@ SMALL = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/default.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 MAX_SMALL_BYTES = 128 << 20
 """Maximum size of a small file, which is read into memory; four times the largest tokenizers."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import engine
 from appliance.models.short_names import SHORT_NAMES
+from engine.checkpoint.gguf import is_gguf
 from engine.errors import PenstockError
 
 DEFAULT_REVISION = "main"
@@ -69,7 +70,7 @@ def a_model(value: object, own_names: Mapping[str, str] = {}) -> Path | HubName:
     if not path.exists() and (meant := own_names.get(str(value)) or SHORT_NAMES.get(short)):
         return a_model(meant)
     name = _NAME.fullmatch(str(value))
-    if name is None or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    if name is None or path.is_dir() or (path.is_file() and is_gguf(path)):
         return path.absolute()
     return HubName(name["repository"], name["revision"] or DEFAULT_REVISION, name["file"])
 
@@ -87,7 +88,7 @@ def is_model_file(path: Path | HubName) -> bool:
         return False
     if path.is_dir():
         return (path / "config.json").is_file() or any(path.glob("*.gguf"))
-    return path.suffix == ".gguf" and path.is_file()
+    return path.is_file() and is_gguf(path)
 
 
 def is_quantised_as(file_name: str, quantisation: str) -> bool:

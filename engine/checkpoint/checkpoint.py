@@ -332,11 +332,12 @@ def _checked(
         what = f"tensor {name} is missing"
         raise CheckpointError(what, where=str(source), hint=hint_of(name))
     if tensor.shape != shape:
-        asks = "its metadata" if source.suffix == ".gguf" else "config.json"
+        asks = "config.json" if source.name in (_SINGLE, _INDEX) else "its metadata"
         what = f"tensor {name} has shape {tensor.shape}, but {asks} asks for {shape}"
         hint = f"is {asks} that of these weights? take all files from one download"
         raise CheckpointError(what, where=str(tensor.file), hint=hint)
-    served = (*DTYPE_BYTES, *BLOCKS) if source.suffix == ".gguf" else (*DTYPE_BYTES, "mxfp4_pairs")
+    own = ("mxfp4_pairs",) if source.name in (_SINGLE, _INDEX) else tuple(BLOCKS)
+    served = (*DTYPE_BYTES, *own)
     is_served = tensor.dtype in served or tensor.apart is not None
     if not is_served or (tensor.dtype in BLOCKS and len(shape) != 2):
         what = f"tensor {name} is stored as {tensor.dtype}"

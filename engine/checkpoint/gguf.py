@@ -122,8 +122,8 @@ def find_gguf(path: Path) -> Path | None:
     Raises:
         CheckpointError: the folder has several.
     """
-    if path.suffix == ".gguf":
-        return None if path.is_dir() else path
+    if path.is_file() or (path.suffix == ".gguf" and not path.is_dir()):
+        return path if is_gguf(path) else None
     if (path / "config.json").exists():
         return None
     found = models_in(path)
@@ -132,6 +132,20 @@ def find_gguf(path: Path) -> Path | None:
         what = f"{len(found)} GGUF models in one folder"
         raise CheckpointError(what, where=str(path), hint=f"name one of {listed}")
     return found[0] if found else None
+
+
+def is_gguf(path: Path) -> bool:
+    """Say whether a file is of this format, by its name or by its first bytes.
+
+    Ollama's store, for one, names files by their sums.
+    """
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 def models_in(folder: Path) -> list[Path]:

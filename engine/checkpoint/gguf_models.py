@@ -16,26 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.checkpoint.end_tokens import end_marks
 from engine.checkpoint.families import reason
 from engine.checkpoint.gguf import GgufModel
 from engine.errors import WHAT_IS_SERVED, CheckpointError
 
-_END_MARKS = frozenset(
-    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
-    | {
-        "<end_of_turn>",
-        "<|end_of_turn|>",
-        "<turn|>",
-        "[|endofturn|]",
-        "<|observation|>",
-        "<seed:eos>",
-        "</s>",
-        "<EOT>",
-        "<eos>",
-    }
-)
-"""Control tokens that end a reply, whatever the file calls its end-of-text token."""
-_CONTROL = 3
 _MAX_LAYERS = 4096
 
 _More = Callable[[GgufModel, dict[str, Any]], dict[str, Any]]
@@ -380,13 +365,9 @@ def _end_ids(model: GgufModel) -> list[int]:
     marks = (model.integer(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     ids = [token_id for token_id in marks if token_id is not None]
     tokens = model.metadata.get("tokenizer.ggml.tokens")
-    kinds = model.metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(kinds, array):
-        ids += [
-            token_id
-            for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-            if kind == _CONTROL and token in _END_MARKS
-        ]
+    if isinstance(tokens, list):
+        ends = end_marks(tokens)
+        ids += [token_id for token_id, token in enumerate(tokens) if token in ends]
     return list(dict.fromkeys(ids))
 
 

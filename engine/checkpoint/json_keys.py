@@ -30,7 +30,7 @@ class JsonKeys:
     def from_file(cls, path: Path) -> JsonKeys:
         """Read a JSON file that must hold an object."""
         try:
-            values = json.loads(path.read_bytes())
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             hint = "a model folder in Hugging Face format has this file"
             raise CheckpointError("the file is missing", where=str(path), hint=hint) from None

@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoint.delta_config import GatedDeltaConfig
+from engine.checkpoint.end_tokens import end_tokens
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
 from engine.checkpoint.family import ExpertNames, Family
 from engine.checkpoint.gguf import GgufModel, find_gguf
@@ -123,13 +124,15 @@ class ModelConfig:
     logit_divisor: float
     stored_dtype: str | None
     """What config.json claims; the tensors' own dtype is Checkpoint.stored_dtype."""
-    eos_token_ids: tuple[int, ...]
-    """End-of-text ids of generation_config.json, else of config.json."""
     bos_token_id: int | None
     sampling: Mapping[str, float]
     """What generation_config.json asks for where a request says nothing, by the API's names."""
     divided: KvGroups | None = None
     """How the KV pool's layers are divided between blocks; None: each block has all layers."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The tokens that end a reply, of all files that say one."""
+    end_sources: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The same by the place that says so."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -140,13 +143,30 @@ class ModelConfig:
         gguf = find_gguf(folder)
         if gguf is not None:
             return cls.from_gguf(GgufModel.open(gguf))
-        return cls._from_keys(JsonKeys.from_file(folder / "config.json"), _generation(folder))
+        keys, generation = JsonKeys.from_file(folder / "config.json"), _generation(folder)
+        own = _keys_of_family(keys, _family(keys))
+        stated = {
+            each.path.name: each.token_ids("eos_token_id", None) for each in (generation, own)
+        }
+        usual = {} if _states_ends(keys, own) else {keys.path.name: stated.pop(keys.path.name)}
+        return cls._from_keys(keys, generation)._ended_by(end_tokens(folder, stated) or usual)
 
     @classmethod
     def from_gguf(cls, model: GgufModel) -> ModelConfig:
         """Read a GGUF file's metadata."""
         keys = JsonKeys(config_keys(model), model.path)
-        return cls._from_keys(keys, JsonKeys(sampling_keys(model), model.path))
+        config = cls._from_keys(keys, JsonKeys(sampling_keys(model), model.path))
+        return config._ended_by({"metadata": keys.token_ids("eos_token_id", None)})
+
+    def _ended_by(self, by_place: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+        """Add the tokens that end a reply, without ids that no step can draw."""
+        drawn = {
+            place: tuple(one for one in ids if one < self.vocab_size)
+            for place, ids in by_place.items()
+        }
+        said = {place: ids for place, ids in drawn.items() if ids}
+        ids = dict.fromkeys(one for each in said.values() for one in each)
+        return replace(self, eos_token_ids=tuple(ids), end_sources=said)
 
     @classmethod
     def _from_keys(cls, file_keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -205,7 +225,6 @@ class ModelConfig:
             residual_scale=keys.number("residual_multiplier", 1.0),
             logit_divisor=keys.number("logits_scaling", 1 / keys.number("output_multiplier", 1.0)),
             stored_dtype=_stated_dtype(file_keys, family),
-            eos_token_ids=_eos_token_ids(keys, generation),
             sampling=sampling_defaults(generation),
             bos_token_id=next(iter(keys.token_ids("bos_token_id", None)), None),
         )
@@ -483,6 +502,7 @@ def _generation(folder: Path) -> JsonKeys:
     return JsonKeys.from_file(path) if path.exists() else JsonKeys({}, path)
 
 
-def _eos_token_ids(keys: JsonKeys, generation: JsonKeys) -> tuple[int, ...]:
-    ids = generation.token_ids("eos_token_id", None)
-    return ids or keys.token_ids("eos_token_id", None)
+def _states_ends(file_keys: JsonKeys, keys: JsonKeys) -> bool:
+    """Say whether config.json names an end token, rather than the family's usual one."""
+    sections = [file_keys.values, *(v for v in file_keys.values.values() if isinstance(v, dict))]
+    return "eos_token_id" in keys.values and any("eos_token_id" in each for each in sections)

@@ -6,16 +6,24 @@ Never: reads a file.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine.checkpoint.end_tokens import end_marks
 from engine.checkpoint.gguf import GgufModel
 from engine.errors import CheckpointError
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_MARK = re.compile(r"<\|(?!tool|think)\w+\|>|<｜(?!tool)[^<>\s]+｜>|<(start|end)_of_turn>")
+"""Marks by their form; of tools and thoughts the file decides, for replies show such tokens."""
+_BEGIN_MARKS = frozenset(
+    {"<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"}
+    | {"<start_of_turn>", "<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>"}
+)
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -206,12 +214,24 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[
         kinds = array("i", [1] * len(tokens))
     if not isinstance(kinds, array) or len(kinds) != len(tokens):
         raise model.bad("tokenizer.ggml.token_type", "one for each token is needed")
+    marks = _marks(model, tokens, kinds)
     added = [
-        AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+        AddedToken(token, special=token in marks or kind != _USER_DEFINED, normalized=False)
         for token, kind in zip(tokens, kinds, strict=True)
-        if token and kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        if token and (token in marks or kind in (_UNKNOWN, _CONTROL, _USER_DEFINED))
     ]
     tokenizer.add_tokens(added)
+
+
+def _marks(model: GgufModel, tokens: list[str], kinds: Iterable[int]) -> frozenset[str]:
+    """Find the marks of chats, which are control tokens whatever type the file gives them."""
+    template = model.text("tokenizer.chat_template") or ""
+    named = {
+        token
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind == _NORMAL and _MARK.fullmatch(token) and token in template
+    }
+    return end_marks(tokens) | named | _BEGIN_MARKS.intersection(tokens)
 
 
 def _add_ends(

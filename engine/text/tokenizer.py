@@ -17,6 +17,12 @@ from typing import Any
 
 import tokenizers
 
+from engine.checkpoint.chat_files import (
+    SPECIAL_FILES,
+    read_chat_template,
+    read_object,
+    token_text,
+)
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.errors import CheckpointError, RequestError, reading_model
 from engine.text.chat_template import ChatTemplate
@@ -84,21 +90,20 @@ class Tokenizer:
                 hint="save the checkpoint with a fast tokenizer (transformers: save_pretrained)",
             )
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             _check_stages(text)
             _check_merges(text)
             backend = tokenizers.Tokenizer.from_str(text)
         # tokenizers raises plain Exception for whatever its JSON reader or a model refuses.
         except Exception as error:
             raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(path)) from error
-        config = _read_config(folder / "tokenizer_config.json")
+        config, others = (read_object(folder / name) for name in SPECIAL_FILES)
         if "added_tokens_decoder" not in config:
-            config |= _read_config(folder / "special_tokens_map.json")
-        return cls(
-            backend,
-            chat_template=_read_template(folder, config),
-            special_tokens=_special_tokens(config),
-        )
+            config |= others
+        found, template = read_chat_template(folder), None
+        if found is not None:
+            template = ChatTemplate(found.text, str(folder / found.place), found.tool_text)
+        return cls(backend, chat_template=template, special_tokens=_special_tokens(config))
 
     @classmethod
     def _from_gguf(cls, model: GgufModel) -> Tokenizer:
@@ -260,47 +265,15 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
     return {part["type"] for part in spec.get("decoders", [spec])}
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
-    if not isinstance(config, dict):
-        raise CheckpointError("it is not a JSON object", where=str(path))
-    return config
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return `bos_token` and similar tokens, which templates use as variables."""
     found = {}
     extra = config.get("extra_special_tokens")
     for name, value in {**config, **(extra if isinstance(extra, dict) else {})}.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
+        content = token_text(value)
+        if name.endswith("_token") and content is not None:
             found[name] = content
     return found
-
-
-def _read_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    """Read the chat template; a file of its own wins over the config."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
-    where = str(folder / "tokenizer_config.json")
-    template = config.get("chat_template")
-    named: dict[str, Any] = {"default": template}
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        named = {str(entry.get("name")): entry.get("template") for entry in entries}
-    source, tool_source = named.get("default"), named.get("tool_use")
-    if not isinstance(source, str | None) or not isinstance(tool_source, str | None):
-        raise CheckpointError("chat_template is neither a string nor a list", where=where)
-    return ChatTemplate(source, where, tool_source) if source else None
 
 
 REPLACEMENT = "\ufffd"

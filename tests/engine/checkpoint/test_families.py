@@ -141,7 +141,9 @@ def as_transformers_reads(keys):
         else getattr(oracle, "embedding_multiplier", 1.0),
         "residual_scale": getattr(oracle, "residual_multiplier", 1.0),
         "logit_divisor": getattr(oracle, "logits_scaling", 1.0),
-        "eos_token_ids": () if eos is None else tuple([eos] if isinstance(eos, int) else eos),
+        "eos_token_ids": tuple(
+            one for one in ([eos] if isinstance(eos, int) else eos or ()) if one < oracle.vocab_size
+        ),
         "bos_token_id": oracle.bos_token_id,
         "sliding_windows": tuple(window if k == "sliding_attention" else None for k in kinds),
         "thetas": [

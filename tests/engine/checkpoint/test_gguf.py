@@ -30,7 +30,7 @@ from engine.workers.weight_streaming import arena_views
 from tests.checkpoints import GATED_DELTA_NETS, GEMMA4_E, GEMMA4_MOE, make_checkpoint
 from tests.gguf_files import ARCHITECTURES, split_gguf, write_gguf
 
-UNSAID = ("family", "stored_dtype", "eos_token_ids", "bos_token_id", "sampling")
+UNSAID = ("family", "stored_dtype", "eos_token_ids", "end_sources", "bos_token_id", "sampling")
 """Not by the format, or otherwise."""
 TELLABLE = {  # what the format takes as known of these families
     "gemma2": {"query_pre_attn_scalar": 16},

@@ -57,7 +57,11 @@ def test_qwen_layer_types_choose_the_windowed_layers(tmp_path):
 def test_generation_config_names_the_end_of_text(tmp_path):
     assert read(tmp_path, LLAMA | {"eos_token_id": 5}).eos_token_ids == (5,)
     generation = {"eos_token_id": [8, 6, 8]}
-    assert read(tmp_path, LLAMA | {"eos_token_id": 5}, generation).eos_token_ids == (8, 6)
+    assert read(tmp_path, LLAMA | {"eos_token_id": 5}, generation).eos_token_ids == (8, 6, 5)
+    silent = {key: value for key, value in LLAMA.items() if key != "eos_token_id"}
+    assert read(tmp_path, silent, generation).eos_token_ids == (8, 6)  # not the family's, too
+    out = LLAMA | {"eos_token_id": [5, 10**6]}
+    assert read(tmp_path, out, {}).eos_token_ids == (5,)
     assert read(tmp_path, LLAMA | {"eos_token_id": 5}, {}).eos_token_ids == (5,)
     assert read(tmp_path, LLAMA | {"eos_token_id": None}, {}).eos_token_ids == ()
 

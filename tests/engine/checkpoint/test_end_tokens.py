@@ -1,0 +1,183 @@
+"""Replies end at what any file of a model says; template and marks are found where they may be."""
+
+import json
+
+import pytest
+
+from engine.checkpoint.chat_files import read_chat_template
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.end_tokens import end_marks
+from engine.checkpoint.gguf import GgufModel, find_gguf
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import CheckpointError
+from engine.text.gguf_tokenizer import read_tokenizer
+from engine.text.tokenizer import Tokenizer
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
+from tests.tiny_tokenizers import CHATML
+
+BOM = "\ufeff"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """A copy whose files of words can be changed."""
+    for path in made.iterdir():
+        if path.suffix == ".safetensors":
+            (tmp_path / path.name).symlink_to(path)
+        else:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    change(tmp_path, "config.json", eos_token_id=296)
+    change(tmp_path, "generation_config.json", eos_token_id=296)
+    change(tmp_path, "tokenizer_config.json", eos_token=None, chat_template=None)
+    (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    return tmp_path
+
+
+def change(folder, name, **values):
+    path = folder / name
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | values))
+
+
+def ends(folder):
+    return set(ModelConfig.from_folder(folder).eos_token_ids)
+
+
+@pytest.mark.parametrize(
+    "eos",
+    [
+        "<|end_of_text|>",
+        {"content": "<|end_of_text|>"},
+        {"content": "<|end_of_text|>", "__type": "AddedToken"},
+    ],
+)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_reply_ends_at_the_token_that_either_file_of_special_tokens_names(folder, file, eos):
+    assert ends(folder) == {296}
+    change(folder, file, eos_token=eos)
+    assert ends(folder) == {296, 297}
+    assert ModelConfig.from_folder(folder).end_sources[file] == (297,)
+
+
+@pytest.mark.parametrize("eos", [None, "", "<|none|>", 7, ["<|end|>"], {}])
+def test_what_names_no_token_ends_nothing(folder, eos):
+    change(folder, "tokenizer_config.json", eos_token=eos)
+    assert ends(folder) == {296}
+
+
+def test_ids_of_all_files_end_a_reply_and_each_is_told_with_its_file(folder):
+    change(folder, "config.json", eos_token_id=[1, 2])
+    change(folder, "generation_config.json", eos_token_id=0)
+    change(
+        folder, "tokenizer_config.json", eos_token="<|end_of_text|>", pad_token="<|end_of_text|>"
+    )
+    config = ModelConfig.from_folder(folder)
+    assert config.eos_token_ids == (0, 1, 2, 297)
+    assert config.end_sources == {
+        "generation_config.json": (0,),
+        "config.json": (1, 2),
+        "tokenizer_config.json": (297,),
+    }
+
+
+PLACES = {
+    "chat_template.jinja": CHATML,
+    "tokenizer_config.json": json.dumps({"chat_template": CHATML}),
+    "a list in tokenizer_config.json": json.dumps(
+        {"chat_template": [{"name": "default", "template": CHATML}]}
+    ),
+    "chat_template.json": json.dumps({"chat_template": CHATML}),
+    "additional_chat_templates/default.jinja": CHATML,
+}
+
+
+@pytest.mark.parametrize("mark", ["", BOM], ids=["", "byte-order mark"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_template_is_found_in_each_place_and_its_end_of_turn_ends_replies(folder, place, mark):
+    path = folder / place.rpartition(" ")[2]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(mark + PLACES[place], encoding="utf-8")
+    rendered = Tokenizer.from_folder(folder).render_chat([{"role": "user", "content": "hi"}])
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ends(folder) == {296, 299}
+
+
+def test_the_first_place_wins_and_another_template_is_told(folder):
+    change(folder, "chat_template.json", chat_template="processor")
+    change(folder, "tokenizer_config.json", chat_template="config")
+    found = read_chat_template(folder)
+    assert (found.text, found.place) == ("config", "tokenizer_config.json")
+    assert found.others == ("chat_template.json",)
+    (folder / "chat_template.jinja").write_text("processor")
+    found = read_chat_template(folder)
+    assert (found.text, found.place) == ("processor", "chat_template.jinja")
+    assert found.others == ("tokenizer_config.json",)
+    more = folder / "additional_chat_templates" / "tool_use.jinja"
+    more.parent.mkdir()
+    more.write_text("tools")
+    assert read_chat_template(folder).tool_text == "tools"
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_every_file_may_begin_with_a_byte_order_mark(folder, file):
+    path = folder / file
+    path.write_text(BOM + path.read_text(), encoding="utf-8")
+    Checkpoint.open(folder)
+    Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["<|im_end|>", "<|endoftext|>", "a"], {"<|im_end|>", "<|endoftext|>"}),
+        (["<|end|>", "<|user|>"], {"<|end|>"}),
+        (["<|end|>", "<|return|>", "<|call|>"], {"<|return|>", "<|call|>"}),
+        (["<|eot_id|>", "<|eom_id|>"], {"<|eot_id|>", "<|eom_id|>"}),
+        (["<end_of_turn>", "<｜end▁of▁sentence｜>"], {"<end_of_turn>", "<｜end▁of▁sentence｜>"}),
+    ],
+)
+def test_marks_that_end_replies_are_known_by_their_text(texts, expected):
+    assert end_marks(texts) == expected
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_a_mark_of_a_gguf_file_is_a_control_token_whatever_its_type(made, tmp_path, kind):
+    plain = write_gguf(made, tmp_path / "plain.gguf")
+    kinds = list(GgufModel.open(plain).metadata["tokenizer.ggml.token_type"])
+    kinds[298] = kinds[299] = kind
+    path = write_gguf(
+        made,
+        tmp_path / "m.gguf",
+        tokenizer__ggml__token_type=kinds,
+        tokenizer__ggml__eos_token_id=0,
+    )
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer.encode("<|im_start|>h<|im_end|>", add_special_tokens=False)[::2] == [298, 299]
+    assert tokenizer.special_id("<|im_end|>") == 299
+    assert 299 in Checkpoint.open(path).config.eos_token_ids
+    assert read_tokenizer(GgufModel.open(path)).token_to_id("<|im_end|>") == 299
+
+
+def test_a_file_is_what_its_first_bytes_say(made, tmp_path):
+    blob = tmp_path / "sha256-0123abcd"
+    write_gguf(made, blob)
+    link = tmp_path / "latest"
+    link.symlink_to(blob)
+    for path in (blob, link):
+        assert find_gguf(path) == path
+        assert Checkpoint.open(path).config.num_layers == 3
+        assert Tokenizer.from_folder(path).vocab_size == 300
+    other = tmp_path / "sha256-4567cdef"
+    other.write_bytes(b"\x00" * 64)
+    assert find_gguf(other) is None
+    with pytest.raises(CheckpointError, match="not a folder"):
+        Checkpoint.open(other)
