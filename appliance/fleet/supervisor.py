@@ -18,7 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -29,6 +30,7 @@ from appliance.process import SpareDescriptors
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed
 from engine.python_child import python_command
 from engine.units import part_text, size_text
+from engine.wire import beats
 from engine.wire.channel import DaemonChannel
 from engine.wire.messages import (
     Command,
@@ -54,7 +56,7 @@ ALONE_BACKOFF_S = 2.0
 BACKOFF_CHECK_S = 0.25
 """How often a waiting worker looks whether the others still serve."""
 SPARE_DESCRIPTORS = 8
-"""A restart takes a pair of sockets, a pipe and /dev/null."""
+"""A restart takes two sockets, a pipe, /dev/null and a counter's memory."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors of the machine, not of the worker, that prevent a process."""
 SHORTAGE_PAUSE_S = 1.0
@@ -183,14 +185,16 @@ class Supervisor:
         self._spare.close()
 
     def _spawn(self, worker: WorkerState) -> None:
-        with self._spare.given_up():
-            worker.process, worker.socket = self._start_process(worker)
+        with self._spare.given_up(), _new_beats(worker) as beats_fd:
+            worker.process, worker.socket = self._start_process(worker, beats_fd)
         worker.pid = worker.process.pid
         worker.state = "loading"
         worker.failure = None
         worker.is_reaped.clear()
 
-    def _start_process(self, worker: WorkerState) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _start_process(
+        self, worker: WorkerState, beats_fd: int | None
+    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start a worker's process and open our end of its channel."""
         num_threads = str(len(worker.plan.cpus))
         reach = sorted({cpu for each in self.workers.values() for cpu in each.plan.cpus})
@@ -212,6 +216,9 @@ class Supervisor:
         if self._stacks_fd is not None:
             command += ["--stacks-fd", str(self._stacks_fd)]
             fds.append(self._stacks_fd)
+        if beats_fd is not None:
+            command += ["--beats-fd", str(beats_fd)]
+            fds.append(beats_fd)
         # Ctrl-C goes to the whole group, and the worker ignores it only once Python is up.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -482,6 +489,20 @@ class Supervisor:
             where=worker.plan.name,
             hint="see its output above; the kernel log shows out-of-memory kills",
         )
+
+
+@contextmanager
+def _new_beats(worker: WorkerState) -> Iterator[int | None]:
+    """Make the counter of a worker's next process, to be inherited; None: on a GPU it has none."""
+    if worker.setup.gpu is not None:
+        yield None
+        return
+    fd = beats.new_fd()
+    try:
+        worker.beats = beats.Beats(fd)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _has_ended_well(report: Report) -> bool:

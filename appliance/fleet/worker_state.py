@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from appliance.fleet.placement import WorkerPlan
 from engine.errors import WorkerFailed
 from engine.units import size_text
+from engine.wire.beats import Beats
 from engine.wire.channel import DaemonChannel
 from engine.wire.messages import (
     LogitsLoss,
@@ -52,6 +53,8 @@ class WorkerState:
     kv_loss: LogitsLoss | None = None
     ready_at_s: float | None = None
     """Monotonic time; None: its process was not ready yet."""
+    beats: Beats | None = None
+    """The counter of its last process; None: on a GPU a step has no beats."""
     num_reports: int = 0
     """Messages from all its processes: each is a sign of progress."""
     loaded_bytes: int = 0
@@ -72,6 +75,11 @@ class WorkerState:
         if self.ready_at_s is None:
             return False
         return self.has_stepped or time.monotonic() - self.ready_at_s > STABLE_AFTER_S
+
+    @property
+    def num_beats(self) -> int:
+        """Beats of its last process; a GPU's has none."""
+        return 0 if self.beats is None else self.beats.count
 
     @property
     def trouble(self) -> str | None:

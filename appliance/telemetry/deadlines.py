@@ -17,6 +17,7 @@ from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.worker_state import WorkerState
 from appliance.request import Request
 from appliance.telemetry.progress import Watchdog, WorkerReading
+from appliance.telemetry.thread_times import thread_times
 from engine.errors import RequestError, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
@@ -123,14 +124,15 @@ class Deadlines:
         is_loading = state.state == "loading" and not self._supervisor.waits_for_others(name)
         is_owing = state.state == "ready" and now.owes
         has_work = is_loading or (is_owing and not now.is_parked)
-        num_signs, step_ms, cpu_s = state.num_reports, None, None
+        num_signs, step_ms = state.num_reports + state.num_beats, None
         if has_work and not is_loading:
             most = (state.ready and state.ready.max_num_batched_tokens) or self._max_step_tokens
             step_ms = self._router.longest_step_ms(name, most)
-        if has_work and step_ms is None:
-            cpu_s, num_pages = _used(state.pid)
-            num_signs += num_pages if is_loading else 0
-        return WorkerReading(state.pid, num_signs, has_work, step_ms, cpu_s, is_loading)
+        if is_loading:
+            num_signs += _num_file_pages(state.pid)
+        is_silent = has_work and self._watchdog.is_silent(name, state.pid, num_signs)
+        threads = thread_times(state.pid) if is_silent else {}
+        return WorkerReading(state.pid, num_signs, has_work, step_ms, threads, is_loading)
 
     def late(self, live: Iterable[Request], now_ns: int) -> list[tuple[Request, RequestError]]:
         """Find requests with a sequence too long in its stage, and explain each."""
@@ -192,14 +194,12 @@ class Deadlines:
         )
 
 
-def _used(pid: int | None) -> tuple[float | None, int]:
-    """Return a process's CPU ticks (None: it has ended) and its resident pages of files."""
+def _num_file_pages(pid: int | None) -> int:
+    """Return a process's resident pages of files; 0: it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[2])
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[2])
     except OSError:
-        return None, 0
-    return float(fields[11]) + float(fields[12]), num_pages
+        return 0
 
 
 class Availability:

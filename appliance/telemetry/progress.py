@@ -1,5 +1,7 @@
-"""Watch each worker's steps, and find workers without progress.
+"""Watch each worker's steps, and find workers that make no progress of their own.
 
+A worker makes progress when it sends a message or beats within a step. Without either, time counts
+against it unless it waited for a core: other programs that hold the cores make it slow, not stuck.
 Invariant: time in which the daemon's own loop was blocked counts as one look at most; a worker
 without work, or with its cores lent, is never reported.
 Never: ends a worker.
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from appliance.telemetry.thread_times import NO_TIMES, ThreadTimes, has_computed, own_s
 
 LOOK_INTERVAL_S = 0.5
 MIN_PATIENCE_S = 10.0
@@ -28,28 +32,32 @@ class WorkerReading(NamedTuple):
 
     pid: int | None
     num_signs: int
-    """Messages from all its processes so far; while it loads, also its pages of files."""
+    """Its messages and beats so far; while it loads, also its pages of files."""
     has_work: bool
     """Whether it must compute, load, unmap or finish its start."""
     step_ms: float | None
     """The longest predicted step that it may be in; None: unpredictable."""
-    cpu_s: float | None = None
-    """CPU time of its process so far; read only where `step_ms` is None."""
+    threads: ThreadTimes = NO_TIMES
+    """Read only while it has work and shows no sign of progress."""
     is_loading: bool = False
 
 
 class WorkerSilence:
-    """How long one worker has made no progress, and its maximum."""
+    """How long one worker has made no progress in its own time, and its maximum."""
 
     def __init__(self, reading: WorkerReading) -> None:
         self.last = reading
         self.silent_s = self.unknown_s = 0.0
         self.patience_s = MIN_PATIENCE_S
 
+    def has_moved(self, pid: int | None, num_signs: int) -> bool:
+        """Say whether these differ from the last reading."""
+        return (self.last.pid, self.last.num_signs) != (pid, num_signs)
+
     def look(self, reading: WorkerReading, elapsed_s: float) -> None:
         """Take in the next reading."""
+        is_same = not self.has_moved(reading.pid, reading.num_signs)
         last, self.last = self.last, reading
-        is_same = (last.pid, last.num_signs) == (reading.pid, reading.num_signs)
         if not is_same or not reading.has_work:
             self.silent_s = self.unknown_s = 0.0
             self.patience_s = MIN_PATIENCE_S
@@ -57,18 +65,25 @@ class WorkerSilence:
         # the longest step among the work since its last message: the daemon cannot
         # know which step it is in
         self.patience_s = max(self.patience_s, _patience_s(reading))
-        elapsed_s = min(elapsed_s, MAX_ELAPSED_S)
+        elapsed_s = own_s(last.threads, reading.threads, min(elapsed_s, MAX_ELAPSED_S))
         self.unknown_s += elapsed_s
-        known = (reading.cpu_s, last.cpu_s)
-        has_computed = None not in known and reading.cpu_s != last.cpu_s
         if (
             reading.step_ms is None
-            and has_computed
+            and has_computed(last.threads, reading.threads)
             and self.unknown_s < UNKNOWN_PATIENCE_S - self.patience_s
         ):
             self.silent_s = 0.0
         else:
             self.silent_s += elapsed_s
+
+    @property
+    def about(self) -> str:
+        """How long it has been silent, for people."""
+        said = f"no progress for {self.silent_s:.0f} s, killed at {self.patience_s:.0f} s"
+        times = self.last.threads.values()
+        if times and all(each.waited_s is None for each in times):
+            said += "; this kernel does not report waits for a core"
+        return said
 
 
 class Watchdog:
@@ -76,6 +91,11 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._silences: dict[str, WorkerSilence] = {}
+
+    def is_silent(self, name: str, pid: int | None, num_signs: int) -> bool:
+        """Say whether a worker has shown no sign of progress since the last look."""
+        silence = self._silences.get(name)
+        return silence is not None and not silence.has_moved(pid, num_signs)
 
     def look(self, readings: Mapping[str, WorkerReading], elapsed_s: float) -> None:
         """Take in a reading of every worker, `elapsed_s` after the last ones."""
@@ -94,7 +114,7 @@ class Watchdog:
 
     def _silent_for(self, share: float) -> dict[str, str]:
         return {
-            name: f"no progress for {each.silent_s:.0f} s of at most {each.patience_s:.0f} s"
+            name: each.about
             for name, each in self._silences.items()
             if each.silent_s >= share * each.patience_s
         }

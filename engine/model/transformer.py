@@ -89,6 +89,7 @@ class Transformer:
         block_size: the pool's; None: what the attention backend likes best.
         variants: how matrices that are packed in pairs are multiplied, where some are.
         attention_variant: how compiled kernels multiply what many queries meet.
+        beat: called after each half of a layer, except in replayed steps; None: nothing is.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class Transformer:
         block_size: int | None = None,
         variants: ProductVariants | None = None,
         attention_variant: int = WIDENED,
+        beat: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
+        self._beat = beat
         self.dtype: torch.dtype = getattr(torch, dtype)
         prefix = config.family.prefix
         embedding = f"{prefix}model.embed_tokens"
@@ -269,6 +272,8 @@ class Transformer:
         step, added = _StepInputs(x, kv, plan, num_few, self._pools(kv, plan), *extras), None
         for number, branch in enumerate(self._branches, 1):
             added = branch(x, added, step)
+            if self._beat is not None:
+                self._beat()
             if stops is not None and stops(number, len(self._branches)):
                 break
         return added

@@ -2,7 +2,8 @@
 
 Owns: the forecasts, and the words for why one was chosen.
 Invariant: the choice is one of the candidates: the cheapest that meets the targets, otherwise the
-one that misses them least; within a tenth, the kind of route taken before.
+one that misses them least; within a tenth, the kind of route taken before. A prompt of several
+steps joins sequences that decode only if they keep their target, or if there is no other route.
 Never: chooses on a guess: a route whose steps have not been measured, or that turned out far from
 what was predicted of it, is left out; with none left it is the first candidate, as with static
 roles, but for a short prompt that would wait there behind a longer one.
@@ -158,6 +159,8 @@ class Forecast(NamedTuple):
     promise_ms: float
     """The ITL promised to the decoding sequences: `max_itl_ms`, or the target if that is longer."""
     max_chunk_tokens: int | None = None
+    delays_streams: bool = False
+    """Whether it has several steps beside sequences that would miss their ITL target."""
 
     @property
     def pair(self) -> Pair:
@@ -176,6 +179,9 @@ class PairChoice(NamedTuple):
     max_chunk_tokens: int | None = None
     forecast: Forecast | None = None
     """What is expected of it; None: nothing was predicted."""
+    spares_streams: bool = False
+    """Whether sequences that decode beside the prompt were considered; else its chunks must be
+    short beside them."""
 
     @property
     def words(self) -> str:
@@ -196,12 +202,13 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     """Choose how a sequence is run."""
     first = situation.candidates[0]
     if len(situation.candidates) == 1:
-        return PairChoice(first, "only", "no other worker is up with free blocks")
+        return only(first)
     home, alone = situation.home, None
     if situation.is_quiet and first.moves:
         # a longer step of unknown time would hold up the tokens of requests that come meanwhile
         is_short = situation.num_left(first.decode) <= MIN_CHUNK_TOKENS
-        alone = PairChoice(home if home and is_short else first, "alone", _ALONE)
+        pair = home if home and is_short else first
+        alone = PairChoice(pair, "alone", _ALONE, spares_streams=is_short)
     try:
         forecasts = _Forecaster(situation, predict).all()
     except _Unknown:
@@ -214,6 +221,7 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
         if len(forecasts) > 1:
             return alone or _choice(static, "wary", f"; {_WARY}")
         return alone or _short_choice(situation) or _choice(static, "unknown", f"; {_UNKNOWN}")
+    trusted = [f for f in trusted if not f.delays_streams] or trusted
     if lone := [f for f in trusted if f.pair == home]:
         return _choice(lone[0], "alone", f"; {_ALONE}")
     best = min(trusted, key=_key)
@@ -221,6 +229,12 @@ def choose(situation: Situation, predict: Predict) -> PairChoice:
     if kept and not situation.is_quiet and situation.last != best.pair.route:
         return _choice(min(kept, key=_key), "kept")
     return _choice(best, "cheapest" if best.miss <= 1 else "closest")
+
+
+def only(pair: Pair) -> PairChoice:
+    """Take the one pair that there is."""
+    about = "no other route has free blocks" if pair.moves else "no worker of the other role is up"
+    return PairChoice(pair, "only", about)
 
 
 def _short_choice(situation: Situation) -> PairChoice | None:
@@ -235,7 +249,7 @@ def _short_choice(situation: Situation) -> PairChoice | None:
     for pair in situation.candidates:
         num_tokens = loads[pair.prefill].num_prefill_tokens + situation.num_left(pair.prefill)
         if not pair.moves and num_tokens <= MIN_CHUNK_TOKENS:
-            return PairChoice(pair, "unknown", _SHORT)
+            return PairChoice(pair, "unknown", _SHORT, spares_streams=True)
     return None
 
 
@@ -256,7 +270,8 @@ def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
     about += (
         f", {forecast.itl_ms:.1f} ms after{why}" if forecast.itl_ms > forecast.max_itl_ms else why
     )
-    return PairChoice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast)
+    spares = not forecast.delays_streams
+    return PairChoice(forecast.pair, reason, about, forecast.max_chunk_tokens, forecast, spares)
 
 
 def _lone_chunk(num_tokens: int) -> StepLoad:
@@ -368,6 +383,7 @@ class _Forecaster:
             cost_ms = ahead_ms + own_ms + more_ms + self._output_ms(max(max_itl_ms, after_ms))
         ttft_ms = ahead_ms + own_ms
         target_ms = math.inf if self._ttft_target_ms is None else self._ttft_target_ms
+        is_beside = not pair.moves and load.batch > load.num_expected
         return Forecast(
             kind=PredictionKind(
                 pair,
@@ -385,6 +401,9 @@ class _Forecaster:
             ),
             promise_ms=max(max_itl_ms, itl_target_ms),
             max_chunk_tokens=chunk if chunk < self._s.max_num_batched_tokens else None,
+            delays_streams=(
+                is_beside and tokens > self._s.max_num_batched_tokens and max_itl_ms > itl_target_ms
+            ),
         )
 
     def _max_itl_ms(self, pair: Pair, step_ms: float, after_ms: float) -> tuple[float, float]:

@@ -32,6 +32,10 @@ class Plannable(Protocol):
         """True if it is computed up to its last token."""
 
     @property
+    def max_chunk_beside(self) -> int | None:
+        """Maximum prompt tokens of a step in which others decode; None: no limit."""
+
+    @property
     def admitted_ns(self) -> int:
         """When the worker took it, CLOCK_MONOTONIC nanoseconds."""
 
@@ -49,6 +53,18 @@ def is_chunk(planned: Iterable[tuple[Plannable, int]]) -> bool:
     return any(s.num_computed_tokens + n < s.num_tokens for s, n in planned)
 
 
+def _spared(running: list[S], max_num_batched_tokens: int) -> int:
+    """Limit a step's prompt tokens for the sequences that decode in it."""
+    limits = [
+        sequence.max_chunk_beside
+        for sequence in running
+        if not sequence.is_decoding and sequence.max_chunk_beside is not None
+    ]
+    if limits and any(sequence.is_decoding for sequence in running):
+        return min(max_num_batched_tokens, *limits)
+    return max_num_batched_tokens
+
+
 def plan(
     running: Iterable[S], max_num_batched_tokens: int, now_ns: int, *, is_after_chunk: bool = False
 ) -> list[tuple[S, int]]:
@@ -56,13 +72,16 @@ def plan(
 
     Args:
         running: sequences that hold their blocks and have something left to compute.
-        max_num_batched_tokens: prompt tokens in the step, at most.
+        max_num_batched_tokens: prompt tokens in the step, at most; fewer where one of its prompts
+            must spare the sequences that decode.
         now_ns: CLOCK_MONOTONIC, for ageing.
         is_after_chunk: the step before was a chunk of a long prompt, so short ones are next.
 
     Returns:
         (sequence, number of new tokens), single-token sequences first. Empty if nothing runs.
     """
+    running = list(running)
+    max_num_batched_tokens = _spared(running, max_num_batched_tokens)
     chosen: list[tuple[S, int]] = []
     prompts: list[tuple[bool, float, int, S]] = []
     for order, sequence in enumerate(running):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
-from engine.cache.topology import Topology
+from engine.cache.topology import PREFILL, Topology
 from engine.profile.facts import DECODE_MS, PROMPT_MS, Fact, FactKey, Profile
 from engine.profile.prompt_steps import may_gain
 from engine.schedule.copies import Copies
@@ -27,6 +27,7 @@ from engine.schedule.elastic import (
     Slo,
     WorkerLoad,
     choose,
+    only,
 )
 from engine.schedule.outcomes import Outcome, Outcomes
 from engine.schedule.sequence import Phase, Sequence
@@ -45,6 +46,11 @@ RECENT_HALF_LIFE_S = 1.0
 """Half-life of the number of sequences that decoded recently."""
 TRY_LENDING_EVERY_S = 32
 """Interval after which cores are lent for a second, whatever the profile says."""
+LEAST_CHUNK_BESIDE = 8
+"""Prompt tokens that a step may have in any case beside sequences that decode."""
+MAX_GAP_RATIO = 2.0
+"""Maximum ratio of its time to a step's without prompts, for more of them."""
+_BESIDE = "tokens a step beside sequences that decode"
 MAX_WAITING_STEPS = 256
 """Maximum steps learnt from together, once a second; the newest are kept."""
 
@@ -217,7 +223,7 @@ class Roles:
             return PairChoice(Pair(static.decode, static.decode), "colocated")
         if self._roles == "static" or self.acts_static:
             if not static.moves:
-                return PairChoice(static, "only", "no worker of the other role is up")
+                return only(static)
             about = "both workers share one device" if self._roles == "elastic" else ""
             return PairChoice(static, "static", about)
         loads = {
@@ -252,6 +258,65 @@ class Roles:
             self.outcomes.begin(
                 sequence.seq_id, choice.forecast, num_tokens=num_tokens, at_ns=now_ns
             )
+
+    def chunk_beside(
+        self, sequence: Sequence, worker: str, held: Callable[[], Iterable[Sequence]]
+    ) -> int | None:
+        """Choose how many of its tokens a worker's steps may have while others decode there.
+
+        Its route's reason says so where the worker is there for decode.
+
+        Args:
+            sequence: is about to be admitted to the worker.
+            worker: computes what is left of it.
+            held: lists all sequences on workers, or between two.
+
+        Returns:
+            None: its choice took account of them, or roles put both phases there on purpose.
+        """
+        num_left = sequence.num_tokens - sequence.num_computed_tokens
+        is_chosen = sequence.spares_streams_at == worker or self._roles == "colocated"
+        if num_left <= 1 or is_chosen:
+            return None
+        _, batch, context, *_ = self._loads(held())[worker]
+        is_prefills = worker in self.topology.playing(PREFILL)
+        if is_prefills and not batch:
+            return LEAST_CHUNK_BESIDE  # only a death brings them there
+        chunk = self._chunk_within(worker, StepLoad(0, 0.0, max(batch, 1), context), sequence)
+        if not is_prefills and num_left > chunk and _BESIDE not in (sequence.route_reason or ""):
+            sequence.route_reason = f"{sequence.route_reason}; {chunk} {_BESIDE}"
+        return chunk
+
+    def _chunk_within(self, worker: str, decode: StepLoad, sequence: Sequence) -> int:
+        """Find the largest chunk for which a decode step may take MAX_GAP_RATIO times as long.
+
+        It is LEAST_CHUNK_BESIDE where such steps are unknown, or take longer with more.
+        """
+        gap_ms, chunk = self.slowest_ms(worker, decode), self._max_step_tokens
+        while gap_ms is not None and chunk > LEAST_CHUNK_BESIDE:
+            step = StepLoad(chunk, chunk * sequence.num_tokens, *decode[2:])
+            step_ms = self.slowest_ms(worker, step)
+            if step_ms is not None and step_ms <= MAX_GAP_RATIO * gap_ms:
+                return chunk
+            chunk //= 2
+        return LEAST_CHUNK_BESIDE
+
+    def longest_step_ms(
+        self, worker: str, running: Iterable[Sequence], most_tokens: int
+    ) -> float | None:
+        """Predict the longest step that a worker could be in; None: unknown."""
+        tokens = batch = context = longest = 0
+        for sequence in running:
+            if sequence.worker != worker:
+                continue
+            if sequence.phase is Phase.PREFILLING:
+                tokens += max(sequence.num_prompt_tokens - sequence.num_computed_tokens, 1)
+                longest = max(longest, sequence.num_tokens)
+            else:
+                batch += 1
+                context += sequence.num_tokens
+        tokens = min(tokens, most_tokens)
+        return self.slowest_ms(worker, StepLoad(tokens, tokens * longest, batch, context))
 
     def settle(self, running: Iterable[Sequence]) -> None:
         """Bring the cores to where the work is."""

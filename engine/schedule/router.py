@@ -38,7 +38,6 @@ from engine.schedule.sequence import (
     Moving,
     On,
     Paused,
-    Phase,
     RouteStage,
     Sequence,
     Waiting,
@@ -54,7 +53,7 @@ from engine.schedule.snapshot import (
     worker_snapshot,
 )
 from engine.schedule.step_times import StepLoad
-from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Pair, Routes, admit, route_stages
+from engine.schedule.worker_routes import Pair, Routes, admit, route_stages
 from engine.wire.messages import Begun, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.wire.sampling import TokenLogprob
 
@@ -217,6 +216,9 @@ class Router:
                 key = FactKey(LINK_BYTES_PER_S, place=f"{worker} and {pool}")
                 self.roles.profile.observe(key, rate)
         self.roles.worker_ready(worker)
+        if self.roles.roles != "colocated":
+            for stray in self.routes.strays(worker, self.at.running.values()):
+                self._send(str(stray.worker), Release(stray.seq_id, stray.generation))
         self.dispatch(now_ns)
 
     def pool_made(self, worker: str, num_blocks: int) -> int:
@@ -355,7 +357,10 @@ class Router:
         if self.prefix_copies.is_awaited(sequence) or prefixes.waits_for_restore(sequence, there):
             return False
         until = prefixes.tokens_until(sequence, hits, ahead)
-        candidates = self.routes.candidates(sequence, there, held, until, hits, num_available)
+        ready = self.roles.ready_workers
+        candidates = self.routes.candidates(
+            sequence, there, ready, held, until, hits, num_available
+        )
         choice = self.roles.route(sequence, candidates, held, now_ns, hits)
         stages = route_stages(sequence, choice.pair)
         if not self.routes.has_capacity(sequence, stages):  # with its output it is too long to move
@@ -370,6 +375,7 @@ class Router:
         sequence.stages = stages
         sequence.route_reason = choice.words + self.copies.links.named(stages)
         sequence.max_chunk_tokens = choice.max_chunk_tokens
+        sequence.spares_streams_at = choice.pair.prefill if choice.spares_streams else None
         if len(stages) > 1:
             self.copies.begin(
                 sequence, self.copies.links.between(stages[0].worker, stages[1].worker)
@@ -424,7 +430,8 @@ class Router:
         key = ("admit", sequence.seq_id, sequence.generation)
         self.ledger.open_command(key, worker, {pool: list(named)})
         windows = self.ledger.window_tables(sequence.seq_id, pool)
-        self._send(worker, admit(sequence, stage, table, records, windows))
+        beside = self.roles.chunk_beside(sequence, worker, self.at.held)
+        self._send(worker, admit(sequence, stage, table, records, windows, beside))
         self.prefixes.publish(sequence)
         self.allocator.note(sequence)
 
@@ -469,13 +476,13 @@ class Router:
             self._yield(sequence)
 
     def _yield(self, sequence: Sequence) -> None:
-        """Continue a sequence that yielded its worker, elsewhere or in small chunks."""
+        """Continue a sequence that yielded its worker, elsewhere or in shorter chunks."""
         assert isinstance(sequence.where, On)
         stage = sequence.where.stage
         stages = self.routes.elsewhere(sequence, stage.worker, self.roles.ready_workers)
         if stages:
             stage, sequence.stages = stages[0], stages
-        sequence.max_chunk_tokens = None if stages else MIN_CHUNK_TOKENS
+        sequence.max_chunk_tokens = sequence.spares_streams_at = None
         self.at.put(sequence, Waiting(stage))
 
     def _pause(self, sequence: Sequence, now_ns: int) -> None:
@@ -586,19 +593,7 @@ class Router:
 
     def longest_step_ms(self, worker: str, most_tokens: int) -> float | None:
         """Predict the longest step that a worker could be in; None: unknown."""
-        tokens = batch = context = longest = 0
-        for sequence in self.at.running.values():
-            if sequence.worker != worker:
-                continue
-            if sequence.phase is Phase.PREFILLING:
-                tokens += max(sequence.num_prompt_tokens - sequence.num_computed_tokens, 1)
-                longest = max(longest, sequence.num_tokens)
-            else:
-                batch += 1
-                context += sequence.num_tokens
-        tokens = min(tokens, most_tokens)
-        load = StepLoad(tokens, tokens * longest, batch, context)
-        return self.roles.slowest_ms(worker, load)
+        return self.roles.longest_step_ms(worker, self.at.running.values(), most_tokens)
 
     # What others look at
 

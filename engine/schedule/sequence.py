@@ -212,6 +212,8 @@ class Sequence:
     """Why its cached prefix ended where it did; None: nothing was missed."""
     max_chunk_tokens: int | None = None
     """Maximum prompt tokens in one step; None: the step's limit."""
+    spares_streams_at: str | None = None
+    """Where its placement considered the sequences that decode; None: at no worker."""
     output_token_ids: list[int] = field(default_factory=list)
     drafts: DraftCounts = field(default_factory=DraftCounts)
     """What speculation has guessed for it."""

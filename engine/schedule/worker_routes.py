@@ -93,6 +93,7 @@ def admit(
     table: list[int],
     records: Records | None = None,
     window_tables: list[list[int]] | None = None,
+    max_chunk_beside: int | None = None,
 ) -> Admit:
     """Make the command that runs a sequence on a stage from its present state.
 
@@ -100,6 +101,7 @@ def admit(
         table: its blocks in the pool of the stage's worker.
         records: its records there; None: the model keeps none.
         window_tables: its window blocks there, by group of layers; None: there are none.
+        max_chunk_beside: its tokens of a step in which others decode, at most; None: no limit.
     """
     return Admit(
         seq_id=sequence.seq_id,
@@ -111,6 +113,7 @@ def admit(
         spec=sequence.spec,
         until_output=stage.until_output,
         max_chunk_tokens=sequence.max_chunk_tokens,
+        max_chunk_beside=max_chunk_beside,
         records=records,
         window_tables=window_tables or [],
         is_suspect=sequence.num_suspicions > 0,
@@ -161,22 +164,50 @@ class Routes:
     def elsewhere(
         self, sequence: Sequence, worker: str, ready_workers: Collection[str]
     ) -> tuple[RouteStage, ...]:
-        """Find a route on which a prompt continues at another worker with its blocks; empty: none.
+        """Find a route on which a sequence continues by roles, with its blocks; empty: none.
 
         Args:
-            sequence: is on the worker, where it will decode.
-            worker: to be relieved of its prompt.
+            sequence: is on the worker.
+            worker: to be relieved of what is another role's.
         """
         pool_of = self._topology.pool_of
         near = [
             pair
             for pair in self._moving
-            if pair.decode == worker != pair.prefill
-            and pair.prefill in ready_workers
-            and pool_of(pair.prefill) == pool_of(worker)
+            if worker in pair
+            and pair.moves
+            and set(pair) <= {worker, *ready_workers}
+            and pool_of(pair.prefill) == pool_of(pair.decode)
         ]
-        is_open = sequence.num_computed_tokens < sequence.num_prompt_tokens
-        return route_stages(sequence, near[0]) if near and is_open else ()
+        if not near:
+            return ()
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return route_stages(sequence, near[0])
+        return route_stages(sequence, Pair(near[0].decode, near[0].decode))
+
+    def strays(self, ready: str, running: Iterable[Sequence]) -> list[Sequence]:
+        """List the sequences that another role's worker has while this one was down.
+
+        They go back with their blocks; a prompt that was placed there by a prediction stays.
+        """
+        pool, prefills = self._topology.pool_of, self._topology.playing(PREFILL)
+        near = [
+            one
+            for one in running
+            if one.worker is not None and one.worker != ready and pool(one.worker) == pool(ready)
+        ]
+        if ready in prefills:
+            return [
+                one
+                for one in near
+                if one.worker not in prefills
+                and not one.is_on_probation
+                and one.spares_streams_at != one.worker
+                and one.num_computed_tokens + MIN_CHUNK_TOKENS < one.num_prompt_tokens
+            ]
+        return [
+            one for one in near if one.worker in prefills and one.stages[-1].worker == one.worker
+        ]
 
     def _can_stay(self, sequence: Sequence, worker: str) -> bool:
         """Say whether a worker's pool could hold its whole length."""
@@ -205,6 +236,7 @@ class Routes:
         self,
         sequence: Sequence,
         open_workers: Collection[str],
+        ready_workers: Collection[str],
         held: Iterable[Sequence],
         tokens_until: Callable[[str], int],
         hits: Mapping[str, int],
@@ -217,11 +249,13 @@ class Routes:
         blocks go first; of equals, the one that holds most of the prompt. All other pairs have
         enough blocks. If all workers of a role are down, workers of the other do both, each in a
         pool that could hold the whole. On one memory bus prefill workers do not decode otherwise:
-        the weights would be read twice.
+        the weights would be read twice. A worker that is up but not open stands for its role where
+        no other does: what would go there waits, and does not go to a worker of the other role.
 
         Args:
             sequence: is about to be placed.
             open_workers: may get it.
+            ready_workers: are up.
             held: all sequences on workers or between two.
             tokens_until: prompt tokens that a worker would compute until it is done.
             hits: positions by pool that are computed there.
@@ -238,7 +272,8 @@ class Routes:
                 fits = num_new <= num_available[kv_pool.name]
                 return not fits, load(name), -num_there, -kv_pool.num_free
 
-            return sorted((n for n in topology.playing(role) if n in open_workers), key=key)
+            up = [name for name in topology.playing(role) if name in ready_workers]
+            return sorted([name for name in up if name in open_workers] or up, key=key)
 
         firsts = there(PREFILL, length, tokens_until)
         ends = there(DECODE, most, batches.__getitem__)

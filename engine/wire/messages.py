@@ -189,6 +189,8 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     until_output: int
     max_chunk_tokens: int | None = None
     """Maximum prompt tokens per step, to protect others' ITL; None: no limit."""
+    max_chunk_beside: int | None = None
+    """Maximum prompt tokens of steps in which others decode; None: it was placed beside them."""
     records: Records | None = None
     """None: the model keeps no recurrent states."""
     window_tables: list[list[int]] = []

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.errors import ChannelClosed, PenstockError
+from engine.wire.beats import Beats
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     Failed,
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--cpus", required=True)
     parser.add_argument("--stacks-fd", type=int)
+    parser.add_argument("--beats-fd", type=int)
     options = parser.parse_args()
     faulthandler.enable()
     if options.stacks_fd is not None:  # a report asks for them, also while we hang
@@ -74,7 +76,7 @@ def main() -> int:
         gc.enable()
         setup = channel.expect(Setup)
         libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
-        _serve(channel, setup)
+        _serve(channel, setup, None if options.beats_fd is None else Beats(options.beats_fd))
     except ChannelClosed:
         return 0
     except PenstockError as error:
@@ -86,7 +88,7 @@ def main() -> int:
         return 1
 
 
-def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
+def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoReturn:
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.model.transformer import Transformer
     from engine.workers.affinity import NodeMemory, use_cores
@@ -121,10 +123,11 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         setup.block_size,
         variants,
         setup.attention_variant,
+        None if beats is None else beats.beat,
     )
     progress.heartbeat()
-    num_groups = config.kv_groups.num_groups
-    runner = Runner(transformer, pool, setup.block_size, grammars, num_groups=num_groups)
+    groups = config.kv_groups.num_groups
+    runner = Runner(transformer, pool, setup.block_size, grammars, num_groups=groups)
     runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
     progress.heartbeat()
     speculation, why_not = _speculation(transformer, setup)
@@ -138,11 +141,9 @@ def _serve(channel: WorkerChannel, setup: Setup) -> NoReturn:
         pages=PagesAhead(pool),
         speculation=speculation,
     )
-    heartbeat = progress.heartbeat
-    loss = weights_loss(transformer, checkpoint, setup.dtype, heartbeat) if is_measurer else None
-    of_kv = (
-        kv_loss(transformer, checkpoint, setup.kv_dtype, heartbeat) if setup.measures_kv else None
-    )
+    alive, model = progress.heartbeat, (transformer, checkpoint)
+    loss = weights_loss(*model, setup.dtype, alive) if is_measurer else None
+    of_kv = kv_loss(*model, setup.kv_dtype, alive) if setup.measures_kv else None
     attention, notes = transformer.attention_backend, [*near.notes(pool), *why_not]
     channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
     worker.run()

@@ -42,6 +42,7 @@ class WorkerRequest:
     window_tables: list[list[int]] = field(default_factory=list)
     """Tables of the layers with windows, by group; empty: all layers are in one block."""
     max_chunk_tokens: int | None = None
+    max_chunk_beside: int | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     dropped_for: str = "ended"
     """The daemon's reason for dropping it."""
@@ -89,6 +90,7 @@ class WorkerRequest:
             until_output=admit.until_output,
             admitted_ns=now_ns,
             max_chunk_tokens=admit.max_chunk_tokens,
+            max_chunk_beside=admit.max_chunk_beside,
             stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             matcher=matcher,
             records=admit.records,

@@ -35,6 +35,8 @@ import engine.offload.disk
 from appliance.api import fair_threads
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
+from appliance.telemetry import deadlines
+from appliance.telemetry.thread_times import ThreadTime
 from engine.errors import InvariantViolated
 from engine.offload import slab_files
 from engine.text.tokenizer import Tokenizer
@@ -203,6 +205,7 @@ class Machine:
         with (
             mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
             mock.patch.object(appliance.disk_reads, "start_new_thread", lambda run, _: run()),
+            mock.patch.object(deadlines, "thread_times", lambda pid: {pid: _IDLE_THREAD}),
             mock.patch.object(appliance.daemon, "standing_threads", _unused_threads),
             mock.patch.object(fair_threads, "standing_threads", _unused_threads),
             mock.patch.object(engine.offload.disk, "Thread", _Never),
@@ -421,6 +424,10 @@ def _damage(path: Path, drawn: random.Random, *, is_torn: bool) -> None:
                 page[at] ^= 1
             file.seek(start)
             file.write(page)
+
+
+_IDLE_THREAD = ThreadTime(False, 0.0, 0.0)
+"""All that is seen of a simulated worker while it is stopped: it waits for no core."""
 
 
 def _unused_threads(*_: Any) -> ThreadPoolExecutor:

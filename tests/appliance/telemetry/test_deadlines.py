@@ -4,7 +4,6 @@ import itertools
 import mmap
 import os
 import re
-import resource
 import time
 
 import msgspec
@@ -22,6 +21,7 @@ from appliance.telemetry.progress import (
     Watchdog,
     WorkerReading,
 )
+from appliance.telemetry.thread_times import ThreadTime
 from engine.schedule.sequence import FinishReason, Moving, On, RouteStage
 from engine.schedule.step_times import place_of
 from engine.wire.messages import MeasuredStep
@@ -177,6 +177,10 @@ STILL = WorkerReading(pid=1, num_signs=7, has_work=True, step_ms=40.0)
 IDLE = STILL._replace(has_work=False)
 
 
+def one_thread(is_runnable, cpu_s, waited_s=0.0):
+    return {1: ThreadTime(is_runnable, cpu_s, waited_s)}
+
+
 def silent_for(reading, seconds, watchdog=None):
     """A watchdog that has read the same of one worker, twice a second, for so long."""
     watchdog = watchdog or Watchdog()
@@ -217,7 +221,8 @@ def test_a_busy_process_is_trusted_for_a_while_only_where_no_step_was_ever_seen(
     def computing(step_ms, seconds):
         watchdog = Watchdog()
         for tick in range(int(2 * seconds) + 1):
-            watchdog.look({"a": STILL._replace(step_ms=step_ms, cpu_s=float(tick))}, 0.5)
+            threads = one_thread(True, tick / 2)
+            watchdog.look({"a": STILL._replace(step_ms=step_ms, threads=threads)}, 0.5)
         return watchdog
 
     assert computing(40.0, MIN_PATIENCE_S).hung  # a device hangs while its process spins
@@ -225,10 +230,42 @@ def test_a_busy_process_is_trusted_for_a_while_only_where_no_step_was_ever_seen(
     assert computing(None, UNKNOWN_PATIENCE_S).hung
     # it computed at first, and stands still since: CPU time of before proves nothing
     stopped = silent_for(
-        STILL._replace(step_ms=None, cpu_s=9e9), MIN_PATIENCE_S, computing(None, 9)
+        STILL._replace(step_ms=None, threads=one_thread(False, 9e9)),
+        MIN_PATIENCE_S,
+        computing(None, 9),
     )
     assert stopped.hung
-    assert silent_for(STILL._replace(step_ms=None, cpu_s=3.0), MIN_PATIENCE_S).hung
+    asleep = one_thread(False, 3.0)
+    assert silent_for(STILL._replace(step_ms=None, threads=asleep), MIN_PATIENCE_S).hung
+
+
+@pytest.mark.parametrize("waited_s", [0.0, None], ids=["", "waits are not reported"])
+@pytest.mark.parametrize("step_ms", [40.0, None], ids=["", "unpredictable"])
+def test_a_worker_that_waits_for_a_core_is_not_stuck_however_long(step_ms, waited_s):
+    starved = STILL._replace(step_ms=step_ms, threads=one_thread(True, 3.0, waited_s))
+    assert not silent_for(starved, 3600).stalled
+
+
+def test_a_worker_that_hangs_beside_other_programs_is_judged_by_the_time_that_it_had():
+    watchdog = Watchdog()
+    for tick in range(int(8 * MIN_PATIENCE_S) - 4):  # an endless loop on a quarter of a core
+        threads = one_thread(True, tick / 8, 3 * tick / 8)
+        watchdog.look({"a": STILL._replace(threads=threads)}, 0.5)
+    assert watchdog.stalled
+    assert not watchdog.hung
+    assert silent_for(STILL._replace(threads=threads), 1, watchdog).stalled
+    for tick in range(tick, tick + 12):  # noqa: B020
+        threads = one_thread(True, tick / 8, 3 * tick / 8)
+        watchdog.look({"a": STILL._replace(threads=threads)}, 0.5)
+    assert watchdog.hung
+
+
+@pytest.mark.parametrize("threads", [{}, {1: ThreadTime(False, 0.0, 0.0)}], ids=["", "with times"])
+def test_where_waits_are_not_reported_the_reason_says_so(threads):
+    about = silent_for(STILL._replace(threads=threads), MIN_PATIENCE_S).hung["a"]
+    without = {thread: each._replace(waited_s=None) for thread, each in threads.items()}
+    other = silent_for(STILL._replace(threads=without), MIN_PATIENCE_S).hung["a"]
+    assert (other != about) == bool(threads)
 
 
 def test_a_daemon_that_was_stopped_itself_accuses_nobody():
@@ -238,7 +275,7 @@ def test_a_daemon_that_was_stopped_itself_accuses_nobody():
 
 
 def test_a_worker_that_loads_is_trusted_as_long_as_it_computes_or_says_something():
-    loading = STILL._replace(is_loading=True, step_ms=None, cpu_s=1.0)
+    loading = STILL._replace(is_loading=True, step_ms=None, threads=one_thread(False, 1.0))
     assert not silent_for(loading, LOADING_PATIENCE_S - 1).hung
     assert silent_for(loading, LOADING_PATIENCE_S).hung
 
@@ -247,48 +284,44 @@ def test_a_worker_that_loads_is_trusted_as_long_as_it_computes_or_says_something
         watchdog.look({"a": loading._replace(**sign_of_life)}, 0.5)
         last = watchdog._silences["a"].last
         for tick in range(int(2 * seconds)):
-            watchdog.look({"a": last._replace(cpu_s=2.0 + tick)}, 0.5)
+            watchdog.look({"a": last._replace(threads=one_thread(True, 2.0 + tick))}, 0.5)
         return watchdog
 
-    assert not busy(UNKNOWN_PATIENCE_S - LOADING_PATIENCE_S - 2, cpu_s=1.5).hung
-    assert busy(UNKNOWN_PATIENCE_S, cpu_s=1.5).hung  # it turns in circles
+    begun = one_thread(True, 1.5)
+    assert not busy(UNKNOWN_PATIENCE_S - LOADING_PATIENCE_S - 2, threads=begun).hung
+    assert busy(UNKNOWN_PATIENCE_S, threads=begun).hung  # it turns in circles
     assert not busy(UNKNOWN_PATIENCE_S - 2, num_signs=8).hung
 
 
 @pytest.mark.parametrize("is_slow", [True, False], ids=["a slow disk", "circles"])
 def test_a_worker_whose_weights_come_slowly_is_left_alone(clock, machine, monkeypatch, is_slow):
-    ticks, ended = itertools.count(), []
+    ticks, cpu_s, ended = itertools.count(), itertools.count(), []
     plan, setup = machine.plan.workers[0]
     supervisor = machine.supervisor
     supervisor.workers[plan.name] = WorkerState(plan, setup, "loading", pid=0)
     supervisor.end_hung = lambda *told: ended.append(told)
 
-    def used(pid):
-        tick = next(ticks)
-        return float(tick), tick // 50 if is_slow else 0  # a page in 25 seconds
+    def num_file_pages(pid):
+        return next(ticks) // 50 if is_slow else 0  # a page in 25 seconds
 
-    monkeypatch.setattr(deadlines, "_used", used)
+    monkeypatch.setattr(deadlines, "_num_file_pages", num_file_pages)
+    monkeypatch.setattr(deadlines, "thread_times", lambda _: one_thread(True, next(cpu_s) / 2))
     for _ in range(2 * int(UNKNOWN_PATIENCE_S) + 100):
         clock[0] += 0.5
         machine.service.deadlines.keep()
     assert bool(ended) != is_slow
 
 
-def test_what_a_process_uses_is_its_cpu_time_and_pages_of_files(tmp_path):
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_ticks, num_pages = deadlines._used(os.getpid())
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s, ticks_s = cpu_ticks / os.sysconf("SC_CLK_TCK"), 3 / os.sysconf("SC_CLK_TCK")
-    assert before.ru_utime + before.ru_stime - ticks_s <= cpu_s
-    assert cpu_s <= after.ru_utime + after.ru_stime + ticks_s
+def test_a_load_is_seen_by_its_pages_of_files(tmp_path):
+    num_pages = deadlines._num_file_pages(os.getpid())
     file = tmp_path / "weights"
     with file.open("wb") as opened:
         opened.truncate(64 << 20)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         assert sum(mapped[:: mmap.PAGESIZE]) == 0
         # whose count may be behind by some on each core
-        assert deadlines._used(os.getpid())[1] > num_pages + 1000
-    assert deadlines._used(None) == (None, 0)
+        assert deadlines._num_file_pages(os.getpid()) > num_pages + 1000
+    assert deadlines._num_file_pages(None) == 0
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["at the first start", "again"])

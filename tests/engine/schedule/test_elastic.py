@@ -129,11 +129,25 @@ def test_a_generous_gap_target_allows_chunks_that_keep_it():
     assert linear("decode", 2, StepLoad(choice.max_chunk_tokens, 0.0, 2, 1000)) <= 100
 
 
-def test_a_queue_too_long_for_the_target_spills_to_the_decode_worker():
+def test_a_long_queue_spills_to_the_decode_worker_only_if_streams_there_keep_their_target():
     flood = WorkerLoad(num_prefill_tokens=60_000)
-    choice = choice_of(CPU, prefill=flood, decode=TWO_STREAMS)
-    assert (choice.pair, choice.reason) == (DECODE, "closest")
+    beside = {"prefill": flood, "decode": TWO_STREAMS}
+    choice = choice_of(CPU, **beside)
+    assert (choice.pair, choice.reason) == (MOVE, "closest")
+    choice = choice_of(CPU, **beside, slo=Slo(itl_ms=100))
+    assert (choice.pair, choice.spares_streams) == (DECODE, True)
     assert choice.max_chunk_tokens >= MIN_CHUNK_TOKENS
+    assert choice_of(CPU, **beside, num_prompt_tokens=512).pair == DECODE, "one step alone"
+    expected = TWO_STREAMS._replace(num_expected=2)
+    assert choice_of(CPU, prefill=flood, decode=expected).pair == DECODE, "nobody is there yet"
+
+
+def test_beside_streams_that_would_miss_their_target_there_is_no_route_that_spares_them():
+    others = (DECODE, Pair("decode1", "decode1"))
+    busy = replace(CPU, candidates=others, num_cores={"decode": 1, "decode1": 1})
+    busy = replace(busy, loads={"decode": TWO_STREAMS, "decode1": TWO_STREAMS})
+    assert not choose(busy, linear).spares_streams
+    assert not choose(replace(busy, candidates=others[:1]), linear).spares_streams
 
 
 def test_a_target_for_the_first_token_decides_when_it_spills():

@@ -11,6 +11,7 @@ class Fake:
     num_tokens: int
     num_computed_tokens: int
     admitted_ns: int = 0
+    max_chunk_beside: int | None = None
 
     @property
     def is_decoding(self):
@@ -63,12 +64,24 @@ def test_many_decoding_sequences_do_not_starve_prompts():
     assert planned[-1] == (prompt, 512)
 
 
+def test_a_prompt_that_must_spare_others_has_short_chunks_beside_those_that_decode():
+    stream, prompt, short = Fake(10, 9), Fake(1000, 0, max_chunk_beside=16), Fake(300, 0)
+    assert plan([stream, prompt], 512, 0) == [(stream, 1), (prompt, 16)]
+    assert plan([stream, prompt, short], 512, 0) == [(stream, 1), (short, 16)], "all together"
+    assert plan([prompt], 512, 0) == [(prompt, 512)]
+    done = Fake(10, 9, max_chunk_beside=8)
+    assert plan([done, Fake(1000, 0)], 512, 0)[1][1] == 512, "it is no prompt any more"
+
+
 sequences = st.lists(
     st.builds(
-        lambda computed, remaining, admitted: Fake(computed + remaining, computed, admitted),
+        lambda computed, remaining, admitted, beside: Fake(
+            computed + remaining, computed, admitted, beside
+        ),
         st.integers(0, 500),
         st.integers(0, 500),
         st.integers(0, 10**10),
+        st.one_of(st.none(), st.integers(1, 700)),
     ),
     max_size=30,
 )

@@ -32,7 +32,7 @@ def test_walks_lose_no_record(arm):
 
 def test_walks_meet_every_case():
     """The walks are no use unless snapshots are found, and sequences preempted and recovered."""
-    world = world_of("alias", num_blocks=49)
+    world = world_of("alias", num_blocks=41)
     walk(world, random.Random(0))
     counters = world.router.counters
     assert counters.prefix_cache_hits

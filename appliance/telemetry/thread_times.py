@@ -1,0 +1,83 @@
+"""Read how long each thread of a process has computed, and has waited for a core.
+
+Invariant: what the kernel does not report is None, or missing; a time is never guessed.
+Never: decides what hangs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+_USER, _SYSTEM = 11, 12
+"""Places of a thread's ticks in /proc/PID/task/TID/stat, behind its name."""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+MIN_COMPUTED_S = 0.01
+"""CPU time between two looks from which a process computes; less is housekeeping."""
+
+
+class ThreadTime(NamedTuple):
+    """One thread since its start."""
+
+    is_runnable: bool
+    """Whether it computes or waits for a core; it does neither while it sleeps, waits for a disk
+    or is stopped."""
+    cpu_s: float
+    waited_s: float | None
+    """Waits for a core that are over; None: this kernel reports none."""
+
+
+ThreadTimes = Mapping[int, ThreadTime]
+"""The times by thread; empty if they were not read, or the process has ended."""
+NO_TIMES: ThreadTimes = MappingProxyType({})
+
+
+def thread_times(pid: int | None, proc: Path = Path("/proc")) -> dict[int, ThreadTime]:
+    """Read the times of all threads of a process."""
+    try:
+        tasks = list((proc / str(pid) / "task").iterdir())
+    except OSError:
+        return {}
+    read = {int(task.name): _thread_time(task) for task in tasks}
+    return {thread: each for thread, each in read.items() if each is not None}
+
+
+def _thread_time(task: Path) -> ThreadTime | None:
+    try:
+        state, *fields = (task / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended meanwhile
+        return None
+    cpu_s = (int(fields[_USER - 1]) + int(fields[_SYSTEM - 1])) * _TICK_S
+    try:
+        cpu_ns, waited_ns, _ = map(int, (task / "schedstat").read_text().split())
+    except (OSError, ValueError):
+        return ThreadTime(state == "R", cpu_s, None)
+    return ThreadTime(state == "R", cpu_ns / 1e9, waited_ns / 1e9)
+
+
+def own_s(before: ThreadTimes, after: ThreadTimes, elapsed_s: float) -> float:
+    """Compute how much of the elapsed time no thread waited for a core.
+
+    Threads wait for each other, so the one that waited longest has held up the process. A thread
+    that was runnable all the time has waited whenever it did not compute.
+    """
+    waits_s = [0.0]
+    for last, now in _pairs(before, after):
+        if last.is_runnable and now.is_runnable:
+            waits_s.append(elapsed_s - (now.cpu_s - last.cpu_s))
+        if last.waited_s is not None and now.waited_s is not None:
+            waits_s.append(now.waited_s - last.waited_s)
+    return min(max(elapsed_s - max(waits_s), 0.0), elapsed_s)
+
+
+def has_computed(before: ThreadTimes, after: ThreadTimes) -> bool:
+    """Say whether a process used CPU time between two readings."""
+    used_s = sum(now.cpu_s - last.cpu_s for last, now in _pairs(before, after))
+    return used_s >= MIN_COMPUTED_S
+
+
+def _pairs(before: ThreadTimes, after: ThreadTimes) -> Iterator[tuple[ThreadTime, ThreadTime]]:
+    return ((before[thread], after[thread]) for thread in after if thread in before)
