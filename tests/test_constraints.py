@@ -1,0 +1,46 @@
+"""Each dependency of a service is one version with its hashes, as pyproject.toml asks."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "constraints.txt").read_text()
+PINNED = [line for line in re.sub(r"\\\n\s*", "", TEXT).splitlines() if line[:1] not in ("", "#")]
+HAVE_HOLES = {"jinja2": "3.1.5", "h11": "0.14.0", "starlette": "0.49.0"}
+"""The newest versions with a known hole."""
+
+
+def name_of(requirement):
+    return requirement.name.lower().replace("_", "-")
+
+
+def wanted():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {name_of(each): each for each in map(Requirement, project["dependencies"])}
+
+
+def test_every_dependency_is_one_version_that_the_project_takes():
+    pinned = {}
+    for line in PINNED:
+        requirement = Requirement(line.partition(" --hash")[0])
+        (only,) = requirement.specifier
+        assert only.operator == "=="
+        pinned.setdefault(name_of(requirement), []).append(Version(only.version))
+    for name, requirement in wanted().items():
+        assert name in pinned
+        assert all(version in requirement.specifier for version in pinned[name]), name
+
+
+def test_every_line_has_hashes_and_names_no_host_and_no_folder():
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", line) for line in PINNED)
+    assert not re.search(r"://|--index|--find-links|\s/", TEXT)
+
+
+def test_no_version_with_a_known_hole_is_taken():
+    requirements = wanted()
+    for name, version in HAVE_HOLES.items():
+        assert Version(version) not in requirements[name].specifier
