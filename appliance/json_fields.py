@@ -67,7 +67,7 @@ def decode_object(body: bytes) -> Json:
 
 
 def as_utf8(body: bytes) -> bytes:
-    """Return JSON in UTF-8 without a byte-order mark; as it is where it cannot be read so."""
+    """Return JSON in UTF-8 without a byte-order mark; what cannot be read so is not changed."""
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
         return body

@@ -20,5 +20,5 @@ _encode: Callable[[object], bytes] = msgspec.json.Encoder().encode
 def encode_line(content: object) -> bytes:
     """Encode a value as JSON; whatever text it holds, the result is one line to any reader."""
     line = _encode(content)
-    # JSON has such characters within strings alone, where an escape means the same
+    # JSON has such characters only within strings, and there an escape is read as the character
     return line if line.isascii() else _BREAKS.sub(lambda found: _ESCAPES[found[0]], line)

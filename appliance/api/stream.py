@@ -222,7 +222,7 @@ class _SequenceText:
             for place, (text, one) in enumerate(hidden.items())
             if one not in self._marks
         }
-        """Special tokens that end a reply by a stop string, but have no text in it."""
+        """Special tokens of stop strings: they end a reply, and are no text in it."""
         names = {text: self._hidden[one] for text, one in hidden.items() if one in self._hidden}
         self._stop = StopMatcher(ask.stop, names, is_shown=ask.shows_stop)
         self._num_reasoning_tokens = 0

@@ -61,7 +61,7 @@ class BodyDecoder:
         return data
 
     def _window_bits(self, part: bytes) -> int:
-        """Some clients send `deflate` without zlib's header, whose first byte ends in 8."""
+        """Choose how to read `deflate`: its first byte ends in 8 where it has zlib's header."""
         is_raw = self._encoding == b"deflate" and part[0] & 15 != 8
         return _RAW_DEFLATE if is_raw else ENCODINGS[self._encoding]
 
