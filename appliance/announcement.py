@@ -13,6 +13,7 @@ from pathlib import Path
 from appliance.frame.figures import transport_text
 from appliance.frame.protocol import Frame
 from appliance.request import ModelInfo
+from engine.checkpoint.gguf import is_gguf
 from engine.units import size_text
 
 OPEN_CODE = "listen.open"
@@ -88,7 +89,7 @@ def _first_try(model: ModelInfo, has_template: bool) -> str:
 
 def sampling_text(sampling: Mapping[str, float], folder: Path) -> str:
     """Say how replies are sampled by default: by the model's folder or GGUF file."""
-    is_file = folder.is_file()
+    is_file = is_gguf(folder)
     if not sampling:
         return "Sampling: temperature 1 (default; the model sets none)"
     values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
@@ -103,7 +104,7 @@ def sampling_advice(sampling: Mapping[str, float], folder: Path) -> str:
         "small models ramble at temperature 1. "
         f"run and chat use {ADVISED_TEMPERATURE:g}; set `temperature` in other clients' requests"
     )
-    if folder.is_file():  # beside which no file is read
+    if is_gguf(folder):  # beside which no file is read
         return advice
     return f'{advice}, or put {{"temperature": {ADVISED_TEMPERATURE:g}}} into ' + str(
         folder / GENERATION_FILE
