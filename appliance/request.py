@@ -309,7 +309,8 @@ class ModelInfo:
     def is_called(self, name: str) -> bool:
         """Say whether a client's name for a model means this one."""
         plain = name.removesuffix(":latest")  # which Ollama's clients add
-        return plain == self.model_id or any(fnmatchcase(plain, one) for one in self.aliases)
+        is_own = self.model_id in (plain, plain.removesuffix(".gguf"))  # or its file's name
+        return is_own or any(fnmatchcase(plain, one) for one in self.aliases)
 
     @property
     def sampling_in_force(self) -> dict[str, float]:

@@ -105,6 +105,7 @@ ALERTS = (
 
 MODELS = (
     TableColumn("NAME", "name"),
+    TableColumn("STATE", "state"),
     TableColumn("FAMILY", "family"),
     TableColumn("PARAMS", "num_parameters", short_count),
     TableColumn("DTYPE", "dtype"),

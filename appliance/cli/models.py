@@ -156,7 +156,12 @@ def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
     terminal.of_this_machine()
     from appliance.cli import model_folders
 
-    rows = [model_folders.describe(found) for found in _found(dirs)]
+    served = _served()
+    states = {each.folder: state for each, state in served}
+    rows = [
+        {**model_folders.describe(each), "state": states.get(each.folder, "")}
+        for each in _found(dirs, [each for each, _ in served])
+    ]
     terminal.write(terminal.listing("models", listings.MODELS, output).render(rows))
 
 
@@ -291,13 +296,13 @@ def _hub_name(text: str) -> HubName:
     raise UsageError("not a name on the hub", where=text, hint=hint)
 
 
-def _found(dirs: list[Path] | None) -> list[Any]:
-    """List every visible model folder once."""
+def _found(dirs: list[Path] | None, served: list[Any]) -> list[Any]:
+    """List every visible model folder once, by the name that the daemon takes where it has one."""
     from appliance.cli import model_folders
 
     named, tables = client_settings.models_named(terminal.passed_over)
-    found = [*_configured(tables), *_served()]
-    found += [model_folders.FoundModel(named.name, named)] if isinstance(named, Path) else []
+    found = [*_configured(tables), *served]
+    found += [model_folders.FoundModel(model_name(named), named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
     for root in dirs or ():
@@ -308,16 +313,22 @@ def _found(dirs: list[Path] | None) -> list[Any]:
     return list(by_folder.values())
 
 
-def _served() -> Iterator[Any]:
-    """Find the model of the daemon that runs here, wherever its files are."""
+def _served() -> list[tuple[Any, str]]:
+    """Find the models that the daemon here has in memory: `served` now, or `loaded` beside it."""
     from appliance.cli import model_folders
 
+    found: list[tuple[Any, str]] = []
     with suppress(PenstockError):
         if is_of_this_machine(terminal.address(None)):
+            _, tables = client_settings.models_named(terminal.passed_over)
+            configured = {each.name: each.folder for each in _configured(tables)}
             for model in terminal.client(None, timeout_s=2).get("/v1/models")["data"]:
-                named = model.get("root")
-                if named and (is_model_file(root := Path(named)) or root.is_dir()):
-                    yield model_folders.FoundModel(model["id"], root)
+                name, state = model["id"], "loaded" if "is_loaded" in model else "served"
+                root = Path(model["root"]) if model.get("root") else configured.get(name)
+                is_in_memory = model.get("is_loaded", True)
+                if is_in_memory and root and (is_model_file(root) or root.is_dir()):
+                    found.append((model_folders.FoundModel(name, root), state))
+    return found
 
 
 def _configured(tables: Mapping[str, Path | HubName]) -> Iterator[Any]:
@@ -348,7 +359,8 @@ def named(name: str, dirs: list[Path] | None) -> Any:
             return model_folders.FoundModel(str(asked), cache.gguf_file(in_cache, asked.file))
         if in_cache is not None:
             return model_folders.FoundModel(f"{asked.repository}@{in_cache.name[:7]}", in_cache)
-    matching = [each for each in _found(dirs) if name in (each.name, each.name.partition("@")[0])]
+    found = _found(dirs, [each for each, _ in _served()])
+    matching = [each for each in found if name in (each.name, each.name.partition("@")[0])]
     if len(matching) == 1:
         return matching[0]
     hint = "`penstock list` shows their names; a folder's path will do as well"

@@ -163,7 +163,8 @@ class Swaps(AbstractContextManager[None]):
         """Find the model that a requested name means; empty: the served one, by another name."""
         plain = asked.removesuffix(":latest")
         is_alias = bool(plain) and any(fnmatchcase(plain, one) for one in self._aliases)
-        known = next((name for name in (asked, plain) if name in self.names), "")
+        names = (asked, plain, plain.removesuffix(".gguf"))
+        known = next((name for name in names if name in self.names), "")
         return known or (self._first if is_alias else "")
 
     def can_enter(self, name: str) -> bool:

@@ -95,7 +95,7 @@ def test_the_model_that_a_daemon_serves_is_listed_wherever_it_is(
     with FakeDaemon(tmp_path / "p.sock") as daemon:
         daemon.script.replies = {"GET /v1/models": (200, {"data": [model]})}
         listed = penstock({**environ, "PENSTOCK_SOCKET": str(tmp_path / "p.sock")}, "list")
-    assert "mine" in listed.stdout
+    assert listed.stdout.splitlines()[1].split()[:2] == ["mine", "served"]
 
 
 def test_a_tokenizer_that_is_much_too_small_is_asked_about(
