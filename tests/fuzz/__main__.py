@@ -47,7 +47,7 @@ def feed(parser: Parser, data: bytes) -> str | None:
     finally:
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    if peak_bytes > ANY_FILE_BYTES + MAX_BYTES_PER_BYTE * len(data):
+    if peak_bytes > ANY_FILE_BYTES + MAX_BYTES_PER_BYTE * max(len(data), parser.file_bytes):
         return f"too large\n{len(data)} bytes took {peak_bytes >> 20} MiB"
     took_s = time.thread_time() - began_s
     return f"too slow\ntook {took_s:.1f} s of CPU" if took_s > MAX_INPUT_S else None

@@ -95,7 +95,9 @@ class Parser:
     share: int = 1
     """Of the inputs: the quicker, the more."""
     is_measured: bool = False
-    """Its memory is compared with the input's length, which takes time."""
+    """Its memory is compared with the file's length, which takes time."""
+    file_bytes: int = 0
+    """Length of the file that an input is the beginning of."""
 
 
 @functools.cache
@@ -147,8 +149,14 @@ def _safetensors(name: str, *, is_json: bool) -> Parser:
         os.truncate(path, weights.stat().st_size)
         Checkpoint.open(folder)
 
-    examples = [head if is_json else length + head]
-    return Parser(parse, examples, (PenstockError,), is_json=is_json, is_measured=True)
+    return Parser(
+        parse,
+        [head if is_json else length + head],
+        (PenstockError,),
+        is_json=is_json,
+        is_measured=True,
+        file_bytes=weights.stat().st_size,
+    )
 
 
 def _gguf() -> Parser:
