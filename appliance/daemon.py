@@ -52,7 +52,13 @@ from appliance.http.listeners import (
 )
 from appliance.http.server import ApiServer
 from appliance.keeper import RESTART_STATUS, check_next
-from appliance.keeper_channel import close_channel, has_keeper, notify, notify_watchdog
+from appliance.keeper_channel import (
+    BUSY_LOOP,
+    close_channel,
+    has_keeper,
+    notify,
+    notify_watchdog,
+)
 from appliance.loading import Fetching
 from appliance.log.retention import RetentionLimits
 from appliance.log.row import LogRow
@@ -67,6 +73,7 @@ from appliance.service import Service
 from appliance.swapping import Swapping
 from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.errors import ConfigError, PenstockError
+from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock")
@@ -107,6 +114,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
         log.warning("%s", about)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
+    READER.start()  # it imports while the models are looked at
     policy, placed, _ = check(config, passed.pools)
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
@@ -326,6 +334,8 @@ class _Daemon:
             keeps_text=self._config.log_text,
             caches=served.caches,
         )
+        loop, told = asyncio.get_running_loop(), self._service.reader_told
+        READER.tell = lambda sentence: loop.call_soon_threadsafe(told, sentence)
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
         if self._config.models:
             served.residents = Residents(
@@ -526,6 +536,7 @@ class _Daemon:
                 log.exception("deadlines are not kept")
             else:
                 notify_watchdog()
+                BUSY_LOOP.watched()
 
     def _announce(self) -> None:
         """Say what is served, where and how, in the words an operator needs."""

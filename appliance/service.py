@@ -52,6 +52,7 @@ from engine.cache.hashes import PrefixHasher
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.schedule.router import Router
 from engine.schedule.sequence import FinishReason, Phase, Sequence
+from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Begun, Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.wire.sampling import TokenLogprob
@@ -59,6 +60,7 @@ from engine.wire.sampling import TokenLogprob
 log = logging.getLogger("penstock")
 
 DRAIN_CHECK_S = 0.2
+READER_EVENT_INTERVAL_S = 60.0
 REFUSALS_S = 10.0
 """Between two counts of one caller's refusals in the log."""
 TOKEN_BYTES = 8  # of a body: more than most have, lest one is taken for longer than it is
@@ -103,6 +105,7 @@ class Service:
         self.availability = Availability(supervisor, self.deadlines)
         self._closed = ClosedRequests(request_log)
         self._last_seq_id, self._num_checked = 0, -1
+        self._next_reader_event_s = 0.0
         self._refusals_logged_s = 0.0
         self._measuring: Measuring | None = None
         self._disturbances = Disturbances()
@@ -412,6 +415,12 @@ class Service:
         self._telemetry.events.append(event)
         self._log.event(severity, code, message, actor, at=event.at)
 
+    def reader_told(self, sentence: str) -> None:
+        """Record an event of the reader, at most one a minute: clients may cause them."""
+        if time.monotonic() >= self._next_reader_event_s:
+            self._next_reader_event_s = time.monotonic() + READER_EVENT_INTERVAL_S
+            self.event("warning", "reader.failed", sentence)
+
     @property
     def drain_status(self) -> str:
         return f"{len(self._live)} running" if self._live else "nothing running"
@@ -489,6 +498,8 @@ class Service:
 
     def _standing(self) -> ServiceState:
         self._totals.has_prefix_cache = self.hasher is not None
+        self._totals.reader_failures = dict(READER.failures)
+        self._totals.reader_restarts = READER.num_restarts
         live, reason = list(self._live.values()), self.not_ready_reason() or self.degraded_reason()
         return ServiceState(reason, live, self._totals, self._log.rows_lost, self.swaps)
 

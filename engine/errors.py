@@ -11,6 +11,9 @@ PenstockError                 what, where, hint; exit_code for the CLI
 ├── ChannelClosed             the other end of a worker channel is gone
 │   └── ChannelGarbled        it sent bytes that are no message
 ├── InvariantViolated         the ledger does not add up: a bug of ours
+├── Unreadable                a grammar, a schema or a template cannot be used
+│   ├── GrammarError          in engine/text/grammar.py
+│   └── Overran               it takes too much time or memory to read
 └── RequestError              a client's request is refused; status, code, param
 ├── Forbidden             403: the peer's role, or whose it is
 ├── QueueFull             429: the queue is full, for all or for this owner
@@ -172,6 +175,14 @@ class ChannelGarbled(ChannelClosed):
 
 class InvariantViolated(PenstockError):
     """The ledger does not add up. Always a bug of ours, never the user's doing."""
+
+
+class Unreadable(PenstockError):
+    """A stranger's text is refused; the message is for its author."""
+
+
+class Overran(Unreadable):
+    """A stranger's text takes too much time or memory to read."""
 
 
 class RequestError(PenstockError):

@@ -1,49 +1,44 @@
 """Read which form an answer must have: `response_format`, and vLLM's `structured_outputs`.
 
 Invariant: a request has at most one form.
-Never: compiles a grammar, which takes time and is done in a thread.
+Never: reads a schema, a pattern or a grammar, which the process for strangers' text does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from appliance.api import openai_bodies as chats
-from appliance.json_fields import invalid_type, invalid_value
-from engine.errors import RequestError
-from engine.text.grammar import (
-    GrammarError,
-    choice_grammar,
-    json_grammar,
-    lark_grammar,
-    regex_grammar,
-    validate,
-)
-from engine.wire.not_json import NOT_JSON
+from appliance.json_fields import invalid_value
+from engine.errors import Unreadable
+from engine.text.reading import READER
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A grammar, and the field that asked for it."""
+    """What a client wants the answer to match, and the field that asked for it."""
 
-    grammar: str
+    kind: str
+    """As in engine/reader/jobs.py."""
+    value: Any
     param: str
 
-    def check(self) -> None:
-        """Compile it once; up to a tenth of a second.
+    def grammar(self, *, is_whole: bool = True) -> str:
+        """Make the grammar; up to a tenth of a second, so call it in a thread.
+
+        Args:
+            is_whole: it is compiled to see that it can be; else it becomes a part of another.
 
         Raises:
-            RequestError: with the compiler's reason.
+            RequestError: with the reason.
         """
         try:
-            validate(self.grammar)
-        except GrammarError as error:
-            raise _refusal(self.param, error) from error
+            return READER.read("constraint", self.kind, self.value, is_whole)
+        except Unreadable as error:
+            raise invalid_value(self.param, f"cannot be compiled: {error.what}") from error
 
 
 def read_constraint(body: chats.Generated) -> Constraint | None:
@@ -58,7 +53,7 @@ def read_constraint(body: chats.Generated) -> Constraint | None:
         "grammar": ("grammar", body.grammar or None),
     }
     found += [
-        _made(kind, value, name) for name, (kind, value) in older.items() if value is not None
+        Constraint(kind, value, name) for name, (kind, value) in older.items() if value is not None
     ]
     if len(found) > 1:
         raise invalid_value(found[1].param, f"cannot be together with `{found[0].param}`")
@@ -69,11 +64,11 @@ def _response_format(wanted: chats.ResponseFormat | None) -> list[Constraint]:
     if isinstance(wanted, chats.SchemaFormat):
         inner = wanted.json_schema
         kind = "json" if inner.strict else "lenient_json"
-        return [_made(kind, inner.schema, "response_format.json_schema.schema")]
+        return [Constraint(kind, inner.schema, "response_format.json_schema.schema")]
     if isinstance(wanted, chats.JsonFormat):
         if wanted.schema is not None:  # llama.cpp's, and of several hosted services
-            return [_made("json", wanted.schema, "response_format.schema")]
-        return [_made("json_object", True, "response_format")]
+            return [Constraint("json", wanted.schema, "response_format.schema")]
+        return [Constraint("json_object", True, "response_format")]
     return []
 
 
@@ -82,41 +77,7 @@ def _structured_outputs(body: chats.Generated) -> list[Constraint]:
     if wanted is None:
         return []
     return [
-        _made(kind, value, f"structured_outputs.{kind}")
+        Constraint(kind, value, f"structured_outputs.{kind}")
         for kind, value in msgspec.structs.asdict(wanted).items()
         if value is not None and value is not False
     ]
-
-
-def _made(maker: str, value: Any, param: str) -> Constraint:
-    try:
-        return Constraint(_MAKERS[maker](value, param), param)
-    except RecursionError as error:
-        raise invalid_value(param, "is nested too deeply") from error
-    except GrammarError as error:
-        raise _refusal(param, error) from error
-
-
-def _refusal(param: str, error: GrammarError) -> RequestError:
-    return invalid_value(param, f"cannot be compiled: {error}")
-
-
-def _of_schema(value: Any, param: str, *, is_lenient: bool = False) -> str:
-    if isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value)
-        except NOT_JSON as error:
-            raise invalid_value(param, f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise invalid_type(param, "a JSON schema", value)
-    return json_grammar(value, is_lenient=is_lenient)
-
-
-_MAKERS: dict[str, Callable[[Any, str], str]] = {
-    "json": _of_schema,
-    "lenient_json": partial(_of_schema, is_lenient=True),
-    "json_object": lambda _value, _param: json_grammar(),
-    "regex": lambda value, _param: regex_grammar(value),
-    "choice": lambda value, _param: choice_grammar(value),
-    "grammar": lambda value, _param: lark_grammar(value),
-}

@@ -40,8 +40,10 @@ def branches(
     for parted in [_parted(chat, chat.first_turn, 0), *_at_marks(chat)[-MAX_MARKS:]]:
         try:
             text = parted.render(tokenizer, output_format, is_real=False).text
-        except RequestError:  # the template refuses it
-            continue
+        except RequestError as error:
+            if error.code == "invalid_value":  # the template refuses it
+                continue
+            break
         num_tokens = _num_common(token_ids, tokenizer.encode(text, add_special_tokens=False))
         if num_tokens >= LEAST_TOKENS:
             found.append(num_tokens)

@@ -1,12 +1,14 @@
 """Run slow work in threads, a few pieces at once, and share them fairly between callers.
 
 Invariant: at most `num_at_once` pieces are in threads, also counting clients that have left;
-the queue is bounded, altogether and for each peer, and peers are served in turn.
+the queue is bounded, altogether and for each peer. The peer comes next whose work, refused or not,
+took least while others waited; of equal ones the one that waits longest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
@@ -23,6 +25,8 @@ from engine.errors import QueueFull, Unavailable
 MAX_WAITING = 16
 MAX_WAITING_EACH = 4
 RETRY_MS = 1000
+TURN_S = 0.05
+"""Work that takes less than this counts alike."""
 
 R = TypeVar("R")
 
@@ -48,7 +52,9 @@ class Turns:
         self._max_waiting = max_waiting
         self._max_waiting_each = max_waiting_each
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiting work by the peer's name; the next peer is the first."""
+        """Waiting work by the peer's name; of equal peers the next is the first."""
+        self._spent_s: dict[str, float] = {}
+        """What the work of the peers in line has taken, and of those before them."""
 
     @property
     def num_waiting(self) -> int:
@@ -67,10 +73,11 @@ class Turns:
             self._num_free -= 1
         else:
             await self._turn(http)
+        owner, began_s = peer_of(http).name, time.monotonic()
         job = asyncio.get_running_loop().run_in_executor(
             self._threads, partial(copy_context().run, work)
         )
-        job.add_done_callback(lambda _: self._pass_on())
+        job.add_done_callback(lambda _: self._end(owner, time.monotonic() - began_s))
         # A thread cannot be stopped: its turn is not over when its client leaves.
         return await asyncio.shield(job)
 
@@ -79,6 +86,9 @@ class Turns:
         owner = peer_of(http).name
         self._check_room(owner)
         turn = asyncio.get_running_loop().create_future()
+        if owner not in self._lines:  # it has no credit from the time in which it wanted nothing
+            least_s = min(map(self._spent, self._lines), default=0.0)
+            self._spent_s[owner] = max(self._spent(owner), least_s)
         self._lines.setdefault(owner, deque()).append(turn)
         gone = asyncio.create_task(hang_up(http))
         has_turn = False
@@ -112,12 +122,20 @@ class Turns:
         if not line:
             del self._lines[owner]
 
+    def _spent(self, owner: str) -> float:
+        return self._spent_s.get(owner, 0.0)
+
+    def _end(self, owner: str, took_s: float) -> None:
+        self._spent_s[owner] = self._spent(owner) + took_s
+        self._pass_on()
+
     def _pass_on(self) -> None:
-        """Give a free thread to the next peer, which then comes last."""
+        """Give a free thread to the next peer, which then comes last of its equals."""
         if not self._lines:
             self._num_free += 1
+            self._spent_s.clear()
             return
-        owner = next(iter(self._lines))
+        owner = min(self._lines, key=lambda one: int(self._spent(one) / TURN_S))
         line = self._lines.pop(owner)
         line.popleft().set_result(None)
         if line:

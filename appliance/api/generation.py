@@ -43,12 +43,15 @@ from appliance.fleet.swaps import IncomingRequest
 from appliance.journal import current
 from appliance.journaled_inbox import JournaledInbox
 from appliance.json_fields import as_utf8
+from appliance.keeper_channel import BUSY_LOOP
 from appliance.request import Request, Role
 from engine.errors import RequestError, Unavailable
 from engine.wire.not_json import NOT_JSON
 
-MAX_INLINE_BYTES = 16 << 10
-"""Larger bodies are decoded in a thread."""
+MAX_INLINE_BYTES = 2 << 10
+"""Larger bodies are decoded in a thread: of these no field takes a millisecond."""
+MAX_SMALL_BYTES = 16 << 10
+"""Larger bodies have threads of their own."""
 MAX_INLINE_CHARS = 4096
 """Longer texts are tokenized in a thread."""
 NUM_THREADS = 2
@@ -80,6 +83,7 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply | Response:
         QueueFull: too much waits, of this peer or of all.
         RequestError: it cannot be served, whatever room there is.
     """
+    BUSY_LOOP.answers()
     appliance, arrival = appliance_of(http), arrival_of(http)
     journal = arrival.journal()
     current.set(journal)
@@ -156,7 +160,7 @@ async def _decoded_and_prepared(
         return asked, prepare(appliance, asked.ask, user)
 
     if len(body) > MAX_INLINE_BYTES:
-        return await turns.large.run(http, both)
+        return await (turns.large if len(body) > MAX_SMALL_BYTES else turns.small).run(http, both)
     asked = decode(http, endpoint, body)
     if _is_quick(asked.ask):
         return asked, prepare(appliance, asked.ask, user)
@@ -185,8 +189,9 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
     if swaps is None:
         return nullcontext()
     require(http, Role.USER)
-    body = as_utf8(await http.body())
+    body = await http.body()
     arrival.has_body()
+    body = as_utf8(body) if len(body) <= MAX_SMALL_BYTES else await asyncio.to_thread(as_utf8, body)
     try:
         asked = msgspec.json.decode(body, type=_Asked).model or ""
     except NOT_JSON:

@@ -24,9 +24,8 @@ from appliance.frame.figures import things
 from appliance.json_fields import invalid_value, unsupported
 from appliance.request import ModelInfo, Request
 from engine.cache.hashes import PrefixChain
-from engine.errors import RequestError
+from engine.errors import RequestError, Unreadable
 from engine.schedule.sequence import Sequence, Stamps
-from engine.text.grammar import GrammarError, validate
 from engine.text.tokenizer import Detokenizer, Tokenizer
 from engine.wire.run_spec import RunSpec
 
@@ -225,21 +224,17 @@ def _grammar(
     ask: Ask, tokenizer: Tokenizer, model: ModelInfo
 ) -> tuple[str | None, tuple[str, ...]]:
     """Make the grammar of the output, compiled once to see that it can be; name what it lacks."""
-    constraint = ask.constraint
+    constraint, tools = ask.constraint, ask.tools
     if not model.eos_token_ids:
-        if ask.tools and not ask.tools.is_required and constraint is None:
+        if tools and not tools.is_required and constraint is None:
             return None, ()  # free text, in which calls are found if they come
-        if constraint or ask.tools:
+        if constraint or tools:
             raise unsupported(
                 constraint.param if constraint else "tools",
                 "is not supported by this model: it has no end-of-text id",
             )
-    if constraint is not None:
-        constraint.check()
-    if ask.tools:
-        answer = constraint.grammar if constraint else None
-        return _calls_grammar(ask.tools, answer, tokenizer, model)
-    return constraint.grammar if constraint else None, ()
+    answer = constraint.grammar() if constraint else None
+    return _calls_grammar(tools, answer, tokenizer, model) if tools else (answer, ())
 
 
 def _calls_grammar(
@@ -250,23 +245,17 @@ def _calls_grammar(
     Raises:
         RequestError: calls must match schemas that cannot be enforced.
     """
-
-    def compiled(these: Tools) -> str | None:
-        grammar = these.grammar(model.output_format, tokenizer, answer)
-        if grammar is not None:
-            validate(grammar)
-        return grammar
-
+    compiled = partial(Tools.grammar, output_format=model.output_format, tokenizer=tokenizer)
     try:
-        return compiled(tools), ()
-    except GrammarError:
+        return compiled(tools, answer=answer), ()
+    except Unreadable:
         mended, left_out = tools.mended()
     has_any = model.output_format.tools.syntax.style == "json"
     tries = [(mended, left_out), *([(mended.loosened(), ("tools.parameters",))] if has_any else [])]
     for these, names in tries:
         try:
-            return compiled(these), names
-        except GrammarError as error:
+            return compiled(these, answer=answer), names
+        except Unreadable as error:
             failure = error
     if tools.is_required or answer is not None:
         raise invalid_value("tools", f"cannot be compiled: {failure}") from failure

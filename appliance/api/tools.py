@@ -7,8 +7,9 @@ Never: calls a function.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -17,9 +18,8 @@ from appliance.api import openai_bodies as chats
 from appliance.api.offered_tools import Origin, read_choice, read_offer
 from appliance.formats.format_choice import OutputFormat
 from appliance.json_fields import invalid_value
-from engine.text.calls_grammar import calls_grammar
-from engine.text.grammar import GrammarError
-from engine.text.schema_faults import mend
+from engine.errors import Unreadable
+from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 
 
@@ -45,13 +45,13 @@ class Tools:
     def grammar(
         self, output_format: OutputFormat, tokenizer: Tokenizer, answer: str | None = None
     ) -> str | None:
-        """Make the grammar of the output; None if free text and calls begin alike.
+        """Make and try the grammar of the output; None if free text and calls begin alike.
 
         Args:
             answer: a grammar that the output must match where it is no call.
 
         Raises:
-            GrammarError: the schemas are too large, or a part of one refers only to itself.
+            Unreadable: the schemas are too large, or cannot be compiled.
         """
         tool_format = output_format.tools
         special_ids = tokenizer.special_ids(output_format.tokens)
@@ -69,18 +69,15 @@ class Tools:
             }
         ):
             return None
-        try:
-            return calls_grammar(
-                self.schemas,
-                tool_format.syntax,
-                special_ids=special_ids,
-                is_required=self.is_required,
-                is_parallel=self.is_parallel,
-                strict=self.strict,
-                answer=answer,
-            )
-        except RecursionError as error:
-            raise GrammarError("a schema is nested too deeply") from error
+        options = {
+            "special_ids": special_ids,
+            "is_required": self.is_required,
+            "is_parallel": self.is_parallel,
+            "strict": sorted(self.strict),
+            "answer": answer,
+        }
+        syntax = asdict(tool_format.syntax)
+        return READER.read("calls", self.schemas, syntax, options)
 
     def mended(self) -> tuple[Tools, tuple[str, ...]]:
         """Leave out of the schemas what cannot be enforced, and name it.
@@ -93,12 +90,12 @@ class Tools:
             if schema is None:
                 continue
             must_match = self.is_required or name in self.strict
-            mended = mend(schema, is_lenient=name not in self.strict)
-            places = [".".join(map(str, ("parameters", *path))) for path, _ in mended.faults]
+            kept, faults = _mended(schema, is_lenient=name not in self.strict)
+            places = [".".join(map(str, ("parameters", *path))) for path, _ in faults]
             if must_match and places:
-                why = f"cannot be compiled: function `{name}`, `{places[0]}`: {mended.faults[0][1]}"
+                why = f"cannot be compiled: function `{name}`, `{places[0]}`: {faults[0][1]}"
                 raise invalid_value("tools", why)
-            schemas[name] = mended.schema
+            schemas[name] = kept
             left_out += [f"tools.{name}.{place}" for place in places]
         return replace(self, schemas=schemas), tuple(left_out)
 
@@ -106,6 +103,17 @@ class Tools:
         """Let functions have any arguments, except where a schema must be matched."""
         schemas = {name: one if name in self.strict else None for name, one in self.schemas.items()}
         return replace(self, schemas=schemas)
+
+
+def _mended(
+    schema: Mapping[str, Any], *, is_lenient: bool
+) -> tuple[Mapping[str, Any] | None, list[tuple[list[str | int], str]]]:
+    """Leave out what cannot be enforced; all of a schema that takes too much to read."""
+    try:
+        kept, faults = json.loads(READER.read("mended", schema, is_lenient))
+    except Unreadable as error:
+        return None, [([], error.what)]
+    return kept, faults
 
 
 def read_tools(body: chats.ChatSettings) -> tuple[Tools | None, list[str]]:

@@ -59,7 +59,8 @@ def render(
 
     Raises:
         LeftOut: every form that it takes lacks a message.
-        RequestError: it refuses every form; the text is about the messages as sent.
+        RequestError: it refuses every form; the text is about the messages as sent. Or it takes too
+            long for one.
     """
     shape = _shape(messages, has_tools=has_tools)
     first = known.get(shape)
@@ -79,6 +80,8 @@ def render(
             text = render_form(form)
             lost = _lost(messages, steps, render_form)
         except RequestError as error:
+            if error.code != "invalid_value":  # another form would not help
+                raise
             failure = failure or error
             continue
         found = Rendered(text, changes, lost)
@@ -115,7 +118,9 @@ def _known_form(
         if _has_all(text, messages):
             return Rendered(text, changes)
         lost = _lost(messages, FORMS[index], render_form)
-    except RequestError:
+    except RequestError as error:
+        if error.code != "invalid_value":
+            raise
         return None
     is_taken = all(_is_beside_calls(messages[one]) for one in lost)
     return Rendered(text, changes, lost) if is_taken else None

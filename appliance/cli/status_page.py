@@ -59,6 +59,8 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
         lines.append(("slo", slo))
     totals = frame.get("totals") or {}
     lines.append(("totals", _totals_text(totals)))
+    if totals.get("reader_failures") or totals.get("reader_restarts"):
+        lines.append(("reader", _reader_text(totals)))
     if totals.get("drafts"):
         lines.append(("guesses", "; ".join(guesses(totals))))
     lines += [("power", _device_text(device)) for device in frame.get("devices") or ()]
@@ -182,6 +184,14 @@ def _pool_text(pool: Row) -> str:
         + (f"; states: {count(pool.get('records'))} running, {snapshots}" if has_states else "")
         + (f"; held by {held}" if held else "")
     )
+
+
+def _reader_text(totals: Row) -> str:
+    """Say how often the process that reads templates and grammars failed, and at what."""
+    failures = (totals.get("reader_failures") or {}).items()
+    parts = [things(totals.get("reader_restarts"), "restart")]
+    parts += [f"{count(number)} given up ({why})" for why, number in failures]
+    return ", ".join(parts)
 
 
 def _handoff_text(handoff: Row) -> str:

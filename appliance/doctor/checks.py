@@ -44,6 +44,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.product_choice import products_here
+from engine.text.reading import READER
 from engine.units import part_text, size_text
 
 MIN_FREE_BYTES = 1 << 30
@@ -70,6 +71,7 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     has_gpus = bool(devices.num_gpus)
     if not isinstance(found, PenstockError) and (why := _no_speculation(found, has_gpus=has_gpus)):
         yield Finding("speculation", "ok", f"off ({why})")
+    yield _reader()
     yield _cores()
     yield from _devices(devices)
     yield from _dynamo()
@@ -152,6 +154,16 @@ def _packages() -> Finding:
         hint = "install it: pip install -e ."
         return Finding("packages", "bad", f"{error.name} is not installed", hint)
     return Finding("packages", "ok", ", ".join(versions))
+
+
+def _reader() -> Finding:
+    """Check that the process for templates and grammars starts here, with its limits."""
+    try:
+        READER.read("constraint", "regex", "a", True)
+    except PenstockError as error:
+        hint = "raise the limits of processes and memory: ulimit -u, ulimit -v"
+        return Finding("reader", "bad", str(error), hint)
+    return Finding("reader", "ok", "chat templates and grammars have a process of their own")
 
 
 def _dynamo() -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from appliance.formats.call_readers import (
     read_mistral,
     read_pythonic,
 )
-from engine.text.calls_grammar import CallSyntax
+from engine.text.call_syntax import CallSyntax
 
 
 @dataclass(frozen=True, slots=True)

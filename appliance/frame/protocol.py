@@ -403,6 +403,10 @@ class TotalsFrame(msgspec.Struct):
     drafts: list[DraftFrame] = []
     client_errors: int = 0
     """Replies 4xx but 429: requests that no daemon would serve."""
+    reader_failures: dict[str, int] = {}
+    """Templates and grammars that took too much to read, by of what."""
+    reader_restarts: int = 0
+    """Restarts of the process that reads them."""
 
 
 class ResidentFrame(msgspec.Struct):

@@ -120,7 +120,18 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
         "Preemptions: a sequence's KV blocks were given to others.",
         totals.preemptions,
     )
+    yield from _reader(totals)
     yield from _drafts(totals)
+
+
+def _reader(totals: TotalsFrame) -> Iterator[MetricFamily]:
+    yield counter(
+        "penstock_reader_failures_total",
+        "Templates and grammars that took too much to read.",
+        [({"of": why}, number) for why, number in totals.reader_failures.items()],
+    )
+    restarts = totals.reader_restarts
+    yield counter("penstock_reader_restarts_total", "Of the process that reads them.", restarts)
 
 
 def _drafts(totals: TotalsFrame) -> Iterator[MetricFamily]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
+from engine.text.call_syntax import CallSyntax
 from engine.text.grammar import (
     ANY_OBJECT,
+    MAX_GRAMMAR_CHARS,
+    GrammarError,
     bare,
     check_references,
     check_size,
@@ -22,30 +25,8 @@ from engine.text.grammar import (
     lark_text,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """A model's syntax of tool calls: `opening (begin head arguments tail end)+ closing`."""
-
-    opening: str = ""
-    """The text before the first call, such as `[TOOL_CALLS][`."""
-    begin: str = ""
-    """The text before each call, such as `<tool_call>` and a line break."""
-    head: str = '{{"name": "{name}", "arguments": '
-    """The text from a function's name to its arguments; names need no escaping in JSON."""
-    tail: str = "}"
-    end: str = ""
-    separator: str = ""
-    closing: str = ""
-    style: str = "json"
-    """The form of arguments: one `json` object; `elements`; `python` or `gemma`, a list with
-    commas."""
-    key: str = ""
-    """The text before a value in `elements`, with its `name`."""
-    value_end: str = ""
-    key_separator: str = ", "
-    quote: str = ""
-    """The quote of texts in the style `gemma`."""
+_DEFINITIONS = ("$defs", "definitions")
+"""Where a schema keeps parts that others refer to."""
 
 
 def calls_grammar(
@@ -109,6 +90,8 @@ class _Writer:
         self._strict = strict
         self._is_lenient = True
         """Whether the tool that is written may have keywords that are not enforced."""
+        self._num_chars = 0
+        """Length of all schemas written so far."""
 
     def calls(self, tools: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
         """Write a rule for each function, and `tool`, which is any of them."""
@@ -165,8 +148,7 @@ class _Writer:
         """Write one argument: its name and its value."""
         syntax = self._syntax
         is_text = isinstance(own, dict) and own.get("type") == "string" and "enum" not in own
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        value = {**own, **shared} if isinstance(own, dict) else {}
+        value = {**own, **_definitions(own, schema)} if isinstance(own, dict) else {}
         as_json = f"%json {self._json(value)}"
         if syntax.style == "elements":
             key = self.literal(syntax.key.format(name=name))
@@ -185,7 +167,13 @@ class _Writer:
         return f"{lark_text(name + ':')} {as_json}"
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        return json.dumps(enforced(schema, self._is_lenient))
+        text = json.dumps(enforced(schema, self._is_lenient))
+        self._num_chars += len(text)
+        if self._num_chars > MAX_GRAMMAR_CHARS:  # each argument has its definitions with it
+            raise GrammarError(
+                f"the arguments' schemas have more than {MAX_GRAMMAR_CHARS} characters in all"
+            )
+        return text
 
     def free_text(self, marker: str, calls: str, *, is_parallel: bool) -> list[str]:
         """Write rules for free text in which a marker always begins a call."""
@@ -236,6 +224,28 @@ def _members(rule: str, items: list[tuple[str, bool]], separator: str) -> list[s
             f"{rule}_{index}_more: {separator} {item} {rule}_{index + 1}_more{skipped_more}"
         )
     return [*rules, f'{rule}_{len(items)}: ""', f'{rule}_{len(items)}_more: ""']
+
+
+def _definitions(own: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy those definitions of a schema which one argument refers to, directly or not."""
+    found: dict[str, Any] = {}
+    unseen: list[Any] = [own]
+    while unseen:
+        one = unseen.pop()
+        if isinstance(one, list):
+            unseen += one
+        elif isinstance(one, dict):
+            unseen += one.values()
+            _root, *path = str(one.get("$ref", "")).split("/")
+            place = path[0] if path else ""
+            if place not in _DEFINITIONS or not isinstance(schema.get(place), dict):
+                continue
+            name = unquote(path[1]).replace("~1", "/").replace("~0", "~") if path[1:] else ""
+            known = found.setdefault(place, {})
+            if name in schema[place] and name not in known:
+                known[name] = schema[place][name]
+                unseen.append(known[name])
+    return found
 
 
 def _is_words(values: object) -> bool:

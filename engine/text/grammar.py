@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.errors import Unavailable
+from engine.errors import Unavailable, Unreadable
 from engine.text.endless_schemas import endless_reference
 
 MAX_GRAMMAR_CHARS = 65_536
@@ -52,7 +52,7 @@ _TOO_MANY = "too many expressions constructed"
 R = TypeVar("R")
 
 
-class GrammarError(ValueError):
+class GrammarError(Unreadable):
     """A grammar cannot be compiled, or has used up its limits; the message is for the client."""
 
 

@@ -66,10 +66,13 @@ class Tokenizer:
         """Maximum characters per token; a text has at least len / this many tokens."""
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, *, has_chats: bool = True) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
         For a GGUF file, or a folder with only such a file, they come from its metadata.
+
+        Args:
+            has_chats: False: leave the template out.
 
         Raises:
             CheckpointError: a file is missing or broken; `where` names it.
@@ -81,7 +84,7 @@ class Tokenizer:
     def _from_folder(cls, folder: Path) -> Tokenizer:
         gguf = find_gguf(folder)
         if gguf is not None:
-            return cls._from_gguf(GgufModel.open(gguf))
+            return cls._from_gguf(GgufModel.open(gguf), has_chats=has_chats)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -100,14 +103,15 @@ class Tokenizer:
         config, others = (read_object(folder / name) for name in SPECIAL_FILES)
         if "added_tokens_decoder" not in config:
             config |= others
-        found, template = read_chat_template(folder), None
+        found = read_chat_template(folder) if has_chats else None
+        template = None
         if found is not None:
             template = ChatTemplate(found.text, str(folder / found.place), found.tool_text)
         return cls(backend, chat_template=template, special_tokens=_special_tokens(config))
 
     @classmethod
-    def _from_gguf(cls, model: GgufModel) -> Tokenizer:
-        source = model.text("tokenizer.chat_template")
+    def _from_gguf(cls, model: GgufModel, *, has_chats: bool) -> Tokenizer:
+        source = model.text("tokenizer.chat_template") if has_chats else None
         tool_source = model.text("tokenizer.chat_template.tool_use")
         template = ChatTemplate(source, str(model.path), tool_source) if source else None
         return cls(

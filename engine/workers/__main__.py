@@ -172,7 +172,9 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
 
     folder, config = checkpoint.folder, checkpoint.config
     size, ends = config.vocab_size, config.eos_token_ids
-    return Grammars(lambda: GrammarTokenizer(Tokenizer.from_folder(folder), size, ends))
+    return Grammars(
+        lambda: GrammarTokenizer(Tokenizer.from_folder(folder, has_chats=False), size, ends)
+    )
 
 
 def _loaded(

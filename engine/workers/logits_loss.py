@@ -73,7 +73,7 @@ def kv_loss(
 
 
 def _texts(checkpoint: Checkpoint) -> list[list[int]]:
-    tokenizer = Tokenizer.from_folder(checkpoint.folder)
+    tokenizer = Tokenizer.from_folder(checkpoint.folder, has_chats=False)
     vocab_size = checkpoint.config.vocab_size
     texts = [tokenizer.encode(text)[: MAX_TOKENS // len(TEXTS)] for text in TEXTS]
     # a tokenizer may know more tokens than the model has rows for

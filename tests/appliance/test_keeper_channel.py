@@ -150,3 +150,17 @@ def test_a_keeper_that_comes_back_is_no_problem_any_more(
 def test_a_new_name_is_short_and_not_one_that_the_keeper_has(manager: socket.socket) -> None:
     count_kept(["r-0", "r-0", "listen", "r-2"])
     assert [unused_name("r-") for _ in range(3)] == ["r-1", "r-3", "r-4"]
+
+
+def test_a_busy_loop_tells_between_requests_until_its_watch_is_lost(monkeypatch):
+    told, clock = [], [1000.0]
+    monkeypatch.setattr(keeper_channel, "notify_watchdog", lambda: told.append(clock[0]))
+    monkeypatch.setattr(keeper_channel.time, "monotonic", lambda: clock[0])
+    loop = keeper_channel.BusyLoop()
+    loop.answers()  # before the watch begins
+    loop.watched()
+    for _ in range(2000):
+        clock[0] += 1.0
+        loop.answers()
+    assert told[:3] == [1005.0, 1010.0, 1015.0]
+    assert 1000 + keeper_channel.BUSY_MAX_S - 10 < told[-1] < 1000 + keeper_channel.BUSY_MAX_S

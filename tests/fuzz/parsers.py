@@ -42,7 +42,7 @@ from engine.offload.records import (
     seal_record,
     seal_slab,
 )
-from engine.text.chat_template import ChatTemplate
+from engine.text.jinja_templates import JinjaTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.wire.channel import DaemonChannel, WorkerChannel, frame
 from engine.wire.messages import (
@@ -215,8 +215,8 @@ def _chat_template() -> Parser:
     messages = [{"role": "user", "content": "u"}]
 
     def parse(data: bytes) -> None:
-        template = ChatTemplate(data.decode(errors="replace"), "fuzz")
-        template.render(messages, tools=[{"type": "function", "function": {"name": "f"}}])
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        JinjaTemplate(data.decode(errors="replace")).render({"messages": messages, "tools": tools})
 
     fragments = [
         b"{{",

@@ -39,10 +39,12 @@ from appliance.telemetry import deadlines
 from appliance.telemetry.thread_times import ThreadTime
 from engine.errors import InvariantViolated
 from engine.offload import slab_files
+from engine.reader.jobs import JOBS
+from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.sweep.keeper import Keeper
 from tests.sweep.simulated_worker import WorkerProcess, spawner
-from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
+from tests.sweep.virtual_loop import PROCESS, Process, VirtualLoop, virtual_time
 
 DISK_FAULTS = ("EIO", "ENOSPC", "flipped", "torn")
 DAEMON, WORKERS = "daemon", "workers"
@@ -215,6 +217,7 @@ class Machine:
             mock.patch.object(slab_files.Slabs, "write", self._failing(slab_files.Slabs.write)),
             mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),
             mock.patch.object(Tokenizer, "from_folder", _read_tokenizer),
+            mock.patch.object(READER, "read", self._read),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
             mock.patch.object(appliance.keeper_channel, "_channel", return_value=self._keeper),
             mock.patch.object(secrets, "token_bytes", drawn.randbytes),
@@ -239,6 +242,14 @@ class Machine:
                     _damage(path, self._random, is_torn=fault == "torn")
 
         return called
+
+    def _read(self, job: str, *args: Any) -> str:
+        """Do a job of the reader here; the daemon may be killed just before, amid preparing."""
+        process = PROCESS.get()
+        is_prepared = process is not None and job != "takes_tools"  # which a model is asked once
+        if is_prepared and not self.loop.count(process):
+            raise _Killed
+        return JOBS[job](*args)
 
     def _begin(self, disk: Any, job: Any) -> None:
         """Do a job of a disk some time later, as one event."""
@@ -433,6 +444,10 @@ _IDLE_THREAD = ThreadTime(False, 0.0, 0.0)
 def _unused_threads(*_: Any) -> ThreadPoolExecutor:
     """Return threads that never start, as the loop does their work."""
     return ThreadPoolExecutor(1)
+
+
+class _Killed(BaseException):
+    """Ends what a thread of a killed daemon was at."""
 
 
 class _Never:

@@ -39,6 +39,8 @@ INTERNAL = {
     },
     "totals.accepted": "the sum of what is shown",
     "totals.cached_tokens": "of ended requests; shown are those of all that were placed",
+    "totals.reader_failures": "an event tells of each kind; the status page and /metrics count",
+    "totals.reader_restarts": "likewise",
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
     "requests.computed_tokens": "as a share while it is prefilled",
     "latency.ttft_over_usual": "an alert of the daemon when it is large",

@@ -49,13 +49,13 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none_of_them(
     gate, entered = threading.Event(), []
 
     def slow(body):
-        if len(body) > generation.MAX_INLINE_BYTES:
+        if len(body) > generation.MAX_SMALL_BYTES:
             entered.append(len(body))
             assert gate.wait(120)
         return decode_object(body)
 
     monkeypatch.setattr(endpoints, "decode_object", slow)
-    large = {"prompt": "hello", "max_tokens": 1, "x": "x" * generation.MAX_INLINE_BYTES}
+    large = {"prompt": "hello", "max_tokens": 1, "x": "x" * generation.MAX_SMALL_BYTES}
     try:
         waiting = [await served.post("/v1/completions", large) for _ in range(3)]
         await until(lambda: len(entered) == generation.NUM_THREADS)

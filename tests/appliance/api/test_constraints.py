@@ -48,7 +48,7 @@ def test_answers_are_free_unless_a_form_is_asked_for():
 def test_each_form_has_a_grammar_that_compiles(fields):
     constraint = read_constraint(body_of(fields))
     assert constraint.param.startswith(next(iter(fields)))
-    constraint.check()
+    constraint.grammar()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_each_form_has_a_grammar_that_compiles(fields):
 def test_a_form_that_does_not_compile_is_refused_with_the_reason(fields):
     constraint = read_constraint(body_of(fields))
     with pytest.raises(RequestError, match=r"cannot be compiled: \S") as error:
-        constraint.check()
+        constraint.grammar()
     assert error.value.param == constraint.param
 
 
@@ -72,7 +72,7 @@ def test_a_form_that_does_not_compile_is_refused_with_the_reason(fields):
 def test_a_schema_that_only_refers_to_itself_is_refused(is_strict):
     fields = {"response_format": json_schema({"$ref": "#"}, strict=is_strict)}
     with pytest.raises(RequestError, match="reference #") as error:
-        read_constraint(body_of(fields))
+        read_constraint(body_of(fields)).grammar()
     assert (error.value.param, error.value.status) == ("response_format.json_schema.schema", 400)
 
 
@@ -91,11 +91,11 @@ def test_a_schema_that_only_refers_to_itself_is_refused(is_strict):
 def test_what_strict_schemas_say_and_cannot_be_enforced_is_named(schema, named):
     fields = {"response_format": json_schema(schema, strict=True)}
     with pytest.raises(RequestError, match="cannot be compiled") as error:
-        read_constraint(body_of(fields)).check()
+        read_constraint(body_of(fields)).grammar()
     assert named in error.value.what
     assert error.value.param == "response_format.json_schema.schema"
     if "pattern" not in schema:
-        read_constraint(body_of({"response_format": json_schema(schema)})).check()
+        read_constraint(body_of({"response_format": json_schema(schema)})).grammar()
 
 
 def test_a_schema_as_deep_as_json_can_be_is_refused_or_compiled():
@@ -103,4 +103,4 @@ def test_a_schema_as_deep_as_json_can_be_is_refused_or_compiled():
     for _ in range(900):
         deep = {"items": deep}
     with pytest.raises(RequestError):
-        read_constraint(body_of({"response_format": json_schema(deep)})).check()
+        read_constraint(body_of({"response_format": json_schema(deep)})).grammar()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from appliance.api.fair_threads import Turns
+from appliance.api.fair_threads import TURN_S, Turns
 from appliance.api.wire import Arrival
 from appliance.request import Peer
 from engine.errors import QueueFull, Unavailable
@@ -164,3 +164,11 @@ async def test_work_is_done_where_no_thread_can_be_started(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for number in range(3):  # a turn that is not given back would be missing at the third
         assert await turns.run(Client("a").http, lambda number=number: number) == number
+
+
+async def test_a_peer_whose_work_took_long_waits_for_those_whose_work_did_not(desk: Desk) -> None:
+    for what in ("a1", "a2", "b1", "b2"):
+        await desk.ask(what)
+    await asyncio.sleep(8 * TURN_S)
+    await desk.finish()
+    assert desk.begun == ["a1", "b1", "b2", "a2"]

@@ -232,7 +232,7 @@ def test_of_a_quantised_model_the_trial_in_bfloat16_says_little(
 def test_people_read_one_line_for_each_check(environ: dict[str, str]) -> None:
     ended = penstock(environ, "doctor")
     named = [line[5:20].strip() for line in ended.stdout.splitlines() if line[:1] != " "]
-    assert named[:3] == ["packages", "kernels", "cores"]
+    assert named[:4] == ["packages", "kernels", "reader", "cores"]
     assert "daemon" in named  # after it come other daemons that use the same cores
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.calls_grammar import CallSyntax, calls_grammar
+from engine.text.call_syntax import CallSyntax
+from engine.text.calls_grammar import calls_grammar
 from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
     GrammarError,

@@ -16,7 +16,8 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import WorkerFailed
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.text.calls_grammar import CallSyntax, calls_grammar
+from engine.text.call_syntax import CallSyntax
+from engine.text.calls_grammar import calls_grammar
 from engine.text.grammar import json_grammar, lark_grammar
 from engine.text.grammar_matcher import GrammarTokenizer
 from engine.text.tokenizer import Tokenizer

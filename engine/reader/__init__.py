@@ -1,0 +1,1 @@
+"""The process that reads strangers' text for the daemon."""

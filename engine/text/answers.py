@@ -1,0 +1,47 @@
+"""Send the answer to a job of the process that reads strangers' text, and receive it."""
+
+from __future__ import annotations
+
+import enum
+import socket
+import struct
+
+_HEAD = struct.Struct("<BI")
+
+
+class Answer(enum.IntEnum):
+    """How a job ended."""
+
+    DONE = 0
+    UNREADABLE = 1
+    OVERRAN = 2
+    """The text says of what there was too much."""
+    BUSY = 3
+    ENDED = 4
+    """Its process ended first; the text is the exit code."""
+
+
+def send_answer(to: socket.socket, answer: Answer, text: str) -> None:
+    """Send an answer: what it is, the number of its bytes, and these."""
+    data = text.encode("utf-8", "replace")
+    to.sendall(_HEAD.pack(answer, len(data)) + data)
+
+
+def receive_answer(from_: socket.socket) -> tuple[Answer, str]:
+    """Receive an answer.
+
+    Raises:
+        ConnectionResetError: the other side ended before it was whole.
+    """
+    answer, num_bytes = _HEAD.unpack(_exactly(from_, _HEAD.size))
+    return Answer(answer), _exactly(from_, num_bytes).decode()
+
+
+def _exactly(from_: socket.socket, num_bytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = from_.recv(min(num_bytes - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionResetError
+        parts += part
+    return bytes(parts)

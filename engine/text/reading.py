@@ -1,0 +1,203 @@
+"""Have strangers' text read by a process of its own, with limits of time and memory.
+
+Templates, schemas, patterns and grammars are programs that others wrote. Run here, they would hold
+the interpreter's lock, and with it the loop; so they run in `engine/reader`, which is started once.
+Owns: that process, and how a job crosses to it.
+Invariant: a job that takes too much fails alone; one that is ended from outside is done again once.
+Never: imports what reads such text, or reads it in the process's place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import Overran, Unavailable, Unreadable
+from engine.python_child import python_command
+from engine.text.answers import Answer, receive_answer
+
+PROGRAM = python_command("-m", "engine.reader")
+FORKING = frozenset(("constraint", "calls", "mended"))
+"""Jobs that run beside each other; of the others one runs at a time."""
+LONGEST_S = 60.0
+"""Many times what a job may compute: a process that has not answered is stopped or starved."""
+_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_TIME", "TZ", "LD_LIBRARY_PATH")
+_PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
+"""All of it that the process gets: no keys and no tokens."""
+_RETRY_MS = 1000
+UNKNOWN = 1000
+_CAUSES = {
+    -signal.SIGPROF: "time",
+    -signal.SIGABRT: "memory",
+    -signal.SIGSEGV: "stack",
+    os.EX_SOFTWARE: "error",
+}
+"""What a text takes too much of, by the exit code of its process; others are no text's doing."""
+
+
+class _Ended(Exception):
+    """The process ended before it answered.
+
+    Args:
+        exit_code: UNKNOWN: only a fork of it has ended.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+class Reader:
+    """Start the process with the first job, and again when it has ended; for any thread."""
+
+    def __init__(self, program: tuple[str, ...] = PROGRAM) -> None:
+        self._program = program
+        self._starting, self._one_at_a_time = threading.Lock(), threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._owner = 0
+        self.num_restarts = 0
+        self.failures: Counter[str] = Counter()
+        """Jobs without a result, by why: `time`, `memory`, `stack`, `ended`, `error`."""
+        self.tell: Callable[[str], object] = lambda _sentence: None
+        """Takes a sentence on each of these and each restart, in any thread."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None: it has not been started."""
+        return None if self._process is None else self._process.pid
+
+    def read(self, job: str, *args: Any) -> str:
+        """Do a job of engine/reader/jobs.py; blocks, so call it in a thread.
+
+        Args:
+            args: None, booleans, numbers, texts, and lists, tuples and dictionaries of them.
+
+        Raises:
+            Unreadable: with the reason, for the text's author.
+            Overran: it would take too long or too much memory.
+            Unavailable: the process cannot be started, or is ended from outside.
+        """
+        try:
+            body = marshal.dumps((job, args))
+        except ValueError as error:
+            raise Unreadable("it is nested too deeply") from error
+        with contextlib.nullcontext() if job in FORKING else self._one_at_a_time:
+            for _attempt in range(2):
+                try:
+                    return self._read(job, body)
+                except _Ended as ended:
+                    if (why := _CAUSES.get(ended.exit_code)) is not None:
+                        raise self._overran(job, why) from ended
+                    if ended.exit_code != 0:  # as it ends after a job that took too much memory
+                        self.failures["ended"] += 1
+        about = "the process that reads such texts was ended twice"
+        raise Unavailable(about, code="busy", retry_after_ms=_RETRY_MS)
+
+    def _overran(self, job: str, why: str) -> Overran:
+        self.failures[why] += 1
+        about = "reading it failed" if why == "error" else f"reading it takes too much {why}"
+        what = "chat template" if job in ("render", "takes_tools") else "grammar"
+        self.tell(f"a {what} was given up, and its request refused: {about}")
+        return Overran(about)
+
+    def _read(self, job: str, body: bytes) -> str:
+        process, control = self.start()
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.settimeout(LONGEST_S)
+            try:
+                with theirs:
+                    kind = b"f" if job in FORKING else b"-"
+                    socket.send_fds(control, [kind], [theirs.fileno()])
+                ours.sendall(body)
+                ours.shutdown(socket.SHUT_WR)
+                answer, text = receive_answer(ours)
+            except TimeoutError as error:
+                process.kill()
+                raise _Ended(UNKNOWN) from error
+            except OSError as error:
+                raise _Ended(_exit_code(process)) from error
+        match answer:
+            case Answer.DONE:
+                return text
+            case Answer.UNREADABLE:
+                raise Unreadable(text)
+            case Answer.OVERRAN:
+                raise self._overran(job, text)
+            case Answer.BUSY:
+                raise Unavailable(text, code="busy", retry_after_ms=_RETRY_MS)
+            case Answer.ENDED:
+                raise _Ended(int(text))
+
+    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Start the process unless it runs.
+
+        Raises:
+            Unavailable: it cannot be started.
+        """
+        with self._starting:
+            if self._owner != os.getpid():  # the other process is of a fork's parent
+                self._process, self._control, self._owner = None, None, os.getpid()
+            process, control = self._process, self._control
+            if process is not None and control is not None:
+                if (exit_code := process.poll()) is None:
+                    return process, control
+                control.close()
+                self.num_restarts += 1
+                self.tell(f"the process that reads templates and grammars {_ended(exit_code)}")
+            ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            ours.settimeout(LONGEST_S)
+            try:
+                with theirs:
+                    process = subprocess.Popen(
+                        [*self._program, str(theirs.fileno())],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        env=_environment(),
+                    )
+            except OSError as error:
+                ours.close()
+                about = f"the process that reads such texts does not start: {error.strerror}"
+                raise Unavailable(about, code="busy", retry_after_ms=_RETRY_MS) from error
+            self._process, self._control = process, ours
+            return process, ours
+
+    def close(self) -> None:
+        """End the process; a later job starts another."""
+        with self._starting:
+            if self._owner == os.getpid() and self._process is not None and self._control:
+                self._control.close()
+                self._process.kill()
+                self._process.wait()
+            self._process = self._control = None
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in (*_ENVIRONMENT, *_PYTHON) if name in os.environ}
+
+
+def _ended(exit_code: int) -> str:
+    how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else "ended"
+    return f"{how}; it is started again"
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that hung up; UNKNOWN: only its part has ended."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return UNKNOWN
+
+
+READER = Reader()
+"""This process's."""

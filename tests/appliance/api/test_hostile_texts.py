@@ -1,0 +1,149 @@
+"""Texts of clients that take long to read, or for ever: each fails alone, off the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from appliance.api import endpoints
+from appliance.api.generation import MAX_INLINE_BYTES
+from engine.text.reading import READER
+from engine.text.tokenizer import Tokenizer
+from tests.appliance.api_server import serving
+from tests.fakes import FakeAppliance
+from tests.tiny_tokenizers import CHATML, byte_level
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+PROMPT = {"prompt": "hi", "max_tokens": 2}
+WIDE = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(600)}
+DEEP: dict = {}
+for _ in range(400):
+    DEEP = {"items": DEEP}
+SCHEMAS = {
+    "itself": {"$ref": "#"},
+    "deep": DEEP,
+    "wide": {"type": "object", "properties": WIDE, "$defs": {"d": {"enum": ["x" * 100] * 50}}},
+    "long": {"enum": ["x" * 1000] * 60},
+    "pattern": {"type": "string", "pattern": "((a{1,500}){1,500}){1,500}"},
+}
+GRAMMARS = {
+    "names": "root ::= " + "a " * 7000,
+    "groups": "root ::= " + "(a)" * 5000,
+    "nested": "root ::= " + "(" * 8000 + '"a"' + ")" * 8000,
+    "itself": "root ::= root",
+    "alternatives": "root ::= " + "|".join(['"a"'] * 5000),
+    "lark": "start: " + "(" * 8000 + '"a"' + ")" * 8000,
+    "repeated": "start: /((a{1,500}){1,500}){1,500}/",
+    "escape": 'root ::= "\\',
+}
+PATTERNS = {"nested": "(" * 8000 + "a" + ")" * 8000, "repeated": "((a{1,900}){1,900}){1,900}"}
+
+
+def named(schema):
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+
+
+def tool(schema):
+    return [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+
+
+BODIES = {
+    **{("/v1/chat/completions", "schema", n): {**CHAT, "response_format": named(s)}
+       for n, s in SCHEMAS.items()},
+    **{("/v1/chat/completions", "tools", n): {**CHAT, "tools": tool(s), "tool_choice": "required"}
+       for n, s in SCHEMAS.items()},
+    **{("/v1/chat/completions", "grammar", n): {**CHAT, "grammar": g}
+       for n, g in GRAMMARS.items()},
+    **{("/v1/completions", "grammar", n): {**PROMPT, "guided_grammar": g}
+       for n, g in GRAMMARS.items()},
+    **{("/v1/completions", "regex", n): {**PROMPT, "guided_regex": g}
+       for n, g in PATTERNS.items()},
+    **{("/v1/completions", "text", n): {**PROMPT, "guided_json": json.dumps(s)}
+       for n, s in SCHEMAS.items()},
+    **{("/v1/responses", "schema", n): {
+        "input": "hi", "max_output_tokens": 2,
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": s}}}
+       for n, s in SCHEMAS.items()},
+    **{("/v1/messages", "tools", n): {
+        **CHAT, "model": "fake/tiny-model",
+        "tools": [{"name": "f", "input_schema": {"type": "object", **s}}],
+        "tool_choice": {"type": "any"}}
+       for n, s in SCHEMAS.items()},
+    **{("/api/chat", "format", n): {"messages": CHAT["messages"], "format": s, "stream": False}
+       for n, s in SCHEMAS.items()},
+    **{("/api/generate", "format", n): {"prompt": "hi", "format": s, "stream": False}
+       for n, s in SCHEMAS.items()},
+}  # fmt: skip
+
+
+def fake(template=CHATML):
+    appliance = FakeAppliance(Tokenizer(byte_level(), chat_template=template))
+    appliance.model = dataclasses.replace(
+        appliance.model, eos_token_ids=(257,), vocab_size=300, max_model_len=4096
+    )
+    return appliance
+
+
+@pytest.mark.parametrize(("path", "_kind", "_name"), BODIES, ids=lambda part: part)
+async def test_a_text_that_is_long_to_read_fails_or_serves_its_request_alone(
+    tmp_path, monkeypatch, path, _kind, _name
+):
+    threads = []
+    read = READER.read
+    monkeypatch.setattr(
+        READER, "read", lambda *job: threads.append(threading.current_thread()) or read(*job)
+    )
+    appliance = fake()
+    threads.clear()
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        reply = await served.http.post(path, json=BODIES[path, _kind, _name])
+        assert reply.status_code in (200, 400), reply.text
+        assert threading.main_thread() not in threads
+        assert (await served.chat(max_tokens=2)).status_code == 200
+
+
+@pytest.mark.parametrize("path", endpoints.ENDPOINTS)
+async def test_a_body_is_decoded_on_the_loop_only_if_it_is_short(tmp_path, monkeypatch, path):
+    threads = []
+    endpoint = endpoints.ENDPOINTS[path]
+
+    def decode(fields, http):
+        threads.append(threading.current_thread())
+        return endpoint.decode(fields, http)
+
+    spy = dataclasses.replace(endpoint, decode=decode)
+    monkeypatch.setitem(endpoints.ENDPOINTS, path, spy)
+    async with serving(fake(), tmp_path / "api.sock") as served:
+        for num_bytes in (0, MAX_INLINE_BYTES, 20_000):
+            body = {**CHAT, "prompt": "hi", "input": "hi", "user": "x" * num_bytes}
+            await served.http.post(path, json=body)
+    on_loop = [thread is threading.main_thread() for thread in threads]
+    assert on_loop == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [
+        ("{{ 'a' * (messages | length) * 10**14 }}", "too_costly"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "invalid_value"),
+    ],
+)
+async def test_a_template_that_takes_too_much_fails_the_chat_and_nothing_else(
+    tmp_path, template, code
+):
+    async with serving(fake(template), tmp_path / "api.sock") as served:
+        reply = await served.chat(max_tokens=2)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
+        assert (await served.complete(max_tokens=2)).status_code == 200
+
+
+async def test_a_chat_whose_reader_is_killed_is_answered(tmp_path):
+    async with serving(fake(), tmp_path / "api.sock") as served:
+        assert (await served.chat(max_tokens=2)).status_code == 200
+        os.kill(READER.pid, signal.SIGKILL)
+        assert (await served.chat(max_tokens=2)).status_code == 200
