@@ -78,10 +78,10 @@ class Tokenizer:
             CheckpointError: a file is missing or broken; `where` names it.
         """
         with reading_model(folder):
-            return cls._from_folder(folder)
+            return cls._from_folder(folder, has_chats=has_chats)
 
     @classmethod
-    def _from_folder(cls, folder: Path) -> Tokenizer:
+    def _from_folder(cls, folder: Path, *, has_chats: bool) -> Tokenizer:
         gguf = find_gguf(folder)
         if gguf is not None:
             return cls._from_gguf(GgufModel.open(gguf), has_chats=has_chats)
