@@ -218,6 +218,7 @@ class Machine:
             mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),
             mock.patch.object(Tokenizer, "from_folder", _read_tokenizer),
             mock.patch.object(READER, "read", self._read),
+            mock.patch.object(READER, "tell", READER.tell),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
             mock.patch.object(appliance.keeper_channel, "_channel", return_value=self._keeper),
             mock.patch.object(secrets, "token_bytes", drawn.randbytes),
