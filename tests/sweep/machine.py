@@ -414,8 +414,16 @@ _COLUMNS = ("endpoint", "http_status", "completion_tokens", "finish_reason")
 _FACTS = ("preemptions", "cached_tokens", "restored_tokens", "handoff_blocks")
 
 
-_read_tokenizer = functools.cache(Tokenizer.from_folder)
+_first_read = functools.cache(Tokenizer.from_folder)
 """Once per process: reading it takes longer than a run."""
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    """Return a tokenizer that has rendered nothing, as a new daemon's."""
+    tokenizer = _first_read(folder)
+    if tokenizer.chat_template is not None:
+        tokenizer.chat_template.known_forms.clear()
+    return tokenizer
 
 
 def _damage(path: Path, drawn: random.Random, *, is_torn: bool) -> None:
