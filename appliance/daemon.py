@@ -40,6 +40,8 @@ from appliance.fleet.core_claims import CoreNote
 from appliance.fleet.kept_pools import KeptPools
 from appliance.fleet.model_files import is_to_be_fetched
 from appliance.frame.figures import things
+from appliance.frame.late_frames import SurvivedFrame
+from appliance.frame.protocol import RequestFrame, utc_now
 from appliance.http.access import AccessPolicy, credential_path
 from appliance.http.kept_replies import LeftReplies, LeftReply
 from appliance.http.listeners import (
@@ -51,7 +53,7 @@ from appliance.http.listeners import (
     passed_sockets,
 )
 from appliance.http.server import ApiServer
-from appliance.keeper import RESTART_STATUS, check_next
+from appliance.keeper import ENDED_BY, RESTART_STATUS, check_next
 from appliance.keeper_channel import (
     BUSY_LOOP,
     close_channel,
@@ -61,7 +63,7 @@ from appliance.keeper_channel import (
 )
 from appliance.loading import Fetching
 from appliance.log.retention import RetentionLimits
-from appliance.log.row import LogRow
+from appliance.log.row import LogRow, kept_frame
 from appliance.log.writer import RequestLog
 from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.model_in_service import ModelInService, end_model
@@ -121,6 +123,7 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     stacks_fd = wait_for_signal(config.state_dir)
     try:
         daemon = _Daemon(config, load_config, placed, passed, stacks_fd)
+        daemon.last_end = os.environ.pop(ENDED_BY, "")
         daemon.is_under_nohup = is_under_nohup
         return asyncio.run(daemon.run(policy))
     finally:
@@ -206,6 +209,10 @@ class _Daemon:
         self._stopped_by = ""
         self._has_terminal = has_terminal()
         self.is_under_nohup = False
+        self.last_end = ""
+        """How the daemon before ended, as the keeper says: a signal, or `restart`."""
+        self._rows_left: dict[str, LogRow] = {}
+        """Rows of the requests that this daemon continues."""
         self._is_ready = False
         self._drain = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -317,6 +324,7 @@ class _Daemon:
             dtype=plan.dtype,
             roles=plan.roles,
             transport=plan.placement.topology.transport,
+            killed_by=self.last_end if self.last_end.startswith("SIG") else "",
         )
         await self._patiently(start_run)
         served.start(plan)  # they import torch meanwhile
@@ -337,6 +345,7 @@ class _Daemon:
         loop, told = asyncio.get_running_loop(), self._service.reader_told
         READER.tell = lambda sentence: loop.call_soon_threadsafe(told, sentence)
         self._service.deadlines.max_queue_wait_s = self._config.max_queue_wait_s
+        self._service.continue_from(self._survived, self._kept_frames)
         if self._config.models:
             served.residents = Residents(
                 plan.model_id,
@@ -410,8 +419,27 @@ class _Daemon:
                 left.journal.is_complete and not is_open  # its row is in the log
             )
             if (row := rows.get(left.request_id)) is not None:
+                self._rows_left[left.request_id] = row
                 left.on_failed = partial(self._record_failed, left, row)
         self._left.end_foreign()
+
+    @property
+    def _survived(self) -> SurvivedFrame | None:
+        """The end of the daemon before, if it did not stop for good."""
+        crash, number = self._request_log.crash, len(self._kept_frames())
+        if crash is not None:
+            how = self.last_end if self.last_end.startswith("SIG") else "crash"
+            return SurvivedFrame(how, crash.at, number, number)
+        return SurvivedFrame("restart", utc_now(), number, number) if number else None
+
+    def _kept_frames(self) -> list[RequestFrame]:
+        """Show the requests of the daemon before that wait until this one can continue them."""
+        now = time.time()
+        return [
+            kept_frame(self._rows_left[left.request_id], left.journal.num_tokens, now)
+            for left in self._left.replies
+            if not left.is_answered and left.request_id in self._rows_left
+        ]
 
     def _record_failed(self, left: LeftReply, row: LogRow) -> None:
         """Record a request that this daemon could not continue, as its client has seen it."""

@@ -51,6 +51,8 @@ NUM_OWN_FDS = 64
 """Descriptors of the keeper for all that is not kept."""
 FIRST_PASSED_FD = 3
 """The constant SD_LISTEN_FDS_START."""
+ENDED_BY = "DAEMON_ENDED_BY"
+"""Variable of a daemon that is started again: how the one before ended, a signal or `restart`."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _POLL_S = 0.01
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -126,10 +128,11 @@ class _Keeper:
 
     def run(self) -> int | None:
         """Start daemons until one was the last; return its wait status, or None in a daemon."""
-        is_restart = False
+        is_restart, last_end = False, ""
         while True:
             if self._fork():
                 if is_restart:  # a new interpreter, perhaps of a newer version
+                    os.environ[ENDED_BY] = last_end
                     self._exec()
                 return None
             self._prctl(_PR_SET_NAME, b"penstock-keeper")
@@ -146,9 +149,10 @@ class _Keeper:
                 return 0 if is_wanted else status  # 0: it was told to end while it handed over
             self._num_failed = 0 if self._is_ready or is_wanted else self._num_failed + 1
             is_restart, self._is_ready = self._num_failed < MAX_FAILED, False
+            last_end = "restart" if is_wanted else signal.Signals(number).name
             if not is_wanted:
                 about = "starting it again" if is_restart else "not started again"
-                _tell(f"The daemon was killed by {signal.Signals(number).name}; {about}")
+                _tell(f"The daemon was killed by {last_end}; {about}")
             if not is_restart:
                 self._end_replies()
                 return status

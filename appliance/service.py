@@ -28,6 +28,8 @@ from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
+from appliance.frame.figures import things
+from appliance.frame.late_frames import SurvivedFrame
 from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.json_lines import encode_line
 from appliance.keeper_channel import keeper_problem
@@ -108,15 +110,32 @@ class Service:
         self._next_reader_event_s = 0.0
         self._refusals_logged_s = 0.0
         self._measuring: Measuring | None = None
+        self.kept: Callable[[], list[RequestFrame]] = list
+        """Lists the previous daemon's requests that wait for the model to be loaded."""
+        self._survived: SurvivedFrame | None = None
         self._disturbances = Disturbances()
         self.idle = asyncio.Event()  # while no request is live
         self.idle.set()
         today = UsageQuery(by="day", since=utc_now()[:10])
         with contextlib.suppress(Unavailable):  # they are then counted from now on
             self._telemetry.today.go_on_from(request_log.usage(today))
-        if request_log.crash is not None:
-            self.event("error", "daemon.died", request_log.crash)
         self._frames.make(self._standing())
+
+    def continue_from(
+        self, survived: SurvivedFrame | None, kept: Callable[[], list[RequestFrame]]
+    ) -> None:
+        """Tell of the previous daemon's end, and show the requests that it left open.
+
+        Args:
+            survived: its end; None: it was told to stop, or there was none.
+            kept: lists the requests that wait for the model to be loaded.
+        """
+        self._survived, self.kept = survived, kept
+        if self._log.crash is not None:
+            number = 0 if survived is None else survived.num_kept
+            rest = f"; {things(number, 'request')} continue{'s' * (number == 1)}" if number else ""
+            self.event("error", "daemon.died", f"{self._log.crash.about}{rest}")
+        self.make_frame()
 
     @property
     def model(self) -> ModelInfo:
@@ -501,7 +520,11 @@ class Service:
         self._totals.reader_failures = dict(READER.failures)
         self._totals.reader_restarts = READER.num_restarts
         live, reason = list(self._live.values()), self.not_ready_reason() or self.degraded_reason()
-        return ServiceState(reason, live, self._totals, self._log.rows_lost, self.swaps)
+        kept, survived = self.kept(), self._survived
+        if survived is not None:
+            survived = msgspec.structs.replace(survived, num_waiting=len(kept))
+        lost = self._log.rows_lost
+        return ServiceState(reason, live, self._totals, lost, self.swaps, kept, survived)
 
     def _check_when_idle(self) -> None:
         if not self._router.is_idle or self._num_checked == self._totals.accepted:

@@ -16,7 +16,7 @@ PenstockError                 what, where, hint; exit_code for the CLI
 │   └── Overran               it takes too much time or memory to read
 └── RequestError              a client's request is refused; status, code, param
 ├── Forbidden             403: the peer's role, or whose it is
-├── QueueFull             429: the queue is full, for all or for this owner
+├── QueueFull             429: the queue is full, for all or for this owner, or too slow
 └── Unavailable           503: loading or draining; retry_after_ms
 """
 
@@ -224,7 +224,8 @@ class Forbidden(RequestError):
 class QueueFull(RequestError):
     """There is no room in the queue; the client should come back after `retry_after_ms`.
 
-    `code` is `queue_full`, or `user_quota` where others would find room.
+    `code` is `queue_full`; `user_quota` where others would find room; or `would_wait_too_long`
+    where there is room, but the wait would exceed its limit.
     """
 
     def __init__(self, what: str, *, retry_after_ms: int, code: str = "queue_full") -> None:

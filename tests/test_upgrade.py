@@ -51,7 +51,7 @@ def test_an_old_log_is_read_and_written_on(log):
 
 def test_the_run_that_an_old_daemon_did_not_end_is_a_crash_without_rows(log):
     assert log.crash is not None
-    assert log.crash.endswith("2999-11-21T14:00:11.000Z")
+    assert log.crash.about.endswith("2999-11-21T14:00:11.000Z")
     with closing(sqlite3.connect(log.path)) as db:
         runs = db.execute("SELECT version, stop_reason FROM runs ORDER BY run_id").fetchall()
     assert runs == [("1", "crash"), ("1", None)]

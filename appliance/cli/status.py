@@ -8,6 +8,7 @@ Never: judges a figure; the alerts are the daemon's.
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from appliance.cli.status_page import line, page
 from appliance.cli.tables import Format, for_terminal
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, GenerationFailed
+from appliance.frame.figures import state_words
 
 FAULT_EXIT_CODE = 8
 _ENDED = "the journal and `penstock events` say why"
@@ -55,15 +57,22 @@ def _check(frame: dict[str, Any], form: Format) -> None:
     state = frame.get("state")
     faults = list(frame.get("alerts") or ())
     if state != "ready" and not any(each.get("code") == f"state.{state}" for each in faults):
-        reason = frame.get("state_reason") or state
+        reason = state_words(frame.get("state_reason")) or state
         severity = "error" if state == "degraded" else "warning"
-        faults.insert(0, {"severity": severity, "code": f"state.{state}", "message": reason})
+        fault = {"severity": severity, "code": f"state.{state}", "message": reason}
+        faults.insert(0, {**fault, "since": _since(frame)} if state == "loading" else fault)
     if faults or not form.is_for_people:
         terminal.write(terminal.listing("status-check", listings.ALERTS, form).render(faults))
     else:
         terminal.write("OK\n")
     if faults:
         raise typer.Exit(FAULT_EXIT_CODE)
+
+
+def _since(frame: dict[str, Any]) -> str:
+    """Return when the daemon started, which is when it began to load."""
+    began = datetime.fromisoformat(frame["at"]) - timedelta(seconds=frame["uptime_s"])
+    return began.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _watch(client: Client, form: Format) -> None:

@@ -18,6 +18,7 @@ from appliance.frame.figures import (
     rate,
     seconds,
     size,
+    state_words,
     things,
     times,
     tokens_per_s,
@@ -92,7 +93,7 @@ def _note_lines(name: str, doubled: str, note: object) -> list[tuple[str, str]]:
 
 
 def _state_text(frame: Row) -> str:
-    reason = frame.get("state_reason")
+    reason = state_words(frame.get("state_reason"))
     about = f" ({reason})" if reason and reason != frame.get("state") else ""
     return f"{about}, up {seconds(frame.get('uptime_s'))}, pid {plain(frame.get('pid'))}"
 

@@ -34,6 +34,7 @@ from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
 from appliance.fleet.placement import available_cores, available_memory_bytes
+from appliance.frame.figures import state_words
 from appliance.http.access import AccessPolicy
 from appliance.log import log_file
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
@@ -459,11 +460,14 @@ def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
 def _daemon(state: dict[str, Any] | PenstockError) -> Finding:
     if isinstance(state, PenstockError):
         return Finding("daemon", "note", str(state), state.hint)
-    workers = ", ".join(f"{w['name']} {w['state']} ({w['attention']})" for w in state["workers"])
+    workers = ", ".join(
+        f"{w['name']} {w['state']}" + (f" ({w['attention']})" if w["attention"] else "")
+        for w in state["workers"]
+    )
     found = f"{state['model']} {state['state']}, roles {state['roles']}; {workers}"
     if state["state"] != "ready":
         verdict = "bad" if state["state"] == "degraded" else "note"  # as `status` grades it
-        found = f"{found}; {state['state_reason']}"
+        found = f"{found}; {state_words(state['state_reason'])}"
         return Finding("daemon", verdict, found, "see penstock events")
     quantised = "".join(f"; {state[name]}" for name in ("weights", "kv") if state.get(name))
     return Finding("daemon", "ok", found + quantised)

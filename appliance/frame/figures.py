@@ -276,6 +276,18 @@ def day_and_time(iso: str | None) -> str:
     return f"{match[1]} {match[2]}" if match else iso or ABSENT
 
 
+STATE_WORDS = {
+    "draining": "no new requests are accepted",
+    "model_loading": "the model is being loaded",
+}
+"""Words for the daemon's codes of its state."""
+
+
+def state_words(reason: object) -> str:
+    """Put the reason of a state into words; what is no code stays."""
+    return STATE_WORDS.get(str(reason or ""), str(reason or ""))
+
+
 def short_id(request_id: str | None) -> str:
     """Shorten a request's id to eight characters after the prefix."""
     return re.split("[-_]", request_id)[-1][:8] if request_id else ABSENT

@@ -1,4 +1,4 @@
-"""Describe what is late or refused as parts of a frame."""
+"""Describe what is late, refused or survived as parts of a frame."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ class LateFrame(msgspec.Struct):
     """Longest time that it should wait."""
     number: int
     """Requests that wait so, each in whatever phase."""
+
+
+class SurvivedFrame(msgspec.Struct):
+    """The end of the previous daemon, whose requests this one continues."""
+
+    how: str
+    """A signal such as `SIGKILL`; `crash`: unknown; `restart`: on purpose."""
+    at: str
+    """The previous daemon's last sign of life: ISO 8601, UTC."""
+    num_kept: int
+    """Requests that it left open, and whose clients are connected still."""
+    num_waiting: int
+    """Kept requests that wait for the model to be loaded."""
 
 
 class RefusalFrame(msgspec.Struct):

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from appliance.frame.late_frames import LateFrame, RefusalFrame
+from appliance.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
 from appliance.frame.tier_frames import TierFrame
 
 
@@ -188,6 +188,8 @@ class RequestFrame(msgspec.Struct):
     is known."""
     waited_for: str | None = None
     """What its prompt waited for last, in words; None: it had its turn within a second."""
+    recoveries: int = 0
+    """How often its sequences continued after the death of their worker or of the daemon."""
 
 
 class WorkerFrame(msgspec.Struct):
@@ -224,6 +226,9 @@ class WorkerFrame(msgspec.Struct):
     """Time since its last step, while it has work or owes an answer; None: it has neither."""
     num_prefilling: int = 0
     """Sequences with an incomplete prompt."""
+    cpu_share: float | None = None
+    """Share of the CPU time that it wanted in the last seconds, 0 to 1; None: it wanted little, or
+    the kernel reports no waits."""
 
 
 class QueueFrame(msgspec.Struct):
@@ -569,6 +574,10 @@ class Frame(msgspec.Struct):
     today: TodayFrame | None = None
     refusals: list[RefusalFrame] = []
     """Refused requests by caller and reason, the most frequent of the last minute first."""
+    starved: str = ""
+    """What keeps the workers from their cores, in one sentence; empty: nothing does."""
+    survived: SurvivedFrame | None = None
+    """The previous daemon's end; None: it was told to stop, or there was none."""
 
 
 MAX_POOL_OWNERS, MAX_FRAME_REQUESTS, MAX_FRAME_EVENTS = 20, 200, 50

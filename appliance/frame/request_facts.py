@@ -92,7 +92,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List the route of a request and its delays, with labels; empty texts are left out later."""
     preemptions, waits_for = request.get("preemptions"), request.get("waits_for")
     waited_for = request.get("waited_for")
-    by = request.get("cancelled_by")
+    by, recoveries = request.get("cancelled_by"), request.get("recoveries")
     return [
         ("energy", _energy(request)),
         ("worker", _workers(request)),
@@ -102,6 +102,10 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("speculation", request.get("speculation") or ""),
         ("waits", f"for {waits_for}" if waits_for else ""),
         ("waited", f"for {waited_for}" if waited_for and not waits_for else ""),
+        (
+            "continued",
+            f"{times(recoveries)}, after a worker or the daemon died" if recoveries else "",
+        ),
         ("preempted", f"{times(preemptions)}: others needed its KV blocks" if preemptions else ""),
         ("cancelled", f"by {by}" if by else ""),
         ("changed", request.get("changes") or ""),

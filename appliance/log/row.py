@@ -8,6 +8,7 @@ Never: reads a clock or the database.
 from __future__ import annotations
 
 from dataclasses import fields
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from appliance.request import Peer, Request
 from engine.schedule.sequence import FinishReason, Sequence
 
 MAX_CLIENT_RID_CHARS = 128
+CONTINUES = "the model to be loaded again: it continues after the daemon's end"
 _WORST_LAST = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
 
@@ -183,6 +185,39 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
                 "t_finished_us": int(1e3 * frame.age_ms),
             }
         )
+
+
+def kept_frame(row: LogRow, num_tokens: int | None, now: float) -> RequestFrame:
+    """Show a request of the previous daemon that waits for the model to be loaded.
+
+    Args:
+        num_tokens: its output tokens so far; None: unknown.
+        now: Unix seconds.
+    """
+    names = RequestFrame.__struct_fields__
+    same = {name: getattr(row, name) for name in LogRow.__struct_fields__ if name in names}
+    known = {
+        **same,
+        "transport": None,
+        "finish_reason": None,
+        "error": None,
+        "handoff_bytes": None,
+        "recoveries": row.recoveries + row.num_sequences,
+    }
+    peer = Peer(row.peer_uid, row.peer_gid, row.peer_pid, row.peer_user, row.key_name)
+    arrived = datetime.fromisoformat(row.received_at).timestamp()
+    return RequestFrame(
+        id=row.rid,
+        phase="paused" if num_tokens else "queued",
+        user=peer.name,
+        computed_tokens=None,
+        output_tokens=num_tokens,
+        num_blocks=0,
+        worker=None,
+        age_ms=max(1e3 * (now - arrived), 0.0),
+        waits_for=CONTINUES,
+        **known,
+    )
 
 
 class RowEnergy(NamedTuple):

@@ -10,6 +10,7 @@ import logging
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from appliance.log.row import LogRow, RefusalRow, RowEnergy
 
@@ -29,18 +30,28 @@ def insert_run(connection: sqlite3.Connection, run: dict[str, str | None]) -> in
     return inserted.lastrowid or 0
 
 
+class Crash(NamedTuple):
+    """How the previous daemon ended without saying so."""
+
+    about: str
+    """A sentence for the operator."""
+    at: str
+    """Its last sign of life."""
+
+
 def end_crashed_run(
-    db: sqlite3.Connection, answered: Iterable[LogRow], cut: Iterable[LogRow]
-) -> str | None:
+    db: sqlite3.Connection, answered: Iterable[LogRow], cut: Iterable[LogRow], killed_by: str = ""
+) -> Crash | None:
     """Mark a run without an end as crashed, with its last sign of life, and log its requests.
 
     Args:
         db: in a transaction.
         answered: requests with a reply, possibly without a row.
         cut: requests that were open; rows that exist by now are skipped.
+        killed_by: the signal that ended its process; empty: unknown.
 
     Returns:
-        A sentence for the operator; None: the last run has stopped.
+        None: the last run has stopped.
     """
     answered, cut = ([row for row in rows if not _has_row(db, row.rid)] for rows in (answered, cut))
     found = db.execute(
@@ -60,11 +71,12 @@ def end_crashed_run(
         " WHERE stopped_at IS NULL",
         (heard_at,),
     )
-    how = "was killed or crashed" if boot == boot_id() else "ended with the machine"
-    about = f"the daemon before {how}, last heard of at {heard_at}"
-    if not num_rows:
-        return about
-    return f"{about}; {num_rows} request{'s were' if num_rows > 1 else ' was'} cut short"
+    how = f"was killed by {killed_by}" if killed_by else "was killed or crashed"
+    how = how if boot == boot_id() else "ended with the machine"
+    about = f"the previous daemon {how}, last heard of at {heard_at}"
+    if num_rows:
+        about += f"; {num_rows} request{'s were' if num_rows > 1 else ' was'} cut short"
+    return Crash(about, heard_at)
 
 
 def _newest(db: sqlite3.Connection, table: str, time: str, run_id: int, since: str) -> str:

@@ -46,6 +46,7 @@ from appliance.log.recording_copy import remove_unfinished, temporary_recording
 from appliance.log.retention import RetentionLimits, Upkeep
 from appliance.log.row import LogRow, RefusalRow, RowEnergy
 from appliance.log.statements import (
+    Crash,
     Event,
     boot_id,
     end_crashed_run,
@@ -113,8 +114,8 @@ class RequestLog:
         self.said: deque[EventFrame] = deque(maxlen=MAX_FRAME_EVENTS)
         """The log's own events, the oldest first, for frames."""
         self._open = OpenRequests(path)
-        self.crash: str | None = None
-        """A sentence about the previous daemon's crash, if any; set by start_run()."""
+        self.crash: Crash | None = None
+        """The previous daemon's crash, if any; set by start_run()."""
         try:
             self._connection = open_log(path)
         except DamagedLog as error:
@@ -135,11 +136,21 @@ class RequestLog:
         return self._frames_lost
 
     def start_run(
-        self, *, version: str, model: str, dtype: str, roles: str, transport: str | None
+        self,
+        *,
+        version: str,
+        model: str,
+        dtype: str,
+        roles: str,
+        transport: str | None,
+        killed_by: str = "",
     ) -> int:
         """Record this start, end an unended run before it, and start the writer.
 
         Requests that were open then get their rows.
+
+        Args:
+            killed_by: the signal that ended the previous daemon; empty: unknown.
 
         Raises:
             PenstockError: the file cannot be written.
@@ -154,7 +165,7 @@ class RequestLog:
             "transport": transport,
         }
         try:
-            self._begin_run()
+            self._begin_run(killed_by)
         except DamagedLog as error:
             abandon(self._connection)
             self._set_aside(error)
@@ -168,12 +179,12 @@ class RequestLog:
         start(self._writer)
         return self._run_id
 
-    def _begin_run(self) -> None:
+    def _begin_run(self, killed_by: str = "") -> None:
         """Record the previous run's end if missing, and begin this one."""
         try:
             with self._connection as db:
                 self._is_first_run = db.execute("SELECT 1 FROM runs").fetchone() is None
-                self.crash = end_crashed_run(db, self._open.answered, self._open.cut)
+                self.crash = end_crashed_run(db, self._open.answered, self._open.cut, killed_by)
             self._run_id = insert_run(self._connection, self._run)
         except SQLITE_ERRORS as error:
             raise write_error("cannot write the request log", error, self.path) from error

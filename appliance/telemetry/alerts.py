@@ -19,6 +19,7 @@ from appliance.telemetry.signals import (
     LastMinute,
     Signal,
     client_errors_per_s,
+    daemon_died,
     decode_slowdown,
     device_power_ratio,
     device_temperature_c,
@@ -39,6 +40,7 @@ from appliance.telemetry.signals import (
     ssd_down,
     ssd_full,
     ssd_off,
+    starved,
     state_degraded,
     ttft_over_usual,
     worker_down,
@@ -70,6 +72,8 @@ class Threshold(NamedTuple):
     """How long it must hold for the error; None: as long as for the warning."""
     action: str = ""
     """The command that says more or helps, where the signal names none."""
+    is_event: bool = True
+    """Whether its changes become events; False: the event `daemon.died` tells it."""
 
     @property
     def clear_s(self) -> float:
@@ -78,6 +82,16 @@ class Threshold(NamedTuple):
 
 
 THRESHOLDS = (
+    Threshold(
+        "daemon.survived",
+        daemon_died,
+        1,
+        None,
+        "the daemon's death was some minutes ago",
+        is_state=True,
+        action="penstock events",
+        is_event=False,
+    ),
     Threshold("worker.down", worker_down, None, 1, "worker {} is ready again", is_state=True),
     Threshold(
         "worker.stuck",
@@ -88,6 +102,9 @@ THRESHOLDS = (
         is_state=True,
     ),
     Threshold("state.degraded", state_degraded, None, 1, "no longer degraded", is_state=True),
+    Threshold(
+        "cpu.starved", starved, 1, None, "the workers have their cores again", 5, action="top"
+    ),
     Threshold("kv.occupancy", kv_used_ratio, 0.90, 0.98, "KV pool {} has free blocks again", 10),
     Threshold("kv.preempted", preempted, 1, None, "no more preemptions"),
     Threshold(
@@ -188,6 +205,8 @@ class _Watch:
             self.levels, is_above, (threshold.for_s, crit_s), strict=True
         ):
             level.move(above, frame, for_s, threshold.clear_s)
+        if not threshold.is_event:
+            return None
         if self.rank > before:
             return Change(SEVERITIES[self.rank - 1], threshold.code, self.signal.message)
         if before and not self.rank:

@@ -19,10 +19,13 @@ from engine.schedule.prompt_waits import PromptWait, WaitsFor
 MIN_EXCESS_MS = 100.0
 MIN_EXCESS_SHARE = 0.2
 """Minimum share of the total time for a stage to have made the request slow."""
+MIN_STARVED_MS = 1000.0
 MIN_RATIO = 2.0
 """Minimum ratio to the usual computing time; less is normal variation."""
 ENOUGH_IN_TIME = 0.99
 BUSY_RATIO = 0.95
+MIN_BUSY_PERCENT = 20.0
+"""Use of a core below which a worker in a step is not what limits."""
 
 
 class QueueWaits(NamedTuple):
@@ -42,18 +45,27 @@ class _Cause(NamedTuple):
     usual_ms: float | None
 
 
-def slow_because(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float = 0.0) -> str | None:
+def slow_because(
+    frame: RequestFrame,
+    usual: UsualTimes,
+    swap_wait_ms: float = 0.0,
+    starved_ms: float = 0.0,
+) -> str | None:
     """Explain which stage exceeded its usual time most; None: none did by much.
 
     Args:
         swap_wait_ms: the part of its queue time until its model was loaded.
+        starved_ms: the part of its time in which other programs held the workers' cores.
     """
     least_ms = max(MIN_EXCESS_MS, MIN_EXCESS_SHARE * (frame.e2e_ms or frame.age_ms))
     causes = [*_waits(frame, usual, swap_wait_ms), *_computing(frame, usual)]
     worst = max(causes, key=lambda cause: cause.excess_ms, default=None)
+    starved = f"other programs held the cores for {duration(starved_ms)}"
+    is_starved = starved_ms >= max(least_ms, MIN_STARVED_MS)
     if worst is None or worst.excess_ms < least_ms:
-        return None
-    return worst.text + ("" if worst.usual_ms is None else f", usually {duration(worst.usual_ms)}")
+        return starved if is_starved else None
+    text = worst.text + ("" if worst.usual_ms is None else f", usually {duration(worst.usual_ms)}")
+    return f"{text}, {starved}" if is_starved else text
 
 
 def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Iterator[_Cause]:
@@ -64,7 +76,7 @@ def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Itera
         ("queue", "queued", usual.queue_ms, "queue: {}"),
         ("restore", "", None, "restore: {} for cached KV"),
         ("handoff", "handing_off", usual.handoff_ms, "handoff: {}"),
-        ("paused", "", None, "paused: {} after a preemption or a restart"),
+        ("paused", "", None, f"paused: {{}} {_pause_cause(frame)}"),
         ("decode_wait", "", usual.decode_wait_ms, "decode wait: {}"),
     ):
         actual_ms = _so_far(frame, stage, phase)
@@ -74,6 +86,13 @@ def _waits(frame: RequestFrame, usual: UsualTimes, swap_wait_ms: float) -> Itera
             # a wait that is no longer than is usual is not put beside it: that would deny itself
             told_ms = usual_ms if usual_ms is not None and actual_ms > usual_ms else None
             yield _Cause(actual_ms, text.format(duration(actual_ms)), told_ms)
+
+
+def _pause_cause(frame: RequestFrame) -> str:
+    """Say what a request was paused by, as far as its counts tell."""
+    causes = ["by a preemption"] * bool(frame.preemptions)
+    causes += ["by the death of a worker or the daemon"] * bool(frame.recoveries)
+    return " and ".join(causes) or "without blocks"
 
 
 def _computing(frame: RequestFrame, usual: UsualTimes) -> Iterator[_Cause]:
@@ -101,12 +120,19 @@ def limit(
     waiting: QueueWaits,
     workers: Iterable[WorkerFrame],
     latency: LatencyFrame,
+    starved: str = "",
 ) -> str:
-    """Say what limits the throughput; empty: nothing does."""
+    """Say what limits the throughput; empty: nothing does.
+
+    Args:
+        starved: what keeps the workers from their cores; empty: nothing does.
+    """
     if state == "degraded":
         return f"degraded: {reason}"
     if state == "draining":
         return "draining: no new requests are accepted"
+    if starved:
+        return starved
     if any(waiting):
         return _queue_limit(waiting)
     busy = [worker for worker in workers if worker.num_sequences]
@@ -117,6 +143,8 @@ def limit(
         if busy and ratio is not None and ratio < ENOUGH_IN_TIME:
             return f"{stage}: {1 - ratio:.0%} of the {what} miss their target"
     for worker in busy:
+        if worker.busy_ratio >= BUSY_RATIO and _has_no_cpu(worker):
+            return f"worker {worker.name} has work and uses {worker.cpu_percent:.0f}% of a core"
         if worker.busy_ratio >= BUSY_RATIO:
             is_prefill = worker.prefill_tokens_per_s >= worker.decode_tokens_per_s
             is_prefill = is_prefill and bool(worker.prefill_tokens_per_s or worker.num_prefilling)
@@ -125,6 +153,12 @@ def limit(
             by = "" if worker.name.startswith(stage) else f" by {stage}"
             return f"{worker.name} worker saturated{by}, {load}"
     return ""
+
+
+def _has_no_cpu(worker: WorkerFrame) -> bool:
+    """Say whether a worker on CPU cores hardly computed in the last second."""
+    used = worker.cpu_percent
+    return bool(worker.cpus) and used is not None and used < MIN_BUSY_PERCENT
 
 
 def _queue_limit(waiting: QueueWaits) -> str:

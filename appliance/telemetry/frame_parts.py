@@ -183,6 +183,7 @@ def request_frame(request: Request, snapshot: Snapshot | None, now_ns: int) -> R
         speculation=request.drafts.about,
         client=request.peer.client or None,
         waited_for=request.waited_for,
+        recoveries=sum(s.num_recoveries for s in request.sequences),
         prefill_j=request.prefill_j,
         decode_j=request.decode_j,
     )

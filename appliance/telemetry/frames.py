@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from appliance.fleet.roles_change import roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swaps
 from appliance.fleet.weights_plan import kv_text, weights_text
+from appliance.frame.late_frames import SurvivedFrame
 from appliance.frame.protocol import (
     FRAME_VERSION,
     MAX_FRAME_REQUESTS,
@@ -50,6 +51,7 @@ from appliance.telemetry.frame_parts import (
     way_frames,
 )
 from appliance.telemetry.late import late_first, late_next, waiting_prompts
+from appliance.telemetry.starvation import Starvation
 from appliance.telemetry.telemetry import Telemetry, worker_now
 from appliance.telemetry.windows import UsualTimes
 from engine.schedule.router import Router
@@ -70,6 +72,9 @@ class ServiceState:
     """The totals that the service counts."""
     log_rows_lost: int
     swaps: Swaps | None = None
+    kept: list[RequestFrame] = field(default_factory=list)
+    """Requests of the previous daemon that wait for the model to be loaded."""
+    survived: SurvivedFrame | None = None
 
 
 class Frames:
@@ -101,6 +106,7 @@ class Frames:
         self._caches = caches
         self._alerts = Alerts()
         self._usual = UsualTimes()
+        self._starvation = Starvation()
         self._started_ns = time.monotonic_ns()
         self._frame: Frame | None = None
         self._is_made = asyncio.Event()
@@ -120,6 +126,8 @@ class Frames:
         elapsed_s = telemetry.interval_s(now_ns)
         workers = telemetry.workers(states, snapshot, now_ns, elapsed_s)
         self._usual = telemetry.windows.usual(now_ns)
+        host = telemetry.host()
+        self._starvation.look(workers, host, now_ns / 1e9)
         devices = self._devices.read(now_ns)
         self.energy.settle(devices, self._devices.read_ns)
         frame = Frame(
@@ -134,7 +142,8 @@ class Frames:
             workers=workers,
             devices=devices,
             energy=self.energy.frame(),
-            host=telemetry.host(),
+            host=host,
+            starved=self._starvation.text,
             handoff=telemetry.handoff(snapshot, elapsed_s),
             links=telemetry.links(snapshot, elapsed_s),
             users=telemetry.users(standing.live, elapsed_s),
@@ -204,11 +213,13 @@ class Frames:
     ) -> list[RequestFrame]:
         waiting = [] if standing.swaps is None else standing.swaps.requests(now_ns)
         live = [self._request(request, snapshot, now_ns) for request in standing.live[:most]]
-        return [*live, *waiting][:most]
+        return [*standing.kept, *live, *waiting][:most]
 
     def _request(self, request: Request, snapshot: Snapshot | None, now_ns: int) -> RequestFrame:
         frame = request_frame(request, snapshot, now_ns)
-        frame.slow_because = slow_because(frame, self._usual, request.swap_wait_ms)
+        starved_ms = self._starvation.starved_ms((now_ns / 1e9) - frame.age_ms / 1e3, now_ns / 1e9)
+        swap_ms = request.swap_wait_ms
+        frame.slow_because = slow_because(frame, self._usual, swap_ms, starved_ms)
         waits = snapshot.waits if snapshot else {}
         waiting = next((one for one in request.sequences if one.seq_id in waits), None)
         if waiting is not None:
@@ -244,12 +255,20 @@ class Frames:
             "queue": queue_frame(snapshot, first_token, next_token, now_ns),
             "pools": pool_frames(snapshot, standing.live, block_bytes),
             "latency": latency,
-            "limit": limit(state, reason, waiting(snapshot, num_before_swap), workers, latency),
+            "limit": limit(
+                state,
+                reason,
+                waiting(snapshot, num_before_swap),
+                workers,
+                latency,
+                self._starvation.text,
+            ),
             "totals": self._totals(standing, snapshot),
             "requests": self._live(standing, snapshot, now_ns, MAX_FRAME_REQUESTS),
-            "num_requests": len(standing.live) + num_before_swap,
+            "num_requests": len(standing.kept) + len(standing.live) + num_before_swap,
             "events": list(self._telemetry.events),
             "swaps": swaps,
+            "survived": standing.survived,
             "refusals": self._telemetry.refusals.frames(now_ns / 1e9),
             **({} if self._caches is None else self._caches.frames()),
             **roles_frame(snapshot.roles),

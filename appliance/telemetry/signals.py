@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from appliance.frame.figures import count, duration, short_id
+from appliance.frame.figures import (
+    count,
+    duration,
+    seconds_between,
+    short_id,
+    things,
+    whole_seconds,
+)
 from appliance.frame.late_frames import LateFrame, RefusalFrame
 from appliance.frame.protocol import Frame, PoolFrame, WorkerFrame
 from appliance.frame.tier_frames import TierFrame
@@ -25,6 +32,8 @@ MAX_SHOWN_TIMES = 100
 """A larger multiple says no more than this one."""
 ANNOUNCED_CODES = ("model_loading", "draining")
 """Refusals that the daemon's state explains."""
+SURVIVED_S = 600.0
+"""How long a daemon's death is told."""
 STAGING = "ring"
 """A pool whose slots are all granted ahead, so that its occupancy says nothing."""
 
@@ -146,6 +155,29 @@ def preempted(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     number = past.num_preemptions
     about = f"KV blocks are short: {number} preemption{'s' * (number != 1)} in {PAST_S:.0f} s"
     yield Signal(number, f"{about}; lower max_tokens or raise kv_memory")
+
+
+def starved(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Report that other programs keep the workers from their cores."""
+    if frame.starved:
+        yield Signal(1, frame.starved)
+
+
+def daemon_died(frame: Frame, past: LastMinute) -> Iterator[Signal]:
+    """Yield 1 for some minutes after the death of the previous daemon."""
+    if (end := frame.survived) is None or end.how == "restart":
+        return
+    age_s = seconds_between(end.at, frame.at)
+    if age_s is None or age_s >= SURVIVED_S:
+        return
+    how = f" ({end.how})" if end.how.startswith("SIG") else ""
+    about = f"the daemon was killed {whole_seconds(max(age_s, 0.0))} ago{how}"
+    whose = things(end.num_kept, "request")
+    if end.num_waiting:
+        about += f"; {whose} continue{'s' * (end.num_kept == 1)} once the model is loaded"
+    elif end.num_kept:
+        about += f"; {whose} continued"
+    yield Signal(1, about)
 
 
 def first_token_wait_ratio(frame: Frame, past: LastMinute) -> Iterator[Signal]:

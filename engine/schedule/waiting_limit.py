@@ -129,6 +129,7 @@ class WaitingLimit:
         raise QueueFull(
             f"expected wait {wait_ms / 1e3:.0f} s exceeds the limit of {max_wait_ms / 1e3:g} s; "
             f"{self.total} {self.unit} are waiting",
+            code="would_wait_too_long",
             retry_after_ms=self.pace.retry_ms(excess),
         )
 
@@ -158,6 +159,7 @@ class WaitingLimit:
             f"expected TTFT {(ahead_ms + own_ms) / 1e3:.1f} s is too close to the target of "
             f"{target_ms / 1e3:g} s; {self.total + ahead} "
             f"{self.unit} are ahead",
+            code="would_wait_too_long",
             retry_after_ms=retry_after_ms(ahead_ms - left_ms),
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.frame.late_frames import LateFrame, RefusalFrame
+from appliance.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
 from appliance.frame.protocol import (
     DraftFrame,
     Frame,
@@ -60,6 +60,12 @@ INTERNAL = {
     "weights": "what became of them at start; the status page, doctor and the log say it",
     "kv": "likewise of the pools",
     "alerts.request_id": "decides between the keys and the command",
+    **{
+        f"survived.{name}": "the alert tells it, and an empty table while requests are kept"
+        for name in ("how", "at", "num_kept", "num_waiting")
+    },
+    "starved": "an alert, and the limiting sentence",
+    "workers.cpu_share": "an alert where it is small",
     "devices.kind": "decides which readings there could be",
 }
 """Fields that a change of their value need not show, and why."""
@@ -107,6 +113,7 @@ def rich() -> Frame:
             drafts=[DraftFrame("own_text", [100], [90])],
             client_errors=135,
         ),
+        survived=SurvivedFrame("SIGKILL", until, 8, 3),
         refusals=[
             RefusalFrame("ana", "curl 7", 404, "model_not_found", "no x", 135, 27, 4.5, until)
         ],

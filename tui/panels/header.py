@@ -22,8 +22,6 @@ SEVERITIES = {
     "warning": ("▲ WARN", Tone.WARN),
     "info": ("● INFO", Tone.MUTED),
 }
-_REASONS = {"draining": "no new requests", "model_loading": "loading the model"}
-"""Words for the daemon's codes."""
 _LEAST_KEYS = 12
 """Minimum cells for the keys beside the pages' names."""
 
@@ -133,7 +131,7 @@ def own_alerts(view: View) -> list[Alert]:
         found.append(Alert("error", f"{stale}{view.link.why}"))
     is_told = frame is not None and any(alert.severity == "error" for alert in frame.alerts)
     if frame is not None and frame.state != "ready" and not (frame.state == "degraded" and is_told):
-        reason = _REASONS.get(frame.state_reason, frame.state_reason)
+        reason = fig.state_words(frame.state_reason)
         reason = f": {reason}" if reason else ""
         severity = "error" if frame.state == "degraded" else "warning"
         found.append(Alert(severity, f"{frame.state}{reason}"))
@@ -142,6 +140,8 @@ def own_alerts(view: View) -> list[Alert]:
 
 def alert_text(alert: AlertFrame, now: str) -> str:
     """Return the daemon's message, and since when it holds."""
+    if alert.message.count(" ago"):  # it says so itself
+        return alert.message
     return f"{alert.message}, since {fig.since(alert.since, now)} ago"
 
 

@@ -35,8 +35,8 @@ def test_requests_cut_by_a_kill_get_one_row_each_and_are_told(path: Path) -> Non
     assert run_python(script, path).returncode == -9
     log = start(path)
     assert log.crash is not None
-    assert "killed or crashed" in log.crash
-    assert "; 3 requests" in log.crash
+    assert "killed or crashed" in log.crash.about
+    assert "; 3 requests" in log.crash.about
     found = {one["id"]: one for one in log.rows(RowQuery())}
     assert sorted(found) == [f"cmpl-{i}" for i in range(5)]
     assert found["cmpl-1"]["finish_reason"] == found["cmpl-2"]["finish_reason"] == "length"
@@ -61,7 +61,7 @@ def test_a_daemon_was_heard_of_at_its_newest_request_at_least(path: Path) -> Non
     log.opened(row("cmpl-0", received_at=late, finish_reason=None))
     again = start(path)
     assert again.crash is not None
-    assert f"last heard of at {late}; 1 request" in again.crash
+    assert f"last heard of at {late}; 1 request" in again.crash.about
     assert query(path, "SELECT stopped_at FROM runs WHERE run_id = 1") == [(late,)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.frame.late_frames import LateFrame, RefusalFrame
+from appliance.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
 from appliance.frame.protocol import DeviceFrame, Frame, LatencyFrame, QueueFrame, TotalsFrame
 from appliance.frame.tier_frames import TierFrame
 from appliance.telemetry.alerts import MIN_CLEAR_S, THRESHOLDS, Alerts, Threshold
@@ -184,6 +184,10 @@ WRONG = {
     "a stream": (
         idle(queue=QueueFrame(0, 0, 0, 1, 64, None, next_token=late(40.0, 2000.0))),
         {},
+    ),
+    "a machine that others keep busy": (
+        idle(starved="starved by other programs"),
+        {"cpu.starved": "warning"},
     ),
     "a refused request": (
         idle(refusals=[refusal(429, "queue_full", last_minute=1)]),
@@ -413,6 +417,21 @@ def test_a_rate_that_flaps_tells_no_more_than_its_times_allow(spans):
     )
     for (before_s, severity, _), (after_s, _, _) in itertools.pairwise(timeline.told):
         assert after_s - before_s >= (10 if severity == "warning" else 5)
+
+
+def test_a_daemons_death_is_told_for_ten_minutes_with_its_requests_and_a_restart_is_not():
+    def about(how: str, at: str, num_waiting: int = 0) -> str:
+        alerts = Alerts()
+        frame = idle(survived=SurvivedFrame(how, at, 8, num_waiting))
+        assert alerts.update(frame) == [], "another event tells it"
+        return "".join(alert.message for alert in alerts.frames())
+
+    died = "2026-11-21T14:01:31.004Z"  # 40 s before the frame
+    for part in ("40s ago", "SIGKILL", "8 requests"):
+        assert part in about("SIGKILL", died)
+    assert "8 requests continue once" in about("crash", died, num_waiting=8)
+    assert about("restart", died) == ""
+    assert about("SIGKILL", "2026-11-21T13:51:00.000Z") == ""
 
 
 def test_an_alert_names_its_request_what_to_type_and_since_when():

@@ -10,7 +10,7 @@ from appliance.frame.protocol import LatencyFrame
 from appliance.telemetry.explain import QueueWaits, limit, slow_because
 from appliance.telemetry.windows import UsualTimes
 from tests import golden
-from tests.tui.frames import request, worker
+from tests.tui.frames import idle, request, worker
 
 USUAL = UsualTimes(20.0, 0.2, 1.0, 1.0, 10.0)
 QUICK = {"tokenize_ms": 1.0, "queue_ms": 20.0, "prefill_ms": 100.0, "ttft_ms": 121.0}
@@ -51,6 +51,19 @@ def live(phase, **changes):
 )
 def test_the_stage_that_took_most_too_much_is_named(changes, because):
     assert slow_because(finished(**changes), USUAL) == because
+
+
+def test_other_programs_are_named_and_a_worker_without_a_core_is_not_what_limits():
+    starved = "starved by other programs"
+    busy = worker("prefill", busy_ratio=1.0, num_sequences=5, cpu_percent=15.0)
+    latency = idle().latency
+    assert limit("ready", "", QueueWaits(), [busy], latency, starved) == starved
+    assert "saturated" not in limit("ready", "", QueueWaits(), [busy], latency)
+    busy.cpu_percent = 99.0
+    assert "saturated" in limit("ready", "", QueueWaits(), [busy], latency)
+    told = slow_because(finished(prefill_ms=3000.0), USUAL, 0.0, 2500.0)
+    assert told is not None
+    assert "2.5s" in told
 
 
 def test_a_wait_shorter_than_is_usual_is_told_without_what_is_usual():

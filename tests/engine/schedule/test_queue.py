@@ -380,7 +380,7 @@ def test_whose_first_token_would_come_too_late_is_refused_also_where_nothing_que
         taken += 1
     assert 3 <= taken <= 6  # of 8 that four seconds would do
     assert len(served.queue) == 0
-    assert full.code == "queue_full"
+    assert full.code == "would_wait_too_long"
 
     assert 1000 <= full.retry_after_ms <= 2000
     served.answer(0.5)
