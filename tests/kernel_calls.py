@@ -24,8 +24,9 @@ from engine.checkpoint.packed_layouts import FORMS, panels_shape
 from engine.kernels.cpu import FORMS as NUMBERS
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
-INT8 = 16
-SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT8: 1}
+INT8, INT64 = 16, 64
+SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT8: 1, INT64: 8}
+INF = float("inf")
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.malloc.restype = ctypes.c_void_p
 LIBC.malloc.argtypes = [ctypes.c_size_t]
@@ -283,8 +284,44 @@ def split_gates(kernels: Any, r: Random, m: Memory, threads: int) -> None:
     kernels.split_gates(qkv, gates, x, tokens, heads, *sizes, threads)
 
 
+def rows_of_logits(r: Random, m: Memory, count: int, num_rows: int) -> list[int]:
+    """Rows that lie one after the other; each is the same after the call."""
+    rows = [m.values(count, FLOAT32) for _ in range(num_rows)]
+    m.outputs += [(row, count * SIZE[FLOAT32]) for row in rows]
+    return rows
+
+
+def draw(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Rows with all filters, some with rules of their own."""
+    count, fields = r.choice([1, 2, 15, 16, 40, 64, 65, 300]), array("d")
+    rows = rows_of_logits(r, m, count, r.randint(1, 9))
+    for row in rows:
+        fields.extend([r.choice([0, 0.5, 1, 3]), r.randrange(-(2**31), 2**31), r.randrange(2**31)])
+        fields.extend([r.choice([1, 0.9, 0]), r.choice([0, 0.1, 1]), r.choice([0, 1, 20, 70])])
+        is_allowed, num_ids, num_added = r.random() < 0.5, r.choice([0, 1, 50]), r.randint(0, 3)
+        words = m.array(bytes(r.randrange(256) for _ in range(-(-count // 32) * 4)))
+        ids = m.integers([r.randrange(count) for _ in range(num_ids)])
+        fields.extend([row, words if is_allowed else 0, ids, num_ids // 3, num_ids])
+        fields.extend([r.choice([1, 1.3]), r.choice([0, 0.4]), r.choice([0, -1])])
+        added = [n for _ in range(num_added) for n in (r.randrange(count), r.choice([-INF, 2.5]))]
+        fields.extend([m.array(array("d", added).tobytes()), num_added])
+    token_ids = m.output(len(rows), INT64)
+    kernels.draw(token_ids, m.array(fields.tobytes()), len(rows), count, threads)
+
+
+def rate(kernels: Any, r: Random, m: Memory, threads: int) -> None:
+    """Log-probabilities of few and of many alternatives."""
+    count = r.choice([1, 2, 16, 40, 65, 300])
+    rows = rows_of_logits(r, m, count, r.randint(1, 9))
+    width = r.choice([0, 1, 5, 70, 300])
+    width = min(width, count)
+    fields = [n for row in rows for n in (row, r.randrange(count), width)]
+    values, ids = m.output(len(rows) * (1 + width), 0), m.output(len(rows) * (1 + width), INT64)
+    kernels.rate(values, ids, m.integers(fields), len(rows), count, 1 + width, threads)
+
+
 PRODUCTS = (linear, linear_quantised, linear_pairs)
-CALLS = (*PRODUCTS, rms_norm, gated, attention, grow, mixture, delta, split_gates)
+CALLS = (*PRODUCTS, rms_norm, gated, attention, grow, mixture, delta, split_gates, draw, rate)
 
 
 def main() -> None:

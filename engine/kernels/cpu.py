@@ -72,6 +72,12 @@ class Kernels(Protocol):
     def split_gates(self, *arguments: float) -> None:
         """Split queries, keys and values off the queries' gates."""
 
+    def draw(self, *arguments: float) -> None:
+        """Choose each row's next token."""
+
+    def rate(self, *arguments: float) -> None:
+        """Compute log-probabilities of tokens, and of each row's likeliest."""
+
     def record(self) -> None:
         """Write down every call from now on."""
 

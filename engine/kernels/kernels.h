@@ -64,9 +64,11 @@ void *grown(struct memory *memory, size_t num_bytes);
     int name(const word *words);
 DECLARED(attend)
 DECLARED(delta)
+DECLARED(draw)
 DECLARED(gated)
 DECLARED(grow)
 DECLARED(place)
+DECLARED(rate)
 DECLARED(rms_norm)
 DECLARED(split_gates)
 DECLARED(linear)

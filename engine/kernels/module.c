@@ -33,6 +33,8 @@ static const struct kernel kernels[] = {
     {NAMED(grow), 3},
     {NAMED(delta), 12},
     {NAMED(split_gates), 3},
+    {NAMED(draw), RELEASES_ALWAYS},
+    {NAMED(rate), RELEASES_ALWAYS},
 };
 
 /* The calls since record(): the number of the kernel, then its words; one after the other. */
@@ -131,6 +133,8 @@ CALLED(mixture, 7)
 CALLED(grow, 8)
 CALLED(delta, 9)
 CALLED(split_gates, 10)
+CALLED(draw, 11)
+CALLED(rate, 12)
 
 /* record(): from now on every call is also written down. */
 static PyObject *record(PyObject *module, PyObject *ignored)
@@ -249,6 +253,8 @@ static PyMethodDef functions[] = {
     ROW(grow),
     ROW(delta),
     ROW(split_gates),
+    ROW(draw),
+    ROW(rate),
     {"record", record, METH_NOARGS, NULL},
     {"recorded", recorded, METH_NOARGS, NULL},
     {"replay", replay, METH_O, NULL},

@@ -7,7 +7,7 @@ Never: multiplies by weights' matrices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +19,10 @@ from engine.kernels.cpu import WIDENED
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
 from engine.model.buffers import Take, fresh
 from engine.model.compiled import CompiledBackend, find_kernels
+from engine.model.draw_rows import RowDraw, draw_by_torch, rate_by_torch
 from engine.model.layers import gated, rms_norm, rotate, split_gates
 from engine.model.sampler import sample_rows
+from engine.wire.sampling import TokenLogprob
 
 
 class Backend(Protocol):
@@ -114,6 +116,17 @@ class Backend(Protocol):
     def sample_rows(self, logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens [n] of logits [n, vocab_size], as engine.model.sampler.sample_rows has them."""
 
+    def draw(self, rows: Sequence[RowDraw]) -> list[int]:
+        """Choose one token per row, as engine.model.draw_rows.draw_by_torch does."""
+
+    def rate(
+        self,
+        rows: Sequence[torch.Tensor],
+        token_ids: Sequence[int],
+        num_alternatives: Sequence[int],
+    ) -> list[TokenLogprob]:
+        """Compute log-probabilities, as engine.model.draw_rows.rate_by_torch does."""
+
 
 @dataclass(frozen=True, slots=True)
 class _TorchPlan:
@@ -129,6 +142,8 @@ class TorchBackend:
     """Every device and dtype, by torch's own operations."""
 
     sample_rows = staticmethod(sample_rows)
+    draw = staticmethod(draw_by_torch)
+    rate = staticmethod(rate_by_torch)
     is_paged = False
     gated_delta = None
 

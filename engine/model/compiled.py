@@ -20,8 +20,9 @@ from engine.checkpoint.model_config import ACTIVATIONS
 from engine.kernels.cpu import BFLOAT16, FLOAT32, INT8, TILES, WIDENED, Kernels, load_kernels
 from engine.model.attention import StepBatch
 from engine.model.buffers import Buffers, Take, fresh
+from engine.model.draw_rows import RowDraw, draw_by_kernels, rate_by_kernels, sample_by_kernels
 from engine.model.records import RecordBlocks
-from engine.model.sampler import sample_rows
+from engine.wire.sampling import TokenLogprob
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """What the kernels read and write."""
@@ -100,7 +101,6 @@ class CompiledPlan:
 class CompiledBackend:
     """A step's small operations and its attention by the kernels of one instruction set."""
 
-    sample_rows = staticmethod(sample_rows)
     is_paged = True
     gated_delta = None
 
@@ -340,6 +340,20 @@ class CompiledBackend:
             softcap or 0.0,
         )
         return out.view(-1, num_heads, head_dim)
+
+    def sample_rows(self, logits: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
+        return sample_by_kernels(self.kernels, logits, draws)
+
+    def draw(self, rows: Sequence[RowDraw]) -> list[int]:
+        return draw_by_kernels(self.kernels, rows)
+
+    def rate(
+        self,
+        rows: Sequence[torch.Tensor],
+        token_ids: Sequence[int],
+        num_alternatives: Sequence[int],
+    ) -> list[TokenLogprob]:
+        return rate_by_kernels(self.kernels, rows, token_ids, num_alternatives)
 
 
 def _padded(tables: Sequence[Sequence[int]], width: int) -> torch.Tensor:

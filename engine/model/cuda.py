@@ -17,6 +17,7 @@ import triton
 from engine.model import triton_delta, triton_ops
 from engine.model.attention import StepBatch, num_parts, several_queries_tiling, single_query_tiling
 from engine.model.delta_inputs import RecordRuns
+from engine.model.draw_rows import draw_by_torch, rate_by_torch
 from engine.model.layers import gated, split_gates
 from engine.model.library_attention import PagedAttention
 from engine.model.paged_step import PagedStep, paged_step
@@ -94,6 +95,8 @@ class CudaBackend:
     """
 
     sample_rows = staticmethod(sample_rows)
+    draw = staticmethod(draw_by_torch)
+    rate = staticmethod(rate_by_torch)
     is_paged = True
     gated_delta = staticmethod(triton_delta.gated_delta)
 

@@ -1,13 +1,16 @@
 """Change logits as a request says: bias, minimum, grammar, penalties.
 
-Owns: the order and formulas, which are vLLM's.
+Owns: the order and formulas, which are vLLM's; engine/kernels/draws.c has them, too.
 Invariant: a row's result is a function of its own logits, parameters and tokens.
 Never: draws, or changes a row that asks for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from array import array
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,72 +25,114 @@ def is_adjusted(params: SamplingParams) -> bool:
         or params.grammar is not None
         or params.allowed_token_ids is not None
         or params.bad_words
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
+        or has_penalties(params)
     )
 
 
-class NothingAllowedError(ValueError):
-    """What was asked leaves no token that could come next; the message is for the client."""
+def has_penalties(params: SamplingParams) -> bool:
+    """Say whether logits depend on the tokens of prompt or output."""
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
 
 
-def adjust(
-    logits: torch.Tensor,
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Hold what changes one row of logits."""
+
+    params: SamplingParams
+    ids: array[int]
+    """Prompt and output, int64, maybe with more behind them."""
+    num_prompt_ids: int
+    num_ids: int
+    forbidden: frozenset[int]
+    """Ends of bad words."""
+    endings: frozenset[int]
+    """Ids that would end the output too early."""
+    allowed: bytes | None
+    """A bit for each token in words of 32, the lowest first; None: all are allowed."""
+    vocab_size: int
+
+    @property
+    def added(self) -> dict[int, float]:
+        """What is added to logits: biases, and minus infinity where a token is forbidden."""
+        biases = {i: bias for i, bias in self.params.logit_bias.items() if i < self.vocab_size}
+        return biases | dict.fromkeys(self.forbidden | self.endings, -math.inf)
+
+    def why_nothing(self) -> str | None:
+        """Say for the client what leaves no token that could come next; None: one is left."""
+        if not self._num_left(self.forbidden):
+            return _nothing_left(self.params)
+        if not self._num_left(self.forbidden | self.endings):
+            return _nothing_left(self.params, "`min_tokens`")
+        return None
+
+    def _num_left(self, forbidden: frozenset[int]) -> int:
+        if self.allowed is None:
+            return self.vocab_size - len(forbidden)
+        return _count(self.allowed) - _count(self.allowed, forbidden)
+
+
+def rules_of(
     params: SamplingParams,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
+    ids: array[int],
+    num_prompt_ids: int,
+    num_ids: int,
     ending_ids: Collection[int],
+    vocab_size: int,
     allowed: bytes | None,
-    allowed_ids: torch.Tensor | None = None,
-) -> None:
-    """Change one row in place.
+    only: bytes | None,
+) -> Rules:
+    """Collect what changes a row.
 
     Args:
-        logits: [vocab_size] float32.
-        ending_ids: ids that would end it.
-        allowed: one byte per id, 0 where the grammar forbids it; None without a grammar.
-        allowed_ids: [num_allowed] int64, `params.allowed_token_ids`; None where it is.
-
-    Raises:
-        NothingAllowedError: all tokens are forbidden.
+        ids: as Rules has them.
+        ending_ids: ids that would end the output.
+        allowed: bits as Rules has them, of what the grammar allows; None without a grammar.
+        only: bits of `params.allowed_token_ids`, by bits_of(); None: all ids.
     """
-    if params.logit_bias:
-        for token_id, bias in params.logit_bias.items():
-            if token_id < len(logits):
-                logits[token_id] += bias
-    is_too_early = len(output_ids) < params.min_tokens
-    bad_ids = [
+    num_outputs = num_ids - num_prompt_ids
+    forbidden = {
         last
         for *before, last in params.bad_words
-        if last < len(logits) and before == list(output_ids[len(output_ids) - len(before) :])
-    ]
-    if allowed is not None or allowed_ids is not None or bad_ids or is_too_early:
-        forbidden = torch.zeros(len(logits), dtype=torch.bool)
-        if allowed is not None:
-            forbidden |= torch.frombuffer(bytearray(allowed), dtype=torch.uint8) == 0
-        if allowed_ids is not None:
-            others = torch.ones(len(logits), dtype=torch.bool)
-            others[allowed_ids[allowed_ids < len(logits)]] = False
-            forbidden |= others
-        forbidden[bad_ids] = True
-        if forbidden.all():
-            raise NothingAllowedError(_nothing_left(params))
-        if is_too_early:
-            endings = [one for one in ending_ids if one < len(logits)]
-            # a complete grammar allows nothing but the end, and then the minimum has to give way
-            if allowed is None or not _is_complete(allowed, endings):
-                forbidden[endings] = True
-            if forbidden.all():
-                raise NothingAllowedError(_nothing_left(params, "`min_tokens`"))
-        logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
-    _penalize(logits, params, prompt_ids, output_ids)
+        if last < vocab_size
+        and len(before) <= num_outputs
+        and before == ids[num_ids - len(before) : num_ids].tolist()
+    }
+    endings = frozenset[int]()
+    if num_outputs < params.min_tokens:
+        endings = frozenset(one for one in ending_ids if one < vocab_size)
+        # a complete grammar allows nothing but the end, and then the minimum has to give way
+        if allowed is not None and _count(allowed) == _count(allowed, endings):
+            endings = frozenset()
+    if only is not None:
+        num_bytes = -(-vocab_size // 32) * 4
+        only = only.ljust(num_bytes, b"\0")[:num_bytes]
+        allowed = only if allowed is None else _both(allowed, only)
+    counts = num_prompt_ids, num_ids
+    return Rules(params, ids, *counts, frozenset(forbidden), endings, allowed, vocab_size)
 
 
-def _is_complete(allowed: bytes, ending_ids: Collection[int]) -> bool:
-    """Say whether a grammar allows only the end of the output."""
-    num_endings = sum(bool(allowed[one]) for one in {*ending_ids})
-    return len(allowed) - allowed.count(0) == num_endings
+def bits_of(ids: Iterable[int]) -> bytes:
+    """Set a bit for each id, the lowest first, up to the last id."""
+    bits = bytearray()
+    for i in ids:
+        if i >> 3 >= len(bits):
+            bits.extend(bytes((i >> 3) + 1 - len(bits)))
+        bits[i >> 3] |= 1 << (i & 7)
+    return bytes(bits)
+
+
+def _count(bits: bytes, ids: Collection[int] | None = None) -> int:
+    """Count the set bits, or those of some ids."""
+    if ids is None:
+        return int.from_bytes(bits, "little").bit_count()
+    return sum(bits[i >> 3] >> (i & 7) & 1 for i in ids)
+
+
+def _both(left: bytes, right: bytes) -> bytes:
+    both = int.from_bytes(left, "little") & int.from_bytes(right, "little")
+    return both.to_bytes(len(left), "little")
 
 
 def _nothing_left(params: SamplingParams, *others: str) -> str:
@@ -100,19 +145,28 @@ def _nothing_left(params: SamplingParams, *others: str) -> str:
     return f"no token is left by {' and '.join(named)}"
 
 
-def _penalize(
-    logits: torch.Tensor,
-    params: SamplingParams,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-) -> None:
+def adjust(logits: torch.Tensor, rules: Rules) -> None:
+    """Change one row [vocab_size] of float32 in place."""
+    for token_id, bias in rules.added.items():
+        logits[token_id] += bias
+    if rules.allowed is not None:
+        bits = torch.frombuffer(bytearray(rules.allowed), dtype=torch.uint8)[:, None]
+        is_allowed = (bits >> torch.arange(8, dtype=torch.uint8)) & 1
+        forbidden = is_allowed.flatten()[: len(logits)] == 0
+        logits.masked_fill_(forbidden.to(logits.device), -torch.inf)
+    if has_penalties(rules.params):
+        _penalize(logits, rules)
+
+
+def _penalize(logits: torch.Tensor, rules: Rules) -> None:
     """Apply penalties: repetition over prompt and output, the others over the output."""
+    params = rules.params
+    ids = torch.tensor(rules.ids[: rules.num_ids].tolist(), dtype=torch.int64)
     if params.repetition_penalty != 1.0:
-        ids = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64, device=logits.device)
-        seen = logits[ids]
+        places = ids.to(logits.device)
+        seen = logits[places]
         penalty = params.repetition_penalty
-        logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        logits[places] = torch.where(seen > 0, seen / penalty, seen * penalty)
     if params.frequency_penalty or params.presence_penalty:
-        ids = torch.tensor(output_ids, dtype=torch.int64)
-        counts = ids.bincount(minlength=len(logits)).to(logits.device)
+        counts = ids[rules.num_prompt_ids :].bincount(minlength=len(logits)).to(logits.device)
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)

@@ -36,12 +36,14 @@ from engine.model.compiled import (
 )
 from engine.model.delta import GatedDelta
 from engine.model.delta_inputs import RecordRuns
+from engine.model.draw_rows import RowDraw
 from engine.model.feed_forward import DenseAndExperts, Experts, FeedForward, WithSharedExpert
 from engine.model.layer_inputs import LayerInput, LayerInputs
 from engine.model.layers import query_growth, rms_norm, rope_table, soft_cap
 from engine.model.linear import Linear, Linears, choose_linears
 from engine.model.records import RecordBlocks
 from engine.model.weight import Weight, embedded
+from engine.wire.sampling import TokenLogprob
 
 __all__ = ["StepBatch", "Transformer"]
 
@@ -180,6 +182,19 @@ class Transformer:
     def sample_rows(self) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
         """Tokens of logits, chosen where they lie; as engine.model.sampler.sample_rows."""
         return self._backend.sample_rows
+
+    def draw(self, rows: Sequence[RowDraw]) -> list[int]:
+        """Choose one token per row; NO_TOKEN where its logit is not finite."""
+        return self._backend.draw(rows)
+
+    def rate(
+        self,
+        rows: Sequence[torch.Tensor],
+        token_ids: Sequence[int],
+        num_alternatives: Sequence[int],
+    ) -> list[TokenLogprob]:
+        """Compute log-probabilities of one token per row, and of as many of its likeliest."""
+        return self._backend.rate(rows, token_ids, num_alternatives)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor:

@@ -111,21 +111,21 @@ class Matcher:
             draft: a guess of the ids after these; the next call's outputs need not have them.
 
         Returns:
-            one byte per token id, 0 where it is forbidden: after the outputs, then after each token
-            of the draft, as far as the grammar allows that.
+            a bit for each token id in words of 32, the lowest first, 0 where it is forbidden: after
+            the outputs, then after each token of the draft, as far as the grammar allows that.
 
         Raises:
             GrammarError: they do not match the grammar, or the step would take too long.
         """
         self._go_to(output_ids)
-        masks = [self._matcher.compute_logit_bias()]
+        masks = [self._matcher.compute_bitmask()]
         self._check()
         for token_id in draft:
-            if not masks[-1][token_id]:
+            if not masks[-1][token_id >> 3] >> (token_id & 7) & 1:
                 break
             self._matcher.consume_token(token_id)
             self._draft.append(token_id)
-            masks.append(self._matcher.compute_logit_bias())
+            masks.append(self._matcher.compute_bitmask())
             if self._matcher.is_error():  # not an error of the output, which may be another
                 self._matcher.reset()
                 self._num_consumed, self._draft = 0, []

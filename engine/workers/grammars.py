@@ -44,7 +44,7 @@ class Grammars:
         return self._compiler.submit(self._compile, grammar)
 
     def masks(self, sequences: Sequence[WorkerRequest]) -> Future[list[Masks]]:
-        """Compute each sequence's allowed ids: one byte per id; None: any."""
+        """Compute each sequence's allowed ids: a bit for each; None: any."""
         return self._follower.submit(lambda: [_masks(sequence) for sequence in sequences])
 
     def _compile(self, grammar: str) -> Matcher:

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count, islice
+from itertools import accumulate, islice
 
 import torch
 
 from engine.errors import WorkerFailed
 from engine.model.attention import WindowTables
-from engine.model.logit_rules import NothingAllowedError, adjust, is_adjusted
+from engine.model.draw_rows import RowDraw
+from engine.model.logit_rules import is_adjusted, rules_of
 from engine.model.records import RecordBlocks, record_rows
-from engine.model.sampler import NO_DRAW, NO_TOKEN, is_plain, logprobs, sample
+from engine.model.sampler import NO_DRAW, NO_TOKEN, is_plain
 from engine.model.transformer import StepBatch, Transformer
 from engine.text.grammar import GrammarError
 from engine.wire.sampling import TokenLogprob
 from engine.workers.device import Device
-from engine.workers.grammars import Grammars, Masks
+from engine.workers.grammars import Grammars, Mask, Masks
 from engine.workers.graphs import DecodeGraphs
 from engine.workers.worker_request import WorkerRequest, draws_of
 
@@ -252,25 +253,74 @@ class Runner:
         if launched.wait is not None:
             launched.wait()
         results = []
-        sampled_rows: list[int] = []
-        row = 0
+        of_next: list[torch.Tensor] = []
+        rows = iter(logits.unbind())
         for running, num_new_tokens in launched.planned:
             count = running.num_prompt_logprobs(num_new_tokens)
-            results.append(_report_prompt(running, logits[row : row + count]))
-            row += count
+            results.append(self._report_prompt(running, list(islice(rows, count))))
             if running.num_computed_tokens + num_new_tokens == running.num_tokens:
-                sampled_rows += range(row, row + 1 + len(running.draft))
-                row += 1 + len(running.draft)
-        if len(sampled_rows) < len(logits):
-            logits = logits[sampled_rows]
-        chosen = {
-            id(r): c for r, c in zip(launched.sampling, _choose(launched, logits), strict=True)
-        }
+                of_next += islice(rows, 1 + len(running.draft))
+        results_of_next = self._choose(launched, of_next)
+        chosen = {id(r): c for r, c in zip(launched.sampling, results_of_next, strict=True)}
         for index, (running, _) in enumerate(launched.planned):
             if id(running) in chosen:
                 prompt_logprobs = results[index].prompt_logprobs
                 results[index] = replace(chosen[id(running)], prompt_logprobs=prompt_logprobs)
         return results
+
+    def _report_prompt(self, running: WorkerRequest, rows: list[torch.Tensor]) -> Sampled:
+        """Add log-probabilities of the prompt tokens that follow the rows' positions."""
+        num_alternatives = running.sampling.prompt_logprobs
+        if num_alternatives is None or not rows:
+            return Sampled()
+        start = running.num_computed_tokens + 1
+        token_ids = running.token_ids[start : start + len(rows)]
+        counts = [num_alternatives] * len(rows)
+        return Sampled(prompt_logprobs=self._transformer.rate(rows, token_ids, counts))
+
+    def _choose(self, launched: Launched, rows: list[torch.Tensor]) -> list[Sampled]:
+        """Sample each sequence's tokens, or explain why it has none.
+
+        A sequence has a row of logits for its next token, and one after each token of its draft.
+        All are drawn as if the draft were right; a row counts if it is right up to there.
+        """
+        left = iter(rows)
+        of_next = [list(islice(left, 1 + len(r.draft))) for r in launched.sampling]
+        masks: list[Masks] = [[None] * len(own) for own in of_next]
+        if launched.masks is not None:
+            masks = launched.masks.result()
+        asked = [
+            [] if isinstance(own, GrammarError) else _draws(running, own, theirs)
+            for running, own, theirs in zip(launched.sampling, masks, of_next, strict=True)
+        ]
+        every = [draw for draws in asked for draw in draws]
+        drawn = iter(self._transformer.draw(every) if every else [])
+        results = [
+            Sampled(error=str(own))
+            if isinstance(own, GrammarError)
+            else _accepted(running.draft, list(islice(drawn, len(draws))), draws)
+            for running, own, draws in zip(launched.sampling, masks, asked, strict=True)
+        ]
+        return self._rated(asked, results)
+
+    def _rated(self, asked: list[list[RowDraw]], results: list[Sampled]) -> list[Sampled]:
+        """Add the log-probabilities of tokens that are to be reported with them."""
+        rows, token_ids, counts = [], [], []
+        for draws, result in zip(asked, results, strict=True):
+            for draw, token_id in zip(draws, result.token_ids, strict=False):
+                if draw.params.logprobs is not None:
+                    rows.append(draw.logits)
+                    token_ids.append(token_id)
+                    counts.append(draw.params.logprobs)
+        if not rows:
+            return results
+        rated = iter(self._transformer.rate(rows, token_ids, counts))
+        return [
+            result
+            if not draws or draws[0].params.logprobs is None
+            else replace(result, logprobs=list(islice(rated, len(result.token_ids))))
+            for draws, result in zip(asked, results, strict=True)
+        ]
 
     def batch(self, planned: list[tuple[WorkerRequest, int]]) -> StepBatch:
         """Build the model's input for a step."""
@@ -453,119 +503,48 @@ class Runner:
         return logits
 
 
-def _report_prompt(running: WorkerRequest, logits: torch.Tensor) -> Sampled:
-    """Add log-probabilities of the prompt tokens that follow the logits' positions."""
-    num_alternatives = running.sampling.prompt_logprobs
-    if num_alternatives is None or not len(logits):
-        return Sampled()
-    start = running.num_computed_tokens + 1
-    token_ids = running.token_ids[start : start + len(logits)]
-    return Sampled(prompt_logprobs=logprobs(logits, token_ids, num_alternatives))
+def _accepted(draft: list[int], drawn: list[int], draws: Sequence[RowDraw] = ()) -> Sampled:
+    """Take the drawn tokens up to the first that is not the draft's.
 
-
-def _accepted(draft: list[int], drawn: list[int]) -> Sampled:
-    """Take the tokens that a device has drawn, up to the first that is not the draft's."""
+    Args:
+        draws: whose rules may be why there is no token.
+    """
     num_right = 0
-    while num_right < len(draft) and drawn[num_right] == draft[num_right]:
+    while num_right < len(draft) and drawn[num_right : num_right + 1] == [draft[num_right]]:
         num_right += 1
     token_ids = drawn[: num_right + 1]
     if token_ids[-1] == NO_TOKEN:  # after a right guess it is left to the next step
         token_ids.pop()
-    return Sampled(token_ids) if token_ids else Sampled(error=_NO_NUMBERS, is_fault=True)
+    if token_ids:
+        return Sampled(token_ids)
+    rules = draws[0].rules if draws else None
+    if rules is not None and (why := rules.why_nothing()) is not None:
+        return Sampled(error=why)
+    return Sampled(error=_NO_NUMBERS, is_fault=True)
 
 
-def _choose(launched: Launched, raw_logits: torch.Tensor) -> list[Sampled]:
-    """Sample each sequence's tokens, or explain why it has none.
-
-    A sequence has a row of logits for its next token, and one after each token of its draft. A
-    row counts if the tokens drawn so far are the draft's up to there, so the next rows' draws see
-    the output that they would see alone.
-    """
-    sequences = launched.sampling
-    if not sequences:
-        return []
-    masks: list[Masks] = [[None] * (1 + len(r.draft)) for r in sequences]
-    if launched.masks is not None:
-        masks = launched.masks.result()
-    first_rows = [0, *accumulate(1 + len(r.draft) for r in sequences)]
-    results = [Sampled() for _ in sequences]
-    going_on = list(range(len(sequences)))
-    for index in count():
-        if len(going_on) < len(raw_logits):
-            rows = [first_rows[i] + index for i in going_on]
-            logits = raw_logits.index_select(0, torch.tensor(rows, device=raw_logits.device))
-        else:
-            logits = raw_logits
-        asked = [_Draw(sequences[i], masks[i], index) for i in going_on]
-        for i, result in zip(going_on, _draw(asked, logits), strict=True):
-            results[i] = _joined(results[i], result)
-        going_on = [
-            i
-            for i in going_on
-            if results[i].token_ids[index:] == sequences[i].draft[index : index + 1] != []
-        ]
-        if not going_on:
-            return results
-    raise AssertionError("a draft ends")
-
-
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """Name a token to draw: a sequence's next one after part of its draft."""
-
-    running: WorkerRequest
-    masks: Masks
-    index: int
-
-    @property
-    def accepted(self) -> list[int]:
-        return self.running.draft[: self.index]
-
-
-def _joined(before: Sampled, new: Sampled) -> Sampled:
-    """Add a step's next token; an error after the first is left to the next step."""
-    if new.error is not None:
-        return before if before.token_ids else new
-    return Sampled(before.token_ids + new.token_ids, before.logprobs + new.logprobs)
-
-
-def _draw(draws: list[_Draw], raw_logits: torch.Tensor) -> list[Sampled]:
-    """Sample one token per row of logits, or explain why no token is left."""
-    params = [each.running.sampling for each in draws]
-    logits = raw_logits
-    errors: list[str | None] = [None] * len(draws)
-    if any(map(is_adjusted, params)):
-        logits = raw_logits.clone()
-        errors = [_adjust(row, each) for row, each in zip(logits, draws, strict=True)]
-    indices = [each.running.next_index + each.index for each in draws]
-    samples = sample(logits, params, indices, raw_logits)
-    chosen = raw_logits.gather(-1, _column([each for each, _ in samples], raw_logits))
-    are_numbers = chosen.isfinite()[:, 0].tolist()
+def _draws(running: WorkerRequest, masks: list[Mask], rows: list[torch.Tensor]) -> list[RowDraw]:
+    """Describe the draws of a sequence's rows; where its grammar ends a draft there are less."""
+    params, first = running.sampling, running.next_index
+    if not is_adjusted(params):
+        return [RowDraw(row, params, first + place) for place, row in enumerate(rows)]
+    ids, num_known = running.ids_with(running.draft), running.num_tokens
+    num_prompt_ids = running.num_prompt_tokens - params.output_offset
     return [
-        Sampled(error=error)
-        if error
-        else Sampled([token_id], [logprob] if logprob else [])
-        if is_number
-        else Sampled(error=_NO_NUMBERS, is_fault=True)
-        for error, (token_id, logprob), is_number in zip(errors, samples, are_numbers, strict=True)
+        RowDraw(
+            row,
+            params,
+            first + place,
+            rules_of(
+                params,
+                ids,
+                num_prompt_ids,
+                num_known + place,
+                running.stop_token_ids,
+                len(row),
+                mask,
+                running.allowed_bits,
+            ),
+        )
+        for place, (row, mask) in enumerate(zip(rows, masks, strict=False))
     ]
-
-
-def _column(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Turn indices of rows of logits into [num_rows, 1]."""
-    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
-
-
-def _adjust(row: torch.Tensor, draw: _Draw) -> str | None:
-    """Change a row of logits as its request asks; return why no token is left, or None."""
-    running, masks = draw.running, draw.masks
-    if isinstance(masks, GrammarError):
-        return str(masks)
-    if is_adjusted(running.sampling):
-        output_ids = running.output_ids + draw.accepted
-        ids = running.prompt_ids, output_ids, running.stop_token_ids
-        try:
-            adjust(row, running.sampling, *ids, masks[draw.index], running.allowed_ids)
-        except NothingAllowedError as error:
-            return str(error)
-    return None

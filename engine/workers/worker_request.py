@@ -8,12 +8,12 @@ Never: outlives its admit; a later admit makes a new WorkerRequest.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
-
+from engine.model.logit_rules import bits_of
 from engine.model.records import RecordBlocks
 from engine.model.sampler import draw_of
 from engine.schedule.sequence import FinishReason
@@ -53,8 +53,10 @@ class WorkerRequest:
     valid_record: int = 0
     frozen_records: set[int] = field(default_factory=set)
     kept_record: int | None = None
-    allowed_ids: torch.Tensor | None = None
-    """[num_allowed] int64: the only tokens that may be sampled; None: all may."""
+    allowed_bits: bytes | None = None
+    """The only tokens that may be sampled, by bits_of(); None: all may."""
+    known_ids: array[int] = field(default_factory=lambda: array("q"))
+    """The first of its tokens, which ids_with() has been asked for."""
     owner: str = ""
     scope: CacheScope | None = None
     prediction: list[int] = field(default_factory=list)
@@ -100,7 +102,7 @@ class WorkerRequest:
             owner=admit.spec.owner,
             scope=admit.spec.scope,
             prediction=admit.spec.prediction,
-            allowed_ids=None if only is None else torch.tensor(only, dtype=torch.int64),
+            allowed_bits=None if only is None else bits_of(only),
         )
 
     @classmethod
@@ -149,6 +151,11 @@ class WorkerRequest:
     def output_ids(self) -> list[int]:
         """A new list of the output, including earlier output."""
         return self.token_ids[self.num_prompt_tokens - self.sampling.output_offset :]
+
+    def ids_with(self, draft: list[int]) -> array[int]:
+        """Return prompt, output and a guess of what follows, as the kernels read them."""
+        self.known_ids.extend(self.token_ids[len(self.known_ids) :])
+        return self.known_ids + array("q", draft) if draft else self.known_ids
 
     @property
     def next_index(self) -> int:

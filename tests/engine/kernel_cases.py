@@ -8,10 +8,11 @@ from engine.model import triton_ops
 from engine.model.attention import StepBatch, Tiling
 from engine.model.backend import TorchBackend
 from engine.model.paged_step import paged_step
-from engine.model.sampler import NO_DRAW, draw_of, sample
+from engine.model.sampler import NO_DRAW, draw_of
 from engine.model.triton_attention import attend_several, attend_single
 from engine.model.triton_sampling import sample_rows
 from engine.wire.sampling import SamplingParams
+from tests.engine.draws import drawn
 from tests.engine.references import reference_attention
 
 NUM_LAYERS, LAYER = 3, 1
@@ -304,5 +305,4 @@ def check_draws(device: str, num_rows: int, vocab_size: int) -> None:
         for i in range(num_rows)
     ]
     indices = list(range(num_rows))
-    expected = [token_id for token_id, _ in sample(logits, params, indices)]
-    assert sample_on(device, logits, params, indices) == expected
+    assert sample_on(device, logits, params, indices) == drawn(logits, params, indices)

@@ -1,13 +1,14 @@
 """Adjusted logits against a slow reference in float64."""
 
 import math
+from array import array
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.logit_rules import NothingAllowedError, adjust, is_adjusted
+from engine.model.logit_rules import adjust, bits_of, is_adjusted, rules_of
 from engine.wire.sampling import SamplingParams
 
 VOCAB_SIZE = 24
@@ -69,55 +70,66 @@ def test_every_adjustment_is_the_references(
     )
     allowed = None
     if forbidden is not None:
-        allowed = bytes(200 * (i not in forbidden) for i in range(VOCAB_SIZE))
-    row = torch.tensor(logits)
-    allowed_ids = None if only is None else torch.tensor(tuple(only))
+        allowed = [i not in forbidden for i in range(VOCAB_SIZE)]
     expected = reference(logits, p, prompt_ids, output_ids, ending_ids, allowed)
-    if max(expected) == -INF:  # the grammar allows more than the end, so that no minimum gives way
-        with pytest.raises(NothingAllowedError):
-            adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
-        return
-    adjust(row, p, prompt_ids, output_ids, ending_ids, allowed, allowed_ids)
+    rules = rules_for(p, prompt_ids, output_ids, ending_ids, allowed, VOCAB_SIZE)
+    # the grammar allows more than the end, so that no minimum gives way
+    assert (rules.why_nothing() is not None) == (max(expected) == -INF)
+    row = torch.tensor(logits)
+    adjust(row, rules)
     assert row.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-4)
+
+
+def rules_for(p, prompt_ids, output_ids, ending_ids, allowed=None, vocab_size=4):
+    """The rules of a row; allowed has one truth for each id."""
+    ids = array("q", [*prompt_ids, *output_ids, 1, 2, 3])  # a guess behind them counts for nothing
+    counts = len(prompt_ids), len(prompt_ids) + len(output_ids)
+    if allowed is not None:
+        allowed = bits_of(i for i, may in enumerate(allowed) if may).ljust(4, b"\0")
+    only = None if p.allowed_token_ids is None else bits_of(p.allowed_token_ids)
+    return rules_of(p, ids, *counts, ending_ids, vocab_size, allowed, only)
+
+
+def adjusted(rules):
+    row = torch.zeros(rules.vocab_size)
+    adjust(row, rules)
+    return row.tolist()
 
 
 def test_nothing_but_the_end_is_left_and_the_minimum_gives_way():
     for ending_ids, left in (([3], [-INF, -INF, -INF, 0.0]), ([2, 3], [-INF, -INF, 0.0, 0.0])):
-        row, allowed = torch.zeros(4), bytes(200 * (i in ending_ids) for i in range(4))
-        adjust(row, params(min_tokens=5), [], [1], ending_ids, allowed)
-        assert row.tolist() == left
+        allowed = [i in ending_ids for i in range(4)]
+        assert adjusted(rules_for(params(min_tokens=5), [], [1], ending_ids, allowed)) == left
 
 
 def test_a_minimum_does_not_give_way_to_anything_but_a_complete_grammar():
+    why = "no token is left by `allowed_token_ids` and `min_tokens`"
     only_the_end = params(min_tokens=5, allowed_token_ids=(3,))
-    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `min_tokens`"):
-        adjust(torch.zeros(4), only_the_end, [], [1], [3], None, torch.tensor([3]))
-    adjust(torch.zeros(4), only_the_end, [], [3] * 5, [3], None, torch.tensor([3]))
-    grammar = bytes([0, 9, 0, 9])  # goes on with 1, which is not allowed
-    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `min_tokens`"):
-        adjust(torch.zeros(4), only_the_end, [], [], [3], grammar, torch.tensor([3]))
+    assert rules_for(only_the_end, [], [1], [3]).why_nothing() == why
+    assert rules_for(only_the_end, [], [3] * 5, [3]).why_nothing() is None
+    grammar = [False, True, False, True]  # goes on with 1, which is not allowed
+    assert rules_for(only_the_end, [], [], [3], grammar).why_nothing() == why
 
 
 def test_the_minimum_holds_up_to_its_last_token():
     for num_outputs, is_forbidden in ((2, True), (3, False)):
-        row = torch.zeros(4)
-        adjust(row, params(min_tokens=3), [], [0] * num_outputs, [3], None)
+        row = adjusted(rules_for(params(min_tokens=3), [], [0] * num_outputs, [3]))
         assert math.isinf(row[3]) is is_forbidden
 
 
 def test_ids_that_the_model_has_not_are_passed_over():
-    row = torch.zeros(4)
-    adjust(row, params(min_tokens=3, logit_bias={9: 5.0, 1: 2.0}), [], [], [7, 2], None)
-    assert row.tolist() == [0.0, 2.0, -INF, 0.0]
+    rules = rules_for(params(min_tokens=3, logit_bias={9: 5.0, 1: 2.0}), [], [], [7, 2])
+    assert adjusted(rules) == [0.0, 2.0, -INF, 0.0]
 
 
 def test_what_leaves_no_token_is_named():
     limits = params(allowed_token_ids=(1, 2), bad_words=((1,), (0, 2)))
-    adjust(torch.zeros(4), limits, [], [3], [], None, torch.tensor([1, 2]))
-    with pytest.raises(NothingAllowedError, match="by `allowed_token_ids` and `bad_words`"):
-        adjust(torch.zeros(4), limits, [], [0], [], None, torch.tensor([1, 2]))
-    with pytest.raises(NothingAllowedError, match="grammar and `bad_words`"):
-        adjust(torch.zeros(2), params(grammar="g", bad_words=((1,),)), [], [], [], bytes([0, 9]))
+    assert rules_for(limits, [], [3], []).why_nothing() is None
+    why = rules_for(limits, [], [0], []).why_nothing()
+    assert why.endswith("by `allowed_token_ids` and `bad_words`")
+    of_a_grammar = params(grammar="g", bad_words=((1,),))
+    why = rules_for(of_a_grammar, [], [], [], [False, True], 2).why_nothing()
+    assert why.endswith("the grammar and `bad_words`")
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.attention import StepBatch
-from engine.model.sampler import NO_TOKEN, draw_of, sample, sample_rows
+from engine.model.sampler import NO_TOKEN, sample_rows
 from engine.model.transformer import Transformer
 from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from engine.wire.sampling import SamplingParams
 from tests.accelerator import DEVICE, Accelerator
 from tests.checkpoints import make_checkpoint
+from tests.engine.draws import drawn, draws_tensor
 
 BLOCK_SIZE = 16
 TABLES = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
@@ -118,9 +119,9 @@ def test_rows_drawn_together_on_the_device_are_those_drawn_one_by_one(vocab_size
     logits[1, 0], logits[2] = torch.nan, -torch.inf
     logits[3, -1] = torch.inf
     for index in range(20):
-        expected = [token for token, _ in sample(logits, every, [index] * len(every))]
-        expected = [t if logits[i, t].isfinite() else NO_TOKEN for i, t in enumerate(expected)]
-        draws = torch.tensor([draw_of(p, index) for p in every], dtype=torch.float64)
+        expected = [drawn(logits[i : i + 1], [p], [index])[0] for i, p in enumerate(every)]
+        assert NO_TOKEN in expected
+        draws = draws_tensor(every, [index] * len(every))
         with Accelerator().on() as accelerator:
             rows, chosen_by = logits.to(DEVICE), draws.to(DEVICE)
             with accelerator.capturing():

@@ -7,8 +7,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.model.sampler import draw_of, key_of, logprobs, noise, sample, sample_rows
+from engine.model.sampler import NO_TOKEN, key_of, logprobs, noise, sample_rows
 from engine.wire.sampling import SamplingParams
+from tests.engine.draws import drawn, draws_tensor
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 GOLDEN_NOISE = (0.7987861633300781, 1.8395558595657349, 1.0318806171417236)
@@ -91,10 +92,7 @@ def test_a_draw_is_the_references_draw(vocab_size, logits_seed, seed, index, **f
     p, logits = params(seed=seed, **filters), random_logits(1, vocab_size, logits_seed)
     races = reference_draw(logits[0].tolist(), p, index)
     assume(is_clear(logits[0].tolist(), p, races))
-    expected = races[0][1]
-    assert sample(logits, [p], [index]) == [(expected, None)]
-    draws = torch.tensor([draw_of(p, index)], dtype=torch.float64)
-    assert sample_rows(logits, draws).tolist() == [expected]
+    assert drawn(logits, [p], [index]) == [races[0][1]]
 
 
 def test_a_wide_nucleus_is_drawn_from_whole():
@@ -102,7 +100,7 @@ def test_a_wide_nucleus_is_drawn_from_whole():
     assert len(reference(logits[0].tolist(), p)[0]) > 500
     for index in range(100):
         races = reference_draw(logits[0].tolist(), p, index)
-        assert sample(logits, [p], [index])[0][0] == races[0][1]
+        assert drawn(logits, [p], [index]) == [races[0][1]]
 
 
 def test_swapping_near_equal_tokens_changes_hardly_any_draw():
@@ -111,9 +109,7 @@ def test_swapping_near_equal_tokens_changes_hardly_any_draw():
     logits = torch.arange(vocab_size) * 2e-5
     noisy = logits + torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 3e-5
     assert (noisy.argsort() != logits.argsort()).float().mean() > 0.5
-    draws = torch.tensor(
-        [draw_of(params(seed=4), index) for index in range(num_draws)], dtype=torch.float64
-    )
+    draws = draws_tensor([params(seed=4)] * num_draws, range(num_draws))
     first, second = (sample_rows(one.expand(num_draws, -1), draws) for one in (logits, noisy))
     assert (first != second).sum() <= 8  # two or three are expected
 
@@ -134,7 +130,7 @@ def test_many_draws_pass_a_chi_square_test(p):
     num_draws, vocab_size = 4000, 20
     logits = random_logits(1, vocab_size, seed=5)
     rows = logits.expand(num_draws, -1)
-    tokens = [token for token, _ in sample(rows, [p] * num_draws, range(num_draws))]
+    tokens = drawn(rows, [p] * num_draws, range(num_draws))
     ids, probabilities = reference(logits[0].tolist(), p)
     assert set(tokens) <= set(ids)
     expected = torch.tensor(probabilities) * num_draws
@@ -186,47 +182,46 @@ def test_the_hash_never_changes():
 def test_a_row_draws_the_same_in_any_batch(order):
     logits = random_logits(6, 400)
     rows = [params(seed=i, temperature=0.5 + i / 4, top_p=0.95) for i in range(6)]
-    alone = [sample(logits[i : i + 1], [rows[i]], [3 * i])[0] for i in range(6)]
-    batch = sample(logits[list(order)], [rows[i] for i in order], [3 * i for i in order])
+    alone = [drawn(logits[i : i + 1], [rows[i]], [3 * i])[0] for i in range(6)]
+    batch = drawn(logits[list(order)], [rows[i] for i in order], [3 * i for i in order])
     assert batch == [alone[i] for i in order]
 
 
 def test_seeds_and_positions_differ():
     logits = torch.zeros(1, 1000)
-    tokens = {sample(logits, [params(seed=s)], [i])[0][0] for s in range(10) for i in range(10)}
+    tokens = {drawn(logits, [params(seed=s)], [i])[0] for s in range(10) for i in range(10)}
     assert len(tokens) > 80
 
 
 def test_zero_and_tiny_temperatures_are_greedy():
     logits = random_logits(3, 50)
     rows = [params(temperature=t) for t in (0.0, 1e-9, 0.0)]
-    assert [token for token, _ in sample(logits, rows, [0, 0, 0])] == logits.argmax(-1).tolist()
+    assert drawn(logits, rows, [0, 0, 0]) == logits.argmax(-1).tolist()
 
 
 def test_low_temperatures_stay_finite():
     logits = random_logits(1, 50) * 1e6
-    assert sample(logits, [params(temperature=1e-5)], [0])[0][0] == int(logits.argmax())
+    assert drawn(logits, [params(temperature=1e-5)], [0]) == [int(logits.argmax())]
 
 
 def test_a_nucleus_keeps_ties_with_its_last_token():
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, -5.0]])
-    tokens = {
-        sample(logits, [params(seed=s, top_p=0.85, temperature=2.0)], [0])[0][0] for s in range(200)
-    }
+    rows = [params(seed=s, top_p=0.85, temperature=2.0) for s in range(200)]
+    tokens = {*drawn(logits.expand(200, -1), rows, [0] * 200)}
     assert tokens == {0, 1, 2, 3}
 
 
 def test_top_k_keeps_ties_with_the_last_kept():
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, -5.0]])
-    tokens = {sample(logits, [params(seed=s, top_k=2)], [0])[0][0] for s in range(200)}
+    rows = [params(seed=s, top_k=2) for s in range(200)]
+    tokens = {*drawn(logits.expand(200, -1), rows, [0] * 200)}
     assert tokens == {0, 1, 2, 3}
 
 
-@given(st.integers(0, 5000), st.integers(0, 12), st.sampled_from([0.0, 0.3, 1.0]))
-def test_logprobs_are_of_the_raw_logits(seed, num_alternatives, temperature):
+@given(st.integers(0, 5000), st.integers(0, 12), st.integers(0, 9))
+def test_logprobs_are_of_the_logits(seed, num_alternatives, token):
     logits = random_logits(1, 10, seed)
-    p = params(logprobs=num_alternatives, temperature=temperature, top_k=3, seed=seed)
-    ((token, logprob),) = sample(logits, [p], [0])
+    (logprob,) = logprobs(logits, [token], [num_alternatives])
     expected = logits[0].double().log_softmax(-1)
     assert logprob.logprob == pytest.approx(float(expected[token]), abs=1e-5)
     assert len(logprob.top_ids) == min(num_alternatives, 10)
@@ -237,14 +232,13 @@ def test_logprobs_are_of_the_raw_logits(seed, num_alternatives, temperature):
 
 def test_ranks_count_the_likelier():
     rows = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 4.0, 3.0, 2.0]])
-    assert [one.rank for one in logprobs(rows, [2, 3], 1)] == [3, 4]
-    assert [one.rank for one in logprobs(rows, [3, 0], 0)] == [1, 1]
+    assert [one.rank for one in logprobs(rows, [2, 3], [1, 1])] == [3, 4]
+    assert [one.rank for one in logprobs(rows, [3, 0], [0, 0])] == [1, 1]
 
 
-def test_a_mixed_batch_reports_logprobs_only_where_asked():
-    rows = [params(temperature=0.0), params(logprobs=0), params(temperature=0.0, logprobs=2)]
-    results = sample(random_logits(3, 30), rows, [0, 0, 0])
-    assert [None if r is None else len(r.top_ids) for _, r in results] == [None, 0, 2]
+def test_each_row_has_as_many_alternatives_as_are_asked_of_it():
+    results = logprobs(random_logits(3, 30), [4, 5, 6], [0, 2, 40])
+    assert [len(each.top_ids) for each in results] == [0, 2, 30]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -259,12 +253,8 @@ def test_broken_logits_give_a_token_and_finite_logprobs(temperature):
             [0.0, FLOAT_MAX, -FLOAT_MAX, 0.0],
         ]
     )
-    p = params(temperature=temperature, top_k=1, logprobs=4)
-    results = sample(logits, [p] * 5, [0] * 5)
-    assert [token for token, _ in results] == [1, 1, 0, 0, 1]
-    numbers = [x for _, r in results for x in (r.logprob, *r.top_logprobs)]
+    rows = [params(temperature=temperature, top_k=1)] * 5
+    assert drawn(logits, rows, [0] * 5) == [1, NO_TOKEN, NO_TOKEN, NO_TOKEN, 1]
+    results = logprobs(logits, [1, 1, 0, 0, 1], [4] * 5)
+    numbers = [x for r in results for x in (r.logprob, *r.top_logprobs)]
     assert all(math.isfinite(x) for x in numbers)
-
-
-def test_nothing_to_sample_is_nothing():
-    assert sample(torch.empty(0, 30), [], []) == []

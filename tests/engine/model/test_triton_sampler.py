@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.model.sampler import NO_TOKEN, draw_of, sample, sample_rows
+from engine.model.sampler import NO_TOKEN, sample_rows
+from tests.engine.draws import drawn as drawn_by_torch
 from tests.engine.kernel_cases import check_draws, sample_on
 from tests.engine.model.test_sampler import (
     SETTINGS,
@@ -51,7 +52,5 @@ def test_a_vocabulary_of_several_tiles_is_searched_to_its_end():
 def test_of_a_broken_models_logits_only_numbers_yield_a_token(row, chosen, temperature):
     p, logits = params(temperature=temperature, top_p=0.9, top_k=2), torch.tensor([row])
     assert sample_on("cpu", logits, [p], [3]) == [chosen]
-    draws = torch.tensor([draw_of(p, 3)], dtype=torch.float64)
-    assert sample_rows(logits, draws).tolist() == [chosen]
+    assert drawn_by_torch(logits, [p], [3]) == [chosen]
     assert sample_rows(logits).tolist() == [chosen]
-    assert chosen in (NO_TOKEN, sample(logits, [p], [3])[0][0])

@@ -38,6 +38,10 @@ HERMES = CallSyntax(begin="<tool_call>\n", end="\n</tool_call>", separator="\n")
 TOOLS = {"move": POINT, "wait": None}
 
 
+def is_set(mask, token_id):
+    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+
+
 class Model:
     """A tokenizer as a model has it: two ids more in the logits, and two that end an output."""
 
@@ -58,14 +62,15 @@ class Model:
             mask = Matcher(self.tokens, grammar).allowed(ids)
         except GrammarError:
             return False
-        assert len({bool(mask[i]) for i in self.eos_ids}) == 1
-        return bool(mask[self.eos_ids[0]])
+        assert len({is_set(mask, i) for i in self.eos_ids}) == 1
+        return is_set(mask, self.eos_ids[0])
 
     def random_walk(self, grammar, seed, max_tokens=200):
         """Ids drawn evenly from what is allowed, up to the end; None if that is too far."""
         matcher, ids, rng = Matcher(self.tokens, grammar), [], random.Random(seed)
         while len(ids) < max_tokens:
-            allowed = [i for i, may in enumerate(matcher.allowed(ids)) if may]
+            mask = matcher.allowed(ids)
+            allowed = [i for i in range(8 * len(mask)) if is_set(mask, i)]
             token_id = rng.choice(allowed)
             if token_id in self.eos_ids:
                 return ids
@@ -265,7 +270,7 @@ def test_a_matcher_is_where_its_outputs_are_however_it_came_there(model):
     for count in range(len(ids) + 1):
         mask = stepwise.allowed(ids[:count])
         assert compiled.copy().allowed(ids[:count]) == mask
-        assert len(mask) == model.vocab_size
+        assert len(mask) == -(-model.vocab_size // 32) * 4
         assert not any(mask[model.tokenizer.vocab_size :])
 
 

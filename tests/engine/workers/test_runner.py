@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import WorkerFailed
+from engine.model.draw_rows import draw_by_torch
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
 from engine.text.call_syntax import CallSyntax
@@ -324,6 +325,7 @@ def runner_of(*steps):
         hidden=lambda batch, pool, stops=None: torch.zeros(len(batch.input_ids), 1),
         logits=lambda hidden, batch: torch.tensor([next(told)]),
         forward=lambda batch, pool: torch.tensor([next(told)]),
+        draw=draw_by_torch,
     )
     return Runner(model, torch.zeros(1), BLOCK_SIZE, Grammars(None))
 
