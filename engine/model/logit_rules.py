@@ -124,7 +124,7 @@ def bits_of(ids: Iterable[int]) -> bytes:
 
 
 def _count(bits: bytes, ids: Collection[int] | None = None) -> int:
-    """Count the set bits, or those of some ids."""
+    """Count the bits that are set, of all ids or of some."""
     if ids is None:
         return int.from_bytes(bits, "little").bit_count()
     return sum(bits[i >> 3] >> (i & 7) & 1 for i in ids)

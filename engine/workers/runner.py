@@ -507,7 +507,7 @@ def _accepted(draft: list[int], drawn: list[int], draws: Sequence[RowDraw] = ())
     """Take the drawn tokens up to the first that is not the draft's.
 
     Args:
-        draws: whose rules may be why there is no token.
+        draws: of each token; the rules of the first one may leave no token.
     """
     num_right = 0
     while num_right < len(draft) and drawn[num_right : num_right + 1] == [draft[num_right]]:
