@@ -91,8 +91,7 @@ def test_a_report_has_what_is_needed_and_nothing_private_also_of_a_dead_daemon(d
     (hung,) = [each for each in workers if "no answer" in each]
     assert "stopped" in hung
     assert "penstock-prefil" in hung
-    (other,) = [each for each in workers if each is not hung]
-    assert 'loop.py", line' in other
+    assert any('loop.py", line' in each for each in workers if each is not hung)
     daemon.kill()
     assert_says_what_cannot_be_had(daemon, tmp_path / "later.tar.gz")
 

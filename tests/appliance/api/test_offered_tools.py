@@ -249,7 +249,8 @@ async def test_512_tools_are_taken_with_any_arguments_and_it_is_said(served, app
     path = "/v1/chat/completions"
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(6)}}
     tools = [function_for(path, f"name_of_tool_{i}", parameters=wide) for i in range(512)]
-    reply = await served.http.post(path, json=body_for(path, tools, tool_choice=choice))
+    body = body_for(path, tools, tool_choice=choice)
+    reply = await served.http.post(path, json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-penstock-ignored"] == "tools.parameters"
     assert "name_of_tool_511" in appliance.submitted[0].sequences[0].sampling.grammar

@@ -97,7 +97,7 @@ class Layer:
         plan = self.backends[by_torch].plan(replace(batch, records=records), self.pool, [])
         x = torch.cat([self.x[first:end] for _, first, end in sequences])
         layer = self.torch if by_torch else self.kernel
-        made = layer(x, SimpleNamespace(kv=self.pool, plan=plan)).clone()
+        made = layer(x, SimpleNamespace(kv=self.pool, plan=plan, num_few=0)).clone()
         torch.set_num_threads(1)
         for owner, _, _ in sequences:  # what is written becomes what is read
             self.pool[self.record(owner, 0)] = self.pool[self.record(owner, 1)]
@@ -152,7 +152,7 @@ def test_a_step_that_keeps_no_record_computes_all_the_same(tmp_path):
     batch = batch_of([(0, 9)], [[1]], BLOCK_SIZE)
     for records in ((), [RecordBlocks()]):
         plan = layer.backends[0].plan(replace(batch, records=records), layer.pool, [])
-        made = layer.kernel(layer.x[:9], SimpleNamespace(kv=layer.pool, plan=plan))
+        made = layer.kernel(layer.x[:9], SimpleNamespace(kv=layer.pool, plan=plan, num_few=0))
         assert torch.equal(made, expected)
     assert torch.equal(layer.pool, pool)
 

@@ -43,7 +43,7 @@ class OnGpu(Layer):
         on_device = torch.tensor(records, dtype=torch.int32)
         plan = self.backend.plan(replace(batch, device_records=on_device), self.pool, [])
         x = torch.cat([self.x[first:end] for _, first, end in sequences])
-        made = self.triton(x, SimpleNamespace(kv=self.pool, plan=plan))
+        made = self.triton(x, SimpleNamespace(kv=self.pool, plan=plan, num_few=0))
         for owner, _, _ in sequences:
             if owner is not None:
                 self.pool[self.record(owner, 0)] = self.pool[self.record(owner, 1)]
