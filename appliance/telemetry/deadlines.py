@@ -132,7 +132,10 @@ class Deadlines:
             num_signs += _num_file_pages(state.pid)
         is_silent = has_work and self._watchdog.is_silent(name, state.pid, num_signs)
         threads = thread_times(state.pid) if is_silent else {}
-        return WorkerReading(state.pid, num_signs, has_work, step_ms, threads, is_loading)
+        has_beats = state.beats is not None and not is_loading
+        return WorkerReading(
+            state.pid, num_signs, has_work, step_ms, threads, is_loading, has_beats
+        )
 
     def late(self, live: Iterable[Request], now_ns: int) -> list[tuple[Request, RequestError]]:
         """Find requests with a sequence too long in its stage, and explain each."""

@@ -22,6 +22,10 @@ STALLED_SHARE = 0.5
 """Share of its patience after which a worker gets no more sequences and /ready fails."""
 UNKNOWN_PATIENCE_S = 300.0
 """Maximum seconds of an unpredictable step or load, while the worker uses CPU time."""
+BEAT_PATIENCE_S = 30.0
+"""The same of an unpredictable step with beats: it hangs if no half of a layer ends in that time.
+
+Beside other programs steps stay unpredictable, since disturbed steps are not learnt from."""
 LOADING_PATIENCE_S = 30.0
 """Maximum seconds of a load without messages and without CPU time."""
 MAX_ELAPSED_S = 2 * LOOK_INTERVAL_S
@@ -40,6 +44,8 @@ class WorkerReading(NamedTuple):
     threads: ThreadTimes = NO_TIMES
     """Read only while it has work and shows no sign of progress."""
     is_loading: bool = False
+    has_beats: bool = False
+    """Whether its steps beat; a load does not."""
 
 
 class WorkerSilence:
@@ -67,10 +73,11 @@ class WorkerSilence:
         self.patience_s = max(self.patience_s, _patience_s(reading))
         elapsed_s = own_s(last.threads, reading.threads, min(elapsed_s, MAX_ELAPSED_S))
         self.unknown_s += elapsed_s
+        trusted_s = BEAT_PATIENCE_S if reading.has_beats else UNKNOWN_PATIENCE_S
         if (
             reading.step_ms is None
             and has_computed(last.threads, reading.threads)
-            and self.unknown_s < UNKNOWN_PATIENCE_S - self.patience_s
+            and self.unknown_s < trusted_s - self.patience_s
         ):
             self.silent_s = 0.0
         else:

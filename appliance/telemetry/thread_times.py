@@ -61,12 +61,13 @@ def _thread_time(task: Path) -> ThreadTime | None:
 def own_s(before: ThreadTimes, after: ThreadTimes, elapsed_s: float) -> float:
     """Compute how much of the elapsed time no thread waited for a core.
 
-    Threads wait for each other, so the one that waited longest has held up the process. A thread
-    that was runnable all the time has waited whenever it did not compute.
+    Threads wait for each other, so the one that waited longest has held up the process. Of a
+    runnable thread whose wait is not over, the kernel does not tell how long it is.
     """
     waits_s = [0.0]
     for last, now in _pairs(before, after):
-        if last.is_runnable and now.is_runnable:
+        is_unfinished = now.waited_s is None or now.waited_s == last.waited_s
+        if last.is_runnable and now.is_runnable and is_unfinished:
             waits_s.append(elapsed_s - (now.cpu_s - last.cpu_s))
         if last.waited_s is not None and now.waited_s is not None:
             waits_s.append(now.waited_s - last.waited_s)

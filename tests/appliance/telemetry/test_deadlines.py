@@ -14,6 +14,7 @@ from appliance.fleet.worker_state import WorkerState
 from appliance.telemetry import deadlines
 from appliance.telemetry.deadlines import HANDOFF_S, STAGE_S
 from appliance.telemetry.progress import (
+    BEAT_PATIENCE_S,
     LOADING_PATIENCE_S,
     MIN_PATIENCE_S,
     STEP_PATIENCE,
@@ -218,15 +219,18 @@ def test_any_sign_of_life_begins_the_wait_again(sign_of_life):
 
 
 def test_a_busy_process_is_trusted_for_a_while_only_where_no_step_was_ever_seen():
-    def computing(step_ms, seconds):
+    def computing(step_ms, seconds, *, has_beats=False):
         watchdog = Watchdog()
         for tick in range(int(2 * seconds) + 1):
             threads = one_thread(True, tick / 2)
-            watchdog.look({"a": STILL._replace(step_ms=step_ms, threads=threads)}, 0.5)
+            reading = STILL._replace(step_ms=step_ms, threads=threads, has_beats=has_beats)
+            watchdog.look({"a": reading}, 0.5)
         return watchdog
 
     assert computing(40.0, MIN_PATIENCE_S).hung  # a device hangs while its process spins
     assert not computing(None, UNKNOWN_PATIENCE_S - 2).hung
+    assert not computing(None, BEAT_PATIENCE_S - 2, has_beats=True).hung
+    assert computing(None, BEAT_PATIENCE_S, has_beats=True).hung
     assert computing(None, UNKNOWN_PATIENCE_S).hung
     # it computed at first, and stands still since: CPU time of before proves nothing
     stopped = silent_for(

@@ -92,12 +92,16 @@ RUNNABLE, ASLEEP_THREAD = ThreadTime(True, 0.0, 0.0), ThreadTime(False, 0.0, 0.0
         (RUNNABLE, RUNNABLE, 0.0),
         (RUNNABLE, RUNNABLE._replace(cpu_s=1.5), 1.5),
         (RUNNABLE._replace(waited_s=None), RUNNABLE._replace(cpu_s=0.5, waited_s=None), 0.5),
+        (RUNNABLE, RUNNABLE._replace(cpu_s=0.01, waited_s=1.25), 0.75),
         (ASLEEP_THREAD, RUNNABLE, 2.0),
         (ASLEEP_THREAD, ASLEEP_THREAD, 2.0),
         (ASLEEP_THREAD, ASLEEP_THREAD._replace(waited_s=0.5), 1.5),
         (RUNNABLE, ASLEEP_THREAD._replace(waited_s=7.0), 0.0),
     ],
-    ids=["starved", "shares a core", "shares, unreported", "woke", "asleep", "waited", "long ago"],
+    ids=[
+        *("starved", "shares a core", "shares, unreported", "sleeps between waits"),
+        *("woke", "asleep", "waited", "long ago"),
+    ],
 )
 def test_own_time_is_what_was_not_spent_waiting_for_a_core(before, after, expected_s):
     assert own_s({1: before}, {1: after, 2: RUNNABLE}, 2.0) == pytest.approx(expected_s)
