@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.model_file import read_model_text
 from engine.errors import CheckpointError
 
 _JINJA, _CONFIG, _PROCESSOR = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
@@ -45,7 +44,7 @@ def read_text(path: Path) -> str:
         CheckpointError: it cannot be read.
     """
     try:
-        return read_model_text(path)
+        return path.read_text(encoding="utf-8-sig")
     except (ValueError, OSError) as error:
         raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
 

@@ -20,7 +20,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from engine.checkpoint.model_file import open_model_file
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
 
@@ -143,9 +142,9 @@ def is_gguf(path: Path) -> bool:
     if path.suffix == ".gguf":
         return True
     try:
-        with open_model_file(path) as file:
+        with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
-    except (OSError, CheckpointError):
+    except OSError:
         return False
 
 
@@ -176,7 +175,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Metadata and tensors of one file."""
     try:
         # read, not mapped: a thread that waits for a page lets no other thread run
-        with open_model_file(path, _BUFFER_BYTES) as file:
+        with path.open("rb", buffering=_BUFFER_BYTES) as file:
             if file.read(4) != _MAGIC:
                 raise CheckpointError("not a GGUF file", where=str(path), hint=_AGAIN)
             reader = _Reader(path, file)

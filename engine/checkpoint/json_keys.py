@@ -12,7 +12,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.model_file import read_model_text
 from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
 
 REQUIRED = object()
@@ -31,7 +30,7 @@ class JsonKeys:
     def from_file(cls, path: Path) -> JsonKeys:
         """Read a JSON file that must hold an object."""
         try:
-            values = json.loads(read_model_text(path))
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             hint = "a model folder in Hugging Face format has this file"
             raise CheckpointError("the file is missing", where=str(path), hint=hint) from None

@@ -11,7 +11,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.model_file import open_model_file
 from engine.checkpoint.tensor_info import TensorInfo
 from engine.errors import CheckpointError, unreadable
 
@@ -34,7 +33,7 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
     """
     try:
         file_bytes = path.stat().st_size
-        with open_model_file(path) as file:
+        with path.open("rb") as file:
             prefix = file.read(_LENGTH.size)
             header_bytes = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else -1
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH.size):
