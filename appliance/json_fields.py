@@ -66,13 +66,17 @@ def decode_object(body: bytes) -> Json:
     return values
 
 
+def is_utf8(body: bytes) -> bool:
+    """Tell by its first bytes whether JSON is in UTF-8 without a byte-order mark."""
+    return json.detect_encoding(body) == "utf-8"
+
+
 def as_utf8(body: bytes) -> bytes:
     """Return JSON in UTF-8 without a byte-order mark; what cannot be read so is not changed."""
-    encoding = json.detect_encoding(body)
-    if encoding == "utf-8":
+    if is_utf8(body):
         return body
     try:
-        return body.decode(encoding).encode()
+        return body.decode(json.detect_encoding(body)).encode()
     except UnicodeError:
         return body
 

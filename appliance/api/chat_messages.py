@@ -10,7 +10,7 @@ place, like `messages[3].content[0].text`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -123,6 +123,12 @@ class Conversation:
         if texts or fields or is_answer or len(self.messages) == num_before:
             self._add(role, texts, place, fields)
         return self.messages[-1]
+
+    def leave_out_fields(self, value: Json, names: Iterable[str], where: str) -> None:
+        """Note the fields of a message that are not read and are not empty."""
+        for name in names:
+            if value[name]:
+                self.leave_out(f"{where}.{name}")
 
     def leave_out(self, where: str) -> None:
         """Note that something has no effect, by its place."""
@@ -268,9 +274,8 @@ def _say(
     content = said.content
     if is_answer and said.refusal and not content:
         content = said.refusal
-    for field in (*undeclared(value, chats.ChatMessage), *(("audio",) if said.audio else ())):
-        if value[field]:
-            conversation.leave_out(f"{where}.{field}")
+    unread = (*undeclared(value, chats.ChatMessage), *(("audio",) if said.audio else ()))
+    conversation.leave_out_fields(value, unread, where)
     conversation.say(
         said.role,
         content,

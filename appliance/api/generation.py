@@ -42,7 +42,7 @@ from appliance.api.wire import (
 from appliance.fleet.swaps import IncomingRequest
 from appliance.journal import current
 from appliance.journaled_inbox import JournaledInbox
-from appliance.json_fields import as_utf8
+from appliance.json_fields import as_utf8, is_utf8
 from appliance.keeper_channel import BUSY_LOOP
 from appliance.request import Request, Role
 from engine.errors import RequestError, Unavailable
@@ -191,7 +191,8 @@ async def _turn(http: HttpRequest, appliance: Appliance) -> AbstractContextManag
     require(http, Role.USER)
     body = await http.body()
     arrival.has_body()
-    body = as_utf8(body) if len(body) <= MAX_SMALL_BYTES else await asyncio.to_thread(as_utf8, body)
+    if not is_utf8(body):
+        body = await asyncio.to_thread(as_utf8, body)
     try:
         asked = msgspec.json.decode(body, type=_Asked).model or ""
     except NOT_JSON:

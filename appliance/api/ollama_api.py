@@ -214,9 +214,7 @@ def _conversation(values: list[Any]) -> Conversation:
             texts = content if isinstance(content, list) else [content]
             content = [*({"type": "image"} for _ in said.images), *filter(None, texts)]
         calls = said.tool_calls if is_answer else None
-        for field in undeclared(value, bodies.OllamaMessage):
-            if value[field]:
-                conversation.leave_out(f"{where}.{field}")
+        conversation.leave_out_fields(value, undeclared(value, bodies.OllamaMessage), where)
         conversation.say(
             said.role,
             content,

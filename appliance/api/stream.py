@@ -357,11 +357,11 @@ class StopMatcher:
         is_shown: bool = False,
     ) -> None:
         self._written = {stop: stop for stop in stops}
-        for stop in stops if hidden else ():
-            character = stop
-            for text, one in (hidden or {}).items():
-                character = character.replace(text, one)
-            self._written[character] = stop
+        for stop in stops:
+            as_pushed = stop
+            for text, character in (hidden or {}).items():
+                as_pushed = as_pushed.replace(text, character)
+            self._written[as_pushed] = stop
         self._stops = tuple(self._written)
         self._is_shown = is_shown
         self._held = ""

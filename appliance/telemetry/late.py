@@ -12,6 +12,7 @@ from appliance.frame.late_frames import LateFrame
 from appliance.frame.protocol import RequestFrame
 from appliance.request import Request
 from appliance.telemetry.windows import UsualPace, WaitingPrompt
+from engine.schedule.sequence import Sequence
 
 DEFAULT_TTFT_MS = 10_000
 """Longest wait for a first token without a target, plus its prompt's time."""
@@ -28,8 +29,7 @@ def waiting_prompts(live: Iterable[Request]) -> list[WaitingPrompt]:
     return [
         WaitingPrompt(one.stamps.arrived_ns, max(one.num_prompt_tokens - one.num_cached_tokens, 1))
         for request in live
-        for one in request.sequences
-        if one.stamps.first_token_ns is None and not one.is_finished
+        for one in _without_token(request)
     ]
 
 
@@ -47,22 +47,9 @@ def late_first(
         target_ms: the limit; None: DEFAULT_TTFT_MS, and what its prompt takes.
     """
     waiting = [
-        LateFrame(
-            request.request_id,
-            request.peer.caller,
-            request.prompt_tokens,
-            (now_ns - min(arrived)) / 1e6,
-            target_ms or _limit_ms(request.prompt_tokens, usual),
-            0,
-        )
+        _frame(request, arrived, target_ms or _limit_ms(request.prompt_tokens, usual), now_ns)
         for request in live
-        if (
-            arrived := [
-                one.stamps.arrived_ns
-                for one in request.sequences
-                if one.stamps.first_token_ns is None and not one.is_finished
-            ]
-        )
+        if (arrived := [one.stamps.arrived_ns for one in _without_token(request)])
     ]
     limit_ms = target_ms or DEFAULT_TTFT_MS
     waiting += [
@@ -78,14 +65,7 @@ def late_next(live: Iterable[Request], usual: UsualPace, now_ns: int) -> LateFra
     if usual.itl_ms is not None:
         limit_ms = max(MIN_GAP_MS, STALL_TOKENS * usual.itl_ms)
     streams = [
-        LateFrame(
-            request.request_id,
-            request.peer.caller,
-            request.prompt_tokens,
-            (now_ns - min(last)) / 1e6,
-            limit_ms,
-            0,
-        )
+        _frame(request, last, limit_ms, now_ns)
         for request in live
         if (
             last := [
@@ -96,6 +76,22 @@ def late_next(live: Iterable[Request], usual: UsualPace, now_ns: int) -> LateFra
         )
     ]
     return _latest(streams)
+
+
+def _without_token(request: Request) -> list[Sequence]:
+    """List the sequences that wait for their first token."""
+    return [
+        one
+        for one in request.sequences
+        if one.stamps.first_token_ns is None and not one.is_finished
+    ]
+
+
+def _frame(request: Request, since_ns: list[int], limit_ms: float, now_ns: int) -> LateFrame:
+    """Describe a request that has waited since the first of these moments."""
+    waited_ms = (now_ns - min(since_ns)) / 1e6
+    caller, num_tokens = request.peer.caller, request.prompt_tokens
+    return LateFrame(request.request_id, caller, num_tokens, waited_ms, limit_ms, 0)
 
 
 def _limit_ms(prompt_tokens: int, usual: UsualPace) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from appliance.frame.protocol import HostFrame, WorkerFrame
-from appliance.telemetry.thread_times import NO_TIMES, ThreadTimes, thread_times
+from appliance.telemetry.thread_times import NO_TIMES, ThreadTimes, pairs, thread_times
 
 WINDOW_S = 5.0
 MIN_WANTED_RATIO = 0.2
@@ -81,9 +81,8 @@ class Starvation:
         if pid != worker.pid:
             return
         had_s = waited_s = 0.0
-        for thread, now in after.items():
-            last = before.get(thread)
-            if last is None or last.waited_s is None or now.waited_s is None:
+        for last, now in pairs(before, after):
+            if last.waited_s is None or now.waited_s is None:
                 continue
             had_s += now.cpu_s - last.cpu_s
             waited_s += now.waited_s - last.waited_s

@@ -65,7 +65,7 @@ def own_s(before: ThreadTimes, after: ThreadTimes, elapsed_s: float) -> float:
     runnable thread whose wait is not over, the kernel does not tell how long it is.
     """
     waits_s = [0.0]
-    for last, now in _pairs(before, after):
+    for last, now in pairs(before, after):
         is_unfinished = now.waited_s is None or now.waited_s == last.waited_s
         if last.is_runnable and now.is_runnable and is_unfinished:
             waits_s.append(elapsed_s - (now.cpu_s - last.cpu_s))
@@ -76,9 +76,10 @@ def own_s(before: ThreadTimes, after: ThreadTimes, elapsed_s: float) -> float:
 
 def has_computed(before: ThreadTimes, after: ThreadTimes) -> bool:
     """Say whether a process used CPU time between two readings."""
-    used_s = sum(now.cpu_s - last.cpu_s for last, now in _pairs(before, after))
+    used_s = sum(now.cpu_s - last.cpu_s for last, now in pairs(before, after))
     return used_s >= MIN_COMPUTED_S
 
 
-def _pairs(before: ThreadTimes, after: ThreadTimes) -> Iterator[tuple[ThreadTime, ThreadTime]]:
+def pairs(before: ThreadTimes, after: ThreadTimes) -> Iterator[tuple[ThreadTime, ThreadTime]]:
+    """Match each thread's two readings; threads that are in one of them only are left out."""
     return ((before[thread], after[thread]) for thread in after if thread in before)
