@@ -189,6 +189,21 @@ INLINE int64_t pack(float *to, vec weights, vec_int wanted)
     const __mmask16 lanes = (__mmask16)lanes_of(wanted);
     _mm512_storeu_ps(to, _mm512_maskz_compress_ps(lanes, (__m512)weights));
     return __builtin_popcount(lanes);
+#elif LANES == 8
+    static const int32_t set_lanes[16][4] = {{0}, {0}, {1}, {0, 1}, {2}, {0, 2}, {1, 2}, {0, 1, 2},
+                                             {3}, {0, 3}, {1, 3}, {0, 1, 3}, {2, 3}, {0, 2, 3},
+                                             {1, 2, 3}, {0, 1, 2, 3}};
+    const uint32_t lanes = lanes_of(wanted);
+    int64_t count = 0;
+    for (int half = 0; half < 2; half++) {
+        const uint32_t set = lanes >> 4 * half & 15;
+        const __m128i order = _mm_loadu_si128((const __m128i *)set_lanes[set]);
+        const __m128 some = half ? _mm256_extractf128_ps((__m256)weights, 1)
+                                 : _mm256_castps256_ps128((__m256)weights);
+        _mm_storeu_ps(to + count, _mm_permutevar_ps(some, order));
+        count += __builtin_popcount(set);
+    }
+    return count;
 #else
     const uint32_t lanes = lanes_of(wanted);
     if (lanes == (1u << LANES) - 1)
