@@ -53,7 +53,7 @@ ATTENTION_BACKENDS = (
     ),
     AttentionBackend(
         "torch_varlen",
-        min_torch=(2, 12),
+        min_torch=(2, 13),  # before, its keys could not be kept whole
         min_capability=(8, 0),
         dtypes=_HALVES,
         block_multiple=256,

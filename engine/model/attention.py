@@ -30,6 +30,8 @@ GATHERED_TOKENS = 1 << 16
 """Maximum tokens of keys and values that one call gathers, except for a single sequence.
 
 It keeps a step's memory independent of its number of sequences."""
+_QUERY_BLOCK = 32
+"""Queries of a block in torch's memory-efficient kernel: the smaller of its two sizes."""
 _SCORES = 1 << 26
 """Computed at once where torch's fused kernels do not serve; queries take turns."""
 
@@ -402,8 +404,16 @@ def _fused_attention(
     enable_gqa and a mask torch has no kernel on a GPU but one that copies keys and writes down all
     scores. So heads that share keys become queries where each has one; else there is one sequence,
     whose key heads become sequences, and the heads of each read the same keys by a stride of 0.
+
+    Until 2.13 torch's kernel mistakes strides of 0 where a block of 32 or 64 queries has only one:
+    then the last query takes a call of its own.
     """
     num_kv_heads, num_keys = keys.shape[1:3]
+    if q.shape[2] % _QUERY_BLOCK == 1 < q.shape[2]:
+        masks = (None, None) if mask is None else (mask[:, :, :-1], mask[:, :, -1:])
+        first = _fused_attention(q[:, :, :-1], keys, values, masks[0], scale, is_causal=is_causal)
+        last = _fused_attention(q[:, :, -1:], keys, values, masks[1], scale, is_causal=False)
+        return torch.cat((first, last), 2)
     if q.shape[2] == 1:
         queries = q.reshape(len(q), num_kv_heads, -1, q.shape[3])
     else:

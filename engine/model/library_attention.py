@@ -52,7 +52,7 @@ def flash_attention(attend: _Function | None = None) -> PagedAttention:
         attend: in place of its flash_attn_varlen_func.
     """
 
-    def own(_step: PagedStep, scale: float, softcap: float | None) -> dict[str, Any]:
+    def own(_step: PagedStep, scale: float, softcap: float | None, _splits: bool) -> dict[str, Any]:
         return {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0}
 
     return _by(attend or _flash_attn(), own, is_causal=True)
@@ -61,20 +61,25 @@ def flash_attention(attend: _Function | None = None) -> PagedAttention:
 def torch_varlen_attention(attend: _Function | None = None) -> PagedAttention:
     """Attention by torch.nn.attention.varlen.
 
+    Left alone it cuts keys into parts, and joins them as if all sequences lay in the first: the
+    rows of the others stay what the memory held. One sequence is joined rightly, as are single
+    queries whose heads are packed.
+
     Args:
         attend: in place of its varlen_attn.
     """
 
     # it knows no softcap, and is not chosen where there is one
-    def own(step: PagedStep, scale: float, _softcap: float | None) -> dict[str, Any]:
-        return {"scale": scale, "enable_gqa": True, "seqused_k": step.seq_lens}
+    def own(step: PagedStep, scale: float, _softcap: float | None, splits: bool) -> dict[str, Any]:
+        how = {"scale": scale, "enable_gqa": True, "seqused_k": step.seq_lens}
+        return how | {"num_splits": None if splits else 1}
 
     return _by(attend or _torch_varlen(), own, is_causal=False)
 
 
 def _by(
     call: _Function,
-    own: Callable[[PagedStep, float, float | None], dict[str, Any]],
+    own: Callable[[PagedStep, float, float | None, bool], dict[str, Any]],
     *,
     is_causal: bool,
 ) -> PagedAttention:
@@ -92,6 +97,10 @@ def _by(
     ) -> torch.Tensor:
         assert sinks is None  # a library is not chosen where there are some
         keys, values = kv[:, layer].unbind(1)
+        has_groups = q.shape[1] > keys.shape[2]
+        splits = len(step.seq_lens) == 1 or (
+            has_groups and window is None and step.max_query_len == 1
+        )
         return call(
             q,
             keys,
@@ -102,7 +111,7 @@ def _by(
             step.max_seq_len,
             window_size=_window(window, step, is_causal),
             block_table=step.block_tables,
-            **own(step, scale, softcap),
+            **own(step, scale, softcap, splits),
         )
 
     return attend

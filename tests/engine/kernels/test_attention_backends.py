@@ -31,7 +31,7 @@ def machine(torch=(2, 13), packages=("triton", "flash_attn"), capability=(9, 0))
     [
         (LLAMA, machine(), "flash", []),
         (LLAMA, machine(packages=["triton"]), "torch_varlen", ["no flash_attn"]),
-        (LLAMA, machine((2, 11), ["triton"]), "triton", ["no flash_attn", "needs torch 2.12"]),
+        (LLAMA, machine((2, 12), ["triton"]), "triton", ["no flash_attn", "needs torch 2.13"]),
         (
             AttentionNeeds("bfloat16", 256, has_softcap=True),
             machine(packages=["triton"]),
@@ -89,7 +89,7 @@ def test_the_first_that_can_is_taken_and_says_why_not_a_better_one(needs, there,
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     head_dim=st.integers(1, 512),
     has_softcap=st.booleans(),
-    torch=st.sampled_from([(2, 11), (2, 12), (3, 0)]),
+    torch=st.sampled_from([(2, 12), (2, 13), (3, 0)]),
     packages=st.sets(st.sampled_from(["triton", "flash_attn"])),
 )
 def test_a_pool_sized_for_the_chosen_one_does_not_change_the_choice(
@@ -110,7 +110,7 @@ def test_what_is_installed_is_found_without_importing_it():
 def test_a_library_that_does_not_import_is_passed_over_with_the_reason():
     fault = "not imported: ImportError: undefined symbol: _ZN3c10"
     there = Machine((2, 11), {"flash_attn": fault}, (9, 0))
-    title = f"triton (flash: {fault}; torch_varlen: needs torch 2.12)"
+    title = f"triton (flash: {fault}; torch_varlen: needs torch 2.13)"
     assert choose_attention(LLAMA, there).title == title
     there = Machine((2, 11), {"triton": "no C compiler for triton"}, (9, 0))
     assert choose_attention(LLAMA, there).backend.name == "torch"

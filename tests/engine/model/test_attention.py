@@ -18,6 +18,7 @@ from engine.model.attention import (
 from engine.model.backend import TorchBackend
 from engine.model.compiled import CompiledBackend, find_kernels
 from tests.engine.references import reference_attention
+from tests.engine.upstream import scaled_dot_product_attention
 
 NUM_LAYERS = 2
 
@@ -278,6 +279,27 @@ def test_a_first_chunk_near_the_windows_length_is_windowed(num_tokens):
     plan = AttentionPlan(batch_of([(0, num_tokens)], [[1]], 16), kv)
     output = torch_attention(q, (k, v), k.shape[1:], kv, 1, plan, 0.5, 7, None)
     torch.testing.assert_close(output, reference_attention(q, k, v, 0.5, 7, None))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("context", [0, 5])
+@pytest.mark.parametrize("num_tokens", [32, 33, 65, 97])
+def test_a_chunks_last_token_is_right_where_torch_mistakes_a_stride_of_0(
+    num_tokens, context, head_dim, monkeypatch
+):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+    generator = torch.Generator().manual_seed(num_tokens)
+    length = context + num_tokens
+    q = torch.randn(num_tokens, 4, head_dim, generator=generator)
+    k, v = (torch.randn(length, 2, head_dim, generator=generator) for _ in range(2))
+    table = [3, 1, 2, 4, 5, 6, 7]
+    kv = filled_pool(generator, [table], [k], [v], 16)
+    plan = AttentionPlan(batch_of([(context, num_tokens)], [table], 16), kv)
+    own = k[context:], v[context:]
+    for window in (None, 40):
+        output = torch_attention(q, own, k.shape[1:], kv, 1, plan, 0.1, window, None)
+        expected = reference_attention(q, k, v, 0.1, window, None)
+        torch.testing.assert_close(output, expected, **TOLERANCES[torch.float32])
 
 
 def test_a_window_reads_only_the_blocks_it_can_see():
