@@ -6,6 +6,7 @@ Never: computes a figure that the daemon did not send.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,9 @@ _PLAIN = ("uid", "migration")
 """Numbers that are names."""
 
 
+_BETWEEN_NAMES = re.compile(r"\.(?!json|jinja)")
+
+
 def facts(content: Row) -> str:
     """List names and values, one a line."""
     named = {_label(name): _fact(name, value) for name, value in flat(content).items()}
@@ -43,8 +47,9 @@ def facts(content: Row) -> str:
 
 def _label(name: str) -> str:
     """Put `num_parameters` as `parameters`, and `rows.events` as `rows, events`."""
-    name = name.replace("kv_bytes_of_a_request.", "KV_cache_at_")
-    return name.removeprefix("num_").replace("_", " ").replace(".", ", ")
+    name = name.replace("kv_bytes_of_a_request.", "KV_cache_at_").removeprefix("num_")
+    parts = _BETWEEN_NAMES.split(name)
+    return ", ".join(part if "." in part else part.replace("_", " ") for part in parts)
 
 
 def _fact(name: str, value: Any) -> str:

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from appliance.cli.model_sources import sources
 from appliance.formats.format_choice import output_format_of
 from appliance.models import cache, fits
 from appliance.models.names import STARTER_FOLDER
-from engine.checkpoint.chat_files import read_chat_template
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.gguf import models_in
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
@@ -90,24 +90,13 @@ def detail(found: FoundModel) -> dict[str, Any]:
         "tokenizer_vocabulary": tokenizer.vocab_size,
         **fits.of_a_token(fits.need_of(_as_stored(checkpoint))),
         "chat_template": tokenizer.chat_template is not None,
-        "chat_template_of": _template_place(found.folder, tokenizer),
+        "read_from": sources(found.folder, checkpoint),
         "end_tokens": {
             place: " ".join(f"{one} {tokenizer.token(one) or ''}".strip() for one in ids)
             for place, ids in config.end_sources.items()
         },
         "tools": not output_format_of(tokenizer).has_preamble,
     }
-
-
-def _template_place(folder: Path, tokenizer: Tokenizer) -> str | None:
-    """Name the file whose chat template is used, and files with other templates."""
-    if tokenizer.chat_template is None:
-        return None
-    found = read_chat_template(folder) if folder.is_dir() else None
-    if found is None:
-        return "metadata"
-    beside = f"; another in {', '.join(found.others)} is not used" if found.others else ""
-    return found.place + beside
 
 
 def need_of(found: FoundModel) -> fits.MemoryNeed:

@@ -1,27 +1,26 @@
-"""Read what a model folder says of chats: its template and its special tokens.
+"""Read what a model folder says of chats: its template.
 
-Repositories of different years keep them in different files. The order is docs/models.md's: the
+Repositories of different years keep it in different files. The order is docs/models.md's: the
 first place with a template wins.
 
-Never: compiles a template, reads a vocabulary of ordinary tokens.
+Never: compiles a template.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
 
-_JINJA, _CONFIG, _PROCESSOR = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+_JINJA, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _MORE = "additional_chat_templates"
-_TOOLS = "tool_use"
-TEMPLATE_FILES = (_JINJA, _CONFIG, _PROCESSOR)
-SPECIAL_FILES = (_CONFIG, "special_tokens_map.json")
-_ADDED = '"added_tokens"'
+_DEFAULT, _TOOLS = "default", "tool_use"
+TEMPLATE_FILES = (_JINJA, _CONFIG, "chat_template.json", "processor_config.json")
+_IN_METADATA = "tokenizer.chat_template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,9 @@ class ChatTemplateText:
     tool_text: str | None
     """The template for conversations with tools, if it differs."""
     place: str
-    """The file that has it."""
-    others: tuple[str, ...]
-    """Files that have another one, which is not used."""
+    """The file that has it, with the template's name unless that is the usual one."""
+    others: tuple[str, ...] = ()
+    """Other templates, by file or name, that are not used."""
 
 
 def read_text(path: Path) -> str:
@@ -72,68 +71,68 @@ def read_chat_template(folder: Path) -> ChatTemplateText | None:
     Raises:
         CheckpointError: a file cannot be read, or what it has is no template.
     """
-    found = [(name, *texts) for name in TEMPLATE_FILES if (texts := _templates_in(folder, name))[0]]
+    named = {name: _texts(_templates_in(folder, name), folder / name) for name in TEMPLATE_FILES}
+    has_usual = any(texts.keys() - {_TOOLS} for texts in named.values())
+    found = [
+        chosen
+        for name, texts in named.items()
+        if (texts.keys() - {_TOOLS} or not has_usual) and (chosen := _choose(texts, name))
+    ]
     if not found:
         return None
-    place, text, tool_text = found[0]
-    more = folder / _MORE / f"{_TOOLS}.jinja"
-    if more.is_file():
-        tool_text = read_text(more)
-    others = tuple(name for name, other, _ in found[1:] if other != text)
-    return ChatTemplateText(str(text), tool_text, place, others)
+    first, *later = found
+    unused = tuple(each.place for each in later if each.text != first.text)
+    tool_text = named[_JINJA].get(_TOOLS, first.tool_text) if has_usual else None
+    return replace(first, tool_text=tool_text, others=first.others + unused)
 
 
-def _templates_in(folder: Path, name: str) -> tuple[str | None, str | None]:
-    """Read a file's template, and its template for tools."""
-    if name == _JINJA:
-        path = folder / name
-        default = folder / _MORE / "default.jinja"
-        path = path if path.is_file() or not default.is_file() else default
-        return (read_text(path) if path.is_file() else None), None
-    template = read_object(folder / name).get("chat_template")
-    named: dict[str, Any] = {"default": template}
+def template_in_metadata(metadata: Mapping[str, Any], path: Path) -> ChatTemplateText | None:
+    """Find the chat template among a GGUF file's keys; None: it has none."""
+    named = {
+        key.removeprefix(_IN_METADATA).removeprefix(".") or _DEFAULT: text
+        for key, text in sorted(metadata.items(), reverse=True)  # the key without a name is last
+        if key == _IN_METADATA or key.startswith(f"{_IN_METADATA}.")
+    }
+    return _choose(_texts(named, path), "metadata")
+
+
+def _texts(named: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Leave out empty templates.
+
+    Raises:
+        CheckpointError: one is no text.
+    """
+    for name, text in named.items():
+        if not isinstance(text, str):
+            what = f"the chat template {name!r} is {type(text).__name__}, not text"
+            raise CheckpointError(what, where=str(path))
+    return {name: text for name, text in sorted(named.items()) if text.strip()}
+
+
+def _choose(texts: Mapping[str, str], place: str) -> ChatTemplateText | None:
+    """Choose the usual template out of named ones, and the one for tools."""
+    if not texts:
+        return None
+    name = min(texts, key=lambda each: (each != _DEFAULT, each == _TOOLS, each))
+    others = tuple(f"{place}, {each!r}" for each in texts if each not in (name, _TOOLS))
+    tool_text = texts.get(_TOOLS) if name != _TOOLS else None
+    shown = place if name == _DEFAULT else f"{place}, {name!r}"
+    return ChatTemplateText(texts[name], tool_text, shown, others)
+
+
+def _templates_in(folder: Path, file: str) -> dict[str, Any]:
+    """Read a file's templates by name."""
+    if file == _JINJA:
+        paths = [*sorted((folder / _MORE).glob("*.jinja")), folder / file]
+        return {
+            _DEFAULT if path.name == file else path.stem: read_text(path)
+            for path in paths
+            if path.is_file()
+        }
+    template = read_object(folder / file).get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
-        named = {str(entry.get("name")): entry.get("template") for entry in entries}
-    elif isinstance(template, dict):
-        named = template
-    text, tool_text = named.get("default"), named.get(_TOOLS)
-    if not isinstance(text, str | None) or not isinstance(tool_text, str | None):
-        what = "chat_template is neither a string nor a list"
-        raise CheckpointError(what, where=str(folder / name))
-    return text, tool_text
-
-
-def token_text(value: object) -> str | None:
-    """Return the text of a special token, which may be an object with its content."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) and content else None
-
-
-def read_added_tokens(folder: Path) -> dict[str, int]:
-    """Read the ids of tokens beside the ordinary vocabulary, by text."""
-    listed = _entries(folder)
-    found = {text: token_id for text, token_id in listed if text and type(token_id) is int}
-    return {text: token_id for text, token_id in found.items() if token_id >= 0}
-
-
-def _entries(folder: Path) -> Iterator[tuple[str | None, Any]]:
-    """List added tokens; of two ids for one text, tokenizer.json's is the one that is used."""
-    added = read_object(folder / "added_tokens.json")
-    yield from added.items()
-    decoder = read_object(folder / _CONFIG).get("added_tokens_decoder")
-    for token_id, token in decoder.items() if isinstance(decoder, Mapping) else ():
-        yield token_text(token), int(token_id) if token_id.isdecimal() else None
-    path = folder / "tokenizer.json"
-    text = read_text(path) if path.is_file() else ""
-    at = text.find(_ADDED)
-    start = text.find("[", at)
-    if at < 0 or start < 0:
-        return
-    try:  # the rest of the file, a vocabulary, takes a quarter of a second
-        tokens, _ = json.JSONDecoder().raw_decode(text, start)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
-    for token in tokens:
-        if isinstance(token, dict):
-            yield token_text(token), token.get("id")
+        template = {str(entry.get("name")): entry.get("template") for entry in entries}
+    if isinstance(template, dict):
+        return {name: text for name, text in template.items() if text is not None}
+    return {} if template is None else {_DEFAULT: template}

@@ -23,12 +23,13 @@ from engine.checkpoint.gguf_tensors import named
 from engine.checkpoint.json_keys import JsonKeys
 from engine.checkpoint.model_config import DTYPE_BYTES, ExpertsConfig, ModelConfig
 from engine.checkpoint.quantisation import Quantisation
-from engine.checkpoint.safetensors_header import read_header
+from engine.checkpoint.safetensors_header import is_safetensors, read_header
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.errors import CheckpointError, ConfigError, reading_model
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 _NamedShape = tuple[str, tuple[int, ...]]
 
 
@@ -61,14 +62,13 @@ class Checkpoint:
             return cls._open_gguf(gguf)
         if not folder.is_dir():
             hint = "use owner/model, a short name such as qwen3:0.6b, a folder or a .gguf file"
+            if is_safetensors(folder):
+                hint = f"these are weights; name their folder, {folder.parent}"
             what = "not a folder" if folder.exists() else "no model here"
             raise CheckpointError(what, where=str(folder), hint=hint)
         config = ModelConfig.from_folder(folder)
-        found: dict[str, TensorInfo] = {}
-        source, paths = _weight_files(folder)
-        for path in paths:
-            _, tensors = read_header(path)
-            found.update((tensor.name, tensor) for tensor in _named(tensors, config.family.base))
+        source, paths = weight_files(folder)
+        found = _stored(paths, config.family.base, is_unlisted=source == folder)
         quantisation = Quantisation.from_keys(JsonKeys.from_file(folder / "config.json"))
         names, expected = config.family.experts, {}
         for name, shape in expected_shapes(config):
@@ -88,7 +88,7 @@ class Checkpoint:
         expected = {}
         for name, shape in expected_shapes(config):
             tensor = named(model, config.family, name)
-            expected[name] = _checked(path, tensor, name, shape, lambda _name: "")
+            expected[name] = _checked(path, tensor, name, shape, lambda _name: "", in_gguf=True)
         return cls(model.path, config, expected, _main_dtype(expected))
 
     @property
@@ -165,6 +165,23 @@ def expected_shapes(config: ModelConfig) -> Iterator[_NamedShape]:
     yield f"{prefix}model.norm.weight", (hidden,)
     if not config.is_tied:
         yield f"{prefix}lm_head.weight", (config.vocab_size, hidden)
+
+
+def _stored(paths: list[Path], base: str | None, *, is_unlisted: bool) -> dict[str, TensorInfo]:
+    """Read the headers of files.
+
+    Args:
+        is_unlisted: no index says which files belong together.
+    """
+    found: dict[str, TensorInfo] = {}
+    for path in paths:
+        for tensor in _named(read_header(path)[1], base):
+            if is_unlisted and (other := found.get(tensor.name)) is not None:
+                what = f"tensor {tensor.name} is in {other.file.name}, too"
+                hint = "leave one model's files in the folder"
+                raise CheckpointError(what, where=str(path), hint=hint)
+            found[tensor.name] = tensor
+    return found
 
 
 def _named(tensors: list[TensorInfo], base: str | None) -> list[TensorInfo]:
@@ -308,11 +325,13 @@ def choose_dtype(
     return "bfloat16" if has_bfloat16 and checkpoint.stored_dtype != "float32" else "float32"
 
 
-def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
-    """Find the file that lists the tensors, and the files that hold them."""
+def weight_files(folder: Path) -> tuple[Path, list[Path]]:
+    """Find the file or folder that lists the tensors, and the files that hold them."""
     index_path = folder / _INDEX
-    if (folder / _SINGLE).exists() or not index_path.exists():
+    if (folder / _SINGLE).exists():
         return folder / _SINGLE, [folder / _SINGLE]
+    if not index_path.exists():
+        return folder, _by_first_bytes(folder)
     keys = JsonKeys.from_file(index_path)
     names = set(keys.section("weight_map").values.values())
     is_plain = all(isinstance(name, str) and name == Path(name).name for name in names)
@@ -321,22 +340,36 @@ def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
     return index_path, [folder / name for name in sorted(names)]
 
 
+def _by_first_bytes(folder: Path) -> list[Path]:
+    """List the files with weights in a folder without the usual ones, whatever their names."""
+    found = [path for path in sorted(folder.iterdir()) if is_safetensors(path)]
+    whole = [path for path in found if not path.name.startswith("adapter_")]
+    if not whole:
+        others = [path.name for path in sorted(folder.iterdir()) if path.suffix in _OTHER_WEIGHTS]
+        found_too = f"it has {', '.join(others[:3])}; " if others else ""
+        hint = f"{found_too}convert the weights (transformers: save_pretrained)"
+        raise CheckpointError("no weights in safetensors", where=str(folder), hint=hint)
+    return whole
+
+
 def _checked(
     source: Path,
     tensor: TensorInfo | None,
     name: str,
     shape: tuple[int, ...],
     hint_of: Callable[[str], str],
+    *,
+    in_gguf: bool = False,
 ) -> TensorInfo:
     if tensor is None:
         what = f"tensor {name} is missing"
         raise CheckpointError(what, where=str(source), hint=hint_of(name))
     if tensor.shape != shape:
-        asks = "config.json" if source.name in (_SINGLE, _INDEX) else "its metadata"
+        asks = "its metadata" if in_gguf else "config.json"
         what = f"tensor {name} has shape {tensor.shape}, but {asks} asks for {shape}"
         hint = f"is {asks} that of these weights? take all files from one download"
         raise CheckpointError(what, where=str(tensor.file), hint=hint)
-    own = ("mxfp4_pairs",) if source.name in (_SINGLE, _INDEX) else tuple(BLOCKS)
+    own = tuple(BLOCKS) if in_gguf else ("mxfp4_pairs",)
     served = (*DTYPE_BYTES, *own)
     is_served = tensor.dtype in served or tensor.apart is not None
     if not is_served or (tensor.dtype in BLOCKS and len(shape) != 2):

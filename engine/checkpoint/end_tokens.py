@@ -11,28 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from engine.checkpoint.chat_files import (
-    SPECIAL_FILES,
-    read_added_tokens,
-    read_chat_template,
-    read_object,
-    token_text,
-)
+from engine.checkpoint.chat_files import read_chat_template
+from engine.checkpoint.token_files import SPECIAL_FILES, read_token_files
 
 END_MARKS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
     | {"<end_of_turn>", "<|end_of_turn|>", "<turn|>", "[|endofturn|]", "<|endofturn|>", "<eos>"}
     | {"<|observation|>", "<seed:eos>", "</s>", "<EOT>", "<|EOT|>", "<|eot|>", "<|eom|>"}
     | {"<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>"}
-    | {"<end_of_utterance>"}
+    | {"<end_of_utterance>", "<|role_end|>", "<|eos|>", "[e~[", "[EOS]", "[EOT]", "_<EOT>"}
 )
 """Control tokens that end a reply, whatever the files call the end-of-text token."""
 _MESSAGE_END, _HARMONY_ENDS = "<|end|>", frozenset({"<|return|>", "<|call|>"})
+_NEXT_TURN, _GLM_RESULT = "<|user|>", "<|observation|>"
 
 
 def end_marks(texts: Iterable[str]) -> frozenset[str]:
     """Choose the marks that end a reply out of a model's tokens."""
-    found = END_MARKS.intersection(texts)
+    known = frozenset(texts)
+    found = END_MARKS & known
+    if _GLM_RESULT in found:  # GLM's turns have no end: the mark of the next one is it
+        found |= known & {_NEXT_TURN}
     # in Harmony a reply has several messages, and each ends with a mark of its own
     return found - {_MESSAGE_END} if found & _HARMONY_ENDS else found
 
@@ -46,15 +45,20 @@ def end_tokens(folder: Path, stated: Mapping[str, tuple[int, ...]]) -> dict[str,
     Raises:
         CheckpointError: a file cannot be read.
     """
-    added = read_added_tokens(folder)
+    tokens = read_token_files(folder)
     by_place = {place: ids for place, ids in stated.items() if ids}
     for place in SPECIAL_FILES:
-        text = token_text(read_object(folder / place).get("eos_token"))
-        if text in added:
-            by_place[place] = (added[text],)
+        text = tokens.named[place].get("eos_token")
+        if text is not None and (token_id := tokens.token_id(text)) is not None:
+            by_place[place] = (token_id,)
     template = read_chat_template(folder)
     if template is not None:
-        marks = [mark for mark in end_marks(added) if mark in template.text]
-        if own := tuple(sorted(added[mark] for mark in marks)):
+        known = {mark for mark in (*END_MARKS, _NEXT_TURN) if mark in template.text}
+        ids = {
+            tokens.token_id(mark)
+            for mark in end_marks(known | set(tokens.ids))
+            if mark in template.text
+        }
+        if own := tuple(sorted(token_id for token_id in ids if token_id is not None)):
             by_place[f"{template.place}, as end of turn"] = own
     return by_place

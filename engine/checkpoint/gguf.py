@@ -126,7 +126,7 @@ def find_gguf(path: Path) -> Path | None:
         return path if is_gguf(path) else None
     if (path / "config.json").exists():
         return None
-    found = models_in(path)
+    found = models_in(path) or _by_first_bytes(path)
     if len(found) > 1:
         listed = ", ".join(each.name for each in found[:8])
         what = f"{len(found)} GGUF models in one folder"
@@ -146,6 +146,13 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
+
+
+def _by_first_bytes(folder: Path) -> list[Path]:
+    """List a folder's files of this format that have other names."""
+    if not folder.is_dir():
+        return []
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and is_gguf(path)]
 
 
 def models_in(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from engine.errors import CheckpointError, unreadable
 
 _LENGTH = struct.Struct("<Q")
 _MAX_DIMENSIONS = 16
+_AGAIN = "download the file again"
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the reference implementation
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4,
@@ -23,6 +24,19 @@ _ITEM_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
 }  # fmt: skip
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def is_safetensors(path: Path) -> bool:
+    """Say whether a file is of this format, by its first bytes."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(_LENGTH.size + 1)
+    except OSError:
+        return False
+    is_long = len(prefix) > _LENGTH.size and prefix.endswith(b"{")
+    return is_long and 2 <= _LENGTH.unpack(prefix[:-1])[0] <= _MAX_HEADER_BYTES
 
 
 def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
@@ -38,7 +52,9 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
             header_bytes = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else -1
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH.size):
                 what = "not a safetensors file, or truncated within its header"
-                raise CheckpointError(what, where=str(path), hint="download the file again")
+                is_gguf = prefix.startswith(b"GGUF")
+                hint = "it is a GGUF file: serve it by itself" if is_gguf else _AGAIN
+                raise CheckpointError(what, where=str(path), hint=hint)
             header = file.read(header_bytes)
     except FileNotFoundError:
         hint = "download the checkpoint again"
@@ -87,4 +103,4 @@ def _check_extents(path: Path, tensors: list[TensorInfo], data_start: int, file_
         end = tensor.start + tensor.num_bytes
         if end > file_bytes:
             what = f"tensor {tensor.name} ends at byte {end}, the file at {file_bytes}: truncated"
-            raise CheckpointError(what, where=str(path), hint="download the file again")
+            raise CheckpointError(what, where=str(path), hint=_AGAIN)

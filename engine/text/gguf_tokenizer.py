@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine.checkpoint.chat_files import template_in_metadata
 from engine.checkpoint.end_tokens import end_marks
 from engine.checkpoint.gguf import GgufModel
 from engine.errors import CheckpointError
@@ -225,7 +226,8 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, model: GgufModel, tokens: list[
 
 def _marks(model: GgufModel, tokens: list[str], kinds: Iterable[int]) -> frozenset[str]:
     """Find the marks of chats, which are control tokens whatever type the file gives them."""
-    template = model.text("tokenizer.chat_template") or ""
+    found = template_in_metadata(model.metadata, model.path)
+    template = "" if found is None else found.text
     named = {
         token
         for token, kind in zip(tokens, kinds, strict=True)

@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
-from engine.checkpoint.chat_files import (
-    SPECIAL_FILES,
-    read_chat_template,
-    read_object,
-    token_text,
-)
+from engine.checkpoint.chat_files import read_chat_template, template_in_metadata
 from engine.checkpoint.gguf import GgufModel, find_gguf
+from engine.checkpoint.token_files import TokenFiles, read_token_files
 from engine.errors import CheckpointError, RequestError, reading_model
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
@@ -100,20 +97,20 @@ class Tokenizer:
         # tokenizers raises plain Exception for whatever its JSON reader or a model refuses.
         except Exception as error:
             raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(path)) from error
-        config, others = (read_object(folder / name) for name in SPECIAL_FILES)
-        if "added_tokens_decoder" not in config:
-            config |= others
+        tokens = read_token_files(folder)
+        _add_listed(backend, tokens)
         found = read_chat_template(folder) if has_chats else None
         template = None
         if found is not None:
             template = ChatTemplate(found.text, str(folder / found.place), found.tool_text)
-        return cls(backend, chat_template=template, special_tokens=_special_tokens(config))
+        return cls(backend, chat_template=template, special_tokens=tokens.variables)
 
     @classmethod
     def _from_gguf(cls, model: GgufModel, *, has_chats: bool) -> Tokenizer:
-        source = model.text("tokenizer.chat_template") if has_chats else None
-        tool_source = model.text("tokenizer.chat_template.tool_use")
-        template = ChatTemplate(source, str(model.path), tool_source) if source else None
+        found = template_in_metadata(model.metadata, model.path) if has_chats else None
+        template = None
+        if found is not None:
+            template = ChatTemplate(found.text, str(model.path), found.tool_text)
         return cls(
             read_tokenizer(model), chat_template=template, special_tokens=special_tokens(model)
         )
@@ -269,15 +266,30 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
     return {part["type"] for part in spec.get("decoders", [spec])}
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and similar tokens, which templates use as variables."""
-    found = {}
-    extra = config.get("extra_special_tokens")
-    for name, value in {**config, **(extra if isinstance(extra, dict) else {})}.items():
-        content = token_text(value)
-        if name.endswith("_token") and content is not None:
-            found[name] = content
-    return found
+_MARK = re.compile(r"[<\[].*[>\]]", re.DOTALL)
+"""Special tokens by their form: a padding token that is a word stays one."""
+
+
+def _add_listed(backend: tokenizers.Tokenizer, tokens: TokenFiles) -> None:
+    """Add tokens that only the files beside tokenizer.json list, where they get their ids."""
+    known = set(backend.get_added_tokens_decoder())
+    size = backend.get_vocab_size(with_added_tokens=False)
+    beside = [each for listed in tokens.listed.values() for each in listed]
+    for token in sorted(beside, key=lambda each: each.token_id):
+        token_id = backend.token_to_id(token.text)
+        if token_id is None:
+            token_id = max(size, *(one + 1 for one in known), 0)
+        if token_id == token.token_id and token_id not in known:
+            flags = {"normalized": not token.is_special, **token.flags}
+            added = AddedToken(token.text, special=token.is_special, **flags)
+            backend.add_tokens([added])
+            known.add(token_id)
+    plain = [
+        text
+        for text in sorted(tokens.marks)
+        if _MARK.fullmatch(text) and backend.token_to_id(text) not in (None, *known)
+    ]
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in plain])
 
 
 REPLACEMENT = "\ufffd"

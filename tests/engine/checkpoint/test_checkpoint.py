@@ -185,7 +185,40 @@ def test_integer_weights_are_refused(folder, shapes):
 
 def test_no_folder_and_no_weights_are_named(folder, tmp_path):
     assert refused(tmp_path / "nowhere").where == str(tmp_path / "nowhere")
-    assert refused(folder).where == str(folder / "model.safetensors")
+    assert refused(folder).where == str(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+    assert "pytorch_model.bin" in refused(folder).hint
+
+
+@pytest.mark.parametrize(
+    "files",
+    [["weights.safetensors"], ["pytorch_model.bin"], ["sha256-0123abcd"], ["a-1-of-2", "b.st"]],
+    ids=str,
+)
+def test_weights_are_what_their_first_bytes_say(folder, shapes, files):
+    names = list(shapes)
+    for number, file in enumerate(files):
+        members = {name: shapes[name] for name in names[number :: len(files)]}
+        shard(folder / file, members)
+    shard(folder / "adapter_model.safetensors", {names[0]: shapes[names[0]]})
+    (folder / "notes").write_bytes(b"\x10" + bytes(7) + b"not a header")
+    checkpoint = Checkpoint.open(folder)
+    assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == shapes
+    assert {path.name for path in checkpoint.files} == set(files)
+    assert str(folder) in refused(folder / files[0]).hint
+
+
+def test_two_files_with_one_tensor_and_no_index_are_refused(folder, shapes):
+    shard(folder / "a.safetensors", shapes)
+    shard(folder / "b.safetensors", dict(list(shapes.items())[:1]))
+    error = refused(folder)
+    assert error.where == str(folder / "b.safetensors")
+    assert (next(iter(shapes)) in error.what, "a.safetensors" in error.what) == (True, True)
+
+
+def test_a_gguf_file_in_the_place_of_weights_is_named(folder):
+    (folder / "model.safetensors").write_bytes(b"GGUF" + bytes(60))
+    assert "GGUF" in refused(folder).hint
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.checkpoint.chat_files import read_chat_template
+from engine.checkpoint.chat_files import read_chat_template, template_in_metadata
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.end_tokens import end_marks
 from engine.checkpoint.gguf import GgufModel, find_gguf
@@ -87,6 +87,37 @@ def test_ids_of_all_files_end_a_reply_and_each_is_told_with_its_file(folder):
     }
 
 
+@pytest.mark.parametrize("is_listed", [True, False], ids=["added token", "ordinary token"])
+def test_a_glm_reply_ends_where_the_next_turn_would_begin(folder, is_listed):
+    rename(folder, {298: "<|user|>", 299: "<|observation|>"}, is_listed)
+    template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+    change(folder, "tokenizer_config.json", chat_template=template + "<|observation|>")
+    assert ends(folder) == {296, 298, 299}
+
+
+def rename(folder, texts, is_listed=True):
+    """Give tokens of tokenizer.json other texts."""
+    path = folder / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    vocabulary = {token_id: text for text, token_id in spec["model"]["vocab"].items()}
+    vocabulary |= {each["id"]: each["content"] for each in spec["added_tokens"]} | texts
+    spec["model"]["vocab"] = {text: token_id for token_id, text in vocabulary.items()}
+    for token in spec["added_tokens"]:
+        token["content"] = texts.get(token["id"], token["content"])
+    if not is_listed:
+        spec["added_tokens"] = [each for each in spec["added_tokens"] if each["id"] not in texts]
+    path.write_text(json.dumps(spec))
+
+
+def test_an_end_token_of_the_ordinary_vocabulary_is_found_and_is_special(folder):
+    rename(folder, {298: "<|é|>"}, is_listed=False)
+    change(folder, "tokenizer_config.json", eos_token="<|é|>")
+    assert ends(folder) == {296, 298}
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.encode("a<|é|>", add_special_tokens=False)[1:] == [298]
+    assert tokenizer.decode([298]) == ""
+
+
 PLACES = {
     "chat_template.jinja": CHATML,
     "tokenizer_config.json": json.dumps({"chat_template": CHATML}),
@@ -94,6 +125,11 @@ PLACES = {
         {"chat_template": [{"name": "default", "template": CHATML}]}
     ),
     "chat_template.json": json.dumps({"chat_template": CHATML}),
+    "processor_config.json": json.dumps({"chat_template": CHATML}),
+    "the only one of a list in tokenizer_config.json": json.dumps(
+        {"chat_template": [{"name": "rag", "template": CHATML}, {"name": "x", "template": None}]}
+    ),
+    "the only one of additional_chat_templates/chatml.jinja": CHATML,
     "additional_chat_templates/default.jinja": CHATML,
 }
 
@@ -115,14 +151,51 @@ def test_the_first_place_wins_and_another_template_is_told(folder):
     found = read_chat_template(folder)
     assert (found.text, found.place) == ("config", "tokenizer_config.json")
     assert found.others == ("chat_template.json",)
+    change(folder, "processor_config.json", chat_template="older")
     (folder / "chat_template.jinja").write_text("processor")
     found = read_chat_template(folder)
     assert (found.text, found.place) == ("processor", "chat_template.jinja")
-    assert found.others == ("tokenizer_config.json",)
+    assert found.others == ("tokenizer_config.json", "processor_config.json")
     more = folder / "additional_chat_templates" / "tool_use.jinja"
     more.parent.mkdir()
     more.write_text("tools")
-    assert read_chat_template(folder).tool_text == "tools"
+    more.with_stem("rag").write_text("rag")
+    found = read_chat_template(folder)
+    assert (found.text, found.tool_text) == ("processor", "tools")
+    assert found.others[0] == "chat_template.jinja, 'rag'"
+
+
+def test_a_template_for_tools_alone_hides_no_file_with_the_usual_one(folder):
+    more = folder / "additional_chat_templates" / "tool_use.jinja"
+    more.parent.mkdir()
+    more.write_text("tools")
+    assert read_chat_template(folder).text == "tools"
+    change(folder, "tokenizer_config.json", chat_template="usual")
+    found = read_chat_template(folder)
+    assert (found.text, found.tool_text, found.place) == ("usual", "tools", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"": "a", ".tool_use": "t", ".rag": "r"}, ("a", "t", "metadata")),
+        ({"": "a", ".default": "d"}, ("a", None, "metadata")),
+        ({".default": "d", ".rag": "r"}, ("d", None, "metadata")),
+        ({".rag": "r", ".chatml": "c", ".tool_use": "t"}, ("c", "t", "metadata, 'chatml'")),
+        ({"": " ", ".rag": "r"}, ("r", None, "metadata, 'rag'")),
+        ({".tool_use": "t"}, ("t", None, "metadata, 'tool_use'")),
+    ],
+)
+def test_of_a_gguf_files_templates_the_usual_one_wins_else_the_first_by_name(
+    made, tmp_path, keys, expected
+):
+    named = {f"tokenizer__chat_template{name}".replace(".", "__"): t for name, t in keys.items()}
+    named.setdefault("tokenizer__chat_template", None)
+    path = write_gguf(made, tmp_path / "m.gguf", **named)
+    found = template_in_metadata(GgufModel.open(path).metadata, path)
+    assert (found.text, found.tool_text, found.place) == expected
+    template = Tokenizer.from_folder(path).chat_template
+    assert template.tool_source == (expected[1] or expected[0])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +213,7 @@ def test_every_file_may_begin_with_a_byte_order_mark(folder, file):
     [
         (["<|im_end|>", "<|endoftext|>", "a"], {"<|im_end|>", "<|endoftext|>"}),
         (["<|end|>", "<|user|>"], {"<|end|>"}),
+        (["<|user|>", "<|observation|>", "<|assistant|>"], {"<|user|>", "<|observation|>"}),
         (["<|end|>", "<|return|>", "<|call|>"], {"<|return|>", "<|call|>"}),
         (["<|eot_id|>", "<|eom_id|>"], {"<|eot_id|>", "<|eom_id|>"}),
         (["<end_of_turn>", "<｜end▁of▁sentence｜>"], {"<end_of_turn>", "<｜end▁of▁sentence｜>"}),
@@ -176,6 +250,9 @@ def test_a_file_is_what_its_first_bytes_say(made, tmp_path):
         assert find_gguf(path) == path
         assert Checkpoint.open(path).config.num_layers == 3
         assert Tokenizer.from_folder(path).vocab_size == 300
+    link.unlink()
+    assert find_gguf(tmp_path) == blob
+    assert Checkpoint.open(tmp_path).config.num_layers == 3
     other = tmp_path / "sha256-4567cdef"
     other.write_bytes(b"\x00" * 64)
     assert find_gguf(other) is None

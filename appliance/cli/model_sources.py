@@ -1,0 +1,53 @@
+"""Name the file that each part of a model comes from, and what files say otherwise.
+
+Invariant: it names what the engine reads, by the engine's own readers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.chat_files import read_chat_template, template_in_metadata
+from engine.checkpoint.checkpoint import Checkpoint, weight_files
+from engine.checkpoint.gguf import GgufModel, find_gguf, models_in
+from engine.checkpoint.token_files import read_token_files
+
+_SAMPLING = "generation_config.json"
+_ALL_IN_ONE = ("config", "weights", "tokenizer", "special_tokens", "sampling")
+
+
+def sources(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """List the sources of a model's parts, and under `not_used` what another file says.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    gguf = find_gguf(folder)
+    if gguf is not None:
+        template = template_in_metadata(GgufModel.open(gguf).metadata, gguf)
+        named = dict.fromkeys(_ALL_IN_ONE, f"{gguf.name}, metadata")
+        named["weights"] = ", ".join(sorted(path.name for path in checkpoint.files))
+        others = () if template is None else template.others
+        return _page(named, None if template is None else template.place, list(others))
+    template = read_chat_template(folder)
+    tokens = read_token_files(folder)
+    listing, files = weight_files(folder)
+    beside = [name for name, texts in tokens.named.items() if texts] + list(tokens.listed)
+    named = {
+        "config": "config.json",
+        "weights": files[0].name if len(files) == 1 else f"{len(files)} files of {listing.name}",
+        "tokenizer": "tokenizer.json",
+        "special_tokens": ", ".join(dict.fromkeys(["tokenizer.json", *beside])),
+        "sampling": _SAMPLING if (folder / _SAMPLING).exists() else "the usual",
+    }
+    unread = [path.name for path in models_in(folder)]
+    if len(files) == 1 and (index := folder / f"{files[0].name}.index.json").exists():
+        unread.append(index.name)
+    unread += list(template.others) if template is not None else []
+    return _page(named, None if template is None else template.place, unread + tokens.differing())
+
+
+def _page(named: dict[str, str], template: str | None, unused: list[str]) -> dict[str, Any]:
+    page = {**named, "chat_template": template or "none"}
+    return page | ({"not_used": "; ".join(unused)} if unused else {})
