@@ -225,6 +225,11 @@ def _either(words: list[str]) -> str:
 
 def _not_json(error: Exception, body: bytes) -> str:
     """Explain why a body is not JSON; half a surrogate pair is JSON but no character."""
+    if isinstance(error, UnicodeDecodeError):  # its position is within one text
+        try:
+            body.decode()
+        except UnicodeDecodeError as whole:
+            return f"the body is not JSON: byte {whole.start} is not UTF-8 ({whole.reason})"
     is_cut = "truncated" in str(error)  # cut within the second half of a pair
     if "surrogate" in str(error) or (is_cut and _FIRST_HALF.search(body[-16:])):
         return f"the body has an escape of half a surrogate pair, which is no character: {error}"

@@ -43,7 +43,6 @@ from appliance.fleet.swaps import IncomingRequest
 from appliance.journal import current
 from appliance.journaled_inbox import JournaledInbox
 from appliance.json_fields import as_utf8, is_utf8
-from appliance.keeper_channel import BUSY_LOOP
 from appliance.request import Request, Role
 from engine.errors import RequestError, Unavailable
 from engine.wire.not_json import NOT_JSON
@@ -83,7 +82,6 @@ async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply | Response:
         QueueFull: too much waits, of this peer or of all.
         RequestError: it cannot be served, whatever room there is.
     """
-    BUSY_LOOP.answers()
     appliance, arrival = appliance_of(http), arrival_of(http)
     journal = arrival.journal()
     current.set(journal)

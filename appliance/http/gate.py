@@ -33,6 +33,7 @@ from appliance.http.cross_origin import (
     single_header,
 )
 from appliance.journal import Journal
+from appliance.keeper_channel import BUSY_LOOP
 from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError, Unavailable
 
@@ -97,6 +98,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the application, or refuse it."""
+        BUSY_LOOP.answers()
         origin = allowed_origin(scope, self.policy.cors_origins)
         if origin is not None:
             if is_preflight(scope):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, cast
 
-from appliance.json_fields import invalid_type, invalid_value
+from appliance.json_fields import invalid_value
+from engine.errors import RequestError
 
 MAX_ROWS = 10_000
 DEFAULT_ROWS = 20
@@ -191,8 +192,12 @@ def _integer(params: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     # isdecimal alone lets other scripts' digits through, and int() long ones.
-    if not (text.isascii() and text.isdecimal()):
-        raise invalid_type(name, "a whole number", text)
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        what = f"`{name}` must be a whole number"
+        raise RequestError(what, code="invalid_type", param=name)
+    if digits != text:
+        raise invalid_value(name, "must not be negative")
     if len(text) > MAX_DIGITS:
         raise invalid_value(name, "is too large")
     return int(text)

@@ -40,3 +40,18 @@ def test_byte_order_marks_and_other_unicode_encodings_are_read(encoding):
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a": "b', b"\xff", rb'{"a": "\ud83d\ude00'])
 def test_what_is_cut_off_is_no_json(body):
     assert "not JSON" in refused(body).what
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (b'{"a": "xy\xff"}', 9),
+        (b'{"\xc3\xa4": "' + b"y" * 100 + b'\xc3("}', 107),
+        (b'{"a\\n\xed\xa0\x80": 1}', 5),
+        (b'["a", "b\x80"]', 8),
+    ],
+)
+def test_a_byte_that_is_no_utf_8_is_told_by_its_place_in_the_body(body, place):
+    error = refused(body)
+    assert error.code == "invalid_json"
+    assert f"byte {place} " in error.what

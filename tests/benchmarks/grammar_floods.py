@@ -1,11 +1,14 @@
 """What other clients notice of a flood of grammars that take long to read.
 
 usage: python -m tests.benchmarks.grammar_floods SOCKET [--connections 8] [--seconds 5]
-       [--kinds names,schema] [--bytes 15000]
+       [--kinds names,schema] [--bytes 15000] [--rounds 1]
 
-Two streams write, and `/health` is asked every 20 ms: first alone, then beside clients that send
-bodies with one kind of grammar over and over, each time the last byte of all at once. Prints for
-each kind how late `/health` and the streams' lines were. Exit code 1 if something ended.
+Two streams write, and `/health` is asked every 20 ms: alone and, in turn, beside a process whose
+clients send bodies with one kind of grammar over and over, each time the last byte of all at once.
+Prints for each kind how late `/health` and the streams' lines were, and both beside what they were
+before and after it. `quiet` is a kind without a flood: its figures are the band in which the others
+say nothing. `plain` has no grammar: of kinds that are served, it says what serving them costs.
+Exit code 1 if something ended.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import asyncio
 import contextlib
 import json
 import math
+import multiprocessing
 import sys
 import time
 from collections import Counter
 
 HEALTH_PAUSE_S = 0.02
 NUM_STREAMS = 2
+SETTLE_S = 1.0
 CHAT = {"messages": [{"role": "user", "content": "Count on and on."}], "max_tokens": 4}
 
 
@@ -38,12 +43,15 @@ def bodies(num_bytes: int) -> dict[str, tuple[str, dict[str, object]]]:
     chat, completion = "/v1/chat/completions", "/v1/completions"
     prompt = {"prompt": "a", "max_tokens": 4}
     schema, size = schema_of(num_bytes), num_bytes
+    gbnf_choices = "root ::= " + repeated('"a"|', size) + '"b"'
     tool = {"name": "f", "parameters": schema}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     return {
+        "plain": (completion, {**prompt, "user": "a" * size}),
         "names": (completion, {**prompt, "grammar": "root ::= " + repeated("a ", size)}),
         "groups": (completion, {**prompt, "grammar": "root ::= " + repeated("(a)", size)}),
-        "choices": (completion, {**prompt, "grammar": "root ::= " + repeated('"a"|', size) + "b"}),
+        "choices": (completion, {**prompt, "grammar": gbnf_choices}),
+        "choice": (completion, {**prompt, "guided_choice": [f"c{i}" for i in range(1000)]}),
         "lark": (completion, {**prompt, "grammar": "start: " + repeated('"a" ', size)}),
         "pattern": (completion, {**prompt, "guided_regex": repeated("(ab|c)", size)}),
         "schema": (chat, {**CHAT, "response_format": form}),
@@ -66,7 +74,6 @@ class Run:
         self.health_ms: list[float] = []
         self.gaps_ms: list[float] = []
         self.statuses: Counter[str] = Counter()
-        self.num_broken = 0
         self.is_over = False
 
     async def ask_health(self) -> None:
@@ -81,8 +88,15 @@ class Run:
             await asyncio.sleep(HEALTH_PAUSE_S)
 
     async def stream(self) -> None:
-        """Read a long stream, and note the time between its lines."""
-        body = {**CHAT, "stream": True, "max_tokens": 2000, "ignore_eos": True, "temperature": 1}
+        """Read a long stream, and note the time between its tokens."""
+        body = {
+            **CHAT,
+            "stream": True,
+            "max_tokens": 2000,
+            "ignore_eos": True,
+            "temperature": 1,
+            "return_token_ids": True,
+        }  # a line for each: some tokens have no text of their own
         while not self.is_over:
             reader, writer = await asyncio.open_unix_connection(self.socket)
             writer.write(message("/v1/chat/completions", body))
@@ -95,42 +109,67 @@ class Run:
                     last = now
             writer.close()
 
-    async def flood(self, data: bytes, count: int) -> None:
-        """Send one body on many connections at once, over and over."""
-        while not self.is_over:
-            opened = await asyncio.gather(*(self._begun(data) for _ in range(count)))
-            for _reader, writer in opened:
-                writer.write(data[-1:])
-            await asyncio.gather(*(self._ended(*each) for each in opened))
 
-    async def _begun(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_unix_connection(self.socket)
-        writer.write(data[:-1])
+class Flood:
+    """Clients in a process of their own, so that their work delays no reading of a clock."""
+
+    def __init__(self, socket: str, data: bytes, count: int) -> None:
+        self._socket, self._data, self._count = socket, data, count
+        self._answers: multiprocessing.Queue[Counter[str]] = multiprocessing.Queue()
+        self._is_over = multiprocessing.Event()
+        self._process = multiprocessing.Process(target=lambda: asyncio.run(self._send()))
+
+    def __enter__(self) -> Flood:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def end(self) -> Counter[str]:
+        """Count the replies by their status."""
+        self._is_over.set()
+        return self._answers.get(timeout=120)
+
+    async def _send(self) -> None:
+        """Send one body on many connections at once, over and over."""
+        statuses: Counter[str] = Counter()
+        while not self._is_over.is_set():
+            opened = await asyncio.gather(*(self._begun() for _ in range(self._count)))
+            for _reader, writer in opened:
+                writer.write(self._data[-1:])
+            statuses.update(await asyncio.gather(*(self._answer(*each) for each in opened)))
+        self._answers.put(statuses)
+
+    async def _begun(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_unix_connection(self._socket)
+        writer.write(self._data[:-1])
         await writer.drain()
         return reader, writer
 
-    async def _ended(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         try:
             line = await reader.readline()
-            self.statuses[line.split()[1].decode() if line else "none"] += 1
         except OSError:
-            self.num_broken += 1
-        writer.close()
+            return "broken"
+        finally:
+            writer.close()
+        return line.split()[1].decode() if line else "none"
 
 
-async def phase(
-    socket: str, seconds: float, data: bytes | None = None, connections: int = 0
-) -> Run:
-    """Measure for a while; with a body, beside a flood of it."""
+async def phase(socket: str, seconds: float, flood: Flood | None = None) -> Run:
+    """Measure for a while, beside a flood if there is one."""
     run = Run(socket)
     tasks = [asyncio.create_task(run.stream()) for _ in range(NUM_STREAMS)]
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(SETTLE_S)
     run.gaps_ms.clear()
     tasks.append(asyncio.create_task(run.ask_health()))
-    if data is not None:
-        tasks.append(asyncio.create_task(run.flood(data, connections)))
-    await asyncio.sleep(seconds)
-    run.is_over = True
+    with flood or contextlib.nullcontext():
+        await asyncio.sleep(seconds)
+        run.is_over = True
+        if flood is not None:
+            run.statuses = await asyncio.to_thread(flood.end)
     for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -144,13 +183,15 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def told(name: str, run: Run) -> str:
+def told(name: str, run: Run, before: Run, after: Run) -> str:
     health, gaps = run.health_ms, run.gaps_ms
+    over_ms = quantile(health, 0.99) - quantile(before.health_ms + after.health_ms, 0.99)
+    ratio = quantile(gaps, 0.99) / quantile(before.gaps_ms + after.gaps_ms, 0.99)
     return (
         f"{name:10} health p50 {quantile(health, 0.5):7.1f} p99 {quantile(health, 0.99):7.1f}"
         f" worst {quantile(health, 1):7.1f} ms; gaps p50 {quantile(gaps, 0.5):6.1f}"
         f" p99 {quantile(gaps, 0.99):6.1f} worst {quantile(gaps, 1):6.1f} ms;"
-        f" {dict(run.statuses)} broken {run.num_broken}"
+        f" health p99 {over_ms:+.1f} ms, gaps p99 x{ratio:.2f}; {dict(run.statuses)}"
     )
 
 
@@ -161,16 +202,20 @@ async def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--bytes", type=int, default=15_000)
     parser.add_argument("--kinds", default="")
+    parser.add_argument("--rounds", type=int, default=1)
     asked = parser.parse_args()
-    print(told("quiet", await phase(asked.socket, asked.seconds)), flush=True)
-    for kind, (path, body) in bodies(asked.bytes).items():
-        if asked.kinds and kind not in asked.kinds.split(","):
-            continue
-        data = message(path, body)
-        run = await phase(asked.socket, asked.seconds, data, asked.connections)
-        print(told(kind, run), flush=True)
+    floods = {"quiet": None, **bodies(asked.bytes)}
+    kinds = (asked.kinds.split(",") if asked.kinds else [*floods]) * asked.rounds
+    before = await phase(asked.socket, asked.seconds)
+    for kind in kinds:
+        body = floods[kind]
+        flood = body and Flood(asked.socket, message(*body), asked.connections)
+        run = await phase(asked.socket, asked.seconds, flood)
+        after = await phase(asked.socket, asked.seconds)
         if not run.health_ms or not run.gaps_ms:
             return 1
+        print(told(kind, run, before, after), flush=True)
+        before = after
     return 0
 
 

@@ -67,7 +67,7 @@ async def test_without_a_chat_template_completions_still_work(tmp_path):
         ("POST", "/v1/requests/none/cancel", 404, "request_not_found"),
         ("GET", "/v1/penstock/log?limit=0", 400, "invalid_value"),
         ("GET", "/v1/penstock/log?limit=x", 400, "invalid_type"),
-        ("GET", "/v1/penstock/log?limit=-1", 400, "invalid_type"),
+        ("GET", "/v1/penstock/log?limit=-1", 400, "invalid_value"),
         ("GET", "/v1/penstock/log?limit=" + "9" * 5000, 400, "invalid_value"),
     ],
 )

@@ -5,9 +5,11 @@ import os
 import pwd
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from appliance import keeper_channel
 from appliance.api.routes import build_app
 from appliance.http.listeners import bind_socket
 from appliance.http.server import ApiServer
@@ -206,3 +208,25 @@ async def test_a_body_that_breaks_after_its_reply_is_cut_off(served, caplog):
         await reader.read()
     assert "Traceback" not in caplog.text
     assert (await served.complete()).status_code == 200
+
+
+async def test_the_keeper_is_told_between_requests_of_every_kind(served, monkeypatch):
+    """A loop that has only begun with a flood of them is not taken for one that hangs."""
+    told, clock = [], SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(keeper_channel, "notify_watchdog", lambda: told.append(clock.s))
+    monkeypatch.setattr(keeper_channel, "time", SimpleNamespace(monotonic=lambda: clock.s))
+    monkeypatch.setattr(keeper_channel.BUSY_LOOP, "_watched_s", clock.s)
+    monkeypatch.setattr(keeper_channel.BUSY_LOOP, "_told_s", clock.s)
+    asked = (
+        ("POST", "/v1/completions", {"content": b"no JSON"}),
+        ("POST", "/v1/completions", {"json": {"prompt": "a"}}),
+        ("POST", "/v1/tokenize", {"json": {"prompt": "a"}}),
+        ("GET", "/v1/requests", {}),
+        ("GET", "/metrics", {}),
+        ("GET", "/nowhere", {}),
+        ("GET", "/health", {"headers": {"x-much": "a" * 60_000}}),
+    )
+    for number, (method, path, more) in enumerate(asked):
+        clock.s += keeper_channel.BUSY_TELL_S
+        await served.http.request(method, path, **more)
+        assert told == [1000 + (1 + n) * keeper_channel.BUSY_TELL_S for n in range(1 + number)]
