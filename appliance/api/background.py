@@ -19,6 +19,8 @@ from appliance.api.response_events import ResponseShape
 from appliance.api.wire import json_response
 from appliance.journal import current
 
+ENDS_WITH = {"x-penstock-ends-with": "daemon"}
+"""A daemon that is killed takes it along, and no socket tells its client."""
 _RUNNING: set[asyncio.Task[None]] = set()
 """The loop keeps no task alive by itself."""
 
@@ -30,7 +32,7 @@ def begin(http: HttpRequest, reply: Reply, form: ResponseShape) -> Response:
     task = asyncio.get_running_loop().create_task(_write(http, reply, form))
     _RUNNING.add(task)
     task.add_done_callback(_RUNNING.discard)
-    return json_response(told)
+    return json_response(told, headers=reply.headers() | ENDS_WITH)
 
 
 async def _write(http: HttpRequest, reply: Reply, form: ResponseShape) -> None:

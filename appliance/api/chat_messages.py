@@ -10,13 +10,14 @@ place, like `messages[3].content[0].text`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from appliance.api import openai_bodies as chats
+from appliance.api.message_bodies import Turn
 from appliance.api.message_parts import (
     Call,
     Media,
@@ -26,29 +27,40 @@ from appliance.api.message_parts import (
     Thought,
     Unread,
     call_of,
+    id_of,
     part_of,
     thought_in,
 )
+from appliance.api.ollama_bodies import OllamaMessage
 from appliance.json_fields import (
     Json,
     check,
     invalid_type,
     invalid_value,
     required,
-    undeclared,
     unsupported,
 )
 
 Message = dict[str, Any]
 
-_OLDER = {"developer": "system", "function": "tool"}
-"""Roles in OpenAI's words, and in the words that open models were trained with."""
+Newest = chats.ChatMessage | OllamaMessage | Turn
+
+SPEAKERS = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "model", "ai"), "assistant"),
+    **dict.fromkeys(("tool", "function", "ipython"), "tool"),
+}
+"""Roles of any API, in the words that open models were trained with."""
 LEFT_OUT = " was left out: this model reads text]"
 """The end of a note in the place of an earlier image or file."""
 MAX_PARTS = 1024
 """Maximum of parts of the newest message's content."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 """The names that servers have for what a model thought."""
+_FIELDS = {"role", "content", "parts", "name", "tool_name", "tool_call_id", "images"}
+_FIELDS_OF_ANSWERS = _FIELDS | {"tool_calls", "function_call", "refusal", *THOUGHTS}
+"""What is read of a message, whichever API it was written for."""
 
 
 def named(where: str) -> str:
@@ -88,7 +100,7 @@ class Conversation:
         Raises:
             RequestError: the newest message has something that would be lost.
         """
-        role = _OLDER.get(role, role)
+        role = SPEAKERS.get(role, role)
         is_answer, num_before = role == "assistant", len(self.messages)
         texts: list[Text] = []
         thoughts: list[str] = []
@@ -124,11 +136,19 @@ class Conversation:
             self._add(role, texts, place, fields)
         return self.messages[-1]
 
-    def leave_out_fields(self, value: Json, names: Iterable[str], where: str) -> None:
-        """Note the fields of a message that are not read and are not empty."""
-        for name in names:
-            if value[name]:
-                self.leave_out(f"{where}.{name}")
+    def keep(self, value: Any, where: str) -> None:
+        """Keep what can be read of a value that is no message; the rest is named."""
+        part = part_of(value)
+        match part:
+            case Call():
+                self.say("assistant", None, where, tool_calls=[written(part)])
+            case Result():
+                self._result(part, where)
+            case _:
+                self.leave_out(where)
+                if isinstance(part, Text | Unread) and part.text:
+                    is_said = isinstance(value, dict) and "role" in value
+                    self.say("user" if is_said else "assistant", part.text, where)
 
     def leave_out(self, where: str) -> None:
         """Note that something has no effect, by its place."""
@@ -244,45 +264,106 @@ def written(call: Call) -> Json:
     return told if call.call_id is None else {"id": call.call_id, **told}
 
 
-def read_messages(messages: Sequence[Any]) -> Conversation:
-    """Bring a chat into the form that templates read, in the order given."""
-    conversation, last = Conversation(), len(messages) - 1
+def read_messages(
+    messages: Sequence[Any],
+    kind: type[Newest] = chats.ChatMessage,
+    *,
+    begun: Conversation | None = None,
+    may_be_empty: bool = False,
+) -> Conversation:
+    """Bring a chat into the form that templates read, in the order given.
+
+    Args:
+        kind: what the newest message must be.
+        begun: what the messages come behind.
+        may_be_empty: the newest message needs no content.
+
+    Raises:
+        RequestError: the newest message is not of that kind, or something of it would be lost.
+    """
+    conversation, last = begun or Conversation(), len(messages) - 1
     for index, value in enumerate(messages):
         where = f"messages[{index}]"
-        said = check(value, chats.ChatMessage, where)
-        _say(conversation, value, said, where, is_newest=index == last)
+        if index == last:
+            _check_newest(value, check(value, kind, where), where, may_be_empty=may_be_empty)
+        read_message(conversation, value, where, is_newest=index == last)
     return conversation
 
 
-def _say(
+def _check_newest(value: Json, said: Newest, where: str, *, may_be_empty: bool) -> None:
+    """Refuse a message that has nothing to say, or what only others may have."""
+    if said.role in ("assistant", "tool", "function"):
+        may_be_empty = True
+    if said.content is None and not may_be_empty:
+        raise required(f"{where}.content")
+    for name in ("tool_calls", "function_call"):
+        if value.get(name) and said.role != "assistant":
+            raise invalid_value(f"{where}.{name}", "is for the role assistant only")
+    if value.get("images") and said.role == "user":
+        raise unsupported(f"{where}.images", "are not supported: this model reads text")
+
+
+def speaker(value: Any) -> str | None:
+    """Tell the role of a message in the words of templates; None: it has none of them."""
+    role = value.get("role") if isinstance(value, dict) else None
+    return SPEAKERS.get(role.lower()) if isinstance(role, str) else None
+
+
+def read_message(
     conversation: Conversation,
-    value: Json,
-    said: chats.ChatMessage,
+    value: Any,
     where: str,
     *,
-    is_newest: bool,
+    is_newest: bool = False,
+    thought: str = "",
+    known: Container[str] = (),
 ) -> None:
-    is_answer = said.role == "assistant"
-    if is_newest and said.content is None and said.role not in ("assistant", "tool", "function"):
-        raise required(f"{where}.content")
-    called = said.tool_calls or said.function_call  # the second is OpenAI's older form
-    name = "tool_calls" if said.tool_calls else "function_call"
-    if called and not is_answer:
-        if is_newest:
-            raise invalid_value(f"{where}.{name}", "is for the role assistant only")
-        conversation.leave_out(f"{where}.{name}")
-    content = said.content
-    if is_answer and said.refusal and not content:
-        content = said.refusal
-    unread = (*undeclared(value, chats.ChatMessage), *(("audio",) if said.audio else ()))
-    conversation.leave_out_fields(value, unread, where)
-    conversation.say(
-        said.role,
-        content,
-        f"{where}.content",
-        is_newest=is_newest and not is_answer,
-        name=said.name,
-        tool_call_id=said.tool_call_id,
-        tool_calls=conversation.calls(called, f"{where}.{name}") if called and is_answer else [],
-        reasoning_content=conversation.thoughts(value, where) if is_answer else "",
+    """Add a message as any API writes it; of what is no message, what can be read.
+
+    Args:
+        thought: what was thought before it.
+        known: further fields that have no effect and need no note.
+
+    Raises:
+        RequestError: it is the newest, and something of it would be lost.
+    """
+    role = speaker(value)
+    if role is None:
+        conversation.keep(value, where)
+        return
+    is_answer = role == "assistant"
+    content, place = value.get("content"), f"{where}.content"
+    if content is None and value.get("parts"):
+        content, place = value["parts"], f"{where}.parts"
+    if is_answer and not content:
+        content = value.get("refusal") or _transcript(value.get("audio"))
+    if images := value.get("images"):
+        texts = content if isinstance(content, list) else [content]
+        content = [*({"type": "image"} for _ in images), *filter(None, texts)]
+    name = "tool_calls" if value.get("tool_calls") else "function_call"  # OpenAI's older form
+    calls = (
+        conversation.calls(value[name], f"{where}.{name}") if is_answer and value.get(name) else []
     )
+    read = _FIELDS_OF_ANSWERS if is_answer else _FIELDS
+    for field, one in value.items():
+        if one and field not in read and field not in known:
+            conversation.leave_out(f"{where}.{field}")
+    conversation.say(
+        role,
+        content,
+        place,
+        is_newest=is_newest and not is_answer,
+        name=_text_of(value.get("tool_name") or value.get("name")),
+        tool_call_id=id_of(value.get("tool_call_id")),
+        tool_calls=calls,
+        reasoning_content=thought or (conversation.thoughts(value, where) if is_answer else ""),
+    )
+
+
+def _transcript(audio: Any) -> Any:
+    """Read the words of a spoken answer."""
+    return audio.get("transcript") if isinstance(audio, dict) else None
+
+
+def _text_of(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

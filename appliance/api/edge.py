@@ -37,6 +37,11 @@ _BASE = re.compile(r"(/openai)?(/v1)*(?=/)")
 _OTHER_NAMES = {"/ping": "/health"}
 _EVERYTHING = "/*"
 """The path of `OPTIONS *`."""
+_INSTEAD = {
+    "/v1/conversations": "continue with `previous_response_id`, or send all items as `input`",
+    "/v1/responses/compact": "`truncation: auto` leaves out the oldest turns",
+}
+"""What does here what other servers have paths for."""
 
 
 class ApiApplication(Starlette):
@@ -141,7 +146,8 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         what, code = f"{http.method} is not allowed for {path[:200]}", "method_not_allowed"
         headers = {"allow": _allowed_methods(http)}
-    refusal = RequestError(what, code=code, status=error.status_code, kind=kind)
+    hint = next((does for begin, does in _INSTEAD.items() if path.startswith(begin)), "")
+    refusal = RequestError(what, code=code, status=error.status_code, kind=kind, hint=hint)
     response = error_response(http, refusal)
     response.headers.update(headers)
     return response

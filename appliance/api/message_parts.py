@@ -114,7 +114,8 @@ def part_of(value: Any) -> Part:
     if kind in _FILES:
         text = _text_of_file(value)
         return Media(kind) if text is None else Text(text, value.get("cache_control") is not None)
-    return Media(kind) if kind in _MEDIA else Unread(kind, _words_in(value))
+    is_heard = isinstance(value.get("transcript"), str)
+    return Media(kind) if kind in _MEDIA and not is_heard else Unread(kind, _words_in(value))
 
 
 def thought_in(value: Any) -> str:
@@ -144,8 +145,14 @@ def call_of(value: Any) -> Call | None:
     text = inner.get("input")
     if arguments is None and text is not None:  # of a function an object, of a custom tool a text
         arguments = {"input": text} if isinstance(text, str) else text
-    call_id = value.get("call_id") or value.get("id")
-    return Call(name, arguments_of(arguments), call_id if isinstance(call_id, str) else None)
+    return Call(name, arguments_of(arguments), id_of(value.get("call_id") or value.get("id")))
+
+
+def id_of(value: Any) -> str | None:
+    """Read a call's id, which some servers count."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) else None
 
 
 def arguments_of(value: Any) -> Json:
@@ -181,7 +188,7 @@ def _result(value: Json) -> Result:
     call_id = value.get("tool_use_id") or value.get("call_id")
     return Result(
         value.get("output") if value.get("content") is None else value["content"],
-        call_id if isinstance(call_id, str) else None,
+        id_of(call_id),
         bool(value.get("is_error")),
         value.get("cache_control") is not None,
     )
@@ -189,7 +196,7 @@ def _result(value: Json) -> Result:
 
 def _words_in(value: Json) -> str:
     """Read the words of a part of an unknown kind."""
-    found = (value.get(name) for name in ("text", "content", "output"))
+    found = (value.get(name) for name in ("text", "content", "output", "transcript"))
     return next(("\n".join(_words(one)) for one in found if one), "")
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from appliance.api import message_bodies as bodies
 from appliance.api import openai_bodies as chats
 from appliance.api.ask import Ask, PromptTooLong
-from appliance.api.chat_messages import Conversation
+from appliance.api.chat_messages import Conversation, read_messages
 from appliance.api.openai import ask_of_chat
-from appliance.json_fields import Json, check, renamed, required, undeclared, unsupported
+from appliance.json_fields import Json, check, renamed, undeclared
 from appliance.request import ModelInfo
 from engine.errors import RequestError
 
@@ -68,7 +68,6 @@ _CLIENT_SIDE: dict[str, Json] = {
 }
 """Anthropic's tools that a client runs itself, by the beginning of their type: their models know
 the arguments, others are told."""
-_REFUSED = ("container", "mcp_servers")
 _OUR_WORDS = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
@@ -81,20 +80,17 @@ _OUR_WORDS = {
 def messages_ask(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /v1/messages."""
     body = check(values, bodies.MessagesRequest)
-    ask = _chat_ask(values, body, model, max_completion_tokens=body.max_tokens)
-    ignored = (*ask.ignored, *undeclared(values, bodies.MessagesRequest, _REFUSED))
+    ask = _chat_ask(body, model, max_completion_tokens=body.max_tokens)
+    ignored = (*ask.ignored, *undeclared(values, bodies.MessagesRequest))
     return dataclasses.replace(ask, include_usage=True, ignored=ignored)
 
 
 def count_ask(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /v1/messages/count_tokens, which generates nothing."""
-    return _chat_ask(values, check(values, bodies.CountTokensRequest), model)
+    return _chat_ask(check(values, bodies.CountTokensRequest), model)
 
 
-def _chat_ask(values: Json, body: bodies.CountTokensRequest, model: ModelInfo, **own: Any) -> Ask:
-    for name in _REFUSED:
-        if values.get(name):
-            raise unsupported(name)
+def _chat_ask(body: bodies.CountTokensRequest, model: ModelInfo, **own: Any) -> Ask:
     conversation = _conversation(body)
     continues = conversation.messages[-1]["role"] == "assistant"  # the answer begins where it ends
     choice, thinking = body.tool_choice, body.thinking
@@ -117,17 +113,10 @@ def _chat_ask(values: Json, body: bodies.CountTokensRequest, model: ModelInfo, *
 
 def _conversation(body: bodies.CountTokensRequest) -> Conversation:
     """Read the conversation as a chat: results of tools are messages of their own."""
-    conversation, last = Conversation(), len(body.messages) - 1
+    conversation = Conversation()
     if system := _system(body.system or ""):
         conversation.say("system", system, "system")
-    for index, value in enumerate(body.messages):
-        where = f"messages[{index}]"
-        turn = check(value, bodies.Turn, where)
-        is_newest = index == last and turn.role != "assistant"
-        if is_newest and turn.content is None:
-            raise required(f"{where}.content")
-        conversation.say(turn.role, turn.content, f"{where}.content", is_newest=is_newest)
-    return conversation
+    return read_messages(body.messages, bodies.Turn, begun=conversation)
 
 
 def _system(said: str | list[bodies.TextBlock]) -> list[Json]:

@@ -18,7 +18,7 @@ import msgspec
 from appliance.api import ollama_bodies as bodies
 from appliance.api import openai_bodies as chats
 from appliance.api.ask import Ask, PromptTooLong
-from appliance.api.chat_messages import Conversation
+from appliance.api.chat_messages import Conversation, read_messages
 from appliance.api.openai import ask_of_chat, ask_of_completion
 from appliance.frame.protocol import utc_now
 from appliance.json_fields import (
@@ -72,7 +72,8 @@ def chat_ask_of(values: Json, model: ModelInfo) -> Ask:
     """Validate a body of /api/chat."""
     body = check(values, bodies.OllamaChatRequest)
     # a request to load has no messages, and its other fields are checked, too
-    conversation = _conversation(body.messages or [{"role": "user", "content": ""}])
+    messages = body.messages or [{"role": "user", "content": ""}]
+    conversation = read_messages(messages, bodies.OllamaMessage, may_be_empty=True)
     chat = chats.ChatSettings(**_common(body), tools=body.tools)
     ask = ask_of_chat(chat, model, conversation, _ignored(values, bodies.OllamaChatRequest))
     if not body.messages:
@@ -198,31 +199,3 @@ def _form(value: str | Json | None) -> chats.ResponseFormat | None:
     if isinstance(value, dict):
         return chats.SchemaFormat(chats.NamedSchema(value))
     return chats.JsonFormat() if value else None
-
-
-def _conversation(values: list[Any]) -> Conversation:
-    """Read messages; Ollama's calls have no ids, and images stand beside the text."""
-    conversation, last = Conversation(), len(values) - 1
-    for index, value in enumerate(values):
-        where = f"messages[{index}]"
-        said = check(value, bodies.OllamaMessage, where)
-        is_answer, is_newest = said.role == "assistant", index == last
-        content: Any = said.content or ""
-        if said.images:
-            if is_newest and said.role == "user":
-                raise unsupported(f"{where}.images", "are not supported: this model reads text")
-            texts = content if isinstance(content, list) else [content]
-            content = [*({"type": "image"} for _ in said.images), *filter(None, texts)]
-        calls = said.tool_calls if is_answer else None
-        conversation.leave_out_fields(value, undeclared(value, bodies.OllamaMessage), where)
-        conversation.say(
-            said.role,
-            content,
-            f"{where}.content",
-            is_newest=is_newest and not is_answer,
-            name=said.tool_name or said.name,
-            tool_call_id=said.tool_call_id,
-            tool_calls=conversation.calls(calls, f"{where}.tool_calls") if calls else [],
-            reasoning_content=conversation.thoughts(value, where) if is_answer else "",
-        )
-    return conversation

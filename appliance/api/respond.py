@@ -134,7 +134,7 @@ class Reply:
         failure = self._failure(list(whole.values()))
         if failure is None:
             body = await self._written(self._whole, list(whole.values()))
-            response = Response(body, headers=self._headers(), media_type="application/json")
+            response = Response(body, headers=self.headers(), media_type="application/json")
         else:
             response = error_response(self._http, failure)
             arrival_of(self._http).refusal = None
@@ -146,7 +146,7 @@ class Reply:
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Write server-sent events: headers at once, then one write for all that is ready."""
         write_part = arrival_of(self._http).write_part
-        headers = self._headers() | UNBUFFERED | {"content-type": self._shape.media_type}
+        headers = self.headers() | UNBUFFERED | {"content-type": self._shape.media_type}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
@@ -194,7 +194,7 @@ class Reply:
     def _events(self, deltas: list[Delta]) -> bytes:
         return b"".join(map(self._shape.events, deltas))
 
-    def _headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str]:
         """Return the headers beyond every reply's."""
         names = self._ask.ignored[:MAX_IGNORED]
         if not names:

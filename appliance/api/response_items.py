@@ -6,17 +6,17 @@ Never: looks an item up by its id.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
-from appliance.api import openai_bodies as chats
 from appliance.api import response_bodies as bodies
-from appliance.api.chat_messages import Conversation, written
-from appliance.api.message_parts import Unread, call_of, part_of, thought_in
+from appliance.api.chat_messages import Conversation, read_message, speaker, written
+from appliance.api.message_parts import call_of, thought_in
 from appliance.api.offered_tools import Offer
 from appliance.json_fields import Json, check, invalid_type, invalid_value, required, unsupported
 
 _CALLS = ("function_call", "custom_tool_call")
-_ROLES = get_args(chats.Role)
+_OWN = ("type", "id", "status", "phase")
+"""Fields of messages that say nothing to a model."""
 
 
 class ItemReader:
@@ -64,30 +64,18 @@ class ItemReader:
             raise error
 
     def _message(self, value: Json, where: str, *, is_newest: bool) -> None:
-        role: Any = value.get("role")
         if is_newest:
             role = check(value, bodies.Item, where).role
             if role is None:
                 raise required(f"{where}.role")
             if value.get("content") is None and role != "assistant":
                 raise required(f"{where}.content")
-        elif role not in _ROLES:
-            self.conversation.leave_out(where)
-            return
-        self._say(role, value.get("content"), where, is_newest=is_newest)
-
-    def _say(self, role: str, content: Any, where: str, *, is_newest: bool = False) -> None:
-        """Add a message; what was thought before it is its own."""
-        is_answer = role == "assistant"
-        if not is_answer:
+        who = speaker(value)
+        if who != "assistant":
             self._say_thought()
         thought, self._thought = self._thought, ""
-        self.conversation.say(
-            role,
-            content,
-            f"{where}.content",
-            is_newest=is_newest and not is_answer,
-            reasoning_content=thought,
+        read_message(
+            self.conversation, value, where, is_newest=is_newest, thought=thought, known=_OWN
         )
 
     def _think(self, value: Json, where: str) -> None:
@@ -114,7 +102,8 @@ class ItemReader:
         written_call = written(call._replace(name=told))
         messages = self.conversation.messages
         if not messages or messages[-1]["role"] != "assistant" or self._thought:
-            self._say("assistant", None, where)
+            thought, self._thought = self._thought, ""
+            self.conversation.say("assistant", None, where, reasoning_content=thought)
         messages[-1].setdefault("tool_calls", []).append(written_call)
 
     def _output(self, value: Json, where: str, *, is_newest: bool) -> None:
@@ -138,7 +127,4 @@ class ItemReader:
             raise invalid_value(f"{where}.id", what)
         if is_newest and not kind.endswith(("_call", "_request", "_response", "_list_tools")):
             raise unsupported(f"{where}.type", "is not supported; messages and function calls are")
-        self.conversation.leave_out(where)
-        part = part_of(value)
-        if isinstance(part, Unread) and part.text:
-            self._say("assistant", part.text, where)
+        self.conversation.keep(value, where)

@@ -208,7 +208,7 @@ def request_not_found(request_id: str) -> RequestError:
 
 def response_not_found(response_id: str) -> RequestError:
     """Refuse the id of a response that is not kept."""
-    hint = "it was deleted, or was not to be kept, or later ones took its place"
+    hint = "deleted, not to be kept, replaced by later ones, or ended with its daemon: ask again"
     return _not_found(f"there is no response `{response_id[:200]}`", hint=hint)
 
 

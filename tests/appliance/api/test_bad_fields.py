@@ -304,7 +304,6 @@ UNNAMED = [
     (MESSAGE, {"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
     (MESSAGE, {"stop_sequences": [""]}, "stop_sequences"),
     (MESSAGE, {"thinking": {"type": "hard"}}, "thinking.type"),
-    (MESSAGE, {"mcp_servers": [{}]}, "mcp_servers"),
     (MESSAGE, {"temperature": "hot"}, "temperature"),
     ("/v1/messages/count_tokens", {"messages": 3}, "messages"),
     (OLLAMA, {"messages": 3}, "messages"),

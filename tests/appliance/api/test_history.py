@@ -250,6 +250,7 @@ ITEMS = [
     {"type": "mcp_list_tools", "id": "m", "server_label": "x", "tools": []},
     {"type": "mcp_approval_request", "id": "m", "name": "x", "arguments": "{}"},
     {"type": "computer_call", "id": "c", "call_id": "c", "action": {}},
+    {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
     {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
     {"type": "compaction", "id": "c", "encrypted_content": "x"},
     {"type": "reasoning", "id": "rs_1", "encrypted_content": "x", "summary": []},
@@ -257,7 +258,6 @@ ITEMS = [
     {"id": "msg_unknown"},
     {"type": "hologram"},
     {"type": "function_call", "call_id": "c", "arguments": "{}"},
-    {"role": "model", "content": "x"},
     {"type": "message", "role": None, "content": "x"},
     {"type": 3},
     "words",
@@ -266,11 +266,79 @@ ITEMS = [
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=str)
-async def test_unknown_items_of_the_past_are_left_out_and_named(served, item):
-    body = {**_responses(1), "input": [USER, item, USER]}
-    reply = await served.http.post("/v1/responses", json=body)
+@pytest.mark.parametrize("path", APIS)
+async def test_unknown_items_of_the_past_are_left_out_and_named(served, path, item):
+    ask, place, _ = APIS[path]
+    reply = await served.http.post(path, json={**ask(1), place: [USER, item, USER]})
     assert reply.status_code == 200, reply.text
-    assert "input.1" in reply.headers["x-penstock-ignored"]
+    assert f"{place}.1" in reply.headers["x-penstock-ignored"]
+
+
+SPOKEN = [
+    ({"role": "model", "content": "WORDS"}, "assistant"),
+    ({"role": "model", "parts": [{"text": "WORDS"}]}, "assistant"),
+    ({"role": "ai", "content": [{"type": "text", "text": "WORDS"}]}, "assistant"),
+    ({"role": "Assistant", "content": "WORDS"}, "assistant"),
+    ({"role": "human", "content": "WORDS"}, "user"),
+    ({"role": "developer", "content": "WORDS"}, "system"),
+    ({"role": "ipython", "content": "WORDS"}, "tool"),
+    ({"role": "tool", "tool_call_id": 7, "content": "WORDS"}, "tool"),
+    ({"role": "user", "name": 3, "content": "WORDS"}, "user"),
+    ({"type": "function_call_output", "call_id": "c", "output": "WORDS"}, "tool"),
+    ({"type": "tool_result", "tool_use_id": 7, "content": "WORDS"}, "tool"),
+    ({"role": "assistant", "audio": {"id": "a", "transcript": "WORDS"}}, "assistant"),
+    ({"role": "user", "content": [{"type": "input_audio", "transcript": "WORDS"}]}, "user"),
+]
+
+
+@pytest.mark.parametrize(("message", "role"), SPOKEN, ids=str)
+@pytest.mark.parametrize("path", APIS)
+async def test_messages_of_the_past_are_read_in_the_words_of_any_api(
+    served, appliance, path, message, role
+):
+    ask, place, _ = APIS[path]
+    reply = await served.http.post(path, json={**ask(1), place: [USER, message, USER]})
+    assert reply.status_code == 200, reply.text
+    assert f"<|im_start|>{role}\nWORDS<|im_end|>" in appliance.submitted[-1].prompt_text
+
+
+@pytest.mark.parametrize("role", ["critic", 5, None])
+@pytest.mark.parametrize("path", APIS)
+async def test_words_of_an_unknown_speaker_are_kept_as_the_users_and_named(
+    served, appliance, path, role
+):
+    ask, place, _ = APIS[path]
+    message = {"role": role, "content": "WORDS"}
+    reply = await served.http.post(path, json={**ask(1), place: [USER, message, USER]})
+    assert f"{place}.1" in reply.headers["x-penstock-ignored"]
+    assert "<|im_start|>user\nWORDS<|im_end|>" in appliance.submitted[-1].prompt_text
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_calls_of_the_past_are_read_in_the_words_of_any_api(served, appliance, path):
+    ask, place, _ = APIS[path]
+    function = {"name": "f", "arguments": '{"a": "b"}'}
+    past = [
+        {"role": "assistant", "tool_calls": [{"id": 7, "type": "function", "function": function}]},
+        {"role": "model", "function_call": function},
+        {"type": "function_call", "call_id": "c", **function},
+        {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"a": "b"}}]},
+    ]
+    reply = await served.http.post(path, json={**ask(1), place: [USER, *past, USER]})
+    assert reply.status_code == 200, reply.text
+    assert appliance.submitted[-1].prompt_text.count('[f {"a": "b"}]') == len(past)
+
+
+UNKNOWN = [{"role": "critic", "content": "x"}, {"content": "x"}, "x", None]
+
+
+@pytest.mark.parametrize("message", UNKNOWN, ids=str)
+@pytest.mark.parametrize("path", APIS)
+async def test_a_newest_message_without_a_speaker_is_refused_by_its_place(served, path, message):
+    ask, place, _ = APIS[path]
+    reply = await served.http.post(path, json={**ask(1), place: [USER, message]})
+    assert reply.status_code == 400
+    assert f"{place}[1]" in reply.text
 
 
 @pytest.mark.parametrize("item", [{"type": "item_reference", "id": "msg_x"}, {"type": "hologram"}])
@@ -290,14 +358,14 @@ NOT_TO_BE_READ = {
 
 
 @pytest.mark.parametrize("fields", NOT_TO_BE_READ.values(), ids=NOT_TO_BE_READ)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+@pytest.mark.parametrize("path", APIS)
 async def test_fields_of_earlier_messages_that_are_not_read_are_named(served, path, fields):
     ask, place, _ = APIS[path]
     answer = {"role": "assistant", "content": "yes", **fields}
     reply = await served.http.post(path, json={**ask(1), place: [USER, answer, USER]})
     assert reply.status_code == 200, reply.text
     (name,) = fields
-    assert f"messages.1.{name}" in reply.headers["x-penstock-ignored"]
+    assert f"{place}.1.{name}" in reply.headers["x-penstock-ignored"]
 
 
 THOUGHTS = {
@@ -309,7 +377,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+@pytest.mark.parametrize("path", APIS)
 async def test_thoughts_are_used_under_each_of_their_names(served, appliance, path, name):
     ask, place, _ = APIS[path]
     answer = {"role": "assistant", "content": "yes", name: THOUGHTS[name]}

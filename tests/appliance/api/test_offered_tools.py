@@ -268,6 +268,33 @@ async def test_descriptions_do_not_count_as_grammar(served):
     assert "x-penstock-ignored" not in reply.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/messages", "computer_20250124"),
+        ("/v1/messages", "mcp_toolset"),
+        ("/v1/responses", "computer_use_preview"),
+        ("/v1/responses", "computer"),
+        ("/v1/chat/completions", "computer_use_preview"),
+        ("/api/chat", "computer"),
+    ],
+)
+async def test_a_computer_is_left_out_with_its_choice_and_named(served, path, kind):
+    tool = {"type": kind, "name": "computer", "display_width_px": 1, "display_height_px": 1}
+    chosen = {"/v1/messages": {"type": "tool", "name": "computer"}, "/api/chat": None}
+    choice = chosen.get(path, {"type": kind})
+    reply = await served.http.post(path, json=body_for(path, [tool], tool_choice=choice))
+    assert reply.status_code == 200, reply.text
+    named = ["tools.0", "tool_choice"][: 1 + bool(choice)]
+    assert reply.headers["x-penstock-ignored"] == ", ".join(named)
+
+
+async def test_servers_that_anthropic_would_ask_are_named(served):
+    body = body_for("/v1/messages", [], mcp_servers=[{"name": "x"}], container={"skills": [1]})
+    reply = await served.http.post("/v1/messages", json=body)
+    assert reply.headers["x-penstock-ignored"] == "mcp_servers, container"
+
+
 async def test_anthropics_memory_is_a_function_that_the_client_runs(served, appliance):
     tool = {"type": "memory_20250818", "name": "memory"}
     reply = await served.http.post("/v1/messages", json=body_for("/v1/messages", [tool]))

@@ -269,8 +269,10 @@ async def test_a_background_response_is_queued_at_once_and_read_later(served, ap
     says(appliance, "Paris" + END)
     appliance.gate.clear()
     body = {"input": "x", "background": True}
-    queued = (await served.http.post("/v1/responses", json=body)).json()
+    reply = await served.http.post("/v1/responses", json=body)
+    queued = reply.json()
     assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
+    assert reply.headers["x-penstock-ends-with"] == "daemon"
     assert queued["usage"] is None
     place = f"/v1/responses/{queued['id']}"
     assert (await served.http.get(place)).json()["status"] == "in_progress"
@@ -280,6 +282,13 @@ async def test_a_background_response_is_queued_at_once_and_read_later(served, ap
     assert ended["status"] == "completed"
     assert ended["output"][0]["content"][0]["text"] == "Paris"
     assert ended["usage"]["output_tokens"] > 0
+
+
+async def test_a_background_response_names_what_has_no_effect(served, appliance):
+    body = {"input": "x", "background": True, "tools": [{"type": "computer_use_preview"}]}
+    reply = await served.http.post("/v1/responses", json=body)
+    assert reply.headers["x-penstock-ignored"] == "tools.0"
+    await until(lambda: appliance.closed)
 
 
 async def test_a_background_response_is_cancelled(served, appliance):

@@ -60,6 +60,9 @@ async def test_without_a_chat_template_completions_still_work(tmp_path):
         ("GET", "/v2", 404, "unknown_url"),
         ("GET", "/v1/nothing", 404, "unknown_url"),
         ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("POST", "/v1/conversations", 404, "unknown_url"),
+        ("GET", "/v1/conversations/conv_1/items", 404, "unknown_url"),
+        ("POST", "/v1/responses/compact", 405, "method_not_allowed"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
@@ -77,6 +80,17 @@ async def test_what_is_not_there_is_an_error_object(served, method, path, status
     error = reply.json()["error"]
     assert error["code"] == code
     assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/conversations/conv_1/items"])
+async def test_the_refusal_of_conversations_says_what_does_it_here(served, path):
+    reply = await served.http.post(path, json={})
+    assert "`previous_response_id`" in reply.json()["error"]["message"]
+
+
+async def test_the_refusal_of_a_compaction_says_what_does_it_here(served):
+    reply = await served.http.post("/v1/responses/compact", json={})
+    assert "`truncation: auto`" in reply.json()["error"]["message"]
 
 
 async def test_health_holds_while_readiness_waits(served, appliance):
