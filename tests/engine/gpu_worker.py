@@ -23,6 +23,8 @@ from engine.workers.on_gpu import start
 from tests.engine.worker_harness import reports_in
 
 BLOCK_SIZE = 4
+SERVED = [("float32", BLOCK_SIZE), ("bfloat16", BLOCK_SIZE), ("bfloat16", 256)]
+"""Dtypes and block sizes of tests on a real GPU: between them every backend that it may choose."""
 PROMPT = [5, 80, 33, 7, 210, 9]
 
 
@@ -49,13 +51,14 @@ class GpuWorker:
         dtype="float32",
         other=None,
         weights=None,
+        block_size=BLOCK_SIZE,
     ):
         self.checkpoint, self.device, self.gpu = checkpoint, device, gpu
         self.setup = Setup(
             worker=name,
             model_dir=str(checkpoint.folder),
             dtype=dtype,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             pool=PoolSpec("kv", None, num_blocks),
             other_pools=[] if other is None else [other],
             weights=weights,

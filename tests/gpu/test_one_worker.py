@@ -14,7 +14,7 @@ from engine.wire.messages import GpuSpec, PoolMade, Records
 from engine.workers.device import CudaDevice
 from engine.workers.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.engine.gpu_worker import BLOCK_SIZE, admit, start_alone
+from tests.engine.gpu_worker import BLOCK_SIZE, SERVED, admit, start_alone
 
 MAX_MARGIN = {"float32": 1e-4, "bfloat16": 0.15}
 """Of the reference's two likeliest, where rounding may turn them."""
@@ -22,9 +22,10 @@ NUM_BLOCKS = 1 + 10 * 64
 
 
 @contextlib.contextmanager
-def worker_on(checkpoint, uuid, *, dtype="float32", has_graphs=True, speculation=None):
-    gpu = GpuSpec(uuid, has_graphs=has_graphs)
-    worker = start_alone(checkpoint, CudaDevice(uuid), gpu, num_blocks=NUM_BLOCKS, dtype=dtype)
+def worker_on(checkpoint, uuid, served=SERVED[0], *, has_graphs=True, speculation=None):
+    gpu, (dtype, block_size) = GpuSpec(uuid, has_graphs=has_graphs), served
+    how = {"num_blocks": NUM_BLOCKS, "dtype": dtype, "block_size": block_size}
+    worker = start_alone(checkpoint, CudaDevice(uuid), gpu, **how)
     with contextlib.closing(worker):
         assert worker.report(PoolMade).num_blocks == NUM_BLOCKS
         worker.loop(speculation)
@@ -55,16 +56,16 @@ def assert_like_the_oracle(oracle, prompt, tokens, max_margin):
         assert row.max() - row[token] <= max_margin
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_greedy_tokens_are_transformers(checkpoint, uuid, dtype):
+@pytest.mark.parametrize("served", SERVED)
+def test_greedy_tokens_are_transformers(checkpoint, uuid, served):
     asked = prompts(250, 8)
-    with worker_on(checkpoint, uuid, dtype=dtype) as worker:
+    with worker_on(checkpoint, uuid, served) as worker:
         commands = [admit(seq_id=i, prompt=prompt) for i, prompt in asked.items()]
         tokens = tokens_by_id(worker.run(*commands))
     oracle = load_oracle(checkpoint.folder)
     for seq_id, prompt in asked.items():
         assert len(tokens[seq_id]) == 12
-        assert_like_the_oracle(oracle, prompt, tokens[seq_id], MAX_MARGIN[dtype])
+        assert_like_the_oracle(oracle, prompt, tokens[seq_id], MAX_MARGIN[served[0]])
 
 
 def test_greedy_tokens_of_the_starter_model_are_transformers(uuid):
@@ -81,11 +82,12 @@ def test_greedy_tokens_of_the_starter_model_are_transformers(uuid):
 KINDS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": 1}]
 
 
-def test_graphs_change_no_token(checkpoint, uuid):
+@pytest.mark.parametrize("served", SERVED)
+def test_graphs_change_no_token(checkpoint, uuid, served):
     asked = prompts(250, 20)
     tokens = []
     for has_graphs in (True, False):
-        with worker_on(checkpoint, uuid, has_graphs=has_graphs) as worker:
+        with worker_on(checkpoint, uuid, served, has_graphs=has_graphs) as worker:
             assert bool(worker.started.ready.num_graphs) == has_graphs
             commands = [
                 admit(seq_id=i, prompt=prompt, **KINDS[i % len(KINDS)])

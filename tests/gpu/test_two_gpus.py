@@ -19,22 +19,23 @@ def answers(daemon):
     return [reply["choices"][0]["token_ids"] for reply in replies]
 
 
-def serve(folder, checkpoint, *args):
-    daemon = Daemon(folder, "--dtype", "float32", *args, model=checkpoint.folder)
+def serve(folder, checkpoint, dtype, *args):
+    daemon = Daemon(folder, "--dtype", dtype, *args, model=checkpoint.folder)
     daemon.ready_s = READY_S
     return daemon.wait_ready()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transport", ["auto", "shm"])
-def test_blocks_go_from_one_gpu_to_the_other(checkpoint, transport, tmp_path):
-    alone = serve(tmp_path / "one", checkpoint, "--devices", "cuda:0")
+def test_blocks_go_from_one_gpu_to_the_other(checkpoint, transport, dtype, tmp_path):
+    alone = serve(tmp_path / "one", checkpoint, dtype, "--devices", "cuda:0")
     try:
         expected = answers(alone)
     finally:
         alone.stop()
     place = "prefill=cuda:0 decode=cuda:1"
     options = ["--place", place, "--transport", transport, "--roles", "static"]
-    daemon = serve(tmp_path / "two", checkpoint, *options)
+    daemon = serve(tmp_path / "two", checkpoint, dtype, *options)
     try:
         (link,) = daemon.fresh_state()["links"]
         assert link["down"] is None

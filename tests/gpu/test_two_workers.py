@@ -12,7 +12,7 @@ from appliance.fleet.spread import GPU_STEP_TOKENS
 from appliance.fleet.supervisor import Supervisor
 from engine.wire.messages import Copied, Copy, GpuSpec, PoolMade, PoolSpec, Setup, Stepped
 from tests.checkpoints import load_oracle
-from tests.engine.gpu_worker import BLOCK_SIZE, PROMPT, admit
+from tests.engine.gpu_worker import PROMPT, SERVED, admit
 from tests.gpu.test_one_worker import MAX_MARGIN, assert_like_the_oracle
 
 START_S = 120
@@ -21,7 +21,8 @@ START_S = 120
 class Workers:
     """A prefill and a decode worker, as the daemon starts them; over one memory or with a ring."""
 
-    def __init__(self, checkpoint, uuid, dtype, staging=None):
+    def __init__(self, checkpoint, uuid, served=SERVED[0], staging=None):
+        dtype, block_size = served
         gpu = Gpu("gpu0", "GPU", uuid, 0)
         self.reports, self.died = asyncio.Queue(), []
         workers = []
@@ -32,7 +33,7 @@ class Workers:
                 worker=name,
                 model_dir=str(checkpoint.folder),
                 dtype=dtype,
-                block_size=BLOCK_SIZE,
+                block_size=block_size,
                 pool=PoolSpec("kv", None, 200),
                 other_pools=[] if staging is None else [staging],
                 weights=None,
@@ -116,30 +117,30 @@ def run(test):
     asyncio.run(test)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_handoff_is_an_admit_and_the_tokens_are_transformers(checkpoint, uuid, dtype):
+@pytest.mark.parametrize("served", SERVED)
+def test_a_handoff_is_an_admit_and_the_tokens_are_transformers(checkpoint, uuid, served):
     async def test():
-        async with Workers(checkpoint, uuid, dtype) as workers:
+        async with Workers(checkpoint, uuid, served) as workers:
             for _ in range(20):
                 tokens = await workers.handed_over()
                 assert len(tokens) == 12
                 oracle = load_oracle(checkpoint.folder)
-                assert_like_the_oracle(oracle, PROMPT, tokens, MAX_MARGIN[dtype])
+                assert_like_the_oracle(oracle, PROMPT, tokens, MAX_MARGIN[served[0]])
 
     run(test())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_handoff_by_way_of_the_host_is_the_same(checkpoint, uuid, dtype):
-    fd, num_slots = os.memfd_create("ring"), 5
-    os.ftruncate(fd, num_slots * checkpoint.config.kv_block_bytes(BLOCK_SIZE, dtype))
+@pytest.mark.parametrize("served", SERVED)
+def test_a_handoff_by_way_of_the_host_is_the_same(checkpoint, uuid, served):
+    fd, num_slots, (dtype, block_size) = os.memfd_create("ring"), 5, served
+    os.ftruncate(fd, num_slots * checkpoint.config.kv_block_bytes(block_size, dtype))
 
     async def test():
-        async with Workers(checkpoint, uuid, dtype, PoolSpec("ring", fd, num_slots)) as workers:
+        async with Workers(checkpoint, uuid, served, PoolSpec("ring", fd, num_slots)) as workers:
             tokens = await workers.copied_over()
             assert len(tokens) == 12
             oracle = load_oracle(checkpoint.folder)
-            assert_like_the_oracle(oracle, PROMPT, tokens, MAX_MARGIN[dtype])
+            assert_like_the_oracle(oracle, PROMPT, tokens, MAX_MARGIN[served[0]])
 
     run(test())
     os.close(fd)
@@ -147,7 +148,7 @@ def test_a_handoff_by_way_of_the_host_is_the_same(checkpoint, uuid, dtype):
 
 def test_a_killed_mapping_worker_loses_nothing(checkpoint, uuid):
     async def test():
-        async with Workers(checkpoint, uuid, "float32") as workers:
+        async with Workers(checkpoint, uuid) as workers:
             expected = await workers.handed_over()
             tokens, computed = await workers.run("prefill", admit(until=1))
             mapper = workers.supervisor.workers["prefill"].pid
@@ -164,7 +165,7 @@ def test_a_killed_mapping_worker_loses_nothing(checkpoint, uuid):
 
 def test_a_killed_exporting_worker_takes_the_other_along(checkpoint, uuid):
     async def test():
-        async with Workers(checkpoint, uuid, "float32") as workers:
+        async with Workers(checkpoint, uuid) as workers:
             expected = await workers.handed_over()
             pids = [worker.pid for worker in workers.supervisor.workers.values()]
             os.kill(workers.supervisor.workers["decode"].pid, signal.SIGKILL)
