@@ -70,6 +70,7 @@ ConditionPathExists={MODPROBE}
 ExecStart=
 ExecStart={MODPROBE} -u -c 0
 """
+"""It has none of the unit's lines for the GPUs that a driver names: there is no driver."""
 NODE = "/dev/nvidia-uvm"
 
 

@@ -44,3 +44,16 @@ def test_no_version_with_a_known_hole_is_taken():
     requirements = wanted()
     for name, version in HAVE_HOLES.items():
         assert Version(version) not in requirements[name].specifier
+
+
+def test_what_is_built_beside_torch_is_installed_by_a_line_that_lets_it_see_torch():
+    """An isolated build of flash-attn finds no torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "flash-attn" in {
+        Requirement(each).name for each in project["optional-dependencies"]["gpu"]
+    }
+    lines = [
+        line for line in (ROOT / "docs" / "gpu.md").read_text().splitlines() if "[gpu]" in line
+    ]
+    assert lines
+    assert all("--no-build-isolation" in line for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -85,6 +86,25 @@ def test_a_unit_without_a_device_policy_makes_the_gpus_nodes_before_the_daemon()
     daemon = (UNITS / "penstock.service").read_text()
     assert f"\nWants={GPU_UNIT_NAME}\nAfter={GPU_UNIT_NAME}\n" in daemon
     assert "nvidia-modprobe" not in daemon
+
+
+def test_every_gpu_that_the_driver_has_gets_its_node(tmp_path: Path) -> None:
+    lines = (UNITS / GPU_UNIT_NAME).read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("ExecStart=/bin/sh -ec ")]
+    shell, option, script = shlex.split(line.removeprefix("ExecStart="))
+    made, gpus = tmp_path / "made", tmp_path / "gpus"
+    modprobe = tmp_path / "nvidia-modprobe"
+    modprobe.write_text(f'#!/bin/sh\necho "$@" >> {made}\n')
+    modprobe.chmod(0o755)
+    script = script.replace("$$", "$").replace("/usr/bin/nvidia-modprobe", str(modprobe))
+    script = script.replace("/proc/driver/nvidia/gpus", str(gpus))
+    assert run(shell, option, script).returncode == 0  # no GPU, no node
+    for address, minor in (("0000:17:00.0", 0), ("0000:65:00.0", 1)):
+        (gpus / address).mkdir(parents=True)
+        about = f"Model: \t\t NVIDIA H100\nDevice Minor: \t {minor}\n"
+        (gpus / address / "information").write_text(about)
+    assert run(shell, option, script).returncode == 0
+    assert made.read_text() == "-c 0\n-c 1\n"
 
 
 def test_the_socket_is_where_everybody_looks() -> None:

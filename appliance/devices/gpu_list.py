@@ -49,7 +49,7 @@ class Gpu:
 def list_gpus(
     nvml: Nvml | None = None, visible: str | None = os.environ.get("CUDA_VISIBLE_DEVICES")
 ) -> list[Gpu]:
-    """List all GPUs that answer, in the driver's order; for a divided one its instances.
+    """List all GPUs that the driver counts, in its order; for a divided one its instances.
 
     Args:
         nvml: the driver's library; None: it is opened.
@@ -60,9 +60,11 @@ def list_gpus(
     if nvml is None:
         return gpus
     for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
-        handle = nvml.ask("nvmlDeviceGetHandleByIndex", index)
-        gpu = None if handle is None else _listed(nvml, f"gpu{index}", handle)
+        handle, name = nvml.ask("nvmlDeviceGetHandleByIndex", index), f"gpu{index}"
+        gpu = None if handle is None else _listed(nvml, name, handle)
         if gpu is None:
+            silent = f"it does not answer: sudo nvidia-modprobe -c {index}, or see dmesg for XIDs"
+            gpus.append(Gpu(name, "unknown", "", 0, obstacle=silent))
             continue
         mode = nvml.ask("nvmlDeviceGetMigMode", handle)
         if mode is None or not mode[0]:

@@ -135,7 +135,9 @@ def read_inventory(
     """
     nvml = nvml or open_nvml()
     gpus = list_gpus(nvml, visible)
-    links = () if nvml is None else _links(nvml, dict.fromkeys(gpu.board for gpu in gpus))
+    links = (
+        () if nvml is None else _links(nvml, dict.fromkeys(gpu.board for gpu in gpus if gpu.uuid))
+    )
     driver = None if nvml is None else nvml.ask("nvmlSystemGetDriverVersion")
     return Inventory(tuple(gpus), links, read_nodes(cores, nodes), memory_bytes, mps_runs(), driver)
 

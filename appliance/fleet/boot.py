@@ -350,8 +350,10 @@ def _setups(
         checkpoint, dtype, placement, packing=weights.packing
     )
     fds += {spec.fd for spec in specs_by_worker.values()}
+    decoding = topology.playing("decode")
     workers = []
     for plan in placement.workers:
+        decodes = config.roles != "static" or plan.name in decoding
         setup = Setup(
             worker=plan.name,
             model_dir=str(checkpoint.folder),
@@ -362,7 +364,12 @@ def _setups(
             cpus=list(plan.cpus),
             max_num_batched_tokens=placement.max_num_batched_tokens,
             max_model_len=placement.max_model_len,
-            gpu=_gpu_spec(plan, placement, has_graphs=not config.eager, packing=weights.packing),
+            gpu=_gpu_spec(
+                plan,
+                placement,
+                has_graphs=decodes and not config.eager,
+                packing=weights.packing,
+            ),
             node=plan.node,
             other_pools=[
                 *(specs[name] for name in topology.copied_by(plan.name)),
@@ -485,7 +492,16 @@ def _gpu_spec(
     hops = [hop for link in placement.topology.links for hop in link.hops]
     exports_pool = any(hop.to_pool == plan.pool and hop.worker != plan.name for hop in hops)
     fewest = MIN_BLOCKS + MIN_RECORDS * placement.record_blocks
-    return GpuSpec(plan.gpu.uuid, plan.shares, fewest, has_graphs, is_shared, exports_pool, packing)
+    return GpuSpec(
+        plan.gpu.uuid,
+        plan.shares,
+        fewest,
+        has_graphs,
+        is_shared,
+        exports_pool,
+        packing,
+        dict(this_machine().faults),
+    )
 
 
 def model_info(plan: BootPlan, tokenizer: Tokenizer) -> ModelInfo:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from appliance.fleet.placement import WorkerPlan
 from engine.wire.messages import (
@@ -68,6 +70,8 @@ class MemorySharing:
 
 log = logging.getLogger("penstock")
 
+COUNTERS = Path("/dev/shm")
+"""Where torch counts the users of exported memory, in files."""
 LET_GO_S = 10.0
 """Seconds to wait for a worker to unmap; a slower one hangs or runs a long step."""
 
@@ -148,3 +152,10 @@ class PeerPools:
     def _tell(self, worker: str, pool: str, memory: SharedMemory) -> None:
         self._told[pool].add(worker)
         self._send(worker, MapPool(pool, memory))
+
+
+def remove_counters(pid: int) -> None:
+    """Remove the counters of memory that a process exported, which its end leaves behind."""
+    for path in COUNTERS.glob(f"torch_{pid}_*"):
+        with suppress(OSError):  # a process of another user may have had this number
+            path.unlink()

@@ -37,7 +37,7 @@ from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.weights_layout import gpu_layout
 from engine.errors import ConfigError
 from engine.kernels.attention_backends import Machine
-from engine.profile.facts import Profile
+from engine.profile.facts import DECODE_MS, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Placer:
         )
 
     def _on_one_by_measure(self, gpu: Gpu, shape: ModelShape, dtype: str) -> Placement:
-        """Place one worker or two, by the measured step times; two if never measured."""
+        """Place one worker or two, by the measured step times; one if never measured."""
         config = self._config
         if not (config.roles == config.transport == "auto" and config.place == ONE_OF_EACH):
             return self._on_one(gpu, shape, dtype)
@@ -180,6 +180,9 @@ class Placer:
             return self._on_one(gpu, shape, dtype, why=why)
         if shape.room_bytes(gpu) - WORKER_BYTES < shape.full_length_bytes:
             return self._on_one(gpu, shape, dtype, why="no memory for a second process")
+        if not any(known.about(DECODE_MS)):
+            why = "its first start; two are tried once its steps have been timed"
+            return self._on_one(gpu, shape, dtype, why=why)
         why = "both are timed while idle; the next start keeps the better"
         return replace(self._on_one(gpu, shape, dtype, "elastic", why), is_trial=True)
 

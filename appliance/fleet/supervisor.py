@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from appliance.fleet.peer_memory import MemorySharing, PeerPools, log
+from appliance.fleet.peer_memory import MemorySharing, PeerPools, log, remove_counters
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from appliance.process import SpareDescriptors
@@ -179,6 +179,8 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 await asyncio.to_thread(worker.process.wait)
+            if worker.setup.gpu is not None:
+                remove_counters(worker.process.pid)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -348,6 +350,7 @@ class Supervisor:
                         worker.kv_loss = report.kv_loss or worker.kv_loss
                         worker.num_failed_starts = 0
                         worker.ready_at_s = time.monotonic()
+                        self._keep_step_tokens(worker, report)
                         self._ready(worker)
                     case Unmapped(pool):
                         self._peers.unmapped(worker.plan.name, pool)
@@ -409,6 +412,13 @@ class Supervisor:
         )
         self._sharing.exported(memory)
         self._peers.made(worker.plan.name, memory)
+
+    def _keep_step_tokens(self, worker: WorkerState, ready: Ready) -> None:
+        """Spare the worker's later lives the timing of steps."""
+        gpu = worker.setup.gpu
+        if gpu is not None:
+            gpu = msgspec.structs.replace(gpu, step_tokens=ready.max_num_batched_tokens)
+            worker.setup = msgspec.structs.replace(worker.setup, gpu=gpu)
 
     def end_hung(self, name: str, about: str) -> None:
         """Kill a hung worker; it is restarted like any dead one."""
@@ -474,6 +484,8 @@ class Supervisor:
         worker.state = "restarting"
         cause = str(worker.failure) if worker.failure else _describe_exit(code)
         about = f"worker {worker.plan.name} (pid {worker.pid}) died: {cause}"
+        if worker.setup.gpu is not None:
+            remove_counters(worker.process.pid)
         worker.pid = None
         if was_ready:
             self._on_died(worker.plan.name, about)

@@ -118,14 +118,22 @@ class AttentionChoice:
         return f"{self.backend.name} ({reasons})" if reasons else self.backend.name
 
 
-def this_machine(capability: tuple[int, int] | None = None) -> Machine:
-    """Find the installed packages that work, without importing them into this process."""
+def this_machine(
+    capability: tuple[int, int] | None = None, faults: Mapping[str, str] | None = None
+) -> Machine:
+    """Find the installed packages that work, without importing them into this process.
+
+    Args:
+        capability: of the device; None: not read.
+        faults: why packages are unusable, where that is known; None: they are tried.
+    """
     try:
         torch = version("torch").split(".")
     except PackageNotFoundError:
         torch = ["0", "0"]
-    found = {"triton": triton_fault(), "flash_attn": flash_attn_fault()}
-    faults = {name: fault for name, fault in found.items() if fault is not None}
+    if faults is None:
+        found = {"triton": triton_fault(), "flash_attn": flash_attn_fault()}
+        faults = {name: fault for name, fault in found.items() if fault is not None}
     return Machine((int(torch[0]), int(torch[1])), faults, capability)
 
 

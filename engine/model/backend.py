@@ -7,14 +7,19 @@ Never: multiplies by weights' matrices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.kernels.attention_backends import AttentionNeeds, choose_attention, this_machine
+from engine.kernels.attention_backends import (
+    AttentionNeeds,
+    Machine,
+    choose_attention,
+    this_machine,
+)
 from engine.kernels.cpu import WIDENED
 from engine.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
 from engine.model.buffers import Take, fresh
@@ -244,6 +249,7 @@ def choose_backend(
     block_size: int | None = None,
     take: Take = fresh,
     attention_variant: int = WIDENED,
+    faults: Mapping[str, str] | None = None,
 ) -> Backend:
     """Choose compiled kernels for the device and dtype if any, else torch with the reason.
 
@@ -253,9 +259,11 @@ def choose_backend(
         block_size: the pool's; None: it will be what the chosen one likes.
         take: where results lie.
         attention_variant: how compiled kernels multiply what many queries meet.
+        faults: why packages are not used on a GPU; None: they are tried.
     """
     if device.type == "cuda":
-        return _choose_cuda_backend(device, dtype, config, block_size)
+        machine = this_machine(torch.cuda.get_device_capability(device), faults)
+        return _choose_cuda_backend(device, dtype, config, block_size, machine)
     kernels, name = find_kernels(device.type, dtype)
     if kernels is None:
         return TorchBackend(name)
@@ -263,10 +271,14 @@ def choose_backend(
 
 
 def _choose_cuda_backend(
-    device: torch.device, dtype: torch.dtype, config: ModelConfig, block_size: int | None
+    device: torch.device,
+    dtype: torch.dtype,
+    config: ModelConfig,
+    block_size: int | None,
+    machine: Machine,
 ) -> Backend:
     needs = AttentionNeeds.of(config, str(dtype).removeprefix("torch."), block_size)
-    choice = choose_attention(needs, this_machine(torch.cuda.get_device_capability(device)))
+    choice = choose_attention(needs, machine)
     if choice.backend.name == "torch":
         return TorchBackend(choice.title)
     # only here is Triton known to be there

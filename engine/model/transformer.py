@@ -92,6 +92,7 @@ class Transformer:
         variants: how matrices that are packed in pairs are multiplied, where some are.
         attention_variant: how compiled kernels multiply what many queries meet.
         beat: called after each half of a layer, except in replayed steps; None: nothing is.
+        faults: why packages are not used on a GPU; None: they are tried.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Transformer:
         variants: ProductVariants | None = None,
         attention_variant: int = WIDENED,
         beat: Callable[[], None] | None = None,
+        faults: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self._beat = beat
@@ -120,7 +122,7 @@ class Transformer:
         self._num_table_positions = 0
         buffers = Buffers()
         self._backend = choose_backend(
-            self.device, self.dtype, config, block_size, buffers.take, attention_variant
+            self.device, self.dtype, config, block_size, buffers.take, attention_variant, faults
         )
         linears = choose_linears(self.device.type, self.dtype, take=buffers.take, variants=variants)
         self.linear_backend = linears.name

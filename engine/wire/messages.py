@@ -80,6 +80,10 @@ class GpuSpec(msgspec.Struct, frozen=True):
     """Whether workers on other GPUs write blocks into its pool."""
     packing: str = "widened"
     """The layout of quantised matrices, from gpu_layout()."""
+    faults: dict[str, str] | None = None
+    """Why packages are not used, by name, as the daemon found them; None: the worker tries them."""
+    step_tokens: int | None = None
+    """Prompt tokens of a step, as an earlier life has timed them; None: it times them."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True):

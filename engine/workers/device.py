@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from engine.errors import WorkerFailed
+from engine.workers.cuda_faults import cuda_fault
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ATTRIBUTE_MPS_ENABLED = 133
@@ -281,11 +282,8 @@ def check_allocator() -> None:
 def _index_of(uuid: str) -> int:
     """Return torch's number of a GPU, which depends on the visible ones and their order."""
     if not torch.cuda.is_available():
-        raise WorkerFailed(
-            f"torch {torch.__version__} finds no GPU that it can use",
-            where=uuid,
-            hint="install torch for CUDA, and a recent enough driver",
-        )
+        fault = cuda_fault()
+        raise WorkerFailed(fault.what, where=uuid, hint=fault.hint)
     if uuid.startswith("MIG-") and torch.cuda.device_count() == 1:
         return 0  # an instance is the only device that there is where CUDA_VISIBLE_DEVICES names it
     wanted = uuid.removeprefix("GPU-")

@@ -96,8 +96,7 @@ def start(
     """
     shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
-    weights = _views(checkpoint, setup, gpu, arena)
-    transformer = Transformer(config, weights, setup.dtype, setup.max_model_len, block_size)
+    transformer = _transformer(checkpoint, setup, gpu, arena)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
         pool = _mapped_pool(device.map(shared.pool), shared, setup, gpu, transformer)
@@ -129,7 +128,8 @@ def start(
     graph_bytes = before.free_bytes - device.memory().free_bytes
     ready = Ready(
         transformer.attention_backend,
-        step_tokens(setup.max_num_batched_tokens, partial(_seconds_of, runner, setup, device)),
+        gpu.step_tokens
+        or step_tokens(setup.max_num_batched_tokens, partial(_seconds_of, runner, setup, device)),
         _sharing(gpu, device),
         notes=[] if transformer.is_paged else [SLOW_ATTENTION],
         num_graphs=0 if graphs is None else graphs.num_graphs,
@@ -138,6 +138,14 @@ def start(
         probes=dict.fromkeys(unmapped, 0.0) | _probes(pool, others, setup, device),
     )
     return Started(transformer, runner, {setup.pool.name: pool, **others}, map_exported, ready)
+
+
+def _transformer(
+    checkpoint: Checkpoint, setup: Setup, gpu: GpuSpec, arena: torch.Tensor
+) -> Transformer:
+    """Build the model over a filled arena."""
+    weights, shape = _views(checkpoint, setup, gpu, arena), (setup.max_model_len, setup.block_size)
+    return Transformer(checkpoint.config, weights, setup.dtype, *shape, faults=gpu.faults)
 
 
 def _views(

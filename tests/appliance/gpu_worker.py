@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import os
 import socket
+from pathlib import Path
 
 from engine.errors import ChannelClosed
 from engine.wire.channel import WorkerChannel
@@ -29,9 +30,12 @@ def main():
     parser.add_argument("--channel-fd", type=int)
     parser.add_argument("--cpus")
     parser.add_argument("--sharing")
+    parser.add_argument("--counters", type=Path)
     options = parser.parse_args()
     channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
     me = str(os.getpid()).encode()
+    if options.counters is not None:  # as torch counts the users of what it exports
+        (options.counters / f"torch_{os.getpid()}_1_0").touch()
     setup = channel.expect(Setup)
     channel.send(WeightsLoaded())
     channel.expect(WeightsComplete)
@@ -42,7 +46,8 @@ def main():
         num_blocks = min(setup.pool.num_blocks, NUM_BLOCKS)
         memory = SharedMemory(me, me, num_blocks, b"")
         channel.send(PoolMade(num_blocks, memory))
-    channel.send(Ready(memory.pool.decode(), sharing=options.sharing))
+    tokens = setup.max_num_batched_tokens
+    channel.send(Ready(memory.pool.decode(), tokens, options.sharing))
     while not any(isinstance(command, MapShared) for command in channel.receive(wait=True)):
         pass
 

@@ -19,11 +19,13 @@ from appliance.fleet.boot import (
 from appliance.fleet.boot_check import check_plan, dram_forecast
 from engine.checkpoint.weights_layout import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
+from engine.kernels.attention_backends import this_machine
 from engine.kernels.attention_needs import triton_fault
 from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels
 from engine.kernels.product_choice import ProductChoice
-from engine.profile.facts import PROMPT_MS, FactKey
+from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey
 from engine.profile.prompt_steps import MIN_SAMPLES, STEP_TOKENS
+from engine.schedule.measurer import ALONE
 from engine.schedule.step_times import place_of
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GpuSpec
@@ -175,24 +177,40 @@ def test_on_a_gpu_one_worker_does_both_and_makes_its_own_pool(plan_of, gpu, tiny
     plan = plan_of(model=tiny_llama, roles="colocated")
     ((placed, setup),) = plan.workers
     assert (plan.roles, plan.dtype) == ("colocated", "bfloat16")
-    assert (placed.device, setup.gpu) == ("gpu0", GpuSpec("GPU-0"))
+    assert (placed.device, setup.gpu) == ("gpu0", GpuSpec("GPU-0", faults=setup.gpu.faults))
+    assert setup.gpu.faults == this_machine().faults  # it tries no import that the daemon tried
     assert setup.pool.fd is None
     assert plan.inherited_fds == [plan.arena.fd]
     assert setup.weights is None
 
 
-def test_on_a_gpu_that_nobody_has_measured_two_workers_are_tried(plan_of, gpu, tiny_llama):
+def test_on_a_gpu_one_worker_starts_first_and_two_are_tried_once_steps_were_timed(
+    plan_of, gpu, tiny_llama, tmp_path
+):
+    (tmp_path / "state_dir").mkdir(mode=0o700)
+    plan = plan_of(model=tiny_llama)
+    assert not plan.placement.is_trial
+    assert [setup.gpu.shares for _, setup in plan.workers] == [None]
+    plan.known.profile.put(FactKey(DECODE_MS, 8, 1024, ALONE), [9.0])
+    plan.known.save()
     plan = plan_of(model=tiny_llama)
     assert plan.placement.is_trial
     assert [setup.gpu.shares for _, setup in plan.workers] == ["maps", "exports"]
     assert plan.roles == "elastic"
 
 
+def test_a_worker_that_never_decodes_captures_no_steps(plan_of, gpu, tiny_llama):
+    plan = plan_of(model=tiny_llama, roles="static", transport="shm")
+    has_graphs = {setup.worker: setup.gpu.has_graphs for _, setup in plan.workers}
+    assert has_graphs == {"prefill": False, "decode": True}
+
+
 def test_two_workers_on_a_gpu_are_told_who_exports(plan_of, gpu, tiny_llama):
     plan = plan_of(model=tiny_llama, roles="static", eager=True)
     prefill, decode = (setup.gpu for _, setup in plan.workers)
-    assert prefill == GpuSpec("GPU-0", "maps", has_graphs=False, is_shared=True)
-    assert decode == GpuSpec("GPU-0", "exports", has_graphs=False, is_shared=True)
+    how = {"has_graphs": False, "is_shared": True, "faults": prefill.faults}
+    assert prefill == GpuSpec("GPU-0", "maps", **how)
+    assert decode == GpuSpec("GPU-0", "exports", **how)
     assert plan.roles == "static"
 
 

@@ -244,5 +244,11 @@ class FakeNvml:
         return type("Memory", (), {"total": 16 << 30})()
 
 
-def test_gpus_that_answer_are_listed_by_the_names_of_their_readings():
-    assert list_gpus(Nvml(FakeNvml()), visible=None) == [replace(GPUS[1], cuda_index=0)]
+def test_gpus_that_answer_are_used_and_one_that_does_not_is_named():
+    silent, answering = list_gpus(Nvml(FakeNvml()), visible=None)
+    assert answering == replace(GPUS[1], cuda_index=0)
+    used, about = choose_gpus("auto", [silent, answering], CUDA)
+    assert used == [answering]
+    assert silent.name == "gpu0"
+    assert "nvidia-modprobe -c 0" in silent.obstacle
+    assert silent.obstacle in about

@@ -552,7 +552,7 @@ def test_memory_of_a_dead_exporter_is_never_told_of(sharing, told):
 class Daemon:
     """A supervisor over fake workers, and what it has called."""
 
-    def __init__(self, sharing="time-sliced"):
+    def __init__(self, sharing="time-sliced", *options):
         self.died, self.blocks = [], []
         setups = [
             Setup(
@@ -576,7 +576,7 @@ class Daemon:
             on_ready=lambda name: None,
             on_died=self.note_death,
             on_lost=lambda name, about: self.died.append(f"{name} for good"),
-            program=(*PROGRAM, "--sharing", sharing),
+            program=(*PROGRAM, "--sharing", sharing, *options),
         )
         self.prefill, self.decode = self.supervisor.workers.values()
 
@@ -622,6 +622,29 @@ async def test_a_killed_exporting_worker_takes_the_other_along_and_both_start_ag
         # the pool is what it was
         assert daemon.blocks == [("decode", 40)] * 2
         assert daemon.decode.setup.gpu.min_blocks == 40
+
+
+async def test_nothing_is_left_of_what_killed_and_ended_workers_exported(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_memory, "COUNTERS", tmp_path)
+    async with Daemon("time-sliced", "--counters", str(tmp_path)) as daemon:
+        for number in range(3):
+            mapper, exporter = daemon.prefill.pid, daemon.decode.pid
+            assert len(list(tmp_path.iterdir())) == 2
+            os.kill(exporter, signal.SIGKILL)
+            await until(
+                lambda old=(mapper, exporter), died=2 * number + 2: (
+                    len(daemon.died) == died and daemon.is_whole(*old)
+                )
+            )
+        stranger = tmp_path / "torch_1_1_0"
+        stranger.touch()
+    assert list(tmp_path.iterdir()) == [stranger]
+
+
+async def test_a_restarted_worker_times_no_steps_again():
+    async with Daemon() as daemon:
+        assert daemon.decode.setup.gpu.step_tokens == 8
+        assert daemon.prefill.setup.gpu.step_tokens == 8
 
 
 async def test_a_worker_killed_under_mps_takes_the_other_and_their_pool_along():
