@@ -16,9 +16,19 @@
  */
 #include "attention_tile.h"
 
-static int64_t queries_per_tile(const attention *a)
+static int is_tiled(const attention *a, const int64_t *sequence)
 {
-    return larger_of(1, TILE_ROWS / (a->num_heads / a->num_kv_heads));
+    return a->variant == TILES && sequence[1] > FEW_QUERIES;
+}
+
+/* A unit's tiles of a sequence are of one size: what is laid out for a short one is laid out for few. */
+static int64_t queries_per_tile(const attention *a, const int64_t *sequence)
+{
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    if (!is_tiled(a, sequence))
+        return larger_of(1, TILE_ROWS / group);
+    const int64_t most = larger_of(1, MAX_SQUARE_ROWS / group);
+    return ceil_div(sequence[1], ceil_div(sequence[1], most));
 }
 
 /* The first key that a sequence's first query sees, and the end of those of its last. */
@@ -37,7 +47,7 @@ static int64_t items_of(const attention *a, const int64_t *sequence)
 {
     if (sequence[1] == 1)
         return parts_of(a, sequence) * a->num_shares;
-    return ceil_div(sequence[1], queries_per_tile(a)) * a->num_kv_heads;
+    return ceil_div(sequence[1], queries_per_tile(a, sequence)) * a->num_kv_heads;
 }
 
 /* One query: all heads of a position, or a share of them, which lie together. */
@@ -69,9 +79,9 @@ static tile tile_of(const attention *a, int64_t item)
         take_part(a, &t, sequence, item, num_parts_before);
     } else {
         /* the longest tiles first: what is left at the end is short */
-        const int64_t num_tiles = ceil_div(sequence[1], queries_per_tile(a));
-        first_query = (num_tiles - 1 - item / a->num_kv_heads) * queries_per_tile(a);
-        t.num_queries = smaller_of(queries_per_tile(a), sequence[1] - first_query);
+        const int64_t num_tiles = ceil_div(sequence[1], queries_per_tile(a, sequence));
+        first_query = (num_tiles - 1 - item / a->num_kv_heads) * queries_per_tile(a, sequence);
+        t.num_queries = smaller_of(queries_per_tile(a, sequence), sequence[1] - first_query);
         t.first_head = item % a->num_kv_heads;
         t.num_heads = 1;
         const int64_t first = sequence[2] - sequence[1] + first_query;
@@ -84,9 +94,8 @@ static tile tile_of(const attention *a, int64_t item)
     t.is_joined = sequence[1] > 1 &&
                   (a->sinks != NULL || t.first_key / PART_KEYS < (t.end_key - 1) / PART_KEYS);
     t.num_rows = t.num_queries * (a->num_heads / a->num_kv_heads);
-    t.is_direct = t.num_rows <= DIRECT_ROWS && a->head_dim % LANES == 0;
-    t.is_tiled = a->variant == TILES && t.num_rows > DIRECT_ROWS && sequence[1] > FEW_QUERIES;
-    t.is_direct = t.is_direct && !t.is_tiled;
+    t.is_tiled = is_tiled(a, sequence);
+    t.is_direct = !t.is_tiled && t.num_rows <= DIRECT_ROWS && a->head_dim % LANES == 0;
     const int64_t rows = t.is_tiled ? SQUARE : t.is_direct ? 1 : MICRO_ROWS;
     const int64_t values = t.is_tiled ? SQUARE : 2 * LANES;
     t.num_padded_rows = ceil_div(t.num_rows, rows) * rows;
@@ -104,16 +113,11 @@ static int open_workspace(workspace *w, const tile *t)
                              t->num_padded_rows * TILE_KEYS,
                              t->padded_dim * TILE_KEYS,
                              t->padded_dim * TILE_KEYS,
-                             t->is_tiled ? rows * t->padded_dim / 2 : 0,
-                             t->is_tiled ? TILE_KEYS * t->padded_dim / 2 : 0,
-                             t->is_tiled ? t->num_padded_rows * TILE_KEYS / 2 : 0,
                              t->is_joined ? t->num_rows * (t->padded_dim + 2) : 0};
     float **const parts[] = {&w->q,           &w->out,
                              &w->largest,     &w->total,
                              &w->weights,     &w->packed_keys,
-                             &w->packed_values, (float **)&w->narrow_q,
-                             (float **)&w->narrow_rows, (float **)&w->narrow_weights,
-                             &w->joined};
+                             &w->packed_values, &w->joined};
     enum { NUM_PARTS = sizeof sizes / sizeof sizes[0] };
     int64_t size = 0;
     for (int i = 0; i < NUM_PARTS; i++)
@@ -133,14 +137,6 @@ static int open_workspace(workspace *w, const tile *t)
     return 0;
 }
 
-/* Rows of q and of the output, as one number. */
-INLINE int64_t element_of(const attention *a, const tile *t, int64_t head, int64_t row, int64_t stride)
-{
-    const int64_t group = a->num_heads / a->num_kv_heads;
-    return (t->first_row + row / group) * stride +
-           ((t->first_head + head) * group + row % group) * a->head_dim;
-}
-
 INLINE void read_queries(const attention *a, const tile *t, const workspace *w, int type)
 {
     for (int64_t head = 0; head < t->num_heads; head++)
@@ -154,16 +150,6 @@ INLINE void read_queries(const attention *a, const tile *t, const workspace *w, 
                 store(to + i, load_part(at(from, i, type), a->head_dim - i, type) * a->scale,
                       FLOAT32);
         }
-}
-
-/* The same as they are, with zeros where there are none: a unit takes whole tiles. */
-INLINE void copy_queries(const attention *a, const tile *t, const workspace *w)
-{
-    memset(w->narrow_q, 0, (size_t)(t->num_padded_rows * t->padded_dim) * sizeof *w->narrow_q);
-    memset(w->narrow_weights, 0, (size_t)(t->num_padded_rows * TILE_KEYS) * sizeof(uint16_t));
-    for (int64_t row = 0; row < t->num_rows; row++)
-        memcpy(w->narrow_q + row * t->padded_dim,
-               at(a->q, element_of(a, t, 0, row, a->q_stride), BFLOAT16), (size_t)a->head_dim * 2);
 }
 
 INLINE void write_output(const attention *a, const tile *t, const workspace *w, int type)
@@ -278,59 +264,6 @@ static void join_sequences(const attention *a, int64_t type)
     }
 }
 
-/* The keys of a layer in a block; the values lie plane_bytes behind them. */
-INLINE const char *plane_of(const attention *a, int64_t block)
-{
-    return (const char *)a->kv + (block * a->num_layers + a->layer) * 2 * a->plane_bytes;
-}
-
-/* Where the keys and values of positions [first, first + count) lie. */
-INLINE void find_rows(const attention *a, const tile *t, key_rows *rows, int type)
-{
-    const int64_t row_bytes = a->num_kv_heads * a->head_dim * size_of(type);
-    int64_t offset = rows->first_position % a->block_size;
-    const int64_t *block = t->table + rows->first_position / a->block_size;
-    for (int64_t k = 0; k < rows->count; block++, offset = 0) {
-        const char *plane = plane_of(a, *block);
-        for (; offset < a->block_size && k < rows->count; offset++, k++) {
-            rows->keys[k] = plane + offset * row_bytes;
-            rows->values[k] = rows->keys[k] + a->plane_bytes;
-        }
-    }
-    for (int64_t k = rows->count; k < TILE_KEYS; k++) { /* may be computed with, is not used */
-        rows->keys[k] = rows->keys[rows->count - 1];
-        rows->values[k] = rows->values[rows->count - 1];
-    }
-}
-
-/* The rows of a tile of keys from a position on; none beyond the end. */
-INLINE void open_rows(const attention *a, const tile *t, key_rows *rows, int64_t first, int type)
-{
-    rows->first_position = first;
-    rows->count = larger_of(0, smaller_of(TILE_KEYS, t->end_key - first));
-    if (rows->count > 0)
-        find_rows(a, t, rows, type);
-}
-
-/* The scales of one head's codes at those positions: behind the codes of a plane, float32
- * [num_kv_heads, block_size]. */
-INLINE void find_scales(const attention *a, const tile *t, key_rows *rows, int64_t head)
-{
-    int64_t offset = rows->first_position % a->block_size;
-    const int64_t *block = t->table + rows->first_position / a->block_size;
-    for (int64_t k = 0; k < rows->count; block++, offset = 0) {
-        const int64_t count = smaller_of(a->block_size - offset, rows->count - k);
-        const int64_t first = a->block_size * a->num_kv_heads * a->head_dim +
-                              (head * a->block_size + offset) * (int64_t)sizeof(float);
-        const char *scales = plane_of(a, *block) + first;
-        memcpy(rows->key_scales + k, scales, (size_t)count * sizeof(float));
-        memcpy(rows->value_scales + k, scales + a->plane_bytes, (size_t)count * sizeof(float));
-        k += count;
-    }
-    for (int64_t k = rows->count; k < TILE_KEYS; k++) /* may be computed with, is not used */
-        rows->key_scales[k] = rows->value_scales[k] = 0;
-}
-
 /* Brings what a first tile's heads have at its positions into the caches, as eight long streams:
  * read in the order of the arithmetic, a head's share of row after row, they come half as fast. */
 INLINE void touch_rows(const attention *a, const tile *t, const key_rows *rows, int type)
@@ -394,59 +327,17 @@ INLINE void attend_head(const attention *a, const tile *t, key_rows *keys, const
     }
 }
 
-/* attend_head by a unit of tiles: scores of queries as they are, scaled after; weights rounded. */
-INLINE void attend_tiled(const attention *a, const tile *t, key_rows *keys, const workspace *w,
-                         int type)
-{
-    const int64_t dim = t->padded_dim, group = a->num_heads / a->num_kv_heads;
-    const int64_t byte_offset = t->first_head * a->head_dim * size_of(type);
-    enum { SCORE_BYTES = TILE_KEYS * sizeof(float), WEIGHT_BYTES = TILE_KEYS * sizeof(uint16_t) };
-    uint32_t *key_pairs = (uint32_t *)w->packed_keys, *value_pairs = (uint32_t *)w->packed_values;
-    if (type == INT8)
-        find_scales(a, t, keys, t->first_head);
-    for (int64_t k = 0; type != INT8 && k < TILE_KEYS; k++)
-        keys->key_scales[k] = keys->value_scales[k] = 1;
-    for (int64_t k = 0; k < TILE_KEYS; k++)
-        keys->key_scales[k] *= a->scale;
-    narrow_rows(a, t, keys->keys, keys->count, byte_offset, w->narrow_rows, type);
-    pack_key_pairs(t, w->narrow_rows, key_pairs);
-    narrow_rows(a, t, keys->values, keys->count, byte_offset, w->narrow_rows, type);
-    pack_value_pairs(t, w->narrow_rows, value_pairs);
-    for (int64_t first = 0; first < t->num_rows; first += SQUARE) {
-        float *scores = w->weights + first * TILE_KEYS;
-        for (int64_t k = 0; k < TILE_KEYS; k += SQUARE)
-            multiply_square(scores + k, SCORE_BYTES, w->narrow_q + first * dim, dim * 2,
-                            key_pairs + k, SCORE_BYTES, dim, 1);
-        for (int64_t row = first; row < smaller_of(first + SQUARE, t->num_rows); row++) {
-            const int64_t last = t->first_position + row / group - keys->first_position;
-            const int64_t low = a->window > 0 ? larger_of(0, last - a->window + 1) : 0;
-            float *weights = w->weights + row * TILE_KEYS;
-            scale_columns(weights, keys->key_scales);
-            weigh_row(weights, low, smaller_of(keys->count, last + 1), a->softcap,
-                      w->largest + row, w->total + row, w->out + row * dim, dim);
-            scale_columns(weights, keys->value_scales);
-            for (int64_t k = 0; k < TILE_KEYS; k += LANES)
-                store(w->narrow_weights + row * TILE_KEYS + k, load(weights + k, FLOAT32), BFLOAT16);
-        }
-        for (int64_t i = 0; i < dim; i += SQUARE)
-            multiply_square(w->out + first * dim + i, dim * 4,
-                            w->narrow_weights + first * TILE_KEYS, WEIGHT_BYTES, value_pairs + i,
-                            dim * 4, TILE_KEYS, 0);
-    }
-}
-
 INLINE void attend_item(const attention *a, int64_t item, int type, int kv_type)
 {
     const tile t = tile_of(a, item);
+    if (t.is_tiled) {
+        attend_by_squares(a, &t, kv_type);
+        return;
+    }
     workspace w;
     if (open_workspace(&w, &t) != 0)
         abort(); /* a few hundred KiB: there is no machine left to serve on */
-    if (t.is_tiled) {
-        copy_queries(a, &t, &w);
-        begin_tiles();
-    } else {
-        read_queries(a, &t, &w, type);
-    }
+    read_queries(a, &t, &w, type);
     const int64_t group = a->num_heads / a->num_kv_heads;
     for (int64_t row = 0; t.is_joined && row < t.num_rows; row++)
         begin_row(a, w.joined + row * (t.padded_dim + 2), t.padded_dim,
@@ -459,18 +350,13 @@ INLINE void attend_item(const attention *a, int64_t item, int type, int kv_type)
         key_rows *const now = next;
         next = keys, keys = now;
         open_rows(a, &t, next, keys->first_position + TILE_KEYS, kv_type);
-        if (t.is_tiled)
-            attend_tiled(a, &t, keys, &w, kv_type);
-        else
-            for (int64_t head = 0; head < t.num_heads; head++)
-                attend_head(a, &t, keys, next->count > 0 ? next : NULL, head, &w, kv_type);
+        for (int64_t head = 0; head < t.num_heads; head++)
+            attend_head(a, &t, keys, next->count > 0 ? next : NULL, head, &w, kv_type);
         if (t.is_joined && (next->count == 0 || next->first_position % PART_KEYS == 0))
             join_tile(a, &t, &w);
     }
     if (t.is_joined)
         take_joined(&t, &w);
-    if (t.is_tiled)
-        end_tiles();
     if (t.partial != NULL)
         write_partial(a, &t, &w);
     else

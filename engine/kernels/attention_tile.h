@@ -2,17 +2,18 @@
 #ifndef PENSTOCK_ATTENTION_TILE_H
 #define PENSTOCK_ATTENTION_TILE_H
 
-#include "tile_unit.h"
+#include "simd.h"
 
 enum {
     TILE_KEYS = 64,
     PART_KEYS = 512,                    /* whose sums are merged with those before them */
     FEW_QUERIES = 16,                   /* of a sequence, that no unit of tiles takes */
+    SQUARE = 32,                        /* rows, keys and values at a time of a unit of tiles */
+    MAX_SQUARE_ROWS = 256,              /* as TILE_ROWS, by a unit: keys are laid out once for them */
     TILE_ROWS = 128,                    /* queries times heads in a tile, about */
     MICRO_ROWS = LANES == 16 ? 12 : 6,  /* rows whose sums fit in registers, two vectors each */
     SCORE_ROWS = LANES == 16 ? 4 : 3,   /* the same of scores, several sums of which are open */
     DIRECT_ROWS = 12,                   /* up to so many, transposing keys does not pay */
-    SQUARE = 2 * UNIT_ROWS,             /* rows, columns and values at a time of a unit of tiles */
 };
 
 typedef struct {
@@ -57,13 +58,72 @@ typedef struct {
 typedef struct {
     float *q, *out, *largest, *total, *weights, *packed_keys, *packed_values;
     float *joined; /* [rows, padded_dim + largest, total] of the parts so far */
-    /* For a unit of tiles, all bfloat16: rows of queries, unscaled; a tile's keys or values; weights. */
-    uint16_t *narrow_q, *narrow_rows, *narrow_weights;
 } workspace;
 
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Rows of q and of the output, as one number. */
+INLINE int64_t element_of(const attention *a, const tile *t, int64_t head, int64_t row, int64_t stride)
+{
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    return (t->first_row + row / group) * stride +
+           ((t->first_head + head) * group + row % group) * a->head_dim;
+}
+
+/* The keys of a layer in a block; the values lie plane_bytes behind them. */
+INLINE const char *plane_of(const attention *a, int64_t block)
+{
+    return (const char *)a->kv + (block * a->num_layers + a->layer) * 2 * a->plane_bytes;
+}
+
+/* Where the keys and values of positions [first, first + count) lie. */
+INLINE void find_rows(const attention *a, const tile *t, key_rows *rows, int type)
+{
+    const int64_t row_bytes = a->num_kv_heads * a->head_dim * size_of(type);
+    int64_t offset = rows->first_position % a->block_size;
+    const int64_t *block = t->table + rows->first_position / a->block_size;
+    for (int64_t k = 0; k < rows->count; block++, offset = 0) {
+        const char *plane = plane_of(a, *block);
+        for (; offset < a->block_size && k < rows->count; offset++, k++) {
+            rows->keys[k] = plane + offset * row_bytes;
+            rows->values[k] = rows->keys[k] + a->plane_bytes;
+        }
+    }
+    for (int64_t k = rows->count; k < TILE_KEYS; k++) { /* may be computed with, is not used */
+        rows->keys[k] = rows->keys[rows->count - 1];
+        rows->values[k] = rows->values[rows->count - 1];
+    }
+}
+
+/* The rows of a tile of keys from a position on; none beyond the end. */
+INLINE void open_rows(const attention *a, const tile *t, key_rows *rows, int64_t first, int type)
+{
+    rows->first_position = first;
+    rows->count = larger_of(0, smaller_of(TILE_KEYS, t->end_key - first));
+    if (rows->count > 0)
+        find_rows(a, t, rows, type);
+}
+
+/* The scales of one head's codes at those positions: behind the codes of a plane, float32
+ * [num_kv_heads, block_size]. */
+INLINE void find_scales(const attention *a, const tile *t, key_rows *rows, int64_t head)
+{
+    int64_t offset = rows->first_position % a->block_size;
+    const int64_t *block = t->table + rows->first_position / a->block_size;
+    for (int64_t k = 0; k < rows->count; block++, offset = 0) {
+        const int64_t count = smaller_of(a->block_size - offset, rows->count - k);
+        const int64_t first = a->block_size * a->num_kv_heads * a->head_dim +
+                              (head * a->block_size + offset) * (int64_t)sizeof(float);
+        const char *scales = plane_of(a, *block) + first;
+        memcpy(rows->key_scales + k, scales, (size_t)count * sizeof(float));
+        memcpy(rows->value_scales + k, scales + a->plane_bytes, (size_t)count * sizeof(float));
+        k += count;
+    }
+    for (int64_t k = rows->count; k < TILE_KEYS; k++) /* may be computed with, is not used */
+        rows->key_scales[k] = rows->value_scales[k] = 0;
+}
 
 /* The sums of four vectors' lanes, next to each other. */
 INLINE void store_sums(float *to, vec a, vec b, vec c, vec d)
@@ -286,69 +346,6 @@ INLINE void multiply(float *sums, int64_t sums_stride, const float *left, int64_
             store(sums + row * sums_stride + n * LANES, sum[row][n], FLOAT32);
 }
 
-/* The current keys or values as rows of padded_dim, zeros behind their values and behind them all.
- * Codes of a byte are bfloat16, too. */
-INLINE void narrow_rows(const attention *a, const tile *t, const char *const *from, int64_t count,
-                        int64_t byte_offset, uint16_t *to, int type)
-{
-    memset(to, 0, (size_t)(TILE_KEYS * t->padded_dim) * sizeof *to);
-    for (int64_t k = 0; k < count; k++, to += t->padded_dim)
-        for (int64_t i = 0; i < a->head_dim; i += LANES) {
-            const int64_t left = smaller_of(LANES, a->head_dim - i);
-            const void *row = at(from[k] + byte_offset, i, type);
-            store_part(to + i, load_part(row, left, type), left, BFLOAT16);
-        }
-}
-
-/* Keys as a unit wants them: [padded_dim / 2][TILE_KEYS] pairs of what is next to each other in a key. */
-INLINE void pack_key_pairs(const tile *t, const uint16_t *rows, uint32_t *to)
-{
-    for (int64_t k = 0; k < TILE_KEYS; k++, rows += t->padded_dim)
-        for (int64_t pair = 0; pair < t->padded_dim / 2; pair++)
-            memcpy(to + pair * TILE_KEYS + k, rows + 2 * pair, sizeof *to);
-}
-
-/* Values: [TILE_KEYS / 2][padded_dim] pairs of what is at one place in a key and the next. */
-INLINE void pack_value_pairs(const tile *t, const uint16_t *rows, uint32_t *to)
-{
-    for (int64_t k = 0; k < TILE_KEYS; k += 2, rows += 2 * t->padded_dim, to += t->padded_dim)
-        for (int64_t i = 0; i < t->padded_dim; i++)
-            to[i] = rows[i] | (uint32_t)rows[t->padded_dim + i] << 16;
-}
-
-/* sums [32, 32 columns] += left [32, depth] by right [depth / 2, 32] pairs; strides in bytes. */
-INLINE void multiply_square(float *sums, int64_t sums_bytes, const uint16_t *left, int64_t left_bytes,
-                            const uint32_t *right, int64_t right_bytes, int64_t depth, int is_fresh)
-{
-    char *low = (char *)sums, *high = low + UNIT_ROWS * sums_bytes;
-    if (is_fresh) {
-        tile_zero(0);
-        tile_zero(1);
-        tile_zero(2);
-        tile_zero(3);
-    } else {
-        tile_load(0, low, sums_bytes);
-        tile_load(1, low + UNIT_BYTES, sums_bytes);
-        tile_load(2, high, sums_bytes);
-        tile_load(3, high + UNIT_BYTES, sums_bytes);
-    }
-    for (int64_t k = 0; k < depth; k += 2 * UNIT_ROWS) {
-        const char *x = (const char *)(left + k), *w = (const char *)right + k / 2 * right_bytes;
-        tile_load(4, x, left_bytes);
-        tile_load(5, x + UNIT_ROWS * left_bytes, left_bytes);
-        tile_load(6, w, right_bytes);
-        tile_load(7, w + UNIT_BYTES, right_bytes);
-        tile_multiply(0, 4, 6);
-        tile_multiply(1, 4, 7);
-        tile_multiply(2, 5, 6);
-        tile_multiply(3, 5, 7);
-    }
-    tile_store(low, sums_bytes, 0);
-    tile_store(low + UNIT_BYTES, sums_bytes, 1);
-    tile_store(high, sums_bytes, 2);
-    tile_store(high + UNIT_BYTES, sums_bytes, 3);
-}
-
 /* Each of a tile's columns times the scale of its key or value. */
 INLINE void scale_columns(float *row, const float *scales)
 {
@@ -412,5 +409,8 @@ INLINE void weigh_row(float *scores, int64_t low, int64_t high, float softcap, f
         case 2: { enum { ROWS = 2 }; call; } break;    \
         default: { enum { ROWS = 3 }; call; }          \
         }
+
+/* One item of a prompt's queries of bfloat16, by a unit of tiles. */
+void attend_by_squares(const attention *a, const tile *t, int kv_type);
 
 #endif

@@ -235,6 +235,9 @@ INLINE float sum_of(vec value)
 
 INLINE float largest_of(vec value)
 {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)value);
+#endif
     float largest = value[0];
     for (int lane = 1; lane < LANES; lane++)
         largest = value[lane] > largest ? value[lane] : largest;

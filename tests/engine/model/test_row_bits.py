@@ -134,8 +134,11 @@ class Attention:
 
     num_tokens = 1300
 
-    def __init__(self, level, dtype, heads, window, *, has_sinks=False, has_codes=False):
+    def __init__(
+        self, level, dtype, heads, window, *, has_sinks=False, has_codes=False, variant=WIDENED
+    ):
         self.kernels, _ = load_kernels(level)
+        self.variant = variant
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.block_size, self.window, self.dtype = 16, window, dtype
         count = -(-self.num_tokens // self.block_size)
@@ -167,7 +170,7 @@ class Attention:
             tables.data_ptr(), 0 if self.sinks is None else self.sinks.data_ptr(),
             kind_of(self.dtype), len(sequences), tables.shape[1], q.shape[1], self.num_heads,
             self.num_kv_heads, self.head_dim, self.block_size, 1, 0, self.window, self.kv_type,
-            self.plane_bytes, WIDENED, num_threads, self.head_dim**-0.5, 0.0,
+            self.plane_bytes, self.variant, num_threads, self.head_dim**-0.5, 0.0,
         )  # fmt: skip
         return out
 
@@ -198,6 +201,23 @@ def test_blocks_behind_the_window_weigh_nothing(level, dtype):
         near = [1] * (num_behind - num_far)
         attention.tables[1] = [0] * num_far + near + attention.tables[0][num_behind:]
         assert attention((1, first, 1300)).equal(expected)
+
+
+@each_level
+@pytest.mark.parametrize(("window", "has_codes"), [(0, False), (100, False), (100, True)])
+def test_a_prompts_rows_by_tiles_depend_on_nothing_beside_their_chunk(level, window, has_codes):
+    """Not on other sequences, nor on threads, nor on what is far behind the window."""
+    how = {"has_codes": has_codes, "variant": TILES}
+    attention = Attention(level, torch.bfloat16, HEADS[0], window, **how)
+    alone = attention((0, 1100, 1300))
+    assert attention((0, 1100, 1300), num_threads=3).equal(alone)
+    beside = attention((1, 0, 40), (0, 1100, 1300), (1, 900, 901), num_threads=2)
+    assert beside[40:-1].equal(alone)
+    if window and not has_codes:
+        num_far = (1100 + 1 - window - 64) // 16
+        attention.kv[0] = torch.nan
+        attention.tables[1] = [0] * num_far + attention.tables[0][num_far:]
+        assert attention((1, 1100, 1300)).equal(alone)
 
 
 @each_level
