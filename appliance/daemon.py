@@ -460,7 +460,7 @@ class _Daemon:
     def _continue_replies(self) -> None:
         if self._left.replies:
             log.info(
-                "Continuing %s of the daemon before", things(len(self._left.replies), "request")
+                "Continuing %s of the previous daemon", things(len(self._left.replies), "request")
             )
         for left in self._left.take():
             self._server.take_up(left)

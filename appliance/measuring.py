@@ -85,10 +85,11 @@ class Measuring:
         measurer, parts = self._measurer, []
         if measurer.num_done:
             parts.append(f"timed {things(measurer.num_done, 'step')} while idle")
-        if measurer.num_unknown and (measurer.num_done or self._is_waiting):
-            parts.append(f"{things(measurer.num_unknown, 'size')} to go")
+        left = f"{things(measurer.num_unknown, 'size')} left"
         if measurer.num_unknown and self._is_waiting:
-            parts.append("waiting: other programs use the workers' cores")
+            parts.append(f"timing paused: other programs use these cores ({left})")
+        elif measurer.num_unknown and measurer.num_done:
+            parts.append(left)
         return ", ".join(parts) or None
 
     def frame(self) -> dict[str, object]:

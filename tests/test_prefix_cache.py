@@ -67,11 +67,11 @@ def test_a_reply_and_the_log_say_why_a_prompt_missed(daemon):
         reply = daemon.complete(asked, max_tokens=1, cache_salt="misses")
         said.append(reply["usage"]["prompt_tokens_details"])
     reasons = [each.get("cache_miss") for each in said]
-    assert reasons == ["token 0: never stored", "token 150: another token", None]
+    assert reasons == ["token 0: never stored", "token 150: other text", None]
     assert "cache_miss_texts" not in said[0]
     assert len(set(said[1]["cache_miss_texts"].values())) == 2
     rows = daemon.http.get("/v1/penstock/log", params={"limit": 2}).json()["data"]
-    assert [row["cache_miss"] for row in rows] == [None, "token 150: another token"]
+    assert [row["cache_miss"] for row in rows] == [None, "token 150: other text"]
 
 
 def assert_turns_choices_and_twins(daemon, oracle, salt):

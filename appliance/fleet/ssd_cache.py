@@ -407,12 +407,14 @@ class SsdCache:
         num_blocks = 0 if self.tier is None else len(self.tier.index)
         if self._staged is not None:
             way += "; to and from GPUs through host memory, not yet tried on a GPU"
-        about = f"{_things(num_blocks, 'block')}, {size_text(num_blocks * slabs.block_bytes)}"
+        held = size_text(num_blocks * slabs.block_bytes)
         if others := sum(share.num_bytes for share in slabs.others.shares):
             way += f"; {size_text(others)} of other models are kept"
-        most = capacity_text(placement, slabs.max_places, allowed.cap_bytes)
-        severity = "warning" if slabs.max_places < MIN_CACHED_BLOCKS else "info"
-        self._tell(severity, "ssd.on", f"SSD cache in {self.folder}: {about} of {most}{way}")
+        is_small = slabs.max_places < MIN_CACHED_BLOCKS
+        room = f"room for {slabs.max_places * placement.block_size:,} tokens"
+        room += ", too little to help" * is_small
+        about = f"SSD cache {held} of {size_text(allowed.cap_bytes)} ({room}) in {self.folder}"
+        self._tell("warning" if is_small else "info", "ssd.on", about + way)
 
     def _done(self, disk: Disk, job: Job) -> None:
         if disk is self._disk and self._staged is not None:

@@ -94,15 +94,12 @@ def tokens_per_s(value: float | None) -> str:
 
 
 def millis(value_ms: float | None) -> str:
-    """Format milliseconds for a column headed `ms`: `9.1`, `12345`.
-
-    Six cells hold a quarter of an hour; longer times have their unit: `16m40s`.
-    """
+    """Format milliseconds for a column headed `ms`: `9.1`, `231`, and longer ones as `4.2s`."""
     if value_ms is None:
         return ABSENT
     if abs(value_ms) < 99.95:
         return f"{value_ms:.1f}"
-    return f"{value_ms:.0f}" if abs(value_ms) < 999_999.5 else seconds(value_ms / 1000)
+    return f"{value_ms:.0f}" if abs(value_ms) < 999.5 else seconds(value_ms / 1000)
 
 
 def duration(value_ms: float | None) -> str:

@@ -58,7 +58,6 @@ def phase_text(request: Mapping[str, Any]) -> str:
 
 def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
     """List the facts of one request for `penstock show` and the console, by label, in order."""
-    transport = request.get("transport")
     return {
         "state": phase_text(request),
         "user": request.get("user") or ABSENT,
@@ -71,7 +70,7 @@ def request_facts(request: Mapping[str, Any]) -> dict[str, str]:
         "ttft": duration(request.get("ttft_ms")),
         "tpot": duration(request.get("tpot_ms")),
         "first itl": duration(request.get("first_itl_ms")),
-        "moved": f"{size(request.get('handoff_bytes'))} by {transport}" if transport else ABSENT,
+        "moved": _moved(request),
         **{label: text for label, text in _explanations(request) if text},
     }
 
@@ -98,7 +97,7 @@ def _explanations(request: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("worker", _workers(request)),
         ("route", _route(request)),
         ("restored", request.get("restore_reason") or ""),
-        ("cache missed", request.get("cache_miss") or ""),
+        ("cached to", request.get("cache_miss") or ""),
         ("speculation", request.get("speculation") or ""),
         ("waits", f"for {waits_for}" if waits_for else ""),
         ("waited", f"for {waited_for}" if waited_for and not waits_for else ""),
@@ -133,24 +132,32 @@ def _output(request: Mapping[str, Any]) -> str:
 
 
 def _workers(request: Mapping[str, Any]) -> str:
-    """List the workers, and how blocks came to each: `prefill0, by peer at decode1`."""
+    """List the workers, and how blocks came to each: `prefill0, then decode1 (by peer)`."""
     names = (request.get("workers") or request.get("worker") or "").split(",")
     links = (request.get("links") or "").split(",")
     first, *others = names
+    ways = {"none": "again", _ALIAS: ""}
     stages = (
-        f"{'again' if link == 'none' else f'by {link}'} at {name}"
+        f"then {name}" + (f" ({way})" if (way := ways.get(link, f"by {link}")) else "")
         for name, link in zip(others, links, strict=False)
     )
     return ", ".join([first, *stages])
+
+
+def _moved(request: Mapping[str, Any]) -> str:
+    """Say how much KV was copied: `1.2 MiB by peer`."""
+    transport = request.get("transport")
+    if transport == _ALIAS:
+        return "nothing: both workers share the KV"
+    return f"{size(request.get('handoff_bytes'))} by {transport}" if transport else ABSENT
 
 
 def _route(request: Mapping[str, Any]) -> str:
     route, reason = request.get("route"), request.get("route_reason")
     if not route:
         return ""
-    moved = "prefilled by one worker, decoded by the other"
-    where = moved if route == "move" else f"all of it on {route}"
-    return f"{where} ({reason})" if reason else where
+    where = "one worker, then the other" if route == "move" else f"{route} alone"
+    return f"{where}; {reason}" if reason else where
 
 
 def _energy(request: Mapping[str, Any]) -> str:
@@ -159,6 +166,9 @@ def _energy(request: Mapping[str, Any]) -> str:
         return ""
     parts = (f"{phase} {joules(request.get(f'{phase}_j'))}" for phase in ("prefill", "decode"))
     return f"{joules(total_j)} = {' + '.join(parts)}"
+
+
+_ALIAS = "alias"
 
 
 class StageBar(NamedTuple):

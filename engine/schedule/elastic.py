@@ -188,9 +188,9 @@ class PairChoice(NamedTuple):
         return ": ".join(filter(None, (self.reason, self.about)))
 
 
-_UNKNOWN = "steps of this size not measured yet; static route"
-_ALONE = "nothing else runs; all cores compute it"
-_WARY = "the other routes were far slower than predicted; static route"
+_UNKNOWN = "step size not measured yet; default route"
+_ALONE = "machine idle; all cores compute it"
+_WARY = "the other routes were far slower than predicted; default route"
 _SHORT = "step times not measured yet; short prompts avoid waiting behind long ones"
 
 
@@ -266,7 +266,7 @@ def _is_as_good(forecast: Forecast, best: Forecast) -> bool:
 
 
 def _choice(forecast: Forecast, reason: str, why: str = "") -> PairChoice:
-    about = f"ttft {forecast.ttft_ms:.0f} ms and max ITL {forecast.max_itl_ms:.1f} ms predicted"
+    about = f"predicted TTFT {forecast.ttft_ms:.0f} ms, longest ITL {forecast.max_itl_ms:.1f} ms"
     about += (
         f", {forecast.itl_ms:.1f} ms after{why}" if forecast.itl_ms > forecast.max_itl_ms else why
     )

@@ -162,11 +162,11 @@ class Outcomes:
         took_ms = (step.ended_ns - prompt.placed_ns) / 1e6
         itl = f" and ITL {max_itl_ms:.1f} ms" if prompt.itls_ms else ""
         is_miss = self._judge(prompt, yields)
-        about = f"; it took {took_ms:.0f} ms{itl}"
+        about = f"; took {took_ms:.0f} ms{itl}"
         if yields:
             about = f"; yielded after {prompt.num_computed} tokens{itl}"
         if is_miss:
-            about += ", twice as bad or worse"
+            about += ", far longer"
         return Outcome(seq_id, about, yields)
 
     def _judge(self, prompt: _OpenPrompt, gave_way: bool) -> bool:

@@ -97,7 +97,7 @@ class PrefixMisses:
                 return CacheMiss(f"token {at}: another {what}")
         if at <= common < min(end, len(earlier) // 4) and common:
             shown = (_around(words, common), _around(earlier, common))
-            return CacheMiss(f"token {common}: another token", *shown)
+            return CacheMiss(f"token {common}: other text", *shown)
         return CacheMiss(f"token {at}: never stored")
 
     def _remember(self, prompt: _Prompt) -> None:

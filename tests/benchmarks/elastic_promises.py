@@ -43,7 +43,7 @@ QUESTIONS = (
 )
 FAR = 3.0
 """The chats' gap, over the usual one, that no prompt may cause."""
-_PREDICTED = re.compile(r"ttft (\d+) ms and max ITL ([\d.]+) ms predicted")
+_PREDICTED = re.compile(r"predicted TTFT (\d+) ms, longest ITL ([\d.]+) ms")
 _SAMPLE = Path(__file__).parents[2] / "engine" / "starter" / "sample"
 
 

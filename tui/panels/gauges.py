@@ -39,7 +39,7 @@ NAME_WIDTH = 8
 _DEVICE_WIDTH = 10
 _READING_WIDTH = 13
 MIN_REST_SHARE = 0.05
-"""Minimum share of the mean TTFT for which the sum shows `other`."""
+"""Minimum share of the mean TTFT for which the sum shows `rest`."""
 FOREIGN_PERCENT = 40
 """Minimum percent of a core, beyond its worker's, that counts as other programs' work."""
 _MACHINE_ROWS = 4

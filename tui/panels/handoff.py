@@ -49,13 +49,13 @@ _LEAST_RECENT = 6
 """Minimum rows of newest handoffs, with their heading."""
 REASONS: Mapping[str, str] = MappingProxyType(
     {
-        "alone": "nothing else ran; all cores computed it",
+        "alone": "machine idle; all cores computed it",
         "cheapest": "meets the targets at the lowest cost",
         "closest": "no route met the targets; least bad chosen",
         "kept": "as good as the best route, and used before",
         "only": "the other worker was not ready",
-        "unknown": "steps of this size not measured yet; static route",
-        "wary": "the other route was far slower than predicted; static route",
+        "unknown": "step size not measured yet; default route",
+        "wary": "the other route was far slower than predicted; default route",
         "static": "static roles: prefill and decode always separate",
         "colocated": "one worker for both phases",
     }
@@ -94,8 +94,8 @@ def _recent(view: View, width: int) -> list[Line]:
         [
             Run(pad(fig.short_id(request.id), 10), Tone.STRONG),
             Run(pad(request.user or fig.ABSENT, 12)),
-            Run(f"{fig.millis(request.handoff_ms):>7} ms, wait"),
-            Run(f"{fig.millis(request.decode_wait_ms):>7} ms"),
+            Run(f"{fig.duration(request.handoff_ms):>8}, wait"),
+            Run(f"{fig.duration(request.decode_wait_ms):>8}"),
             Run(f", {fig.size(request.handoff_bytes)}" if request.handoff_bytes else ""),
             Run(f"  {_reason(request.route_reason or '')}", Tone.MUTED),
         ]
@@ -288,16 +288,14 @@ def _predictions(frame: Frame, width: int) -> list[Line]:
 def _way(way: WayFrame) -> Line:
     where = f"{way.worker}, {'all' if way.has_all else 'own'} cores"
     beside = "beside decode steps" if way.is_beside else "no decode steps beside"
-    error = "" if way.error_ratio is None else f", error {way.error_ratio:.1f}x"
+    error = "" if way.error_ratio is None else f", predictions off {way.error_ratio:.1f}x"
     line = [
         Run(pad(fig.count(way.num_judged), _COUNT_WIDTH, right=True), Tone.STRONG),
         Run(f"  {pad(route_text(way.route), _ROUTE_WIDTH)}"),
         Run(f"on {where}, {beside}, steps of {fig.count(way.step_tokens)} tokens{error}"),
     ]
     if way.num_missed:
-        line.append(
-            Run(f", {fig.count(way.num_missed)} took at least twice the prediction", Tone.WARN)
-        )
+        line.append(Run(f", {fig.count(way.num_missed)} took twice as long or more", Tone.WARN))
     if way.num_gave_way:
         line.append(Run(f", {fig.count(way.num_gave_way)} moved away"))
     if way.is_closed:

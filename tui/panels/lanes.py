@@ -34,11 +34,11 @@ _LABEL_WIDTH = 13
 _PLACE_WIDTH = 44
 """Minimum width for a worker's device in its row."""
 _SHORT_REASONS = {
-    "alone": "nothing else ran",
-    "closest": "least late",
+    "alone": "machine idle",
+    "closest": "no route met the target",
     "kept": "as before",
     "only": "other not ready",
-    "unknown": "not measured",
+    "unknown": "no timings yet",
     "wary": "slower than predicted",
 }
 """Words for route reasons that are unclear without context."""
@@ -104,7 +104,7 @@ def prefill(view: View, width: int, height: int) -> list[Line]:
         pairs(
             width,
             ("oldest", fig.seconds(oldest_s)),
-            ("owners", fig.count(queue.num_owners)),
+            ("callers", fig.count(queue.num_owners)),
         ),
         pairs(
             width,
@@ -162,12 +162,12 @@ def ranked_routes(frame: Frame) -> list[tuple[int, str, str]]:
 
 
 def route_text(route: str) -> str:
-    """Describe a route: `handoff`, or `on decode`."""
-    return "handoff" if route == "move" else f"on {route}"
+    """Describe a route: `handed off`, or `on decode`."""
+    return "handed off" if route == "move" else f"on {route}"
 
 
 def routes(frame: Frame) -> list[str]:
-    """List `1,204 handoff: cheapest` for each route taken."""
+    """List `1,204 handed off: cheapest` for each route taken."""
     return [
         f"{fig.count(num)} {route_text(route)}: {_SHORT_REASONS.get(reason, reason)}"
         for num, route, reason in ranked_routes(frame)

@@ -94,7 +94,7 @@ def _made_of(now: LatencyFrame, width: int, height: int) -> list[Line]:
         text = " + ".join(f"{stage} {fig.millis(mean_ms)}" for stage, mean_ms in stages)
         rest_ms = total_ms - sum(mean_ms for _, mean_ms in stages)
         if stages and rest_ms > MIN_REST_SHARE * total_ms:
-            text += f" + other {fig.millis(rest_ms)}"
+            text += f" + rest {fig.millis(rest_ms)}"
         if not stages and ranked:
             text = f"{ranked[0][0]} {fig.millis(ranked[0][1])}"
         lines = fold([label, Run(text or fig.ABSENT)], width, len(label.text))

@@ -32,6 +32,9 @@ _PHASE_TONES = {
     "decoding": Tone.GOOD,
 }
 
+_WHOLE_CLIENT = 13
+"""Width of a program and its process number, which wide tables show."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestColumn:
@@ -82,23 +85,23 @@ COLUMNS = (
     RequestColumn("ID", 8, 0, lambda r: fig.short_id(r.id), is_right=False),
     RequestColumn("PHASE", 15, 0, phase_text, is_right=False),
     RequestColumn("USER", 8, 6, lambda r: r.user or fig.ABSENT, is_right=False, grows_to=12),
-    RequestColumn("CLIENT", 12, 8, lambda r: r.client or fig.ABSENT, is_right=False, grows_to=22),
-    RequestColumn("WORKER", 9, 14, lambda r: r.worker or fig.ABSENT, is_right=False),
-    RequestColumn("ENDPOINT", 16, 16, lambda r: r.endpoint, is_right=False, grows_to=24),
+    RequestColumn("CLIENT", 9, 7, lambda r: r.client or fig.ABSENT, is_right=False, grows_to=22),
+    RequestColumn("WORKER", 9, 15, lambda r: r.worker or fig.ABSENT, is_right=False),
+    RequestColumn("ENDPOINT", 16, 17, lambda r: r.endpoint, is_right=False, grows_to=24),
     RequestColumn("IN", 6, 1, lambda r: fig.short_count(r.prompt_tokens)),
     RequestColumn("OUT", 5, 2, _output_text),
-    RequestColumn("MAX", 5, 8, lambda r: fig.short_count(r.max_tokens)),
+    RequestColumn("MAX", 5, 9, lambda r: fig.short_count(r.max_tokens)),
     RequestColumn("TIME", 6, 3, lambda r: fig.seconds(r.age_ms / 1000)),
-    RequestColumn("QUEUE", 6, 10, lambda r: fig.millis(r.queue_ms)),
-    RequestColumn("PREFILL", 7, 11, lambda r: fig.millis(r.prefill_ms)),
+    RequestColumn("QUEUE", 6, 11, lambda r: fig.millis(r.queue_ms)),
+    RequestColumn("PREFILL", 7, 12, lambda r: fig.millis(r.prefill_ms)),
     RequestColumn("TTFT", 6, 4, lambda r: fig.millis(r.ttft_ms)),
-    RequestColumn("HANDOFF", 7, 12, lambda r: fig.millis(r.handoff_ms)),
+    RequestColumn("HANDOFF", 7, 13, lambda r: fig.millis(r.handoff_ms)),
     RequestColumn("TPOT", 6, 5, lambda r: fig.millis(r.tpot_ms)),
-    RequestColumn("BLOCKS", 6, 13, lambda r: _estimate_sign(r) + fig.short_count(r.num_blocks)),
-    RequestColumn("MOVED", 8, 15, lambda r: fig.size(r.handoff_bytes)),
-    RequestColumn("J", 7, 9, lambda r: _joules(r)),
-    RequestColumn("ROUTE", 8, 17, lambda r: r.route or fig.ABSENT, is_right=False),
-    RequestColumn("NOTE", 34, 7, _note, is_right=False, grows_to=120),
+    RequestColumn("BLOCKS", 6, 14, lambda r: _estimate_sign(r) + fig.short_count(r.num_blocks)),
+    RequestColumn("MOVED", 8, 16, lambda r: fig.size(r.handoff_bytes)),
+    RequestColumn("J", 7, 10, lambda r: _joules(r)),
+    RequestColumn("ROUTE", 8, 18, lambda r: r.route or fig.ABSENT, is_right=False),
+    RequestColumn("NOTE", 27, 8, _note, is_right=False, grows_to=120),
 )
 
 
@@ -116,7 +119,13 @@ def columns_for(width: int, is_metered: bool = True) -> list[RequestColumn]:
     chosen: list[RequestColumn] = []
     gap = 2 if width >= _ROOMY else 1
     room = width - _MARGIN + gap
-    known = [column for column in COLUMNS if is_metered or column.title != "J"]
+    known = [
+        replace(column, width=_WHOLE_CLIENT)
+        if column.title == "CLIENT" and width >= _WIDE
+        else column
+        for column in COLUMNS
+        if is_metered or column.title != "J"
+    ]
     for column in sorted(known, key=lambda column: column.rank):
         if column.width + gap <= room:
             chosen.append(column)
@@ -124,12 +133,14 @@ def columns_for(width: int, is_metered: bool = True) -> list[RequestColumn]:
     if width >= _WIDE:
         chosen = [_with_whole_id(column) for column in chosen]
     chosen.sort(key=lambda column: [each.title for each in COLUMNS].index(column.title))
-    grown: list[RequestColumn] = []
-    for column in chosen:
-        more = max(0, min(column.grows_to - column.width, room))
-        room -= more
-        grown.append(replace(column, width=column.width + more, gap=gap if grown else 0))
-    return grown
+    more = {}
+    for column in sorted(chosen, key=lambda column: column.title != "CLIENT"):
+        more[column.title] = max(0, min(column.grows_to - column.width, room))
+        room -= more[column.title]
+    return [
+        replace(each, width=each.width + more[each.title], gap=gap if index else 0)
+        for index, each in enumerate(chosen)
+    ]
 
 
 def _with_whole_id(column: RequestColumn) -> RequestColumn:
@@ -156,12 +167,14 @@ def row(request: RequestFrame, columns: Sequence[RequestColumn], *, is_selected:
         text = column.text(request)
         while column.title == "NOTE" and len(text) > column.width and ", " in text:
             text = text.rpartition(", ")[0]
+        if column.title == "CLIENT" and len(text) > column.width:  # a cut number says nothing
+            text = text.partition(" ")[0]
         line.append(Run(column.cell(text), tones.get(column.title, Tone.PLAIN)))
     return line
 
 
 def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -> str:
-    """Return `REQUESTS 30 live, 1-8 by time v`, the filter, and the ended requests' numbers.
+    """Return `REQUESTS 30 live, rows 1-8 by time v`, then filter and numbers of ends.
 
     Parts that do not fit are left out, from the last on.
     """
@@ -170,7 +183,7 @@ def title(view: View, num_shown: int, first: int, last: int, room: int = 1000) -
         return "REQUESTS"
     arrow = "^" if listing.is_reversed else "v"
     text = f"REQUESTS  {fig.count(frame.num_requests)} live"
-    text += f", {first}-{last} by {listing.sort} {arrow}" if num_shown else ""
+    text += f", rows {first}-{last} by {listing.sort} {arrow}" if num_shown else ""
     text += f" │ filter {listing.filter.text}" if listing.filter.text else ""
     totals, sign = frame.totals, " │ "
     for number, word in (

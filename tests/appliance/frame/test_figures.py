@@ -47,9 +47,16 @@ def test_seconds_go_over_to_larger_units(value_s, text):
 
 @pytest.mark.parametrize(
     ("value_ms", "text"),
-    [(0.44, "0.4"), (99.94, "99.9"), (99.96, "100"), (12_340, "12340"), (1e6, "16m40s")],
+    [
+        (0.44, "0.4"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (999.4, "999"),
+        (12_340, "12.3s"),
+        (1e6, "16m40s"),
+    ],
 )
-def test_milliseconds_stay_so_while_six_cells_hold_them(value_ms, text):
+def test_milliseconds_stay_so_below_a_second(value_ms, text):
     assert fig.millis(value_ms) == text
 
 

@@ -44,8 +44,8 @@ def test_facts_of_a_request_in_words():
     parts = ["384 from the pool", "128 from DRAM", "692 computed"]
     assert facts["in"] == f"1,204 tok ({', '.join(parts)})"
     assert facts["out"] == "3 of 64 tok"
-    assert facts["worker"] == "prefill0, by peer at decode1"
-    assert facts["route"].endswith(" (it is free)")
+    assert facts["worker"] == "prefill0, then decode1 (by peer)"
+    assert facts["route"].endswith("; it is free")
     assert facts["preempted"].startswith("once: ")
     assert facts["energy"] == "1.5 J = prefill 1.5 J + decode -"
     assert facts["moved"] == "2.0 KiB by peer"

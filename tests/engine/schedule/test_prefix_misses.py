@@ -28,9 +28,9 @@ OTHER = PrefixHasher(bytes(32), b"another model", BLOCK_SIZE)
 
 MISSES = [
     ({}, BASE, 0, "never stored"),
-    ({}, edited(EDITED), EDITED, "another token"),
-    ({}, edited(8 * BLOCK_SIZE), 8 * BLOCK_SIZE, "another token"),
-    ({}, edited(2), 2, "another token"),
+    ({}, edited(EDITED), EDITED, "other text"),
+    ({}, edited(8 * BLOCK_SIZE), 8 * BLOCK_SIZE, "other text"),
+    ({}, edited(2), 2, "other text"),
     ({}, LONGER, 10 * BLOCK_SIZE, "never stored"),
     ({}, [5, *BASE], 0, "never stored"),
     ({"salt": "mine"}, BASE, 0, "another salt"),
