@@ -4,8 +4,9 @@
  * without bound on a core that somebody else wants, costs more than it saves. A helper spins briefly
  * after its work, for the next call is usually microseconds away, and then sleeps. Meanwhile it fetches
  * what it will read next into its second cache, if that was announced: between two products of a
- * step memory would else have nothing to do. With one thread none of this is touched. One caller at
- * a time: a worker computes on one thread.
+ * step memory would else have nothing to do. A call waits only for helpers that have joined it: one
+ * that other programs keep from its core holds up nobody, and the others do its items. With one thread
+ * none of this is touched. One caller at a time: a worker computes on one thread.
  */
 #include "kernels.h"
 
@@ -34,8 +35,9 @@ static struct {
     parallel_body body;
     void *context;
     uint64_t num_shares;
-    _Atomic uint64_t call; /* its number above, in the low byte how many helpers take part */
-    _Atomic int64_t num_working;
+    _Atomic uint64_t call; /* its number above, in the low byte how many helpers may take part */
+    _Atomic uint64_t joined; /* the open call's number above, how many take part; 0: none is open */
+    _Atomic uint64_t num_done; /* of those */
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .has_work = PTHREAD_COND_INITIALIZER};
 
 /* By thread, the caller being 0; each has a line of the cache to itself. */
@@ -70,6 +72,16 @@ void announce_nothing(void)
 {
     for (int64_t thread = 1; thread <= pool.num_helpers; thread++)
         announce(thread, NULL, 0);
+}
+
+/* Take part in a call, unless it is over. */
+static int join(uint64_t call)
+{
+    uint64_t joined = atomic_load(&pool.joined);
+    while (joined >> 8 == call >> 8)
+        if (atomic_compare_exchange_weak(&pool.joined, &joined, joined + 1))
+            return 1;
+    return 0;
 }
 
 /* The first call after the one seen. */
@@ -108,9 +120,9 @@ static void *help(void *argument)
     uint64_t call = 0;
     for (;;) {
         call = next_call(call, index + 1);
-        if (index < (call & MAX_HELPERS)) {
+        if (index < (call & MAX_HELPERS) && join(call)) {
             work(index + 1);
-            atomic_fetch_sub(&pool.num_working, 1);
+            atomic_fetch_add(&pool.num_done, 1);
         }
     }
     return NULL;
@@ -149,19 +161,21 @@ static void run(int64_t num_threads, int64_t num_items, int are_shared, parallel
         atomic_store(&threads[i].next_item, num_items * i / num_shares);
         threads[i].end_item = num_items * (i + 1) / num_shares;
     }
-    atomic_store(&pool.num_working, num_helpers);
+    atomic_store(&pool.num_done, 0);
     pthread_mutex_lock(&pool.mutex);
     const uint64_t number = (atomic_load(&pool.call) >> 8) + 1;
+    atomic_store(&pool.joined, number << 8);
     atomic_store(&pool.call, number << 8 | (uint64_t)num_helpers);
     if (pool.num_sleeping > 0)
         pthread_cond_broadcast(&pool.has_work);
     pthread_mutex_unlock(&pool.mutex);
     work(0);
-    for (int spin = 0; atomic_load(&pool.num_working) > 0; spin++) {
+    const uint64_t num_joined = atomic_exchange(&pool.joined, 0) & MAX_HELPERS;
+    for (int spin = 0; atomic_load(&pool.num_done) < num_joined; spin++) {
         if (spin < SPINS)
             pause_briefly();
         else
-            sched_yield(); /* a helper has lost its core */
+            sched_yield(); /* a helper has lost its core amid an item */
     }
 }
 
