@@ -367,7 +367,8 @@ class _Forecaster:
         # earlier prompts are taken to have chunks of this size
         ahead_ms = own_ms * load.num_prefill_tokens / tokens
         after_ms = self._decode_ms(end, self._cores(end, busy | {end}), 1)
-        max_itl_ms, itl_target_ms = self._max_itl_ms(pair, own_ms / steps, after_ms)
+        step_ms = own_ms * min(tokens, chunk) / tokens  # of the first ones; the last has the rest
+        max_itl_ms, itl_target_ms = self._max_itl_ms(pair, step_ms, after_ms)
         core_ms, more_ms = 0.0, 0.0
         if pair.moves:
             copy_ms = self._s.copy_ms.get(pair)

@@ -15,7 +15,7 @@ from engine.cache.topology import Topology
 from engine.schedule.copies import Copies
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.sequence import Counters, Moving, On, RouteStage, Sequence
-from engine.schedule.worker_routes import Routes
+from engine.schedule.worker_routes import MIN_CHUNK_TOKENS, Routes
 
 PROBATION_SUSPICIONS = 2
 MAX_SUSPICIONS = 3
@@ -72,15 +72,21 @@ class Recovery:
         return Moving(source, target)
 
     def fallback(
-        self, sequence: Sequence, open_workers: Collection[str], held: Collection[Sequence]
+        self,
+        sequence: Sequence,
+        open_workers: Collection[str],
+        ready_workers: Collection[str],
+        held: Collection[Sequence],
     ) -> RouteStage | None:
-        """Another route for a sequence whose worker is down; its first stage, or None.
+        """Another route for a sequence whose worker is down, or whose blocks did not come.
 
-        None: no other worker is there, or its blocks are not to be had yet.
+        Returns:
+            Its first stage; None: no other worker is there, or its blocks are not to be had yet.
         """
         others = {other.worker for other in held if other is not sequence}
         if sequence.is_on_probation:
             open_workers = [name for name in open_workers if name not in others]
+            ready_workers = [name for name in ready_workers if name not in others]
 
         hits = self._prefixes.hits(sequence)
 
@@ -88,7 +94,8 @@ class Recovery:
             pool = self._topology.pool_of(worker)
             return max(self._num_computed(sequence, pool), hits.get(pool, 0))
 
-        for stages in self._routes.fallbacks(sequence, open_workers, held, num_there):
+        routes = self._routes.fallbacks(sequence, open_workers, ready_workers, held, num_there)
+        for stages in routes:
             if self._take(sequence, stages):
                 return stages[0]
         return None
@@ -139,8 +146,14 @@ class Recovery:
             is_lost |= not (is_there and has_blocks and source_is_there)
         if is_lost:
             self._counters.failed_handoffs += 1
+            sequence.num_failed_copies += 1
             self._keep(sequence, {to_pool}, to_pool, self._num_computed(sequence, to_pool))
         return not (copies.is_under_way(sequence) or copies.is_written(sequence, to_pool))
+
+    def lacks_blocks(self, sequence: Sequence) -> bool:
+        """Say whether so much of a moving sequence did not come that it would hold up streams."""
+        num_left = sequence.num_tokens - sequence.num_computed_tokens
+        return num_left > MIN_CHUNK_TOKENS and not sequence.is_on_probation
 
     def arrive(self, sequence: Sequence) -> None:
         """Note that its blocks have arrived and are computed in the target's pool."""

@@ -395,9 +395,12 @@ class Router:
             self._admit(sequence, stage, now_ns)
 
     def _fallback(self, sequence: Sequence, stage: RouteStage) -> RouteStage:
-        if stage.worker in self.roles.ready_workers:
-            return stage
-        return self.recovery.fallback(sequence, self.roles.open_workers, self.at.held()) or stage
+        return stage if stage.worker in self.roles.ready_workers else self._other(sequence) or stage
+
+    def _other(self, sequence: Sequence) -> RouteStage | None:
+        """Give a sequence another route, and return its first stage; None: there is none now."""
+        there, ready = self.roles.open_workers, self.roles.ready_workers
+        return self.recovery.fallback(sequence, there, ready, self.at.held())
 
     def _may_run(self, sequence: Sequence, worker: str) -> bool:
         """Say whether the worker is ready, and runs no second suspect."""
@@ -412,7 +415,14 @@ class Router:
         if stage is not target:
             self.at.put(sequence, Waiting(stage))
             return
-        if self.recovery.has_come(sequence, ready) and self._may_run(sequence, target.worker):
+        if not self.recovery.has_come(sequence, ready):
+            return
+        if self.recovery.lacks_blocks(sequence):
+            if (other := self._other(sequence)) is not None:
+                self.at.put(sequence, Waiting(other))
+            else:  # the workers of prompts are full: it is placed before the queue
+                self._pause(sequence, now_ns)
+        elif self._may_run(sequence, target.worker):
             self.recovery.arrive(sequence)
             self._admit(sequence, target, now_ns)
 

@@ -228,6 +228,8 @@ class Sequence:
     num_recoveries: int = 0
     num_preemptions: int = 0
     """Times that its blocks were taken away for others."""
+    num_failed_copies: int = 0
+    """Handoffs of its blocks that failed."""
     num_suspicions: int = 0
     """Deaths of a worker for which it may be to blame."""
     has_begun: bool = False

@@ -23,6 +23,8 @@ MIN_CHUNK_TOKENS = 64
 AHEAD_TOKENS = 8
 """Positions after its newest token that a sequence has blocks for: enough for a step with a draft
 of 7 tokens. The next step may begin before the daemon has answered."""
+MAX_FAILED_COPIES = 3
+"""Handoffs of a sequence that may fail before what is left is computed where it decodes."""
 MAX_PREEMPTIONS = 2
 """Preemptions after which a sequence returns only with blocks for many tokens more.
 
@@ -293,17 +295,20 @@ class Routes:
         self,
         sequence: Sequence,
         open_workers: Collection[str],
+        ready_workers: Collection[str],
         held: Iterable[Sequence],
         num_there: Callable[[str], int],
     ) -> list[tuple[RouteStage, ...]]:
-        """List routes for a sequence that lost its worker, the best first.
+        """List routes for a sequence that lost its worker or its copied blocks, the best first.
 
         It decodes at its planned worker if that is up; else where most of it is computed, or at the
         worker with fewest sequences. A prefill worker computes the rest of its prompt, unless the
-        rest is so short that it hardly delays decoding sequences.
+        rest is so short that it hardly delays decoding sequences: as long as one is up the rest
+        waits for it, also if that is full or not open. Copies that keep failing end that.
 
         Args:
             open_workers: may get it.
+            ready_workers: are up.
             held: all sequences on workers or between two.
             num_there: its positions that are computed in a worker's pool.
         """
@@ -311,13 +316,17 @@ class Routes:
         batches = Counter(other.stages[-1].worker for other in held)
         ends = [n for n in playing(DECODE) if n in open_workers] or sorted(open_workers)
         ends.sort(key=lambda n: (n != sequence.stages[-1].worker, -num_there(n), batches[n]))
-        firsts = [n for n in playing(PREFILL) if n in open_workers]
+        up = [n for n in playing(PREFILL) if n in ready_workers]
+        firsts = [n for n in up if n in open_workers] or up
         firsts.sort(key=lambda n: (-num_there(n), batches[n]))
         routes = []
         for end in ends:
+            moving = []
             num_left = sequence.num_tokens - num_there(end)
-            if end in playing(DECODE) and num_left > MIN_CHUNK_TOKENS:
+            may_move = sequence.num_failed_copies < MAX_FAILED_COPIES
+            if end in playing(DECODE) and num_left > MIN_CHUNK_TOKENS and may_move:
                 pairs = [Pair(first, end) for first in firsts if first != end]
-                routes += [route_stages(sequence, pair) for pair in pairs]
-            routes.append((RouteStage(end, sequence.sampling.max_tokens),))
+                moving = [route_stages(sequence, pair) for pair in pairs]
+                moving = [stages for stages in moving if self.has_capacity(sequence, stages)]
+            routes += moving or [(RouteStage(end, sequence.sampling.max_tokens),)]
         return routes

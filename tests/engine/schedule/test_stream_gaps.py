@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.schedule import elastic, roles_in_force
+from engine.schedule import elastic, recovery, roles_in_force, worker_routes
 from engine.schedule.elastic import Slo
 from engine.schedule.roles_in_force import MAX_GAP_RATIO
 from engine.schedule.sequence import FinishReason
@@ -112,7 +112,8 @@ class StreamWorld(World):
 def short_chunks(monkeypatch):
     """Chunks that are shorter than the steps of fake workers."""
     monkeypatch.setattr(roles_in_force, "LEAST_CHUNK_BESIDE", LEAST)
-    monkeypatch.setattr(elastic, "MIN_CHUNK_TOKENS", LEAST)
+    for module in (elastic, recovery, worker_routes):
+        monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", LEAST)
 
 
 def wander(world, rng, num_actions):
@@ -141,6 +142,8 @@ def wander(world, rng, num_actions):
             world.router.set_stalled(stalled, world.now_ns)
         elif action < 0.14:
             starved = {n for n in names if rng.random() < 0.3}
+        elif action < 0.145:
+            worker.break_copies()
         elif name in down or (name in starved and rng.random() < 0.9):
             continue
         elif action < 0.4:
@@ -185,3 +188,50 @@ def test_no_stream_stands_still_for_a_prompt(arm, short_chunks):
     print(arm, dict(seen))
     num_mixed = seen["steps with streams and prompts"]
     assert num_mixed > 0
+
+
+class Handoffs(World):
+    """A stream at `decode`, and a long prompt whose first handoffs fail."""
+
+    def __init__(self, arm, num_failing, **sizes):
+        super().__init__(arm, **sizes)
+        self.num_failing, self.num_prompt_tokens = num_failing, Counter()
+        stream, self.prompt = self.sequence(4, 50), self.sequence(40, 4)
+        self.finish_first_tokens(stream)
+        self.submit(self.prompt)
+
+    def finish_first_tokens(self, stream):
+        self.submit(stream)
+        while stream.worker != "decode":
+            self.tick()
+
+    def deliver(self, worker):
+        """Count the prompt's tokens by worker."""
+        report = worker.outbox[0]
+        for entry in report.entries if isinstance(report, Stepped) else ():
+            if entry.seq_id == self.prompt.seq_id and not entry.is_decoding:
+                self.num_prompt_tokens[worker.name] += entry.num_scheduled_tokens
+        super().deliver(worker)
+
+    def tick(self):
+        """Break what is under way of the prompt before it can be copied."""
+        is_coming = self.prompt.worker == "prefill" or self.prompt.phase == "handing_off"
+        if is_coming and self.prompt.num_failed_copies < self.num_failing:
+            for worker in self.workers.values():
+                self.receive(worker)
+                worker.break_copies()
+        super().tick()
+
+
+@pytest.mark.parametrize("arm", ["peer", "shm", "gpu peer"])
+@pytest.mark.parametrize("num_failing", [1, 2, 3])
+def test_a_prompt_whose_copies_fail_goes_to_a_worker_of_prompts_again(
+    arm, num_failing, short_chunks
+):
+    world = Handoffs(arm, num_failing)
+    world.run()
+    assert world.emitted[world.prompt.seq_id] == expected_tokens(world.prompt)
+    assert world.prompt.num_failed_copies == num_failing
+    on_decode = world.num_prompt_tokens["decode"]
+    assert (on_decode > LEAST) == (num_failing == worker_routes.MAX_FAILED_COPIES)
+    world.assert_all_free()
