@@ -40,6 +40,8 @@ DAEMON_STOPS_S = (0.002, 0.02, 0.3, 60)
 """The shortest: workers are a few steps ahead of it, and their messages cross with its commands."""
 WORKER_STOPS_S = (0.005, 0.3)
 """So short that the worker is not killed: what it goes on with may have been given to others."""
+LATE_BEATS = (1, 4)
+"""Beats of a starved worker that come late: it is slow, and keeps its place."""
 EVENTS_PER_OTHER = 3
 """At each third event all workers die, at each third the daemon is stopped, and so on."""
 MOST_TRIED = 40
@@ -51,12 +53,12 @@ RUN_S = 60
 
 
 class Fault(NamedTuple):
-    """What happens before which event: a worker is killed or stopped, or the disk fails once."""
+    """What happens before which event: a worker is killed, stopped or starved, or a disk fails."""
 
     at: int
     what: str
-    """What is killed: a worker, the daemon or all workers; `NAME:SECONDS` if it is stopped instead;
-    or what the disk does."""
+    """What is killed: a worker, the daemon or all workers; `NAME:SECONDS` if it is stopped instead,
+    `NAME~BEATS` if other programs make so many beats late; or what the disk does."""
 
 
 class Run(NamedTuple):
@@ -90,6 +92,7 @@ class Seen:
     num_at_ready: int = 0
     num_events: int = 0
     num_faults: int = 0
+    num_started: int = 0
     workers: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     cpu_s: float = 0.0
@@ -166,7 +169,7 @@ def _note(seen: Seen, outcome: Outcome) -> None:
         seen.said[name], seen.statuses[name] = said.as_tuple(), reply.status
         seen.texts[name] = said.texts[0]
     seen.rows, seen.num_events = sorted(outcome.rows, key=repr), outcome.num_events
-    seen.num_at_ready = outcome.num_at_ready
+    seen.num_at_ready, seen.num_started = outcome.num_at_ready, outcome.num_started
     seen.problems += outcome.problems
 
 
@@ -187,6 +190,9 @@ def differences(calm: Seen, seen: Seen) -> list[str]:
                 found.append(f"{name}: {theirs!r} and {whole!r} begin differently")
         elif not is_whole:
             found.append(f"{name}: {seen.said.get(name)} instead of {said}")
+    is_only_starved = all("~" in fault.what for fault in seen.run.faults)
+    if is_only_starved and seen.num_started != calm.num_started:
+        found.append(f"{seen.num_started} workers were started instead of {calm.num_started}")
     return found + _wrong_rows(calm, seen, may_differ)
 
 
@@ -209,15 +215,16 @@ def plans(calm: Seen, every: int, num_drawn: int) -> Iterator[Run]:
     drawn = random.Random(f"{name} {seed}")
     daemon_stops = [f"{DAEMON}:{stop_s}" for stop_s in DAEMON_STOPS_S]
     worker_stops = [f"{worker}:{stop_s}" for worker in calm.workers for stop_s in WORKER_STOPS_S]
+    starved = [f"{worker}~{count}" for worker in calm.workers for count in LATE_BEATS]
     disk = DISK_FAULTS if "ssd_cache" in SCENARIOS[name].options else ()
-    others = [[WORKERS], daemon_stops, worker_stops, disk]
+    others = [[WORKERS], daemon_stops, worker_stops, starved, disk]
     for offset, kinds in enumerate(filter(None, others)):
         for at in range(first + offset, last + 1, every * EVENTS_PER_OTHER):
             yield Run(name, seed, (Fault(at, drawn.choice(kinds)),))
     stops = [f"{worker}:{stop_s}" for worker in calm.workers for stop_s in STOPS_S]
     for _ in range(num_drawn):
         at = drawn.randint(first, last)
-        what = drawn.choice([*calm.workers * 3, *stops, *disk * 2])
+        what = drawn.choice([*calm.workers * 3, *stops, *starved, *disk * 2])
         second = Fault(at + drawn.randint(0, 40), drawn.choice([*calm.workers, *disk]))
         yield Run(name, seed, (Fault(at, what), second))
 

@@ -37,9 +37,12 @@ from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
 from appliance.telemetry import deadlines
 from appliance.telemetry.thread_times import ThreadTime
+from engine.cache.topology import PREFILL
 from engine.errors import InvariantViolated
 from engine.offload import slab_files
 from engine.reader.jobs import JOBS
+from engine.schedule.router import Router
+from engine.schedule.worker_routes import MAX_FAILED_COPIES, MIN_CHUNK_TOKENS
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.sweep.keeper import Keeper
@@ -105,6 +108,8 @@ class Outcome:
     num_at_ready: int = 0
     """Events before all workers were ready: a worker that dies before is the end of a start."""
     num_events: int = 0
+    num_started: int = 0
+    """Workers ever started."""
     problems: list[str] = field(default_factory=list)
 
     def has_shown(self, what: str | None) -> bool:
@@ -147,6 +152,8 @@ class Machine:
         self.num_at_ready = 0
         self.is_checked = True
         """Whether invariants are checked after every event."""
+        self._seen = set[tuple[int, int, int]]()
+        """Admissions by router, sequence and generation."""
         self._disk_fault = ""
         self._files_before = set(map(int, os.listdir("/proc/self/fd")))
         self._clients: set[socket.socket] = set()
@@ -169,7 +176,8 @@ class Machine:
             self.problems.append(f"the keeper still has {left}")
         if endings != ["crash"] * num_killed + ["clean"]:
             self.problems.append(f"{num_killed} daemons were killed, and the runs ended {endings}")
-        return Outcome(replies, rows, facts, self.num_at_ready, self.loop.num_events, self.problems)
+        counts = self.num_at_ready, self.loop.num_events, len(self.workers)
+        return Outcome(replies, rows, facts, *counts, self.problems)
 
     def _end_log(self) -> None:
         """End a failed run's log: a fork while its thread works leaves SQLite locked."""
@@ -187,12 +195,22 @@ class Machine:
             return self.kill_daemon()
         if what == WORKERS:
             return sum(map(self.suffer, sorted({worker.name for worker in self.workers}))) > 0
+        name, _, num_beats = what.partition("~")
+        if num_beats:
+            return self._starve(name, int(num_beats))
         name, _, stop_s = what.partition(":")
         if name == DAEMON and (self._booting is not None or self._is_stopping):
             return False
         for process in (self._lives[-1], *reversed(self.workers)):
             if process.name == name and not process.is_dead:
                 self.loop.stop_process(process, float(stop_s)) if stop_s else process.kill()
+                return True
+        return False
+
+    def _starve(self, name: str, num_beats: int) -> bool:
+        for worker in reversed(self.workers):
+            if worker.name == name and not worker.is_dead:
+                worker.starve(num_beats)
                 return True
         return False
 
@@ -207,7 +225,7 @@ class Machine:
         with (
             mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
             mock.patch.object(appliance.disk_reads, "start_new_thread", lambda run, _: run()),
-            mock.patch.object(deadlines, "thread_times", lambda pid: {pid: _IDLE_THREAD}),
+            mock.patch.object(deadlines, "thread_times", self._thread_times),
             mock.patch.object(appliance.daemon, "standing_threads", _unused_threads),
             mock.patch.object(fair_threads, "standing_threads", _unused_threads),
             mock.patch.object(engine.offload.disk, "Thread", _Never),
@@ -228,6 +246,11 @@ class Machine:
             ),
         ):
             yield
+
+    def _thread_times(self, pid: int | None) -> dict[int, ThreadTime]:
+        """Show a starved worker as waiting for a core; a stopped one waits for none."""
+        is_starved = any(worker.pid == pid and worker.num_late_beats for worker in self.workers)
+        return {pid or 0: ThreadTime(is_starved, 0.0, 0.0)}
 
     def _failing(self, call: Callable[..., None]) -> Callable[..., None]:
         """Let the disk's next operation fail once a fault is wanted."""
@@ -335,8 +358,24 @@ class Machine:
             return
         try:
             router.check_invariants()
+            self._check_streams(router)
         except InvariantViolated as error:
             self.problems.append(f"event {self.loop.num_events}: {error}")
+
+    def _check_streams(self, router: Router) -> None:
+        """Raise InvariantViolated if a prompt came to streams although a prefill worker lives."""
+        prefills, running = router.topology.playing(PREFILL), list(router.at.running.values())
+        new = [one for one in running if (id(router), one.seq_id, one.generation) not in self._seen]
+        self._seen.update((id(router), one.seq_id, one.generation) for one in new)
+        if router.roles.ready_workers.isdisjoint(prefills) or router.roles.roles == "colocated":
+            return
+        for one in new:
+            num_left, worker = one.num_tokens - one.num_computed_tokens, one.worker
+            is_let = worker in prefills or one.spares_streams_at == worker
+            is_let |= num_left <= MIN_CHUNK_TOKENS or one.num_failed_copies >= MAX_FAILED_COPIES
+            if not is_let and any(s.worker == worker and s.output_token_ids for s in running):
+                about = f"{num_left} prompt tokens came to the streams"
+                raise InvariantViolated(about, where=str(worker))
 
     def _may_write(self, pool: str, block_id: int) -> bool:
         """Say whether no other request can find this block."""
@@ -444,10 +483,6 @@ def _damage(path: Path, drawn: random.Random, *, is_torn: bool) -> None:
                 page[at] ^= 1
             file.seek(start)
             file.write(page)
-
-
-_IDLE_THREAD = ThreadTime(False, 0.0, 0.0)
-"""All that is seen of a simulated worker while it is stopped: it waits for no core."""
 
 
 def _unused_threads(*_: Any) -> ThreadPoolExecutor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ChannelClosed
+from engine.wire.beats import Beats
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     Command,
@@ -33,6 +34,8 @@ from engine.wire.messages import (
 from tests.engine.fake_workers import FakeWorker, next_token
 from tests.sweep.virtual_loop import Process, VirtualLoop
 
+HELD_S = 12.0
+"""Virtual time for which a starved worker gets no core before a beat: longer than any patience."""
 EXIT_S = 0.003
 """Virtual time from a process's death until its parent may know."""
 VOCABULARY = 126
@@ -160,8 +163,12 @@ class _Worker(FakeWorker):
 class WorkerProcess(Process):
     """What the supervisor takes for a `subprocess.Popen`."""
 
-    def __init__(self, loop: VirtualLoop, may_write: MayWrite, sock: socket.socket) -> None:
+    def __init__(
+        self, loop: VirtualLoop, may_write: MayWrite, sock: socket.socket, beats: Beats
+    ) -> None:
         super().__init__("worker")
+        self._beats, self.num_late_beats = beats, 0
+        """How many of its next beats come late, as other programs have its core."""
         self._loop, self._memory, self._may_write = loop, PoolMemory(), may_write
         self._channel, self._socket = WorkerChannel(sock), sock
         self._code: int | None = None
@@ -183,6 +190,17 @@ class WorkerProcess(Process):
     def kill(self) -> None:
         """End it now, in the middle of whatever it does."""
         self._end(-signal.SIGKILL)
+
+    def starve(self, num_beats: int) -> None:
+        """Keep it from its core before each of its next beats, which are within one step."""
+        self.num_late_beats = num_beats
+        if num_beats and not self.is_dead:
+            self._loop.stop_process(self, HELD_S)
+            self._loop.call_later(HELD_S, self._beat_late, context=Context())
+
+    def _beat_late(self) -> None:
+        self._beats.beat()
+        self.starve(self.num_late_beats - 1)
 
     def _end(self, code: int) -> None:
         if self.is_dead:
@@ -263,6 +281,7 @@ class WorkerProcess(Process):
             fake.receive(now_ns)
         has_copied = fake.copy(now_ns, most=self._loop.random.randint(1, 3))
         fake.step(now_ns)
+        self._beats.beat()
         if has_copied or fake.outbox:
             self._later(STEP_S, self._report)
         else:
@@ -291,7 +310,8 @@ def spawner(loop: VirtualLoop, may_write: MayWrite, started: list[WorkerProcess]
 
     def popen(command: list[str], **_: Any) -> WorkerProcess:
         fd = int(command[command.index("--channel-fd") + 1])
-        worker = WorkerProcess(loop, may_write, socket.socket(fileno=os.dup(fd)))
+        beats = Beats(int(command[command.index("--beats-fd") + 1]))
+        worker = WorkerProcess(loop, may_write, socket.socket(fileno=os.dup(fd)), beats)
         started.append(worker)
         return worker
 
