@@ -102,7 +102,7 @@ def _alert_line(alert: Row, colour: bool, room: int | None) -> str:
     severity = printable(alert.get("severity"))
     head = painted(severity, _SEVERITY_COLOURS.get(severity), colour)
     rest = f"{alert.get('code')}: {alert.get('message')} (since {alert.get('since')})"
-    rest += f": {alert['action']}" if alert.get("action") else ""
+    rest += f"; run `{alert['action']}`" if alert.get("action") else ""
     line = folded(f"{severity:<8} {printable(rest)}", room, _TEXT_AT)
     return head + line[len(severity) :]
 

@@ -451,7 +451,7 @@ def _alerts(state: dict[str, Any] | PenstockError) -> Iterator[Finding]:
     """List the raised alerts, as `status` does."""
     for alert in [] if isinstance(state, PenstockError) else state.get("alerts", []):
         about = f"{alert['code']} since {alert['since']}: {alert['message']}"
-        hint = alert.get("action") or "see penstock events for what came before"
+        hint = f"run `{alert.get('action') or 'penstock events'}`"
         if alert["code"] == "link.down":
             hint = "it retries when a worker starts; see also the kernel log"
         yield Finding("alert", "note", about, hint)

@@ -90,10 +90,21 @@ def _pool_frame(pool: PoolSnapshot, owners: list[OwnerFrame], block_bytes: int) 
 
 
 def queue_frame(
-    snapshot: Snapshot, first_token: LateFrame | None, next_token: LateFrame | None, now_ns: int
+    snapshot: Snapshot,
+    kept: list[RequestFrame],
+    first_token: LateFrame | None,
+    next_token: LateFrame | None,
+    now_ns: int,
 ) -> QueueFrame:
-    """Count the sequences in each phase, and show how full the queue is."""
-    counts, queue = snapshot.phases, snapshot.queue
+    """Count the sequences in each phase, and show how full the queue is.
+
+    Args:
+        kept: the requests of the daemon before that wait until this one continues them.
+    """
+    counts = Counter({str(phase): number for phase, number in snapshot.phases.items()})
+    queue = snapshot.queue
+    for request in kept:
+        counts[request.phase] += request.num_sequences
     oldest_ns = queue.oldest_arrived_ns
     return QueueFrame(
         queued=counts.get(Phase.QUEUED, 0),

@@ -252,7 +252,7 @@ class Frames:
             "uptime_s": (now_ns - self._started_ns) / 1e9,
             "state": state,
             "state_reason": reason,
-            "queue": queue_frame(snapshot, first_token, next_token, now_ns),
+            "queue": queue_frame(snapshot, standing.kept, first_token, next_token, now_ns),
             "pools": pool_frames(snapshot, standing.live, block_bytes),
             "latency": latency,
             "limit": limit(

@@ -174,7 +174,8 @@ def daemon_died(frame: Frame, past: LastMinute) -> Iterator[Signal]:
     about = f"the daemon was killed {whole_seconds(max(age_s, 0.0))} ago{how}"
     whose = things(end.num_kept, "request")
     if end.num_waiting:
-        about += f"; {whose} continue{'s' * (end.num_kept == 1)} once the model is loaded"
+        about += f"; {whose} continue{'s' * (end.num_kept == 1)}"
+        about += " once the model is loaded" * (frame.state == "loading")
     elif end.num_kept:
         about += f"; {whose} continued"
     yield Signal(1, about)

@@ -151,7 +151,7 @@ class Recovery:
         return not (copies.is_under_way(sequence) or copies.is_written(sequence, to_pool))
 
     def lacks_blocks(self, sequence: Sequence) -> bool:
-        """Say whether so much of a moving sequence did not come that it would hold up streams."""
+        """Say whether streams would notice the computing of what a moving sequence lacks."""
         num_left = sequence.num_tokens - sequence.num_computed_tokens
         return num_left > MIN_CHUNK_TOKENS and not sequence.is_on_probation
 

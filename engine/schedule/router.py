@@ -398,7 +398,7 @@ class Router:
         return stage if stage.worker in self.roles.ready_workers else self._other(sequence) or stage
 
     def _other(self, sequence: Sequence) -> RouteStage | None:
-        """Give a sequence another route, and return its first stage; None: there is none now."""
+        """Give a sequence another route, and return its first stage; None: no route is free."""
         there, ready = self.roles.open_workers, self.roles.ready_workers
         return self.recovery.fallback(sequence, there, ready, self.at.held())
 

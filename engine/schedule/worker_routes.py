@@ -24,7 +24,7 @@ AHEAD_TOKENS = 8
 """Positions after its newest token that a sequence has blocks for: enough for a step with a draft
 of 7 tokens. The next step may begin before the daemon has answered."""
 MAX_FAILED_COPIES = 3
-"""Handoffs of a sequence that may fail before what is left is computed where it decodes."""
+"""Failed handoffs of a sequence after which its decode worker computes the rest."""
 MAX_PREEMPTIONS = 2
 """Preemptions after which a sequence returns only with blocks for many tokens more.
 

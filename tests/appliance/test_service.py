@@ -4,6 +4,7 @@ import time
 import pytest
 
 from appliance import service
+from appliance.frame.late_frames import SurvivedFrame
 from appliance.frame.protocol import utc_now
 from appliance.request import FAILED, HUNG_UP
 from appliance.telemetry.alerts import Change
@@ -11,6 +12,7 @@ from engine.errors import QueueFull, RequestError, Unavailable
 from engine.schedule.sequence import FinishReason
 from engine.wire.messages import PoolMade, SequenceStep, Stepped
 from tests.appliance.machine import make_machine
+from tests.tui import frames
 
 
 @pytest.fixture
@@ -181,6 +183,19 @@ def test_the_queue_is_shared_and_shown(machine):
     assert (queue["queued_tokens"], queue["max_queued_tokens"]) == (16, 100)
     assert queue["num_owners"] == 2
     assert [frame["user"] for frame in machine.frame["requests"]] == ["her", "him"]
+
+
+def test_requests_that_a_dead_daemon_left_count_by_their_phase_until_this_one_continues_them(
+    machine,
+):
+    left = [frames.request(1, "paused", num_sequences=3), frames.request(2, "queued")]
+    machine.service.continue_from(SurvivedFrame("SIGKILL", utc_now(), 2, 2), lambda: left)
+    machine.submit()
+    queue = machine.frame["queue"]
+    assert (queue["paused"], queue["queued"]) == (3, 2)
+    left.clear()
+    queue = machine.frame["queue"]
+    assert (queue["paused"], queue["queued"]) == (0, 1)
 
 
 def test_refusals_are_counted_and_leave_nothing_behind(machine):

@@ -155,6 +155,9 @@ def daemon(tree: Path, options: list[str], profile: Path | None) -> Iterator[tup
                     time.sleep(0.02)
             yield client, time.perf_counter() - started_s
         finally:
+            if process.poll() is not None:
+                about = (folder / "stderr").read_text(errors="replace")
+                print(f"the daemon had ended with {process.returncode}:\n{about}", file=sys.stderr)
             process.send_signal(signal.SIGTERM)
             process.wait()
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.frame import figures
+from appliance.frame.late_frames import SurvivedFrame
 from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
 from appliance.frame.request_facts import STAGES
 from appliance.frame.tier_frames import fields
@@ -139,6 +140,24 @@ def test_an_empty_table_suggests_a_request_only_before_the_first():
     used = frames.idle(totals=msgspec.structs.replace(fresh.totals, accepted=11, finished=11))
     assert "penstock run" in text_of(requests.placeholder(View().after(fresh)))
     assert "penstock run" not in text_of(requests.placeholder(View().after(used)))
+
+
+@pytest.mark.parametrize("state", ["loading", "ready"])
+def test_an_empty_table_says_what_kept_requests_wait_for(state):
+    frame = frames.idle(survived=SurvivedFrame("SIGKILL", "", 8, 8), state=state)
+    shown = text_of(requests.placeholder(View().after(frame)))
+    assert ("8 requests" in shown, "loaded" in shown) == (True, state == "loading")
+
+
+def test_an_alert_ends_with_the_command_that_says_more_or_the_keys_of_its_request():
+    told = frames.alert(message="starved", action="top")
+    assert text_of(header.alert_line(View().after(frames.idle(alerts=[told])), 120)).endswith(
+        "ago; run `top`"
+    )
+    listed = frames.request(7)
+    told = frames.alert(message="late", action="penstock show 7", request_id=listed.id)
+    view = View().after(frames.busy(alerts=[told], requests=[listed]))
+    assert "enter looks" in text_of(header.alert_line(view, 120))
 
 
 def test_a_pool_that_all_share_is_named_once():

@@ -148,7 +148,9 @@ def alert_text(alert: AlertFrame, now: str) -> str:
 def alert_action(alert: AlertFrame, frame: Frame) -> str:
     """Return the keys for the request that an alert names, if it is listed, else its command."""
     is_listed = any(request.id == alert.request_id for request in frame.requests)
-    return "enter looks, x cancels" if is_listed else alert.action
+    if is_listed:
+        return "enter looks, x cancels"
+    return f"run `{alert.action}`" if alert.action else ""
 
 
 def mark_of(alert: AlertFrame | None) -> Run:
@@ -185,7 +187,7 @@ def alert_line(view: View, width: int) -> Line:
         item = [Run("   " if line else " "), Run(mark, tone), Run(f" {alert.text}")]
         num_left = len(found) - index
         room = width - (0 if num_left == 1 else len(f"  (+{num_left - 1} more)"))
-        action = Run(f": {alert.action}", Tone.MUTED)
+        action = Run(f"; {alert.action}", Tone.MUTED)
         if alert.action and width_of(line) + width_of([*item, action]) <= room:
             item.append(action)
         if line and width_of(line) + width_of(item) > room:

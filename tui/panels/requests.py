@@ -242,8 +242,9 @@ def placeholder(view: View) -> Line:
         return [Run("  no live requests in the log", Tone.MUTED)]
     end = view.frame.survived
     if end is not None and end.num_waiting:
-        kept = f"{fig.things(end.num_waiting, 'request')} kept: each continues"
-        return [Run(f"  {kept} once the model is loaded", Tone.WARN)]
+        kept = f"  {fig.things(end.num_waiting, 'request')} kept: each continues"
+        when = " once the model is loaded" * (view.frame.state == "loading")
+        return [Run(f"{kept}{when}", Tone.WARN)]
     if view.frame.totals.accepted:
         return [Run("  no live requests", Tone.MUTED)]
     return [Run('  no requests yet; send one with: penstock run "Hello"', Tone.MUTED)]

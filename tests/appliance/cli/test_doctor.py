@@ -200,6 +200,9 @@ def test_a_daemons_alerts_are_notes() -> None:
     alert = {"code": "slo.missed", "since": "2026-11-22T10:00:00Z", "message": message}
     (found,) = checks._alerts({"alerts": [alert]})
     assert (found.verdict, found.found) == ("note", f"slo.missed since {alert['since']}: {message}")
+    assert found.hint == "run `penstock events`"
+    (found,) = checks._alerts({"alerts": [alert | {"action": "top"}]})
+    assert found.hint == "run `top`"
     assert list(checks._alerts(PenstockError("no daemon"))) == []
 
 

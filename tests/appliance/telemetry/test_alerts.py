@@ -420,16 +420,17 @@ def test_a_rate_that_flaps_tells_no_more_than_its_times_allow(spans):
 
 
 def test_a_daemons_death_is_told_for_ten_minutes_with_its_requests_and_a_restart_is_not():
-    def about(how: str, at: str, num_waiting: int = 0) -> str:
+    def about(how: str, at: str, num_waiting: int = 0, state: str = "ready") -> str:
         alerts = Alerts()
-        frame = idle(survived=SurvivedFrame(how, at, 8, num_waiting))
+        frame = idle(survived=SurvivedFrame(how, at, 8, num_waiting), state=state)
         assert alerts.update(frame) == [], "another event tells it"
         return "".join(alert.message for alert in alerts.frames())
 
     died = "2026-11-21T14:01:31.004Z"  # 40 s before the frame
     for part in ("40s ago", "SIGKILL", "8 requests"):
         assert part in about("SIGKILL", died)
-    assert "8 requests continue once" in about("crash", died, num_waiting=8)
+    assert "8 requests continue once" in about("crash", died, 8, "loading")
+    assert about("crash", died, 8).endswith("8 requests continue"), "the model is loaded"
     assert about("restart", died) == ""
     assert about("SIGKILL", "2026-11-21T13:51:00.000Z") == ""
 
