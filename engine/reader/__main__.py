@@ -1,7 +1,8 @@
 """Read strangers' text for the daemon, a job at a time, with limits of time and memory.
 
 Each job comes with a socket for its text and its answer. Jobs that clients' texts may make long
-run in a fork each, beside all others and behind the machine's other work.
+run in a fork each, beside all others and behind the machine's other work: a flood of them costs the
+steps that are being computed no core.
 Invariant: no job outlives its limits; the process ends with the daemon's end of its channel.
 Never: reads a file, or keeps anything of a job but compiled templates.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable
 
 from engine.errors import Unavailable, Unreadable
 from engine.reader.jobs import JOBS
-from engine.text.answers import Answer, send_answer
+from engine.text.answers import FORKED, YIELDING, Answer, send_answer
 from engine.text.grammar import json_grammar, validate
 
 MEMORY_BYTES = 1 << 30
@@ -33,7 +34,8 @@ CPU_S, FORK_CPU_S = 5.0, 2.0
 FAILED = os.EX_SOFTWARE
 """Exit code of an error that no job should cause."""
 FORK_NICE = 10
-"""A flood of grammars leaves the cores to steps that are being computed."""
+SHORT_BYTES, SHORT_CPU_S = 2048, 0.005
+"""What a fork may read and compute before it yields: enough for most texts."""
 MIN_TRIM_BYTES, OWN_PAGES_BYTES = 128 << 10, 64 << 10
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
@@ -82,6 +84,8 @@ class Forks:
         self._control = control
         self._running: dict[int, tuple[int, socket.socket]] = {}
         """Each fork's process and its job's socket, by a pipe held until its end."""
+        self._askers: dict[int, int] = {}
+        """Each fork's process, by its job's socket."""
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
 
@@ -89,15 +93,18 @@ class Forks:
         """Work until the channel ends."""
         while True:
             for fd, _events in self._poll.poll():
-                if fd != self._control.fileno():
-                    self._reap(fd)
+                if fd != self._control.fileno():  # which comes first: no number is used again yet
+                    if fd in self._running:
+                        self._reap(fd)
+                    elif fd in self._askers:  # else it was just reaped
+                        self._abandon(fd)
                     continue
                 kind, fds, _flags, _address = socket.recv_fds(self._control, 16, 1)
                 if not fds:
                     return
                 job = socket.socket(fileno=fds[0])
-                if kind == b"f":
-                    self._fork(job)
+                if kind in (YIELDING, FORKED):
+                    self._fork(job, yields=kind == YIELDING)
                 else:
                     with job:
                         self._do_here(job)
@@ -106,7 +113,7 @@ class Forks:
         if _limited(job, CPU_S) == Answer.OVERRAN:
             os._exit(os.EX_OK)  # what the job has left behind is not known
 
-    def _fork(self, job: socket.socket) -> None:
+    def _fork(self, job: socket.socket, *, yields: bool) -> None:
         ended, held = os.pipe()
         try:
             pid = os.fork()
@@ -119,25 +126,46 @@ class Forks:
         if pid == 0:
             os.nice(FORK_NICE)
             resource.setrlimit(resource.RLIMIT_AS, (FORK_MEMORY_BYTES, FORK_MEMORY_BYTES))
-            _limited(job, FORK_CPU_S)
+            _limited(job, FORK_CPU_S, yields=yields)
             os._exit(os.EX_OK)
         os.close(held)
         self._running[ended] = pid, job
         self._poll.register(ended, select.POLLIN)
+        self._askers[job.fileno()] = pid
+        self._poll.register(job, 0)  # tells only that the daemon has closed its end
+
+    def _abandon(self, job_fd: int) -> None:
+        """End a fork that nobody waits for, unless it has just ended."""
+        self._poll.unregister(job_fd)
+        os.kill(self._askers.pop(job_fd), signal.SIGKILL)
 
     def _reap(self, ended: int) -> None:
         self._poll.unregister(ended)
         os.close(ended)
         pid, job = self._running.pop(ended)
+        if self._askers.pop(job.fileno(), None) is not None:
+            self._poll.unregister(job)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with job:
             if exit_code:
                 _tell(job, Answer.ENDED, str(exit_code))
 
 
-def _limited(job: socket.socket, cpu_s: float) -> Answer:
+def _yield_cores(*_: object) -> None:
+    """Compute only where a core is idle from now on, in each thread: a compiler has its own."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _limited(job: socket.socket, cpu_s: float, *, yields: bool = False) -> Answer:
     """Do a job; the kernel ends this process when it has computed for so long."""
     body = b"".join(iter(lambda: job.recv(1 << 20), b""))
+    if yields and len(body) > SHORT_BYTES:
+        _yield_cores()
+    elif yields:
+        signal.signal(signal.SIGVTALRM, _yield_cores)
+        signal.setitimer(signal.ITIMER_VIRTUAL, SHORT_CPU_S)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         answer, text = _answered(body)
@@ -152,6 +180,9 @@ def _limited(job: socket.socket, cpu_s: float) -> Answer:
 def _answered(body: bytes) -> tuple[Answer, str]:
     try:
         name, args = marshal.loads(body)
+    except EOFError:  # given up before all of it was sent
+        os._exit(os.EX_OK)
+    try:
         work: Callable[..., str] = JOBS[name]
         return Answer.DONE, work(*args)
     except Unreadable as error:

@@ -1,4 +1,7 @@
-"""Send the answer to a job of the process that reads strangers' text, and receive it."""
+"""Send the answer to a job of the process that reads strangers' text, and receive it.
+
+Owns: the words of that channel, on both sides.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import enum
 import socket
 import struct
 
+HERE, FORKED, YIELDING = b"-", b"f", b"y"
+"""How a job runs: in the process itself, in a fork, or in one that leaves the cores to all else."""
 _HEAD = struct.Struct("<BI")
 
 

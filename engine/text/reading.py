@@ -9,7 +9,6 @@ Never: imports what reads such text, or reads it in the process's place.
 
 from __future__ import annotations
 
-import contextlib
 import marshal
 import os
 import signal
@@ -22,11 +21,13 @@ from typing import Any
 
 from engine.errors import Overran, Unavailable, Unreadable
 from engine.python_child import python_command
-from engine.text.answers import Answer, receive_answer
+from engine.text.answers import FORKED, HERE, YIELDING, Answer, receive_answer
 
 PROGRAM = python_command("-m", "engine.reader")
 FORKING = frozenset(("constraint", "calls", "mended"))
 """Jobs that run beside each other; of the others one runs at a time."""
+YIELDING_S = 0.5
+"""How long a job may wait for idle cores; then it begins again, and gets a share of busy ones."""
 LONGEST_S = 60.0
 """Many times what a job may compute: a process that has not answered is stopped or starved."""
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_TIME", "TZ", "LD_LIBRARY_PATH")
@@ -53,6 +54,10 @@ class _Ended(Exception):
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
         self.exit_code = exit_code
+
+
+class _Late(Exception):
+    """A job has found no idle core in time."""
 
 
 class Reader:
@@ -90,15 +95,23 @@ class Reader:
             body = marshal.dumps((job, args))
         except ValueError as error:
             raise Unreadable("it is nested too deeply") from error
-        with contextlib.nullcontext() if job in FORKING else self._one_at_a_time:
-            for _attempt in range(2):
-                try:
-                    return self._read(job, body)
-                except _Ended as ended:
-                    if (why := _CAUSES.get(ended.exit_code)) is not None:
-                        raise self._overran(job, why) from ended
-                    if ended.exit_code != 0:  # as it ends after a job that took too much memory
-                        self.failures["ended"] += 1
+        if job not in FORKING:
+            with self._one_at_a_time:
+                return self._done(job, body, HERE)
+        try:
+            return self._done(job, body, YIELDING)
+        except _Late:
+            return self._done(job, body, FORKED)
+
+    def _done(self, job: str, body: bytes, how: bytes) -> str:
+        for _attempt in range(2):
+            try:
+                return self._read(job, body, how)
+            except _Ended as ended:
+                if (why := _CAUSES.get(ended.exit_code)) is not None:
+                    raise self._overran(job, why) from ended
+                if ended.exit_code != 0:  # as it ends after a job that took too much memory
+                    self.failures["ended"] += 1
         about = "the process that reads such texts was ended twice"
         raise Unavailable(about, code="busy", retry_after_ms=_RETRY_MS)
 
@@ -109,19 +122,20 @@ class Reader:
         self.tell(f"a {what} was given up, and its request refused: {about}")
         return Overran(about)
 
-    def _read(self, job: str, body: bytes) -> str:
+    def _read(self, job: str, body: bytes, how: bytes) -> str:
         process, control = self.start()
         ours, theirs = socket.socketpair()
         with ours:
-            ours.settimeout(LONGEST_S)
+            ours.settimeout(YIELDING_S if how == YIELDING else LONGEST_S)
             try:
                 with theirs:
-                    kind = b"f" if job in FORKING else b"-"
-                    socket.send_fds(control, [kind], [theirs.fileno()])
+                    socket.send_fds(control, [how], [theirs.fileno()])
                 ours.sendall(body)
                 ours.shutdown(socket.SHUT_WR)
                 answer, text = receive_answer(ours)
             except TimeoutError as error:
+                if how == YIELDING:
+                    raise _Late from error
                 process.kill()
                 raise _Ended(UNKNOWN) from error
             except OSError as error:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from appliance.api.fair_threads import TURN_S, Turns
 from appliance.api.wire import Arrival
 from appliance.request import Peer
-from engine.errors import QueueFull, Unavailable
+from engine.errors import QueueFull, RequestError, Unavailable
 from tests.fakes import until
 
 Started = asyncio.Task[str]
@@ -70,6 +70,8 @@ class Desk:
         def work() -> str:
             self.begun.append(what)
             assert self._gates[what].wait(120)
+            if what.endswith("!"):
+                raise RequestError("it is refused")
             return what
 
         return work
@@ -166,9 +168,12 @@ async def test_work_is_done_where_no_thread_can_be_started(monkeypatch):
         assert await turns.run(Client("a").http, lambda number=number: number) == number
 
 
-async def test_a_peer_whose_work_took_long_waits_for_those_whose_work_did_not(desk: Desk) -> None:
-    for what in ("a1", "a2", "b1", "b2"):
+@pytest.mark.parametrize("first", ["a1", "a1!"])
+async def test_a_peer_whose_work_took_long_waits_for_those_whose_work_did_not(
+    desk: Desk, first: str
+) -> None:
+    for what in (first, "a2", "b1", "b2"):
         await desk.ask(what)
     await asyncio.sleep(8 * TURN_S)
     await desk.finish()
-    assert desk.begun == ["a1", "b1", "b2", "a2"]
+    assert desk.begun == [first, "b1", "b2", "a2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -85,6 +86,7 @@ def test_a_template_that_loops_ends_alone_and_the_next_job_is_done(reader):
     "bomb",
     [
         "{{ 'a' * 10**14 }}",
+        "{{ ('a' * (messages | length) * 2 * 10**9) | length }}",
         "{{ ('a' * (messages | length) * 10**10) | length }}",
         "{{ 'a' | center(10**11) }}",
         "{% set n = namespace(a='a') %}" + "{% set n.a = n.a * 1024 %}" * 5,
@@ -147,6 +149,27 @@ def test_nesting_beyond_what_a_message_carries_is_refused_at_once(reader):
     assert reader.pid is None
 
 
+def test_nesting_that_a_message_carries_and_python_does_not_is_refused_and_no_failure(reader):
+    deep = {}
+    for _ in range(1500):
+        deep = {"items": deep}
+    with pytest.raises(Unreadable) as refusal:
+        reader.read("constraint", "json", deep, True)
+    assert not isinstance(refusal.value, Overran)
+    assert (reader.num_restarts, sum(reader.failures.values())) == (0, 0)
+
+
+def test_a_grammar_that_computes_too_long_is_given_up(reader):
+    render(reader, "")
+    result = in_thread(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
+    while not (forks := children(reader)):
+        time.sleep(0.001)
+    forks[0].send_signal(signal.SIGPROF)  # as the kernel does at the limit
+    assert isinstance(result(), Overran)
+    assert dict(reader.failures) == {"time": 1}
+    assert reader.num_restarts == 0
+
+
 def test_a_job_whose_process_is_killed_is_done_again(reader):
     render(reader, "")
     pid = reader.pid
@@ -180,8 +203,33 @@ def test_a_grammar_does_not_keep_templates_waiting(reader):
         time.sleep(0.001)
     forks[0].suspend()
     assert render(reader, "{{ messages | length }}") == "1"
-    forks[0].resume()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        forks[0].resume()
     result()
+
+
+def test_a_grammar_that_takes_long_leaves_the_cores_to_all_else(reader):
+    render(reader, "")
+    result = in_thread(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
+    while not (forks := children(reader)):
+        time.sleep(0.001)
+    seen = {os.SCHED_OTHER}
+    with contextlib.suppress(ProcessLookupError):
+        while os.SCHED_IDLE not in seen:
+            seen.add(os.sched_getscheduler(forks[0].pid))
+    assert os.SCHED_IDLE in seen
+    result()
+
+
+def test_a_grammar_that_finds_no_idle_core_is_read_on_busy_ones(reader):
+    render(reader, "")
+    result = in_thread(lambda: reader.read("constraint", "grammar", SLOW_GRAMMAR, True))
+    while not (forks := children(reader)):
+        time.sleep(0.001)
+    forks[0].suspend()  # as one that gets no core
+    assert isinstance(result(), str)
+    forks[0].wait(60)  # it is ended
+    assert (reader.num_restarts, sum(reader.failures.values())) == (0, 0)
 
 
 @pytest.mark.parametrize("program", ["/nowhere/python", "/bin/false"])
@@ -269,5 +317,6 @@ def test_a_broken_template_is_an_error_of_the_model(broken):
 def test_templates_of_several_models_take_turns():
     templates = [ChatTemplate(text, "here") for text in FAMILIES.values()]
     texts = [template.render([USER]) for template in templates]
+    assert len(set(texts)) == len(texts)
     assert [template.render([USER]) for template in templates] == texts
     assert READER.pid is not None
