@@ -12,6 +12,7 @@ import pytest
 from appliance.log.writer import RequestLog
 from engine.errors import ConfigError
 from tests.sweep import __main__
+from tests.sweep.machine import Machine
 from tests.sweep.planted import BUGS, ROOT
 from tests.sweep.scenarios import SCENARIOS
 from tests.sweep.virtual_loop import Process, VirtualLoop, virtual_time
@@ -61,6 +62,36 @@ def test_no_client_notices_that_the_logs_disk_is_full_when_the_daemon_dies(
 def threads_left_by(run):
     problems = __main__.execute(run).problems
     return len(problems), [each.name for each in threading.enumerate()]
+
+
+def test_no_client_notices_that_a_daemon_dies_amid_preparing_what_a_dead_one_had_admitted(
+    monkeypatch, tmp_path
+):
+    read = Machine._read
+
+    def noted(machine, job, *args):
+        if job == "render" or job == "constraint":
+            (tmp_path / str(machine.loop.num_events + 1)).touch()
+        return read(machine, job, *args)
+
+    def execute(*deaths):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        faults = tuple(__main__.Fault(at, "daemon") for at in deaths)
+        seen = pool.apply(__main__.execute, (run._replace(faults=faults),))
+        assert seen.num_faults == len(deaths)
+        return seen, sorted(int(path.name) for path in tmp_path.iterdir())
+
+    monkeypatch.setattr(Machine, "_read", noted)
+    run = __main__.Run("every api", 1)
+    with __main__._pool(1) as pool:
+        calm, prepared = execute()
+        middle = (max(prepared) + calm.num_events) // 2
+        _, prepared_again = execute(middle)
+        again = [at for at in prepared_again if at > middle]
+        assert len(again) >= 3
+        for deaths in ((prepared[-1],), *((middle, at) for at in again[:3])):
+            assert __main__.differences(calm, execute(*deaths)[0]) == []
 
 
 def test_a_failed_run_leaves_no_thread_that_a_fork_could_interrupt(monkeypatch):

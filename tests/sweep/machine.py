@@ -289,8 +289,10 @@ class Machine:
             replies = {call.name: Reply() for call in calls}
             ended = {call.name: asyncio.Event() for call in calls}
             await asyncio.gather(*(self._call(call, replies, ended) for call in calls))
-            while self._booting is not None:
-                await self._booting
+            while (booting := self._booting) is not None:
+                await asyncio.wait({booting})
+                if not booting.cancelled():  # else a later death has begun another
+                    booting.result()
             await self._quiet()
             self._is_stopping = True
             self.daemon._on_signal(signal.SIGTERM)
@@ -315,8 +317,10 @@ class Machine:
 
     def kill_daemon(self) -> bool:
         """End the daemon as SIGKILL does; another one starts soon. False: none is ready."""
-        if self._booting is not None or self._is_stopping:
+        if self._is_stopping or (self._booting is not None and not self.daemon._is_ready):
             return False
+        if self._booting is not None:  # it has only to notice that the daemon is ready
+            self._booting.cancel()
         self._lives[-1].is_dead = True
         lost_log, path = self.daemon._request_log, str(self.config.log_path)
         lost_log._commit = lambda *_: threading.Event().wait()  # its thread is gone

@@ -106,12 +106,17 @@ async def test_no_header_opens_what_a_refusal_closes(served):
 
 
 async def test_no_header_changes_who_asks(served):
-    _server, tcp, unix, key = served
+    server, tcp, unix, key = served
     for client, headers in ((tcp, {}), (tcp, key), (unix, {})):
         plain = await client.get("/v1/penstock/whoami", headers=headers)
         for claims in ALL_OF_THEM:
             claimed = await client.get("/v1/penstock/whoami", headers={**claims, **headers})
             assert (claimed.status_code, claimed.json()) == (200, plain.json()), claims
+    for name in CLAIMS:
+        claim = {name: "for=203.0.113.9" if name == "forwarded" else "203.0.113.9"}
+        await tcp.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=claim)
+        peer = server._app.state.appliance.submitted[-1].peer
+        assert peer.address.startswith("127.0.0.1:"), claim
 
 
 async def test_a_rebound_page_reads_nobodys_prompt(served):
