@@ -135,7 +135,7 @@ class Forks:
         self._poll.register(job, 0)  # tells only that the daemon has closed its end
 
     def _abandon(self, job_fd: int) -> None:
-        """End a fork that nobody waits for, unless it has just ended."""
+        """End a fork whose answer is not awaited any more."""
         self._poll.unregister(job_fd)
         os.kill(self._askers.pop(job_fd), signal.SIGKILL)
 

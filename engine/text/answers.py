@@ -10,7 +10,7 @@ import socket
 import struct
 
 HERE, FORKED, YIELDING = b"-", b"f", b"y"
-"""How a job runs: in the process itself, in a fork, or in one that leaves the cores to all else."""
+"""How a job runs: in the process itself, in a fork, or in one that takes no busy core."""
 _HEAD = struct.Struct("<BI")
 
 

@@ -183,6 +183,25 @@ async def test_a_client_reads_the_undisturbed_reply_wherever_its_server_dies(kee
         await closed(later)
 
 
+@pytest.mark.parametrize("name", ASKED)
+async def test_what_was_drawn_for_a_request_is_the_next_servers_too(keeper, servers, name):
+    def drawn(request):
+        seeds = [sequence.spec.sampling.seed for sequence in request.sequences]
+        return request.request_id, request.received_at, seeds
+
+    path, body = ASKED[name]
+    server, appliance = await servers.start(interval_s=0.005)
+    reader, _ = await servers.ask(server, path, {**body, "seed": None})
+    await until(lambda: appliance.submitted and keeper.kept)
+    await servers.kill(server)
+    second, later = await servers.start()
+    for left in keeper.pass_on().take():
+        second.take_up(left)
+    await asyncio.wait_for(reader.read(), 60)
+    assert drawn(later.submitted[0]) == drawn(appliance.submitted[0])
+    await closed(later)
+
+
 def basic(key: str) -> str:
     return f"Authorization: Basic {base64.b64encode(f'x:{key}'.encode()).decode()}"
 
