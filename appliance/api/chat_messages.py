@@ -56,9 +56,9 @@ LEFT_OUT = " was left out: this model reads text]"
 """The end of a note in the place of an earlier image or file."""
 MAX_PARTS = 1024
 """Maximum of parts of the newest message's content."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
 """The names that servers have for what a model thought."""
-_FIELDS = {"role", "content", "parts", "name", "tool_name", "tool_call_id", "images"}
+_FIELDS = {"role", "content", "parts", "name", "tool_name", "tool_call_id", "images", "is_error"}
 _FIELDS_OF_ANSWERS = _FIELDS | {"tool_calls", "function_call", "refusal", *THOUGHTS}
 """What is read of a message, whichever API it was written for."""
 
@@ -353,6 +353,7 @@ def read_message(
         content,
         place,
         is_newest=is_newest and not is_answer,
+        is_error=role == "tool" and bool(value.get("is_error")),
         name=_text_of(value.get("tool_name") or value.get("name")),
         tool_call_id=id_of(value.get("tool_call_id")),
         tool_calls=calls,

@@ -50,7 +50,7 @@ class ClientTool(Struct):
     name: FunctionName
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Annotated[Any, Meta(extra_json_schema={"type": ["object", "null"]})] = None
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
 

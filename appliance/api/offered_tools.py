@@ -97,6 +97,10 @@ def _read(offer: Offer, value: Any, where: str, place: str, namespace: str | Non
     if not isinstance(kind, str):
         raise invalid_type(f"{where}.type", "a string", kind)
     if kind in ("function", "custom"):
+        if isinstance(value.get(kind), dict):
+            value = {**value, kind: _with_schema(value[kind], offer, place)}
+        else:
+            value = _with_schema(value, offer, place)
         offer.functions.append(_function(value, kind, where, namespace))
     elif kind == "namespace" and isinstance(value.get("tools"), list):
         name = value.get("name")
@@ -106,6 +110,25 @@ def _read(offer: Offer, value: Any, where: str, place: str, namespace: str | Non
     else:
         offer.left_out.append(place)
         offer.hosted |= {one for one in (kind, value.get("name")) if isinstance(one, str)}
+
+
+def _with_schema(function: Json, offer: Offer, place: str) -> Json:
+    """Read what is no schema as any arguments, and name it; where it must be matched, it stays.
+
+    An empty list is an empty object, as PHP writes it.
+    """
+    parameters = function.get("parameters")
+    if parameters is None:
+        return function
+    if isinstance(parameters, dict):
+        if parameters.get("properties") != []:
+            return function
+        return {**function, "parameters": {**parameters, "properties": {}}}
+    if parameters not in ([], True):  # which are PHP's empty object, and any value
+        if function.get("strict"):
+            return function  # which is refused by its type
+        offer.left_out.append(f"{place}.parameters")
+    return {**function, "parameters": {}}
 
 
 def _function(value: Json, kind: str, where: str, namespace: str | None) -> OfferedFunction:

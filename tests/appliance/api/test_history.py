@@ -286,6 +286,7 @@ SPOKEN = [
     ({"role": "user", "name": 3, "content": "WORDS"}, "user"),
     ({"type": "function_call_output", "call_id": "c", "output": "WORDS"}, "tool"),
     ({"type": "tool_result", "tool_use_id": 7, "content": "WORDS"}, "tool"),
+    ({"role": "tool", "content": "WORDS", "is_error": False}, "tool"),
     ({"role": "assistant", "audio": {"id": "a", "transcript": "WORDS"}}, "assistant"),
     ({"role": "user", "content": [{"type": "input_audio", "transcript": "WORDS"}]}, "user"),
 ]
@@ -300,6 +301,17 @@ async def test_messages_of_the_past_are_read_in_the_words_of_any_api(
     reply = await served.http.post(path, json={**ask(1), place: [USER, message, USER]})
     assert reply.status_code == 200, reply.text
     assert f"<|im_start|>{role}\nWORDS<|im_end|>" in appliance.submitted[-1].prompt_text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+async def test_a_failure_of_a_tool_is_told_before_its_words(served, appliance, path):
+    ask, place, _ = APIS[path]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "no such file", "is_error": True}
+    past = [USER, {"role": "assistant", "tool_calls": [call]}, result]
+    reply = await served.http.post(path, json={**ask(1), place: past})
+    assert "x-penstock-ignored" not in reply.headers
+    assert f"Error: {result['content']}" in appliance.submitted[-1].prompt_text
 
 
 @pytest.mark.parametrize("role", ["critic", 5, None])
@@ -373,6 +385,7 @@ THOUGHTS = {
     "reasoning_content": "THOUGHT",
     "thinking": "THOUGHT",
     "reasoning_details": [{"type": "reasoning.text", "text": "THOUGHT"}],
+    "thinking_blocks": [{"type": "thinking", "thinking": "THOUGHT", "signature": ""}],
 }
 
 

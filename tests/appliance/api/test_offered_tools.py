@@ -207,6 +207,38 @@ async def test_an_odd_schema_is_enforced_loosely_alone_and_named(served, applian
     assert "city" in appliance.submitted[0].sequences[0].sampling.grammar
 
 
+@pytest.mark.parametrize("parameters", [[], True, "a text", [1], 3])
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_no_schema_means_any_arguments_of_that_function(
+    served, appliance, path, parameters
+):
+    tools = [function_for(path, "good"), function_for(path, "odd", parameters=parameters)]
+    reply = await served.http.post(path, json=body_for(path, tools))
+    assert reply.status_code == 200, reply.text
+    is_empty = parameters in ([], True)
+    assert reply.headers.get("x-penstock-ignored") == (None if is_empty else "tools.1.parameters")
+    assert "odd" in appliance.submitted[0].sequences[0].sampling.grammar
+
+
+@pytest.mark.parametrize("parameters", [[], {"type": "object", "properties": []}])
+async def test_an_empty_list_is_an_empty_object_also_where_a_call_must_match(
+    served, appliance, parameters
+):
+    path = "/v1/chat/completions"
+    tools = [function_for(path, "odd", parameters=parameters)]
+    reply = await served.http.post(path, json=body_for(path, tools, tool_choice="required"))
+    assert reply.status_code == 200, reply.text
+    assert "x-penstock-ignored" not in reply.headers
+    assert "[]" not in appliance.submitted[0].prompt_text
+
+
+async def test_what_is_no_schema_is_refused_where_it_must_be_matched(served):
+    path = "/v1/responses"
+    tools = [function_for(path, "odd", parameters="a text", strict=True)]
+    reply = await served.http.post(path, json=body_for(path, tools))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools[0].parameters")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -240,7 +272,7 @@ async def test_a_strict_function_does_not_make_the_others_strict(served):
 @pytest.mark.parametrize("path", PATHS)
 async def test_130_tools_with_long_names_are_taken(served, path):
     tools = [function_for(path, f"mcp__my_company__{'x' * 100}_{i}") for i in range(130)]
-    reply = await served.http.post(path, json=body_for(path, tools))
+    reply = await served.http.post(path, json=body_for(path, tools), timeout=120)
     assert reply.status_code == 200, reply.text
 
 
