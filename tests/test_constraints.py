@@ -1,6 +1,7 @@
 """Each dependency of a service is one version with its hashes, as pyproject.toml asks."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -57,3 +58,14 @@ def test_what_is_built_beside_torch_is_installed_by_a_line_that_lets_it_see_torc
     ]
     assert lines
     assert all("--no-build-isolation" in line for line in lines)
+
+
+def test_without_cudas_packages_torch_alone_is_missing():
+    docs = (ROOT / "docs" / "operating.md").read_text()
+    (program,) = re.findall(r"^awk '(.*)' DIRECTORY/constraints.txt > ", docs, re.MULTILINE)
+    ran = subprocess.run(["awk", program], input=TEXT, capture_output=True, text=True, check=True)
+    others = set(re.findall(r"^([\w.-]+)==", ran.stdout, re.MULTILINE))
+    assert wanted().keys() - others == {"torch"}
+    assert {name for name in others if re.match("nvidia|cuda|triton", name)} == {"nvidia-ml-py"}
+    assert {"setuptools", "pip"} <= others
+    assert ran.stdout.count("--hash=") >= len(others)
