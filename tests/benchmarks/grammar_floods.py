@@ -117,7 +117,8 @@ class Flood:
         self._socket, self._data, self._count = socket, data, count
         self._answers: multiprocessing.Queue[Counter[str]] = multiprocessing.Queue()
         self._is_over = multiprocessing.Event()
-        self._process = multiprocessing.Process(target=lambda: asyncio.run(self._send()))
+        self._process = multiprocessing.Process(target=lambda: asyncio.run(self._run()))
+        self._statuses: Counter[str] = Counter()
 
     def __enter__(self) -> Flood:
         self._process.start()
@@ -132,15 +133,19 @@ class Flood:
         self._is_over.set()
         return self._answers.get(timeout=120)
 
+    async def _run(self) -> None:
+        sending = asyncio.create_task(self._send())
+        await asyncio.to_thread(self._is_over.wait)
+        sending.cancel()
+        self._answers.put(self._statuses)
+
     async def _send(self) -> None:
         """Send one body on many connections at once, over and over."""
-        statuses: Counter[str] = Counter()
-        while not self._is_over.is_set():
+        while True:
             opened = await asyncio.gather(*(self._begun() for _ in range(self._count)))
             for _reader, writer in opened:
                 writer.write(self._data[-1:])
-            statuses.update(await asyncio.gather(*(self._answer(*each) for each in opened)))
-        self._answers.put(statuses)
+            await asyncio.gather(*(self._answer(*each) for each in opened))
 
     async def _begun(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_unix_connection(self._socket)
@@ -148,14 +153,13 @@ class Flood:
         await writer.drain()
         return reader, writer
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             line = await reader.readline()
+            self._statuses[line.split()[1].decode() if line else "none"] += 1
         except OSError:
-            return "broken"
-        finally:
-            writer.close()
-        return line.split()[1].decode() if line else "none"
+            self._statuses["broken"] += 1
+        writer.close()
 
 
 async def phase(socket: str, seconds: float, flood: Flood | None = None) -> Run:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from appliance.api import cache_api
 from engine.errors import Unavailable
 from tests.appliance.api_server import serving
 from tests.appliance.peers import VIEWER, client_of
@@ -68,3 +70,24 @@ async def test_who_may_look_may_scrape(appliance):
     samples = await scrape(client_of(appliance, VIEWER))
     assert samples["vllm:num_requests_running", "0", "penstock-starter-random-1"] == 26
     assert (await client_of(appliance, VIEWER).post("/metrics")).status_code == 405
+
+
+async def test_the_loop_turns_while_metrics_are_written(appliance, tmp_path, monkeypatch):
+    exposition, turns, seen = cache_api.exposition, [0], []
+
+    async def turn():
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    def watched(*readings):
+        for part in exposition(*readings):
+            seen.append(turns[0])
+            yield part
+
+    monkeypatch.setattr(cache_api, "exposition", watched)
+    async with serving(appliance, tmp_path / "api.sock") as served:
+        turning = asyncio.create_task(turn())
+        await served.http.get("/metrics")
+        turning.cancel()
+    assert len(set(seen)) == len(seen) > 5

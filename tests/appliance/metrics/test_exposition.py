@@ -80,7 +80,7 @@ def counted(*sequences: Sequence) -> Histograms:
 
 def scraped(frame, histograms=None, more=()) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Samples by name, from the text."""
-    text = exposition(frame, histograms or Histograms(4096), more).decode()
+    text = b"".join(exposition(frame, histograms or Histograms(4096), more)).decode()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
