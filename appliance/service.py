@@ -53,9 +53,10 @@ from appliance.telemetry.telemetry import Telemetry
 from engine.cache.hashes import PrefixHasher
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.schedule.router import Router
-from engine.schedule.sequence import FinishReason, Phase, Sequence
+from engine.schedule.sequence import Phase, Sequence
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Begun, Copied, CoresUsed, PoolMade, Report, Stepped
 from engine.wire.sampling import TokenLogprob
 

@@ -19,8 +19,9 @@ from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.cache.hashes import PrefixHasher
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.schedule.cache_contents import CacheContents
-from engine.schedule.sequence import Ended, FinishReason, On, RouteStage, Sequence
+from engine.schedule.sequence import Ended, On, RouteStage, Sequence
 from engine.text.tokenizer import Tokenizer
+from engine.wire.finish_reason import FinishReason
 from engine.wire.sampling import TokenLogprob
 from tests.tui.frames import busy
 

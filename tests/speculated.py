@@ -31,10 +31,11 @@ from engine.model import compiled
 from engine.model.attention import planes
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
-from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.schedule.sequence import Sequence, Stamps
 from engine.text.grammar import json_grammar, regex_grammar
 from engine.text.grammar_matcher import GrammarTokenizer
 from engine.text.tokenizer import Tokenizer
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Admit, Records, Release
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob

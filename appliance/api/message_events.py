@@ -18,7 +18,7 @@ from appliance.journal import drawn
 from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
-from engine.schedule.sequence import FinishReason
+from engine.wire.finish_reason import FinishReason
 
 
 class MessageShape:

@@ -18,7 +18,7 @@ from appliance.json_fields import Json
 from appliance.json_lines import encode_line
 from appliance.request import Request
 from engine.errors import RequestError
-from engine.schedule.sequence import FinishReason
+from engine.wire.finish_reason import FinishReason
 from engine.wire.not_json import NOT_JSON
 
 

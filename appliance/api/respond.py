@@ -25,7 +25,7 @@ from appliance.api.wire import UNBUFFERED, appliance_of, arrival_of, error_respo
 from appliance.journal import Differs, drawn
 from appliance.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Request
 from engine.errors import RequestError, Unavailable
-from engine.schedule.sequence import FinishReason
+from engine.wire.finish_reason import FinishReason
 
 KEEP_ALIVE_S = 10.0
 MAX_INLINE_LOGPROBS = 2048

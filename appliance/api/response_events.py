@@ -20,8 +20,8 @@ from appliance.journal import drawn
 from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError
-from engine.schedule.sequence import FinishReason
 from engine.text.tokenizer import Tokenizer
+from engine.wire.finish_reason import FinishReason
 
 _ECHOED: Json = {
     "previous_response_id": None,

@@ -20,8 +20,9 @@ from appliance.telemetry.progress import Watchdog, WorkerReading
 from appliance.telemetry.thread_times import thread_times
 from engine.errors import RequestError, Unavailable
 from engine.schedule.router import Router
-from engine.schedule.sequence import FinishReason, Phase, Sequence
+from engine.schedule.sequence import Phase, Sequence
 from engine.schedule.snapshot import WorkerSnapshot
+from engine.wire.finish_reason import FinishReason
 
 HANDOFF_S = 120.0
 """Maximum seconds without progress in a handoff."""

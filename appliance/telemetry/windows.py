@@ -19,7 +19,8 @@ from appliance.frame.protocol import (
 from appliance.frame.request_facts import TTFT_STAGES
 from appliance.telemetry.baseline import Baseline
 from engine.schedule.elastic import Slo
-from engine.schedule.sequence import FinishReason, Sequence
+from engine.schedule.sequence import Sequence
+from engine.wire.finish_reason import FinishReason
 
 WINDOW_S = 60.0
 MAX_WINDOW_GAPS = 20_000

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-AGEING_TOKENS_PER_S = 512.0
-"""A waiting prompt counts as this much shorter for every second it waits."""
+from engine.wire.prompt_order import prefill_key
 
 
 class Plannable(Protocol):
@@ -41,11 +40,6 @@ class Plannable(Protocol):
 
 
 S = TypeVar("S", bound=Plannable)
-
-
-def prefill_key(num_remaining_tokens: int, waited_ns: int) -> float:
-    """Sort key of a prompt: shortest remaining first, with ageing; smaller goes first."""
-    return num_remaining_tokens - AGEING_TOKENS_PER_S * waited_ns / 1e9
 
 
 def is_chunk(planned: Iterable[tuple[Plannable, int]]) -> bool:

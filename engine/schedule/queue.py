@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from engine.errors import InvariantViolated, QueueFull
-from engine.schedule.plan import prefill_key
 from engine.schedule.sequence import Phase, Sequence
 from engine.schedule.waiting_limit import MAX_RETRY_MS, WaitingLimit
+from engine.wire.prompt_order import prefill_key
 
 
 class FairQueue:

@@ -34,7 +34,6 @@ from engine.schedule.roles_in_force import Roles
 from engine.schedule.sequence import (
     Counters,
     Ended,
-    FinishReason,
     Moving,
     On,
     Paused,
@@ -54,6 +53,7 @@ from engine.schedule.snapshot import (
 )
 from engine.schedule.step_times import StepLoad
 from engine.schedule.worker_routes import Pair, Routes, admit, route_stages
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Begun, Command, Copied, CoresUsed, Release, SequenceStep, Stepped
 from engine.wire.sampling import TokenLogprob
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from engine.cache.hashes import PrefixChain
 from engine.schedule.draft_counts import DraftCounts
 from engine.schedule.prefix_misses import CacheMiss
+from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob
 
@@ -89,15 +90,6 @@ class KeptRecord(NamedTuple):
     place: int
     """Its place among the sequence's records."""
     num_tokens: int
-
-
-class FinishReason(StrEnum):
-    """Why a sequence ended. `stop`: end of text, stop id or stop string; `length`: max_tokens."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 @dataclass(slots=True)

@@ -16,14 +16,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
-from engine.wire.messages import MeasuredStep, SequenceStep, StepShape
+from engine.wire.messages import SHALLOW, MeasuredStep, SequenceStep, StepShape
 
 MIN_STEPS = 3
 """Minimum steps of a kind before it is predicted."""
 MARGIN = 1.25
 """Factor on predictions beyond the measured sizes."""
-SHALLOW = 128
-"""Positions before a step's tokens that hardly count."""
 _SQRT2 = math.sqrt(2)
 _MIN_MS = 1e-3
 _LEAST_SHARE = 0.25

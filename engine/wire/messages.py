@@ -271,6 +271,10 @@ class UseCores(msgspec.Struct, tag=True, frozen=True):
     cpus: list[int]
 
 
+SHALLOW = 128
+"""Positions before a step's tokens that hardly count."""
+
+
 class StepShape(msgspec.Struct, frozen=True, array_like=True):
     """A step of equal sequences: decode if each has one token, otherwise a chunk of a prompt."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.profile.facts import Fact
-from engine.schedule.step_times import SHALLOW
+from engine.wire.messages import SHALLOW
 
 MAX_ROWS = 16
 MAX_GATED_SEQUENCES = 4

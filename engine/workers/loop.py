@@ -23,8 +23,8 @@ from typing import NoReturn
 import torch
 
 from engine.schedule.plan import is_chunk, plan
-from engine.schedule.sequence import FinishReason
 from engine.wire.channel import WorkerChannel
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import (
     Admit,
     Begun,

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from engine.model.logit_rules import bits_of
 from engine.model.records import RecordBlocks
 from engine.model.sampler import draw_of
-from engine.schedule.sequence import FinishReason
 from engine.text.grammar_matcher import Matcher
 from engine.wire.cache_scope import CacheScope
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Admit, Records
 from engine.wire.sampling import SamplingParams
 

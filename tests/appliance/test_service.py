@@ -9,7 +9,7 @@ from appliance.frame.protocol import utc_now
 from appliance.request import FAILED, HUNG_UP
 from appliance.telemetry.alerts import Change
 from engine.errors import QueueFull, RequestError, Unavailable
-from engine.schedule.sequence import FinishReason
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import PoolMade, SequenceStep, Stepped
 from tests.appliance.machine import make_machine
 from tests.tui import frames

@@ -10,8 +10,8 @@ from appliance.api.appliance import Appliance
 from appliance.fleet.roles_change import RolesChange
 from appliance.log.query import RowQuery
 from engine.errors import QueueFull, Unavailable
-from engine.schedule.sequence import FinishReason
 from engine.text.tokenizer import Tokenizer
+from engine.wire.finish_reason import FinishReason
 from tests.appliance.machine import a_request, make_machine
 from tests.fakes import FakeAppliance, until
 

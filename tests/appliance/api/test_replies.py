@@ -12,8 +12,9 @@ from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape
 from appliance.api.stream import Delta
 from appliance.request import ModelInfo, Peer, Request
-from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.schedule.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
+from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.tiny_tokenizers import byte_level

@@ -10,7 +10,8 @@ import pytest
 
 from appliance.frame.protocol import WorkerFrame
 from appliance.telemetry.telemetry import Telemetry
-from engine.schedule.sequence import FinishReason, Phase
+from engine.schedule.sequence import Phase
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import SequenceStep, Stepped
 from tests.appliance.machine import Machine, make_machine
 from tests.engine.schedule.harness import World

@@ -8,7 +8,8 @@ from engine.cache.topology import make_topology
 from engine.cache.window_blocks import NO_WINDOWS
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
-from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.schedule.sequence import Sequence, Stamps
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Begun, Copied, CoresUsed, Stepped
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams

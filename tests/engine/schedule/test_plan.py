@@ -3,7 +3,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.plan import AGEING_TOKENS_PER_S, is_chunk, plan
+from engine.schedule.plan import is_chunk, plan
+from engine.wire.prompt_order import AGEING_TOKENS_PER_S
 
 
 @dataclass(eq=False)

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from engine.cache.block_pool import BlockState
-from engine.schedule.sequence import FinishReason, On, Phase
+from engine.schedule.sequence import On, Phase
+from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import ARMS, COPYING, World, expected_tokens, next_turn

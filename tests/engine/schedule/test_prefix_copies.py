@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from engine.schedule.sequence import FinishReason, Phase
+from engine.schedule.sequence import Phase
+from engine.wire.finish_reason import FinishReason
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import COPYING, World, expected_tokens, next_turn, walk
 

@@ -4,7 +4,7 @@ import msgspec
 
 from engine.cache.hashes import PrefixHasher
 from engine.schedule.prefix_misses import NUM_SHOWN, PrefixMisses
-from engine.schedule.sequence import FinishReason
+from engine.wire.finish_reason import FinishReason
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import World
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import QueueFull, RequestError
-from engine.schedule.plan import prefill_key
 from engine.schedule.queue import FairQueue
 from engine.schedule.sequence import Sequence, Stamps
+from engine.wire.prompt_order import prefill_key
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 

@@ -7,7 +7,8 @@ import pytest
 
 from engine.cache.published_blocks import PoolShape, PublishedBlocks, make_record
 from engine.errors import RequestError
-from engine.schedule.sequence import Ended, FinishReason, Paused
+from engine.schedule.sequence import Ended, Paused
+from engine.wire.finish_reason import FinishReason
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import ARMS, HASHER, World, expected_tokens
 

@@ -7,8 +7,9 @@ from engine.schedule.elastic import PairChoice
 from engine.schedule.outcomes import Outcome
 from engine.schedule.recovery import MAX_SUSPICIONS
 from engine.schedule.roles_in_force import ROLES
-from engine.schedule.sequence import FinishReason, Phase, Waiting
+from engine.schedule.sequence import Phase, Waiting
 from engine.schedule.worker_routes import MAX_PREEMPTIONS, PORTION_TOKENS, Pair
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Copy, Release
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import ARMS, COPYING, World, expected_tokens, walk

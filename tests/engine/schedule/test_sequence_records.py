@@ -6,7 +6,7 @@ import pytest
 
 from engine.cache.block_pool import MIN_RECORDS
 from engine.errors import RequestError
-from engine.schedule.sequence import FinishReason
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Admit
 from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.schedule.harness import World, expected_tokens, next_turn, walk

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 
-from engine.schedule.sequence import FinishReason, Phase
+from engine.schedule.sequence import Phase
+from engine.wire.finish_reason import FinishReason
 from tests.engine.schedule.harness import ARMS, World
 
 

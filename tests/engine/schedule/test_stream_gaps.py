@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from engine.schedule import elastic, recovery, roles_in_force, worker_routes
 from engine.schedule.elastic import Slo
 from engine.schedule.roles_in_force import MAX_GAP_RATIO
-from engine.schedule.sequence import FinishReason
 from engine.schedule.step_times import place_of
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import MeasuredStep, Stepped
 from tests.engine.schedule.harness import World, expected_tokens
 

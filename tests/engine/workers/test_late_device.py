@@ -14,7 +14,8 @@ from engine.model.weight import Weight
 from engine.model.weights import load_weights
 from engine.schedule.queue import FairQueue
 from engine.schedule.router import Router
-from engine.schedule.sequence import FinishReason, Sequence, Stamps
+from engine.schedule.sequence import Sequence, Stamps
+from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Begun, Copied
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
