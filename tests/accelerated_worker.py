@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.workers import __main__ as program
-from engine.workers import copying, device, gpu_sizes
+from engine.worker import __main__ as program
+from engine.worker import copying, device, gpu_sizes
 from tests.accelerator import DEVICE, Accelerator, FakeDevice
 
 FAULTS, POOL_BYTES = "ACCELERATED_FAULTS", "ACCELERATED_POOL_BYTES"

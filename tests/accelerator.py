@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from engine.workers.device import DeviceTime, Memory
+from engine.worker.device import DeviceTime, Memory
 
 DEVICE = torch.device("meta")
 _aten = torch.ops.aten

@@ -12,9 +12,9 @@ from random import Random
 import torch
 
 from engine.kernels.cpu import load_kernels
-from engine.model.draw_rows import RowDraw, draw_by_kernels, draw_by_torch
-from engine.model.logit_rules import bits_of, rules_of
 from engine.wire.sampling import SamplingParams
+from engine.worker.model.draw_rows import RowDraw, draw_by_kernels, draw_by_torch
+from engine.worker.model.logit_rules import bits_of, rules_of
 from tests.levels import LEVELS
 
 SIZES = [1, 2, 3, 15, 16, 17, 50, 63, 64, 65, 129, 700, 3001]

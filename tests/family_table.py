@@ -3,7 +3,7 @@
     python -m tests.family_table [FAMILY ...]
 
 A cell names the arms whose tokens equal transformers' in float32: those of
-tests/engine/workers/test_recurrent_modes.py, which runs one family in each, are run with all
+tests/engine/worker/test_recurrent_modes.py, which runs one family in each, are run with all
 families here. Guesses are compared bit for bit, as tests.speculated does.
 """
 
@@ -22,8 +22,8 @@ import torch
 
 from tests import speculated
 from tests.checkpoints import GATED_DELTA_NETS
-from tests.engine.workers import test_recurrent_modes as modes
-from tests.engine.workers.computing_world import load
+from tests.engine.worker import test_recurrent_modes as modes
+from tests.worlds.computing_world import load
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", *GATED_DELTA_NETS)
 ARMS = tuple(modes.FAMILY_OF)

@@ -27,10 +27,6 @@ from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import AS_STORED, panels_layout, weights_layout
 from engine.kernels.cpu import load_kernels
-from engine.model import compiled
-from engine.model.attention import planes
-from engine.model.transformer import Transformer
-from engine.model.weights import load_weights
 from engine.schedule.sequence import Sequence, Stamps
 from engine.text.grammar import json_grammar, regex_grammar
 from engine.text.grammar_matcher import GrammarTokenizer
@@ -39,10 +35,14 @@ from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Admit, Records, Release
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams, TokenLogprob
-from engine.workers.grammars import Grammars
-from engine.workers.kv_pool import TORCH_DTYPES, block_shape
-from engine.workers.runner import Runner
-from engine.workers.speculation import Speculation
+from engine.worker.grammars import Grammars
+from engine.worker.kv_pool import TORCH_DTYPES, block_shape
+from engine.worker.model import compiled
+from engine.worker.model.attention import planes
+from engine.worker.model.transformer import Transformer
+from engine.worker.model.weights import load_weights
+from engine.worker.runner import Runner
+from engine.worker.speculation import Speculation
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker_harness import Harness
 from tests.gguf_files import write_gguf

@@ -19,8 +19,8 @@ MAP = {match["file"]: match["what"] for match in ROW.finditer(TEXT)}
 RANK = {file.removesuffix(".py").replace("/", "."): i for i, file in enumerate(MAP)}
 DOORS = {m["package"]: re.findall(r"`([^`]+)`", m["users"]) for m in DOOR.finditer(TEXT)}
 DIRECTIONS = {
-    "engine/model/": ("engine",),
-    "engine/workers/": ("engine",),
+    "engine/worker/model/": ("engine",),
+    "engine/worker/": ("engine",),
     "engine/": ("engine",),
     "migrations/": (),
     "appliance/": ("appliance", "engine", "migrations"),
@@ -33,7 +33,7 @@ DIRECTIONS = {
         "engine.units",
     ),
 }
-TORCH_ROOMS = ("engine/model/", "engine/workers/")
+TORCH_ROOMS = ("engine/worker/model/", "engine/worker/")
 
 
 @cache
@@ -77,10 +77,10 @@ def test_rooms_are_entered_in_the_allowed_direction(file):
     for name in imported_names(file):
         if name.split(".")[0] in PACKAGES:
             assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{file}: {name}"
-            is_torch_room = name.startswith(("engine.model", "engine.workers"))
+            is_torch_room = name.startswith(("engine.worker.model", "engine.worker"))
             assert not is_torch_room or file.startswith(TORCH_ROOMS), f"{file}: {name}"
-            if name.startswith("engine.workers"):
-                assert file.startswith("engine/workers/"), f"{file}: {name}"
+            if name.startswith("engine.worker"):
+                assert file.startswith("engine/worker/"), f"{file}: {name}"
 
 
 @pytest.mark.parametrize("file", MAP)

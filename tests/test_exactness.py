@@ -21,7 +21,7 @@ STARTED = {"alias": "llama", "shm": "phi3"}
 NEWER = {"gemma4_text": "peer", "qwen3_next": "shm"}
 """Transports by family. Layers differ: in their windows, in the number and size of their heads, or
 by having no keys and values of their own; or most of them keep a recurrent state. All families and
-transports: tests/engine/workers/test_family_modes.py and test_recurrent_modes.py."""
+transports: tests/engine/worker/test_family_modes.py and test_recurrent_modes.py."""
 TINY_POOLS = {"elastic": 22, "shm": 36}
 """Blocks of 64 tokens: one sequence fits each pool, all of them do not."""
 LLAMA3 = {

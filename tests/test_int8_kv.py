@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.model.attention import StepBatch
-from engine.model.transformer import Transformer
-from engine.model.weights import load_weights
 from engine.wire.messages import PoolSpec
-from engine.workers.copying import copy_blocks
-from engine.workers.kv_pool import block_shape, map_pool
+from engine.worker.copying import copy_blocks
+from engine.worker.kv_pool import block_shape, map_pool
+from engine.worker.model.attention import StepBatch
+from engine.worker.model.transformer import Transformer
+from engine.worker.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.daemons import ALONE, ARMS
 from tests.engine.offload.test_disk import Harness

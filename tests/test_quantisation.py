@@ -6,9 +6,9 @@ import torch
 from engine.kernels.cpu import has_kernels
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ARMS
-from tests.engine.workers.computing_world import finish, transformer_of, world_of
 from tests.quantised_checkpoints import ROUNDED, SHAPE, rounded, write_quantised
 from tests.test_exactness import assert_all_same, prompts
+from tests.worlds.computing_world import finish, transformer_of, world_of
 
 CASES = {"int8-rows": "elastic", "gptq-order": "colocated"}
 """By kind: the arm. Several workers map one copy of the weights, except where it is widened."""

@@ -34,7 +34,7 @@ def measure_device(
     Raises:
         WorkerFailed: it did not come to its end.
     """
-    command = [*python_command("-m", "engine.workers.measure", kind)]
+    command = [*python_command("-m", "engine.worker.measure", kind)]
     command += [] if model is None else ["--model", str(model)]
     command += [] if dtype is None else ["--dtype", dtype]
     command += ["--small"] if is_small else []

@@ -158,7 +158,7 @@ def _by_transformers(
         return {}
     asked = {"folder": str(folder), "dtype": dtype, "prompts": prompts, "num_tokens": tokens}
     ended = subprocess.run(
-        python_command("-m", "engine.workers.reference"),
+        python_command("-m", "engine.worker.reference"),
         input=json.dumps(asked),
         capture_output=True,
         text=True,

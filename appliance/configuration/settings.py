@@ -31,7 +31,7 @@ from appliance.models.names import a_model
 from engine.checkpoint.model_config import INT8_KV
 
 MAX_DRAFT = 7
-"""The limit in engine.workers.drafts, compared by a test: importing it here would be slow."""
+"""The limit in engine.worker.drafts, compared by a test: importing it here would be slow."""
 ROLES = ("elastic", "static", "colocated")
 TOOL_PARSERS = (
     *("hermes", "qwen3_coder", "mistral", "mistral_list", "llama", "pythonic", "granite"),

@@ -76,7 +76,7 @@ OnDied = Callable[[str, str], None]
 """Takes the worker's name and the cause of its death."""
 
 
-WORKER_PROGRAM = python_command("-m", "engine.workers")
+WORKER_PROGRAM = python_command("-m", "engine.worker")
 
 
 class Supervisor:

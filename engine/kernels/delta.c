@@ -23,7 +23,7 @@ enum {
 };
 static const float UNIT_EPS = 1e-6f; /* of queries and keys */
 
-/* A layer's, as engine/model/delta.py fills it. Steps count elements from a key head to the next. */
+/* A layer's, as engine/worker/model/delta.py fills it. Steps count elements from a key head to the next. */
 struct layer {
     int64_t num_key_heads, ratio; /* value heads of a key head */
     int64_t key_dim, value_dim, conv_size;

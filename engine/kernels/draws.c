@@ -1,6 +1,6 @@
 /* Draws: the next token of each row of logits, and log-probabilities, in passes over the row as it lies.
  *
- * engine/model/sampler.py says what a draw is and computes it, too, bit for bit: here every sum, product
+ * engine/worker/model/sampler.py says what a draw is and computes it, too, bit for bit: here every sum, product
  * and quotient is rounded on its own, and masses are whole numbers, whose sums have no order. Weights are
  * computed anew in each pass, which costs less than to keep them; vectors without a weight that could
  * matter are passed over, and the logarithm of noise is computed for those tokens alone that may win.
@@ -17,13 +17,13 @@
 #include <float.h>
 #include <stdlib.h>
 
-/* As in engine/model/sampler.py. */
+/* As in engine/worker/model/sampler.py. */
 static const float LEAST_EXPONENT = -87, LARGEST_UNIFORM = 1 - 0x1p-24f, LEAST_LOGPROB = -9999;
 static const uint32_t FIRST_FACTOR = 0x7feb352d, SECOND_FACTOR = 0x846ca68b;
 enum { NO_TOKEN = -1, MASS_BITS = 40 };
 static const double MASS_STEPS = 1LL << MASS_BITS;
 
-/* A row as engine/model/draw_rows.py writes it, in float64. */
+/* A row as engine/worker/model/draw_rows.py writes it, in float64. */
 enum {
     TEMPERATURE, FIRST_KEY, SECOND_KEY, TOP_P, MIN_P, TOP_K,
     LOGITS, ALLOWED, IDS, NUM_PROMPT_IDS, NUM_IDS, REPETITION, FREQUENCY, PRESENCE, ADDED, NUM_ADDED,
@@ -316,7 +316,7 @@ INLINE float border_of(float *weights, int64_t count, float least, int64_t wante
     return float_of(low);
 }
 
-/* Uniform numbers for LANES tokens: the hash of engine/model/sampler.py. */
+/* Uniform numbers for LANES tokens: the hash of engine/worker/model/sampler.py. */
 INLINE vec uniforms(const struct row *r, int64_t i)
 {
     vec_bits bits;
@@ -401,7 +401,7 @@ struct changed {
     float logit;
 };
 
-/* Changes logits as engine/model/logit_rules.py does; returns how many, or -1 without memory. */
+/* Changes logits as engine/worker/model/logit_rules.py does; returns how many, or -1 without memory. */
 static int64_t change(struct row *r, const double *fields, struct changed *changed)
 {
     static _Thread_local struct memory memory; /* zeros between calls */

@@ -3,7 +3,7 @@
  * All of it is one kernel, so that a step of few tokens is calls that do not depend on what is in
  * memory: which experts are chosen is found here, not by who calls. Tokens of one expert are gathered
  * and multiplied together, some at a time, by the kernels for one matrix. Rounding is that of
- * engine/model/feed_forward.py: what an expert makes, times its share, is rounded, then added.
+ * engine/worker/model/feed_forward.py: what an expert makes, times its share, is rounded, then added.
  */
 #include "pairs.h"
 
@@ -12,7 +12,7 @@ enum {
     ROWS_PER_ITEM = 16, /* gathered, or added, by a thread */
 };
 
-/* A layer's, as engine/model/feed_forward.py fills it. */
+/* A layer's, as engine/worker/model/feed_forward.py fills it. */
 struct experts {
     int64_t num_experts, num_per_token, is_normalized, activation;
     int64_t hidden, width; /* of a token; of what is between an expert's matrices */

@@ -3,7 +3,7 @@
  * Each is a loop over tokens, a few of which are an item for a thread. */
 #include "simd.h"
 
-static const float OVERFLOWN = 6e4f; /* as in engine/model/attention.py */
+static const float OVERFLOWN = 6e4f; /* as in engine/worker/model/attention.py */
 enum { TOKENS = 16 };
 
 /* Tokens [first, end) of an item. */
@@ -92,7 +92,7 @@ KERNEL(rms_norm, "ppppiiiiiiiifff")
 
 /* Activations, as engine/checkpoint/model_config.py numbers them. */
 enum { SILU, GELU, CLAMPED_SWIGLU, SIGMOID };
-static const float SWIGLU_LIMIT = 7, SWIGLU_ALPHA = 1.702f; /* as in engine/model/layers.py */
+static const float SWIGLU_LIMIT = 7, SWIGLU_ALPHA = 1.702f; /* as in engine/worker/model/layers.py */
 
 /* SiLU; GELU in its tanh form, which is gate * sigmoid(2 u) for the u that tanh is taken of; SiLU with a
  * steeper sigmoid, of a gate that has an upper limit; or the sigmoid itself. */
@@ -228,7 +228,7 @@ INLINE void keep_row(void *to, const void *from, int64_t dim, int type)
 }
 
 /* The same of one head as codes; returns what they are to be multiplied by: the largest becomes 127
- * or -127. engine/model/attention.py does the same, bit for bit. */
+ * or -127. engine/worker/model/attention.py does the same, bit for bit. */
 INLINE float keep_codes(int8_t *to, const void *from, int64_t dim, int type)
 {
     vec top = all(0);

@@ -377,7 +377,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     num_drafted: int = 0
     """Guessed tokens in the step; accepted are `token_ids` but the last of them."""
     drafter: str = ""
-    """Where the guess came from, one of engine.workers.drafts.DRAFTERS."""
+    """Where the guess came from, one of engine.worker.drafts.DRAFTERS."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):

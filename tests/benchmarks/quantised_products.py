@@ -15,9 +15,9 @@ import torch
 
 from engine.checkpoint.packed_layouts import FORM_BY_KIND, FORMS
 from engine.kernels.cpu import load_kernels
-from engine.model.linear import CompiledLinear
-from engine.model.weight import Weight, panels_of
-from tests.engine.model.test_quantised import blocks_of, nvfp4_parts, packed, parts_of
+from engine.worker.model.linear import CompiledLinear
+from engine.worker.model.weight import Weight, panels_of
+from tests.engine.worker.model.test_quantised import blocks_of, nvfp4_parts, packed, parts_of
 
 DEPTH, ROWS = 2048, 768
 

@@ -22,11 +22,11 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import panels_layout, weights_layout
 from engine.kernels.cpu import load_kernels
-from engine.model.attention import StepBatch
-from engine.model.linear import CompiledLinear
-from engine.model.transformer import Transformer
-from engine.model.weight import Weight
-from engine.model.weights import load_weights
+from engine.worker.model.attention import StepBatch
+from engine.worker.model.linear import CompiledLinear
+from engine.worker.model.transformer import Transformer
+from engine.worker.model.weight import Weight
+from engine.worker.model.weights import load_weights
 
 BLOCK = 64
 CASES = ((1, 512, 1, 24), (1, 2048, 1, 24), (8, 128, 1, 24), (1, 0, 512, 3), (1, 0, 2048, 2))

@@ -38,8 +38,8 @@ def transformer_of(family, folder):
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.weights_layout import packed_layout
     from engine.kernels.cpu import DOTS, ProductVariants
-    from engine.model.transformer import Transformer
-    from engine.model.weights import load_weights
+    from engine.worker.model.transformer import Transformer
+    from engine.worker.model.weights import load_weights
     from tests.checkpoints import make_checkpoint
 
     own = {f"linear_{name}": size for name, size in LINEAR.items()} if family != "llama" else {}
@@ -57,7 +57,7 @@ def steps_of(transformer):
     """A decode step and a prompt's, as calls; the sequence's two records take turns."""
     import torch
 
-    from engine.model.attention import StepBatch
+    from engine.worker.model.attention import StepBatch
 
     config = transformer.config
     size = getattr(config, "record_blocks", lambda *_: 0)(BLOCK, "bfloat16")
@@ -72,7 +72,7 @@ def steps_of(transformer):
     def step(first, count):
         extra = {}
         if size:
-            from engine.model.records import RecordBlocks
+            from engine.worker.model.records import RecordBlocks
 
             extra["records"] = [RecordBlocks(places[0] if first else (), places[1])]
             places.reverse()
@@ -90,8 +90,8 @@ def rates_of(num_bytes):
     import torch
 
     from engine.kernels.cpu import load_kernels
-    from engine.model.linear import CompiledLinear
-    from engine.model.weight import Weight
+    from engine.worker.model.linear import CompiledLinear
+    from engine.worker.model.weight import Weight
 
     kernels, (rows, depth) = load_kernels()[0], (1536, 576)
     values = torch.randn(1 << 20).bfloat16().repeat(num_bytes // (2 << 20))

@@ -19,15 +19,21 @@ from triton import knobs
 
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.packed_layouts import CPU_FORMS, FORMS, panels_shape
-from engine.model import triton_attention, triton_delta, triton_linear, triton_ops, triton_sampling
-from engine.model.attention import several_queries_tiling, single_query_tiling
-from engine.model.delta_inputs import DeltaConstants, DeltaInputs, RecordRuns
-from engine.model.paged_step import PagedStep
-from engine.model.sampler import NUM_DRAW_FIELDS
-from engine.model.triton_attention import attend_several, attend_single
-from engine.model.triton_delta import gated_delta
-from engine.model.triton_sampling import sample_rows
-from engine.model.weight import Weight
+from engine.worker.model import (
+    triton_attention,
+    triton_delta,
+    triton_linear,
+    triton_ops,
+    triton_sampling,
+)
+from engine.worker.model.attention import several_queries_tiling, single_query_tiling
+from engine.worker.model.delta_inputs import DeltaConstants, DeltaInputs, RecordRuns
+from engine.worker.model.paged_step import PagedStep
+from engine.worker.model.sampler import NUM_DRAW_FIELDS
+from engine.worker.model.triton_attention import attend_several, attend_single
+from engine.worker.model.triton_delta import gated_delta
+from engine.worker.model.triton_sampling import sample_rows
+from engine.worker.model.weight import Weight
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 NUM_KV_HEADS, NUM_PARTS = 2, 4

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.model.sampler import draw_of, sample_rows
+from engine.worker.model.sampler import draw_of, sample_rows
 
 
 def draws_tensor(params, indices):

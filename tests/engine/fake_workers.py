@@ -10,7 +10,6 @@ from collections import deque
 
 import msgspec
 
-from engine.schedule.plan import is_chunk, plan
 from engine.wire.messages import (
     Admit,
     Begun,
@@ -23,7 +22,8 @@ from engine.wire.messages import (
     Stepped,
     UseCores,
 )
-from engine.workers.worker_request import WorkerRequest
+from engine.worker.plan import is_chunk, plan
+from engine.worker.worker_request import WorkerRequest
 
 BLOCK_SIZE = 4
 RECORD = "record"

@@ -17,9 +17,9 @@ from engine.wire.messages import (
 )
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
-from engine.workers.grammars import Grammars
-from engine.workers.loop import StepLoop
-from engine.workers.on_gpu import start
+from engine.worker.grammars import Grammars
+from engine.worker.loop import StepLoop
+from engine.worker.on_gpu import start
 from tests.engine.worker_harness import reports_in
 
 BLOCK_SIZE = 4

@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.model import triton_ops
-from engine.model.attention import StepBatch, Tiling
-from engine.model.backend import TorchBackend
-from engine.model.paged_step import paged_step
-from engine.model.sampler import NO_DRAW, draw_of
-from engine.model.triton_attention import attend_several, attend_single
-from engine.model.triton_sampling import sample_rows
 from engine.wire.sampling import SamplingParams
+from engine.worker.model import triton_ops
+from engine.worker.model.attention import StepBatch, Tiling
+from engine.worker.model.backend import TorchBackend
+from engine.worker.model.paged_step import paged_step
+from engine.worker.model.sampler import NO_DRAW, draw_of
+from engine.worker.model.triton_attention import attend_several, attend_single
+from engine.worker.model.triton_sampling import sample_rows
 from tests.engine.draws import drawn
 from tests.engine.references import reference_attention
 

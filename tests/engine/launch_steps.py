@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.model import transformer as transformer_module
-from engine.model.cuda import CudaBackend, DeviceLimits, TritonAttention
-from engine.model.transformer import Transformer
-from engine.model.weights import load_weights
 from engine.wire.sampling import SamplingParams
-from engine.workers.grammars import Grammars
-from engine.workers.graphs import DecodeGraphs
-from engine.workers.runner import Runner
-from engine.workers.worker_request import WorkerRequest
+from engine.worker.grammars import Grammars
+from engine.worker.graphs import DecodeGraphs
+from engine.worker.model import transformer as transformer_module
+from engine.worker.model.cuda import CudaBackend, DeviceLimits, TritonAttention
+from engine.worker.model.transformer import Transformer
+from engine.worker.model.weights import load_weights
+from engine.worker.runner import Runner
+from engine.worker.worker_request import WorkerRequest
 from tests.triton_driver import NUM_PROCESSORS, SHARED_BYTES, FakeDriver
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS, NUM_STEPS = 16, 1024, 64, 60

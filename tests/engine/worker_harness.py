@@ -6,7 +6,7 @@ import msgspec
 
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import Report
-from engine.workers.loop import StepLoop
+from engine.worker.loop import StepLoop
 
 
 def reports_in(sock, at_least=0):

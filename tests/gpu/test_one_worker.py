@@ -11,8 +11,8 @@ import torch
 from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.wire.messages import GpuSpec, PoolMade, Records
-from engine.workers.device import CudaDevice
-from engine.workers.speculation import Speculation
+from engine.worker.device import CudaDevice
+from engine.worker.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, SERVED, admit, start_alone
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine.checkpoint.model_config import ACTIVATIONS
-from engine.model.attention import several_queries_tiling, single_query_tiling
-from engine.model.cuda import DeviceLimits
+from engine.worker.model.attention import several_queries_tiling, single_query_tiling
+from engine.worker.model.cuda import DeviceLimits
 from tests.engine.kernel_cases import (
     MIXED,
     PENDING,

@@ -22,11 +22,11 @@ from engine.checkpoint.gguf import GgufModel, models_in
 from engine.checkpoint.tensor_info import BLOCKS
 from engine.checkpoint.weights_layout import arena_layout
 from engine.errors import CheckpointError, PenstockError
-from engine.model.dequantise import dequantised
-from engine.model.weights import convert_weights
 from engine.text.gguf_tokenizer import read_tokenizer
 from engine.text.tokenizer import Tokenizer
-from engine.workers.weight_streaming import arena_views
+from engine.worker.model.dequantise import dequantised
+from engine.worker.model.weights import convert_weights
+from engine.worker.weight_streaming import arena_views
 from tests.checkpoints import GATED_DELTA_NETS, GEMMA4_E, GEMMA4_MOE, make_checkpoint
 from tests.gguf_files import ARCHITECTURES, split_gguf, write_gguf
 

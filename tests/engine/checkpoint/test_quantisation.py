@@ -14,9 +14,9 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import arena_layout, panels_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import has_kernels
-from engine.model.linear import CompiledLinear, choose_linears
-from engine.model.weight import PLAIN, embedded
-from engine.model.weights import convert_weights, layout_views, load_weights
+from engine.worker.model.linear import CompiledLinear, choose_linears
+from engine.worker.model.weight import PLAIN, embedded
+from engine.worker.model.weights import convert_weights, layout_views, load_weights
 from tests.checkpoints import make_checkpoint
 from tests.quantised_checkpoints import (
     KINDS,

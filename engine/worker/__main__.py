@@ -1,0 +1,268 @@
+"""Run a worker process: pin it, load, report ready, step until the daemon ends.
+
+Started as `python -P -m engine.worker --channel-fd N --cpus 0,1`; the rest comes with Setup.
+Invariant: never outlives the daemon (parent-death signal, and the closed channel).
+Never: chooses its device; a failure to load is reported before it exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from engine.errors import ChannelClosed, PenstockError
+from engine.wire.beats import Beats
+from engine.wire.channel import WorkerChannel
+from engine.wire.messages import (
+    Failed,
+    GpuSpec,
+    LoadingProgress,
+    Ready,
+    Setup,
+    WeightsComplete,
+    WeightsLoaded,
+)
+
+if TYPE_CHECKING:
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.kernels.cpu import ProductVariants
+    from engine.worker.affinity import NodeMemory
+    from engine.worker.grammars import Grammars
+    from engine.worker.model.transformer import Transformer
+    from engine.worker.model.weight import Weight
+    from engine.worker.speculation import Speculation
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PROGRESS_INTERVAL_NS = 200_000_000
+
+
+def main() -> int:
+    """Run one worker; the exit code is 0 after the daemon has ended, 1 on failure."""
+    parser = argparse.ArgumentParser(prog="python -m engine.worker")
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--cpus", required=True)
+    parser.add_argument("--stacks-fd", type=int)
+    parser.add_argument("--beats-fd", type=int)
+    options = parser.parse_args()
+    faulthandler.enable()
+    if options.stacks_fd is not None:  # a report asks for them, also while we hang
+        faulthandler.register(signal.SIGUSR1, options.stacks_fd, all_threads=True)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to groups, too
+        signal.signal(number, signal.SIG_IGN)
+    # all cores that it may ever use: OpenMP counts them when loaded, and hardly spins in a
+    # larger team afterwards
+    os.sched_setaffinity(0, [int(cpu) for cpu in options.cpus.split(",")])
+    channel = WorkerChannel(socket.socket(fileno=options.channel_fd))
+    try:
+        gc.disable()  # while modules load: they make thousands of objects, and no garbage
+        # before Setup, so that it overlaps with what the daemon has to do
+        import torch  # noqa: F401
+
+        gc.freeze()
+        gc.enable()
+        setup = channel.expect(Setup)
+        libc.prctl(_PR_SET_NAME, f"penstock-{setup.worker}"[:15].encode())
+        _serve(channel, setup, None if options.beats_fd is None else Beats(options.beats_fd))
+    except ChannelClosed:
+        return 0
+    except PenstockError as error:
+        channel.send(Failed(error.what, error.where, error.hint))
+        return 1
+    except Exception as error:  # noqa: BLE001  # the process border: the daemon must hear of it
+        traceback.print_exc()
+        channel.send(Failed(f"{type(error).__name__}: {error}", "worker", "see the traceback"))
+        return 1
+
+
+def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoReturn:
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.worker.affinity import NodeMemory, use_cores
+    from engine.worker.copying import probe
+    from engine.worker.kv_pool import PagesAhead, map_pool
+    from engine.worker.logits_loss import kv_loss, weights_loss
+    from engine.worker.loop import StepLoop
+    from engine.worker.model.transformer import Transformer
+    from engine.worker.runner import Runner
+
+    use_cores(setup.cpus)
+    progress = _Progress(channel)
+    progress.heartbeat()
+    checkpoint = Checkpoint.open(Path(setup.model_dir))
+    config = checkpoint.config.in_groups() if setup.has_window_blocks else checkpoint.config
+    grammars = _grammars(checkpoint)
+    if setup.gpu is not None:
+        _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
+    near = NodeMemory(setup.node)
+    weights, variants, is_measurer = _loaded(checkpoint, setup, near, progress)
+    channel.send(WeightsLoaded())
+    channel.expect(WeightsComplete)
+    pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
+    near.prefer(pool)
+    specs = setup.other_pools
+    others = {s.name: map_pool(s, config, setup.block_size, setup.pool_dtype) for s in specs}
+    probes = {name: probe(pool, other) for name, other in others.items()}
+    transformer = Transformer(
+        config,
+        weights,
+        setup.dtype,
+        setup.max_model_len,
+        setup.block_size,
+        variants,
+        setup.attention_variant,
+        None if beats is None else beats.beat,
+    )
+    progress.heartbeat()
+    groups = config.kv_groups.num_groups
+    runner = Runner(transformer, pool, setup.block_size, grammars, num_groups=groups)
+    runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
+    progress.heartbeat()
+    speculation, why_not = _speculation(transformer, setup)
+    worker = StepLoop(
+        channel,
+        runner,
+        pools={setup.pool.name: pool, **others},
+        eos_token_ids=config.eos_token_ids,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        own_cores=setup.cpus,
+        pages=PagesAhead(pool),
+        speculation=speculation,
+    )
+    alive, model = progress.heartbeat, (transformer, checkpoint)
+    loss = weights_loss(*model, setup.dtype, alive) if is_measurer else None
+    of_kv = kv_loss(*model, setup.kv_dtype, alive) if setup.measures_kv else None
+    attention, notes = transformer.attention_backend, [*near.notes(pool), *why_not]
+    channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
+    worker.run()
+
+
+def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | None, list[str]]:
+    """Set up speculation; return it, or the reason against it."""
+    from engine.worker.speculation import Speculation
+
+    if setup.max_drafted == 0:
+        return None, []
+    config = transformer.config
+    # a guess could change a letter; on GPUs another batch could, too
+    if setup.gpu is None and not transformer.keeps_row_bits:
+        return None, ["Speculation: off (no compiled kernels)"]
+    if not transformer.rewrites_records:
+        return None, ["Speculation: off (recurrent layers without Triton)"]
+    return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
+
+
+def _grammars(checkpoint: Checkpoint) -> Grammars:
+    """Compile grammars for a model's tokenizer, loaded with the first grammar."""
+    from engine.text.grammar_matcher import GrammarTokenizer
+    from engine.text.tokenizer import Tokenizer
+    from engine.worker.grammars import Grammars
+
+    folder, config = checkpoint.folder, checkpoint.config
+    size, ends = config.vocab_size, config.eos_token_ids
+    return Grammars(
+        lambda: GrammarTokenizer(Tokenizer.from_folder(folder, has_chats=False), size, ends)
+    )
+
+
+def _loaded(
+    checkpoint: Checkpoint, setup: Setup, near: NodeMemory, progress: _Progress
+) -> tuple[dict[str, Weight], ProductVariants | None, bool]:
+    """Load the weights; return how packed ones are multiplied, and whether to measure loss."""
+    from engine.checkpoint.weights_layout import AS_STORED
+    from engine.kernels.cpu import ProductVariants
+    from engine.worker.model.weights import load_weights
+
+    spec = setup.weights
+    if spec is None:
+        return load_weights(checkpoint, setup.dtype, None, None, progress), None, False
+    arena = mmap.mmap(spec.fd, spec.num_bytes, mmap.MAP_SHARED)
+    near.prefer(arena)
+    share = None if spec.is_filled else (spec.share_index, spec.share_count)
+    weights = load_weights(
+        checkpoint,
+        setup.dtype,
+        arena,
+        share,
+        progress,
+        is_packed=spec.is_packed,
+        weights=spec.weights,
+    )
+    variants = None
+    if spec.variant is not None:
+        variants = ProductVariants(spec.variant, spec.has_tiles)
+    is_measurer = spec.weights != AS_STORED and share is not None and spec.share_index == 0
+    return weights, variants, is_measurer
+
+
+def _serve_on_gpu(
+    channel: WorkerChannel,
+    setup: Setup,
+    gpu: GpuSpec,
+    checkpoint: Checkpoint,
+    grammars: Grammars,
+    progress: _Progress,
+) -> NoReturn:
+    from engine.worker.device import CudaDevice, finished_at_the_end
+    from engine.worker.loop import StepLoop
+    from engine.worker.on_gpu import start
+
+    device = CudaDevice(gpu.uuid)
+    with finished_at_the_end(device):
+        started = start(
+            channel, setup, gpu, checkpoint, device, grammars, progress, progress.heartbeat
+        )
+        speculation, why_not = _speculation(started.transformer, setup)
+        started.ready.notes.extend(why_not)
+        worker = StepLoop(
+            channel,
+            started.runner,
+            pools=started.pools,
+            eos_token_ids=checkpoint.config.eos_token_ids,
+            max_num_batched_tokens=started.ready.max_num_batched_tokens
+            or setup.max_num_batched_tokens,
+            device=device,
+            map_pool=started.map_pool,
+            speculation=speculation,
+        )
+        channel.send(started.ready)
+        worker.run()
+
+
+class _Progress:
+    """Sends LoadingProgress a few times a second, and after each part of the start."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
+        self._last_ns = 0
+        self._so_far = LoadingProgress(0, 0)
+
+    def __call__(self, loaded_bytes: int, total_bytes: int) -> None:
+        self._so_far = LoadingProgress(loaded_bytes, total_bytes)
+        now_ns = time.monotonic_ns()
+        if now_ns - self._last_ns >= _PROGRESS_INTERVAL_NS or loaded_bytes == total_bytes:
+            self._last_ns = now_ns
+            self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Report a finished part of the start without bytes, so that it does not look hung."""
+        self._channel.send(self._so_far)
+
+
+if __name__ == "__main__":
+    # nothing is left to tidy up, and taking torch apart politely costs a second or two
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Compute a model's steps with torch."""

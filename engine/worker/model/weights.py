@@ -1,0 +1,241 @@
+"""Hold the weights in memory that all workers share: mapped, converted, or packed in panels.
+
+Owns: filling the memory that all workers read, a share by each of them.
+Invariant: file pages are mapped privately, so that a stray write cannot reach the checkpoint; a
+packed matrix has the values of the stored one, rounded to bfloat16 where that is its form.
+Never: decides the dtype or the layout (engine.checkpoint.checkpoint does), makes that memory (the
+daemon does).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.weights_layout import (
+    AS_STORED,
+    PanelsLayout,
+    WeightsLayout,
+    arena_layout,
+    packed_layout,
+    panels_layout,
+)
+from engine.errors import CheckpointError, unreadable
+from engine.worker.model.stored_tensors import Stored
+from engine.worker.model.weight import (
+    _PIECE_VALUES,
+    Weight,
+    memory_of,
+    pack_weights,
+    packed_weights,
+)
+
+Progress = Callable[[int, int], None]
+
+_PROGRESS_INTERVAL_NS = 100_000_000
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    dtype: str,
+    arena: mmap.mmap | None,
+    share: tuple[int, int] | None,
+    progress: Progress,
+    *,
+    is_packed: bool = False,
+    weights: str = AS_STORED,
+) -> dict[str, Weight]:
+    """Load the model's weights by name, in `dtype` or as they are mapped.
+
+    Args:
+        checkpoint: where the stored tensors lie.
+        arena: shared memory of `weights_layout`'s size; None maps the files.
+        share: (index, count) of the part to convert into the arena; None if it is filled.
+            The other parts are undefined until their workers have returned from this call.
+        progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
+        is_packed: the arena holds matrices packed in pairs, as `packed_layout` has them, or of a
+            quantised checkpoint in panels, as `panels_layout` has them.
+        weights: what matrices are quantised to at start, as for `panels_layout`.
+    """
+    if arena is None:
+        return _mapped(checkpoint, dtype, progress)
+    if is_packed and (weights != AS_STORED or not checkpoint.is_plain):
+        layout = panels_layout(checkpoint, dtype, weights)
+        if layout is None:
+            raise ValueError("this checkpoint has nothing that goes into panels")
+        memory = memory_of(arena, layout.num_bytes)
+        return quantised_weights(checkpoint, dtype, layout, memory, share, progress)
+    if is_packed:
+        pairs = packed_layout(checkpoint, dtype)
+        if pairs is None:
+            raise ValueError(f"this checkpoint is not packed for {dtype}")
+        mapped = _mapped(checkpoint, dtype, _ignore)
+        return mapped | pack_weights(mapped, pairs, arena, share, progress)
+    views = _arena_views(checkpoint, dtype, arena)
+    if share is not None:
+        convert_weights(checkpoint, views, progress, share)
+    else:
+        progress(len(arena), len(arena))
+    return {name: Weight.plain(view) for name, view in views.items()}
+
+
+def quantised_weights(
+    checkpoint: Checkpoint,
+    dtype: str,
+    layout: PanelsLayout,
+    memory: torch.Tensor,
+    share: tuple[int, int] | None,
+    progress: Progress,
+) -> dict[str, Weight]:
+    """Matrices in panels, rows that are looked up as the file has them, the rest in `dtype`.
+
+    Args:
+        checkpoint: where the stored tensors lie.
+        layout: of panels_layout() or gpu_layout().
+        memory: of the arena, uint8 [num_bytes], on any device.
+        share: (index, count) of the part to fill; None if it is filled.
+        progress: called with (bytes done, bytes to do).
+    """
+    stored = _map_files(checkpoint, _ignore)
+    rest = layout_views(layout.rest, dtype, memory[layout.rest_offset :])
+    if share is not None:
+        convert_weights(checkpoint, rest, _ignore, share)
+    weights = {name: Weight.plain(view) for name, view in rest.items()}
+    for name in layout.looked_up:
+        info = checkpoint.tensors[name]
+        if info.is_plain:
+            weights[name] = Weight.plain(stored[name].values)
+        else:
+            weights[name] = Weight(stored[name].blocks, None, f"{info.dtype}_rows", info.shape)
+    return weights | packed_weights(stored, layout, memory, share, progress)
+
+
+def layout_views(
+    layout: WeightsLayout, dtype: str, memory: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """View tensors by name in memory [num_bytes] of uint8."""
+    views = {}
+    for name, offset in layout.offset_by_name.items():
+        shape = layout.shape_by_name[name]
+        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        views[name] = memory[offset:end].view(getattr(torch, dtype)).view(shape)
+    return views
+
+
+def convert_weights(
+    checkpoint: Checkpoint,
+    views: dict[str, torch.Tensor],
+    progress: Progress,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Fill the views with the checkpoint's values, whatever form they are stored in.
+
+    Args:
+        checkpoint: where the stored tensors lie.
+        views: by name, of one dtype, on any device.
+        progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
+        share: (index, count) of the part to fill.
+    """
+    stored = _map_files(checkpoint, _ignore)
+    rows_by_name = {name: view.view(len(view), -1) for name, view in views.items()}
+    pieces = list(_pieces(rows_by_name, *share))
+    total = sum(rows_by_name[name][first:end].nbytes for name, first, end in pieces)
+    done, reported_ns = 0, 0
+    for name, first, end in pieces:
+        target = rows_by_name[name][first:end]
+        target.copy_(stored[name].rows(first, end))
+        done += target.nbytes
+        now_ns = time.monotonic_ns()
+        if now_ns - reported_ns >= _PROGRESS_INTERVAL_NS:
+            reported_ns = now_ns
+            progress(done, total)
+    progress(total, total)
+
+
+def _mapped(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str, Weight]:
+    """Matrices in the files, vectors in `dtype`."""
+    return {
+        name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
+        for name, values in (
+            (name, stored.values) for name, stored in _map_files(checkpoint, progress).items()
+        )
+    }
+
+
+def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
+    end_by_file: dict[Path, int] = {}
+    for tensor in checkpoint.tensors.values():
+        for piece in tensor.pieces.values():
+            end_by_file[piece.file] = max(piece.end, end_by_file.get(piece.file, 0))
+    total_bytes, mapped_bytes = sum(end_by_file.values()), 0
+    bytes_by_file = {}
+    for path, end in end_by_file.items():
+        bytes_by_file[path] = _map_file(path, end)
+        mapped_bytes += end
+        progress(mapped_bytes, total_bytes)
+
+    return {
+        name: Stored(
+            tensor,
+            {
+                role: bytes_by_file[piece.file][piece.start : piece.end]
+                for role, piece in tensor.pieces.items()
+            },
+        )
+        for name, tensor in checkpoint.tensors.items()
+    }
+
+
+def _map_file(path: Path, end: int) -> torch.Tensor:
+    """Map a whole file and read its pages ahead."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise unreadable(path, error, "cannot open") from error
+    try:
+        file_bytes = os.fstat(fd).st_size
+        if file_bytes < end:  # reading past its end would be a fatal signal, not an exception
+            what = f"the file has shrunk to {file_bytes} bytes, its weights end at {end}"
+            raise CheckpointError(what, where=str(path), hint="download the file again")
+        # A private mapping: torch wants writable memory, the file must not change.
+        mapped = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    mapped.madvise(mmap.MADV_WILLNEED)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _arena_views(checkpoint: Checkpoint, dtype: str, arena: mmap.mmap) -> dict[str, torch.Tensor]:
+    layout = arena_layout(checkpoint, dtype)
+    if len(arena) < layout.num_bytes:
+        raise ValueError(f"an arena of {len(arena)} bytes does not fit {layout}")
+    return layout_views(layout, dtype, torch.frombuffer(arena, dtype=torch.uint8))
+
+
+def _pieces(
+    rows_by_name: dict[str, torch.Tensor], index: int, count: int
+) -> Iterator[tuple[str, int, int]]:
+    """Share `index` of `count` of all values, in runs of rows of one tensor."""
+    total = sum(rows.numel() for rows in rows_by_name.values())
+    share_first, share_end, before = total * index // count, total * (index + 1) // count, 0
+    for name, rows in rows_by_name.items():
+        # a row belongs to the share in which its first value lies
+        depth = rows.shape[1]
+        first = -(-max(share_first - before, 0) // depth)
+        end = min(-(-max(share_end - before, 0) // depth), len(rows))
+        step = max(_PIECE_VALUES // depth, 1)
+        for row in range(first, end, step):
+            yield name, row, min(row + step, end)
+        before += rows.numel()
+
+
+def _ignore(_done: int, _total: int) -> None:
+    """Drop the progress."""

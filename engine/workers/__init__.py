@@ -1,1 +1,0 @@
-"""Run worker processes, each pinned to one device; they are started, never imported."""
