@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.errors import PenstockError, Unavailable
-from engine.schedule.prefix_misses import CacheMiss
-from engine.schedule.sequence import Stamps
+from engine.scheduler.cache.prefix_misses import CacheMiss
+from engine.scheduler.sequences.sequence import Stamps
 from engine.wire.not_json import NOT_JSON
 from engine.wire.sampling import TokenLogprob
 

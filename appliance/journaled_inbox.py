@@ -14,7 +14,7 @@ import msgspec
 from appliance.journal import End, Facts, Journal, Tokens
 from appliance.request import Inbox, Request, TokensEmitted
 from engine.errors import RequestError
-from engine.schedule.sequence import Ended, RouteStage, Sequence
+from engine.scheduler.sequences.sequence import Ended, RouteStage, Sequence
 from engine.wire.finish_reason import FinishReason
 from engine.wire.sampling import TokenLogprob
 

@@ -36,9 +36,9 @@ from appliance.log.row import frame_of_row
 from appliance.log.writer import RequestLog
 from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
-from engine.cache.hashes import PrefixHasher
 from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.python_child import python_command
+from engine.scheduler.cache.hashes import PrefixHasher
 from engine.units import part_text, size_text
 
 log = logging.getLogger("penstock")

@@ -17,8 +17,8 @@ from appliance.fleet.boot import BootPlan
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.frame.figures import things
 from engine.profile.facts import FactKey
-from engine.schedule.measurer import MAX_WORK_MS, Measurer
-from engine.schedule.router import Router
+from engine.scheduler.measurer import MAX_WORK_MS, Measurer
+from engine.scheduler.router import Router
 from engine.wire.messages import Command, CoresUsed, Report, StepsMeasured
 
 QUIET_S = 1.0

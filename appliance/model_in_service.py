@@ -24,10 +24,10 @@ from appliance.measuring import LOOK_S, Measuring
 from appliance.residents import LoadedModel, Residents
 from appliance.service import Service
 from appliance.telemetry.disturbances import Disturbances
-from engine.cache.ledger import Ledger
-from engine.schedule.prefix_misses import PrefixMisses
-from engine.schedule.queue import FairQueue
-from engine.schedule.router import Router
+from engine.scheduler.cache.ledger import Ledger
+from engine.scheduler.cache.prefix_misses import PrefixMisses
+from engine.scheduler.queue.queue import FairQueue
+from engine.scheduler.router import Router
 from engine.wire.messages import CoresUsed, Report
 
 log = logging.getLogger("penstock")

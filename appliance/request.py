@@ -15,8 +15,8 @@ from types import MappingProxyType
 from appliance.formats.format_choice import PLAIN, OutputFormat
 from appliance.models.facts import ModelFacts
 from engine.errors import RequestError
-from engine.schedule.draft_counts import DraftCounts
-from engine.schedule.sequence import Sequence
+from engine.scheduler.sequences.draft_counts import DraftCounts
+from engine.scheduler.sequences.sequence import Sequence
 from engine.wire.finish_reason import FinishReason
 from engine.wire.sampling import TokenLogprob
 

@@ -24,11 +24,11 @@ from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.protocol import ResidentFrame, iso_time
 from appliance.measuring import Measuring
-from engine.cache.hashes import PrefixHasher
 from engine.checkpoint.weights_layout import weights_layout
 from engine.errors import ConfigError
-from engine.offload.cache_memory import CacheMemory
-from engine.schedule.router import Router
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.offload.cache_memory import CacheMemory
+from engine.scheduler.router import Router
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
 

@@ -50,10 +50,10 @@ from appliance.telemetry.deadlines import Availability, Deadlines
 from appliance.telemetry.disturbances import Disturbances
 from appliance.telemetry.frames import Frames, ServiceState
 from appliance.telemetry.telemetry import Telemetry
-from engine.cache.hashes import PrefixHasher
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
-from engine.schedule.router import Router
-from engine.schedule.sequence import Phase, Sequence
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.router import Router
+from engine.scheduler.sequences.sequence import Phase, Sequence
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason

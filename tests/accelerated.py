@@ -12,7 +12,7 @@ from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import GpuLink, Inventory, read_nodes
 from appliance.fleet import boot, placer, spread, supervisor
 from appliance.fleet.placement import available_cores, available_memory_bytes
-from engine.schedule import links
+from engine.scheduler.routing import links
 from tests.daemons import Daemon
 
 NUM_GPUS, REACH, FAULTS = "ACCELERATED_GPUS", "ACCELERATED_REACH", "ACCELERATED_FAULTS"

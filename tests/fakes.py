@@ -16,10 +16,10 @@ from appliance.formats.format_choice import output_format_of
 from appliance.frame.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
-from engine.cache.hashes import PrefixHasher
 from engine.errors import QueueFull, RequestError, Unavailable
-from engine.schedule.cache_contents import CacheContents
-from engine.schedule.sequence import Ended, On, RouteStage, Sequence
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.prefixes.cache_contents import CacheContents
+from engine.scheduler.sequences.sequence import Ended, On, RouteStage, Sequence
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason
 from engine.wire.sampling import TokenLogprob

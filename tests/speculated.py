@@ -27,7 +27,7 @@ from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import AS_STORED, panels_layout, weights_layout
 from engine.kernels.cpu import load_kernels
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.grammar import json_grammar, regex_grammar
 from engine.text.grammar_matcher import GrammarTokenizer
 from engine.text.tokenizer import Tokenizer

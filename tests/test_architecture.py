@@ -93,7 +93,7 @@ def test_third_party_packages_come_through_their_door(file):
         assert any(file.startswith(door) for door in DOORS[package]), f"{file} imports {package}"
 
 
-ROUTER = "engine/schedule/router.py"
+ROUTER = "engine/scheduler/router.py"
 
 
 def methods_of_the_router() -> set[str]:
@@ -108,7 +108,7 @@ def methods_of_the_router() -> set[str]:
 LOOKS = [
     file
     for file in MAP
-    if file.startswith("appliance/") and "engine.schedule.router" in imported_names(file)
+    if file.startswith("appliance/") and "engine.scheduler.router" in imported_names(file)
 ]
 
 

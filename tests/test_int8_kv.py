@@ -17,7 +17,7 @@ from engine.worker.model.transformer import Transformer
 from engine.worker.model.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.daemons import ALONE, ARMS
-from tests.engine.offload.test_disk import Harness
+from tests.engine.scheduler.offload.test_disk import Harness
 from tests.test_exactness import prompts
 
 OPTIONS = ["--dtype", "float32", "--kv-dtype", "int8"]

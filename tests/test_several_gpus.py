@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.schedule.links import MAX_STRIKES
+from engine.scheduler.routing.links import MAX_STRIKES
 from tests.accelerated import AcceleratedDaemon
 from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint

@@ -163,7 +163,7 @@ class HangingDaemon(Daemon):
     program = (
         "-c",
         "import threading\nfrom appliance.cli import main\n"
-        "from engine.offload import disk, copy_deadlines\n"
+        "from engine.scheduler.offload import disk, copy_deadlines\n"
         "disk.Slabs.write = lambda *_: threading.Event().wait()\n"
         "patience = copy_deadlines.Context.__dataclass_fields__['patience'].default\n"
         "object.__setattr__(patience, 'store_s', 0.5)\n"

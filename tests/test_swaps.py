@@ -317,7 +317,7 @@ def test_a_swap_and_back_computes_only_the_last_unfinished_block_again(
 FAULTY_DISK = (
     "-c",
     "import os, pathlib, time\nfrom appliance.cli import main\n"
-    "from engine.offload import disk\n"
+    "from engine.scheduler.offload import disk\n"
     "folder, write = pathlib.Path(os.environ['DISK']), disk.Slabs.write\n"
     "def faulty(*args):\n"
     "    while (says := (folder / 'disk').read_text()) == 'hangs':\n"

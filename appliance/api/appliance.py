@@ -14,10 +14,10 @@ from appliance.frame.histograms import Histograms
 from appliance.frame.protocol import Frame
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Peer, Request
-from engine.cache.hashes import PrefixHasher
 from engine.errors import RequestError
-from engine.schedule.cache_contents import CacheContents
-from engine.schedule.sequence import Sequence
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.prefixes.cache_contents import CacheContents
+from engine.scheduler.sequences.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 
 

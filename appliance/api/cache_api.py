@@ -27,9 +27,9 @@ from appliance.json_lines import encode_line
 from appliance.metrics.exposition import MEDIA_TYPE, exposition
 from appliance.metrics.metric_family import MetricFamily, counter
 from appliance.request import Role
-from engine.cache.hashes import Hash
 from engine.errors import RequestError
-from engine.schedule.cache_contents import Block, CacheContents, ContentsChange
+from engine.scheduler.cache.hashes import Hash
+from engine.scheduler.prefixes.cache_contents import Block, CacheContents, ContentsChange
 
 LOOK_INTERVAL_S = 0.05
 MAX_LINE_BLOCKS = 256

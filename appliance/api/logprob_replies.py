@@ -13,7 +13,7 @@ from functools import cache, partial
 import msgspec
 
 from appliance.api.stream import Delta
-from engine.schedule.sequence import Sequence
+from engine.scheduler.sequences.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling import TokenLogprob
 

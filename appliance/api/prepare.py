@@ -23,9 +23,9 @@ from appliance.api.wire import appliance_of, arrival_of, client_request_id
 from appliance.frame.figures import things
 from appliance.json_fields import invalid_value, unsupported
 from appliance.request import ModelInfo, Request
-from engine.cache.hashes import PrefixChain
 from engine.errors import RequestError, Unreadable
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.cache.hashes import PrefixChain
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Detokenizer, Tokenizer
 from engine.wire.run_spec import RunSpec
 

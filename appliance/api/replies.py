@@ -24,7 +24,7 @@ from appliance.frame.protocol import iso_time
 from appliance.json_lines import encode_line
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
-from engine.schedule.sequence import Sequence
+from engine.scheduler.sequences.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason
 from engine.wire.not_json import NOT_JSON

@@ -25,7 +25,7 @@ from appliance.formats.text_reading import (
     partial_match_chars,
 )
 from appliance.request import Request, TokensEmitted
-from engine.schedule.sequence import Sequence
+from engine.scheduler.sequences.sequence import Sequence
 from engine.text.tokenizer import Detokenizer
 from engine.wire.finish_reason import FinishReason
 from engine.wire.sampling import TokenLogprob

@@ -24,7 +24,7 @@ from appliance.frame.protocol import iso_time
 from engine.errors import AlreadyRunning, FileError, PenstockError
 from engine.printable import printable
 
-# engine.offload costs 20 ms, so it comes with the verbs.
+# engine.scheduler.offload costs 20 ms, so it comes with the verbs.
 
 SsdDir = Annotated[str | None, typer.Option(help="Folder of the SSD cache.")]
 
@@ -48,7 +48,7 @@ def cache_stats(
     ssd_dir: SsdDir = None, state_dir: StateDir = None, output: Output = Format.TABLE
 ) -> None:
     """Show the size and age of the cache."""
-    from engine.offload.files import shares_of, slab_bytes, survey
+    from engine.scheduler.offload.files import shares_of, slab_bytes, survey
 
     folder = _folder(ssd_dir, state_dir)
     found = [contents for _, contents in _guarded(survey(folder), folder)]
@@ -84,7 +84,7 @@ def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 
     A daemon finds damage before it uses a block. Blocks that it writes meanwhile may look damaged.
     """
-    from engine.offload.files import check_records, survey
+    from engine.scheduler.offload.files import check_records, survey
 
     folder, num_sound, num_damaged = _folder(ssd_dir, state_dir), 0, 0
     line = ProgressLine("read")
@@ -112,7 +112,7 @@ def verify(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
 @cache.command()
 def clear(ssd_dir: SsdDir = None, state_dir: StateDir = None) -> None:
     """Delete all blocks on disk; the daemon must not be running."""
-    from engine.offload.files import BusyError, delete_slabs
+    from engine.scheduler.offload.files import BusyError, delete_slabs
 
     if ssd_dir is None and state_dir is None:
         hint = "run it there; for this machine's cache use --ssd-dir"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from engine.cache.topology import DECODE, PREFILL
 from engine.errors import ConfigError
+from engine.scheduler.cache.topology import DECODE, PREFILL
 
 _COUNTS = re.compile(r"([1-9]\d?)x([1-9]\d?)")
 _CPUS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")

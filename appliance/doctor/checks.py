@@ -371,7 +371,7 @@ def _log(path: Path) -> Finding:
 def _ssd(found: config.ServeConfig, state: dict[str, Any] | PenstockError) -> Finding:
     """Check the SSD cache of the running daemon, or of the settings."""
     from appliance.fleet.ssd_cache import HINT, allowance
-    from engine.offload.files import slab_bytes
+    from engine.scheduler.offload.files import slab_bytes
 
     if not isinstance(state, PenstockError) and (served := state.get("ssd")) is not None:
         has_gpus = any(w["device"].startswith("gpu") for w in state["workers"])

@@ -40,20 +40,20 @@ from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import Known
 from appliance.request import ModelInfo
-from engine.cache.block_pool import MIN_RECORDS
-from engine.cache.published_blocks import PoolShape
-from engine.cache.topology import DRAM
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights_layout import gpu_layout
 from engine.errors import AlreadyRunning, ConfigError
 from engine.kernels.attention_backends import this_machine
-from engine.offload.cache_memory import CacheMemory
-from engine.offload.staged_disk import num_slots_for
 from engine.own_files import check_own_folder, open_own
 from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
-from engine.schedule.step_times import place_of
+from engine.scheduler.cache.block_pool import MIN_RECORDS
+from engine.scheduler.cache.published_blocks import PoolShape
+from engine.scheduler.cache.topology import DRAM
+from engine.scheduler.offload.cache_memory import CacheMemory
+from engine.scheduler.offload.staged_disk import num_slots_for
+from engine.scheduler.routing.step_times import place_of
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec

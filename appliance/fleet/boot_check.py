@@ -19,10 +19,10 @@ from appliance.fleet.weights_plan import (
     kv_text,
     plan_weights,
 )
-from engine.cache.block_pool import MIN_RECORDS
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError, refuse
 from engine.kernels.attention_backends import this_machine
+from engine.scheduler.cache.block_pool import MIN_RECORDS
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
 

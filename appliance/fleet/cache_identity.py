@@ -24,10 +24,10 @@ from queue import SimpleQueue
 
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
-from engine.cache.hashes import KEY_BYTES, PrefixHasher
 from engine.errors import ConfigError
 from engine.kernels.cpu import load_kernels
 from engine.own_files import open_own
+from engine.scheduler.cache.hashes import KEY_BYTES, PrefixHasher
 
 log = logging.getLogger("penstock")
 

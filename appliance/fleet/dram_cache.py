@@ -18,16 +18,16 @@ from appliance.fleet.ssd_cache import frame_of
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.figures import things
 from appliance.frame.tier_frames import TierFrame
-from engine.cache.hashes import PrefixHasher
-from engine.cache.topology import DRAM
-from engine.offload.arena import CacheArena, WorkerCopies
-from engine.offload.cache_memory import CacheMemory
-from engine.offload.copy_deadlines import Context, CopyDeadlines
-from engine.offload.index import SlabIndex
-from engine.offload.jobs import Job
-from engine.offload.load_costs import Costs
-from engine.offload.tier import Tier
-from engine.schedule.router import Router
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.cache.topology import DRAM
+from engine.scheduler.offload.arena import CacheArena, WorkerCopies
+from engine.scheduler.offload.cache_memory import CacheMemory
+from engine.scheduler.offload.copy_deadlines import Context, CopyDeadlines
+from engine.scheduler.offload.index import SlabIndex
+from engine.scheduler.offload.jobs import Job
+from engine.scheduler.offload.load_costs import Costs
+from engine.scheduler.offload.tier import Tier
+from engine.scheduler.router import Router
 from engine.units import size_text
 
 PATIENCE = CopyDeadlines(load_ms=60_000, store_s=60, counts_waiting=False)

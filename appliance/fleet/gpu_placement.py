@@ -24,8 +24,6 @@ from appliance.fleet.placement import (
 )
 from appliance.fleet.spread import GPU_STEP_TOKENS, MAX_SEQUENCES
 from appliance.models.fits import GPU_OVERHEAD_BYTES
-from engine.cache.block_pool import MIN_RECORDS
-from engine.cache.topology import COLOCATED, DECODE, PREFILL, Topology, make_topology
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.kernels.attention_backends import (
@@ -35,6 +33,8 @@ from engine.kernels.attention_backends import (
     choose_attention,
 )
 from engine.kernels.attention_needs import triton_fault
+from engine.scheduler.cache.block_pool import MIN_RECORDS
+from engine.scheduler.cache.topology import COLOCATED, DECODE, PREFILL, Topology, make_topology
 
 PREFILL_PERCENT = 70
 """Share of the GPU's processors for the prefill worker under MPS.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from appliance.frame.figures import things
 from appliance.keeper_channel import POOL, notify
-from engine.cache.block_pool import BlockPool
-from engine.cache.published_blocks import (
+from engine.scheduler.cache.block_pool import BlockPool
+from engine.scheduler.cache.published_blocks import (
     FD_NAME,
     Damaged,
     PoolShape,

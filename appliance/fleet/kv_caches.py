@@ -1,7 +1,7 @@
 """Open, maintain and close the KV caches in DRAM and on disk.
 
 Invariant: they open when the workers are ready, and close before the workers end.
-Never: decides which block is stored or loaded; engine.offload does.
+Never: decides which block is stored or loaded; engine.scheduler.offload does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from appliance.fleet.dram_cache import DramCache
 from appliance.fleet.ssd_cache import SsdCache
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame
-from engine.cache.hashes import PrefixHasher
-from engine.offload.arena import WorkerCopies
-from engine.schedule.router import Router
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.offload.arena import WorkerCopies
+from engine.scheduler.router import Router
 
 FLUSH_S = 5.0
 FLUSH_POLL_S = 0.01

@@ -21,8 +21,10 @@ from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Node
 from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
 from appliance.frame.figures import things
-from engine.cache.block_pool import MIN_RECORDS, BlockPool
-from engine.cache.topology import (
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.errors import ConfigError
+from engine.scheduler.cache.block_pool import MIN_RECORDS, BlockPool
+from engine.scheduler.cache.topology import (
     COLOCATED,
     DECODE,
     PREFILL,
@@ -31,9 +33,7 @@ from engine.cache.topology import (
     Topology,
     make_topology,
 )
-from engine.cache.window_blocks import NO_WINDOWS, Windows
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.errors import ConfigError
+from engine.scheduler.cache.window_blocks import NO_WINDOWS, Windows
 from engine.units import size_text
 
 BLOCK_SIZE = 64

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import RequestError
-from engine.schedule.elastic import Slo
-from engine.schedule.router import Router
-from engine.schedule.snapshot import RolesSnapshot
+from engine.scheduler.router import Router
+from engine.scheduler.routing.elastic import Slo
+from engine.scheduler.snapshot import RolesSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from appliance.fleet.placement import (
     default_kv_bytes,
 )
 from appliance.models.fits import GPU_OVERHEAD_BYTES
-from engine.cache.block_pool import MIN_RECORDS
-from engine.cache.topology import STAGING, Topology, make_topology
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
+from engine.scheduler.cache.block_pool import MIN_RECORDS
+from engine.scheduler.cache.topology import STAGING, Topology, make_topology
 from engine.units import size_text
 
 GPU_STEP_TOKENS = 4096

@@ -27,21 +27,21 @@ from appliance.fleet.boot_check import NO_PREFIX_CACHE, CacheForecast
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
 from appliance.frame.tier_frames import TierFrame
-from engine.cache.hashes import PrefixHasher
-from engine.cache.topology import DRAM, SSD
 from engine.errors import PenstockError
-from engine.offload.arena import WorkerCopies
-from engine.offload.copy_deadlines import Context, CopyDeadlines
-from engine.offload.disk import Disk, probe
-from engine.offload.files import BusyError, ModelShare, SlabContents, slab_bytes
-from engine.offload.index import SlabIndex
-from engine.offload.jobs import Job
-from engine.offload.load_costs import Costs
-from engine.offload.slab_files import RESERVE_BYTES, Reclaimed, Slabs, full_text
-from engine.offload.staged_disk import StagedDisk
-from engine.offload.tier import Tier
 from engine.profile.facts import DISK_BYTES_PER_S, FactKey
-from engine.schedule.router import Router
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.cache.topology import DRAM, SSD
+from engine.scheduler.offload.arena import WorkerCopies
+from engine.scheduler.offload.copy_deadlines import Context, CopyDeadlines
+from engine.scheduler.offload.disk import Disk, probe
+from engine.scheduler.offload.files import BusyError, ModelShare, SlabContents, slab_bytes
+from engine.scheduler.offload.index import SlabIndex
+from engine.scheduler.offload.jobs import Job
+from engine.scheduler.offload.load_costs import Costs
+from engine.scheduler.offload.slab_files import RESERVE_BYTES, Reclaimed, Slabs, full_text
+from engine.scheduler.offload.staged_disk import StagedDisk
+from engine.scheduler.offload.tier import Tier
+from engine.scheduler.router import Router
 from engine.units import size_text
 
 

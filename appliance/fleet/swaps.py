@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from appliance.frame.protocol import RequestFrame, ResidentFrame, SwapsFrame
 from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
-from engine.schedule.waiting_limit import WaitingLimit
+from engine.scheduler.queue.waiting_limit import WaitingLimit
 
 IDLE_S = 1.0
 """Idle seconds after which a model is swapped out before its stay is over."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import GpuLink, Inventory
-from engine.cache.topology import DECODE, PREFILL
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
-from engine.schedule.measurer import ALONE
-from engine.schedule.step_times import place_of
+from engine.scheduler.cache.topology import DECODE, PREFILL
+from engine.scheduler.measurer import ALONE
+from engine.scheduler.routing.step_times import place_of
 
 USUAL_PROMPT_TOKENS = 2048
 USUAL_OUTPUT_TOKENS = 256

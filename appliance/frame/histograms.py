@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from appliance.frame.latency import Stages
 from appliance.frame.request_facts import STAGES
-from engine.schedule.sequence import Sequence as EngineSequence
+from engine.scheduler.sequences.sequence import Sequence as EngineSequence
 from engine.wire.finish_reason import FinishReason
 
 Edges = tuple[float, ...]

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.schedule.sequence import Stamps
+from engine.scheduler.sequences.sequence import Stamps
 
 _STAGES = (
     ("tokenize_ms", "tokenized_ns", "queue_ms"),

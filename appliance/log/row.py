@@ -16,7 +16,7 @@ import msgspec
 from appliance.frame.latency import in_order
 from appliance.frame.protocol import RequestFrame, computed_at_end
 from appliance.request import Peer, Request
-from engine.schedule.sequence import Sequence
+from engine.scheduler.sequences.sequence import Sequence
 from engine.wire.finish_reason import FinishReason
 
 MAX_CLIENT_RID_CHARS = 128

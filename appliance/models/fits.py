@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.models.names import is_quantised_as
-from engine.cache.block_pool import MIN_RECORDS
-from engine.cache.window_blocks import Windows
 from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
+from engine.scheduler.cache.block_pool import MIN_RECORDS
+from engine.scheduler.cache.window_blocks import Windows
 from engine.units import size_text
 
 GPU_OVERHEAD_BYTES = 2 << 30

@@ -19,9 +19,9 @@ from appliance.request import Request
 from appliance.telemetry.progress import Watchdog, WorkerReading
 from appliance.telemetry.thread_times import thread_times
 from engine.errors import RequestError, Unavailable
-from engine.schedule.router import Router
-from engine.schedule.sequence import Phase, Sequence
-from engine.schedule.snapshot import WorkerSnapshot
+from engine.scheduler.router import Router
+from engine.scheduler.sequences.sequence import Phase, Sequence
+from engine.scheduler.snapshot import WorkerSnapshot
 from engine.wire.finish_reason import FinishReason
 
 HANDOFF_S = 120.0

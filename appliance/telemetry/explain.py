@@ -14,7 +14,7 @@ from appliance.frame.figures import duration, short_id, things
 from appliance.frame.protocol import LatencyFrame, RequestFrame, WorkerFrame
 from appliance.frame.request_facts import TTFT_STAGES
 from appliance.telemetry.windows import UsualTimes
-from engine.schedule.prompt_waits import PromptWait, WaitsFor
+from engine.scheduler.prompt_waits import PromptWait, WaitsFor
 
 MIN_EXCESS_MS = 100.0
 MIN_EXCESS_SHARE = 0.2

@@ -24,9 +24,9 @@ from appliance.frame.protocol import (
 )
 from appliance.request import Request
 from appliance.telemetry.explain import QueueWaits
-from engine.schedule.draft_counts import DraftCounts
-from engine.schedule.sequence import Phase
-from engine.schedule.snapshot import PoolSnapshot, RolesSnapshot, Snapshot
+from engine.scheduler.sequences.draft_counts import DraftCounts
+from engine.scheduler.sequences.sequence import Phase
+from engine.scheduler.snapshot import PoolSnapshot, RolesSnapshot, Snapshot
 
 _PHASE_ORDER = (
     *(Phase.QUEUED, Phase.PREFILLING, Phase.HANDING_OFF),

@@ -54,8 +54,8 @@ from appliance.telemetry.late import late_first, late_next, waiting_prompts
 from appliance.telemetry.starvation import Starvation
 from appliance.telemetry.telemetry import Telemetry, worker_now
 from appliance.telemetry.windows import UsualTimes
-from engine.schedule.router import Router
-from engine.schedule.snapshot import Snapshot
+from engine.scheduler.router import Router
+from engine.scheduler.snapshot import Snapshot
 
 _STATES = {None: "ready", "draining": "draining", "model_loading": "loading"}
 

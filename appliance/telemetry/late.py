@@ -12,7 +12,7 @@ from appliance.frame.late_frames import LateFrame
 from appliance.frame.protocol import RequestFrame
 from appliance.request import Request
 from appliance.telemetry.windows import UsualPace, WaitingPrompt
-from engine.schedule.sequence import Sequence
+from engine.scheduler.sequences.sequence import Sequence
 
 DEFAULT_TTFT_MS = 10_000
 """Longest wait for a first token without a target, plus its prompt's time."""

@@ -36,8 +36,8 @@ from appliance.frame.protocol import (
 from appliance.request import Request
 from appliance.telemetry.refusals import Refusals
 from appliance.telemetry.windows import Windows
-from engine.schedule.sequence import Phase, Sequence
-from engine.schedule.snapshot import Snapshot
+from engine.scheduler.sequences.sequence import Phase, Sequence
+from engine.scheduler.snapshot import Snapshot
 from engine.wire.messages import Stepped
 
 

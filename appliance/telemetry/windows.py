@@ -18,8 +18,8 @@ from appliance.frame.protocol import (
 )
 from appliance.frame.request_facts import TTFT_STAGES
 from appliance.telemetry.baseline import Baseline
-from engine.schedule.elastic import Slo
-from engine.schedule.sequence import Sequence
+from engine.scheduler.routing.elastic import Slo
+from engine.scheduler.sequences.sequence import Sequence
 from engine.wire.finish_reason import FinishReason
 
 WINDOW_S = 60.0

@@ -15,7 +15,7 @@ from appliance.log.retention import RetentionLimits
 from appliance.log.row import LogRow
 from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams

@@ -8,11 +8,11 @@ from appliance import measuring
 from appliance.fleet.worker_counts import STARTED_TWO
 from appliance.measuring import OFF_VARIABLE, QUIET_S, Measuring
 from appliance.profile_store import Known
-from engine.cache.ledger import Ledger
-from engine.cache.topology import make_topology
 from engine.profile.facts import Scope
-from engine.schedule.queue import FairQueue
-from engine.schedule.router import Router
+from engine.scheduler.cache.ledger import Ledger
+from engine.scheduler.cache.topology import make_topology
+from engine.scheduler.queue.queue import FairQueue
+from engine.scheduler.router import Router
 from engine.wire.messages import (
     CoresUsed,
     MeasuredStep,

@@ -6,8 +6,8 @@ import pytest
 
 from appliance.log.row import LogRow
 from appliance.request import Inbox, TokensEmitted
-from engine.cache.hashes import PrefixHasher
-from engine.schedule.sequence import RouteStage, Sequence, Stamps
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.sequences.sequence import RouteStage, Sequence, Stamps
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.appliance.machine import make_machine

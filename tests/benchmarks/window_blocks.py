@@ -8,10 +8,10 @@ the most that it holds at once is counted, then what it holds while it decodes. 
 
 import argparse
 
-from engine.cache.block_pool import BlockPool
-from engine.cache.ledger import Ledger
-from engine.cache.window_blocks import Windows
 from engine.checkpoint.kv_groups import divide
+from engine.scheduler.cache.block_pool import BlockPool
+from engine.scheduler.cache.ledger import Ledger
+from engine.scheduler.cache.window_blocks import Windows
 
 BLOCK_SIZE, STEP_TOKENS, GIB = 64, 512, 1 << 30
 

@@ -33,8 +33,8 @@ from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import GgufModel
 from engine.errors import ChannelClosed, PenstockError
-from engine.offload.files import check_records, survey
-from engine.offload.records import (
+from engine.scheduler.offload.files import check_records, survey
+from engine.scheduler.offload.records import (
     RecordHead,
     SlabHead,
     payload_crc,

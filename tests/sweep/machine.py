@@ -31,18 +31,18 @@ import appliance.daemon
 import appliance.disk_reads
 import appliance.fleet.supervisor
 import appliance.keeper_channel
-import engine.offload.disk
+import engine.scheduler.offload.disk
 from appliance.api import fair_threads
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
 from appliance.telemetry import deadlines
 from appliance.telemetry.thread_times import ThreadTime
-from engine.cache.topology import PREFILL
 from engine.errors import InvariantViolated
-from engine.offload import slab_files
 from engine.reader.jobs import JOBS
-from engine.schedule.router import Router
-from engine.schedule.worker_routes import MAX_FAILED_COPIES, MIN_CHUNK_TOKENS
+from engine.scheduler.cache.topology import PREFILL
+from engine.scheduler.offload import slab_files
+from engine.scheduler.router import Router
+from engine.scheduler.routing.worker_routes import MAX_FAILED_COPIES, MIN_CHUNK_TOKENS
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.sweep.keeper import Keeper
@@ -228,9 +228,11 @@ class Machine:
             mock.patch.object(deadlines, "thread_times", self._thread_times),
             mock.patch.object(appliance.daemon, "standing_threads", _unused_threads),
             mock.patch.object(fair_threads, "standing_threads", _unused_threads),
-            mock.patch.object(engine.offload.disk, "Thread", _Never),
+            mock.patch.object(engine.scheduler.offload.disk, "Thread", _Never),
             mock.patch.object(
-                engine.offload.disk.Disk, "begin", lambda disk, job: self._begin(disk, job)
+                engine.scheduler.offload.disk.Disk,
+                "begin",
+                lambda disk, job: self._begin(disk, job),
             ),
             mock.patch.object(slab_files.Slabs, "write", self._failing(slab_files.Slabs.write)),
             mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),

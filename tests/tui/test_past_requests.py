@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from appliance.frame.latency import stages
 from appliance.log.row import LogRow, frame_of_row
-from engine.schedule.sequence import Stamps
+from engine.scheduler.sequences.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
 from tests.recordings import request_row, write_log
 from tests.tui import frames

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import torch
 from msgspec import structs
 
-from engine.cache.topology import DRAM
-from engine.cache.window_blocks import Windows
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import weights_layout
-from engine.offload.cache_memory import CacheMemory
+from engine.scheduler.cache.topology import DRAM
+from engine.scheduler.cache.window_blocks import Windows
+from engine.scheduler.offload.cache_memory import CacheMemory
 from engine.worker.kv_pool import TORCH_DTYPES, block_shape
 from engine.worker.loop import StepLoop
 from engine.worker.model.transformer import Transformer
@@ -21,10 +21,10 @@ from engine.worker.runner import Runner
 from engine.worker.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.fake_workers import BLOCK_SIZE
-from tests.engine.offload.test_arena import ArenaWorld
-from tests.engine.offload.tiered_world import TieredWorld
-from tests.engine.schedule.harness import World
+from tests.engine.scheduler.offload.test_arena import ArenaWorld
 from tests.test_exactness import assert_same
+from tests.worlds.router_world import World
+from tests.worlds.tiered_world import TieredWorld
 
 CACHE_BLOCKS = 500
 MAX_STEP = 16

@@ -11,7 +11,7 @@ from appliance.api.openai import chat_ask
 from appliance.api.prepare import prepare
 from appliance.formats.format_choice import PLAIN, output_format_of
 from appliance.request import ModelInfo
-from engine.cache.hashes import PrefixHasher
+from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import CHAT_TEMPLATE
 from tests.fakes import FakeAppliance

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from engine.cache.block_pool import BlockPool
-from engine.cache.hashes import PrefixHasher
-from engine.schedule.cache_contents import CacheContents
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.cache.block_pool import BlockPool
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.prefixes.cache_contents import CacheContents
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams

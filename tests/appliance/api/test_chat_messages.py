@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from appliance.api.messages_api import messages_ask
-from engine.cache.hashes import PrefixHasher
+from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.byte_tokenizer import CHAT_TEMPLATE

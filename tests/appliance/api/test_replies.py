@@ -12,7 +12,7 @@ from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.replies import ReplyShape
 from appliance.api.stream import Delta
 from appliance.request import ModelInfo, Peer, Request
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec

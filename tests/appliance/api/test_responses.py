@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from appliance.api.responses import response_ask
-from engine.cache.hashes import PrefixHasher
+from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.fakes import FakeAppliance

@@ -11,7 +11,7 @@ from appliance.api.ask import Ask
 from appliance.api.openai import chat_ask, completion_ask
 from appliance.api.stream import Delta, OpenReply, StopMatcher
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec

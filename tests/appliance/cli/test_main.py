@@ -13,7 +13,7 @@ import pytest
 
 from appliance.fleet.boot import lock_state_dir
 from appliance.log.query import SEVERITIES, USAGE_BY
-from engine.schedule.sequence import Phase
+from engine.scheduler.sequences.sequence import Phase
 from tests.appliance.cli_data import ENDED, FRAME, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock, run_on_terminal
 from tests.appliance.fake_daemon import FakeDaemon

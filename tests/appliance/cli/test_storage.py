@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.offload.index import RecordPlace
-from engine.offload.slab_files import RecordBuffer, Slabs
+from engine.scheduler.offload.index import RecordPlace
+from engine.scheduler.offload.slab_files import RecordBuffer, Slabs
 from tests.appliance.cli_process import ROOT, penstock, user_environ
 from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.logs import query

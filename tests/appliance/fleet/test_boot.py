@@ -25,8 +25,8 @@ from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels
 from engine.kernels.product_choice import ProductChoice
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey
 from engine.profile.prompt_steps import MIN_SAMPLES, STEP_TOKENS
-from engine.schedule.measurer import ALONE
-from engine.schedule.step_times import place_of
+from engine.scheduler.measurer import ALONE
+from engine.scheduler.routing.step_times import place_of
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GpuSpec
 from tests.checkpoints import make_checkpoint

@@ -8,9 +8,9 @@ import pytest
 
 from appliance import keeper_channel
 from appliance.fleet.kept_pools import KeptPools
-from engine.cache.block_pool import BlockPool
-from engine.cache.hashes import PrefixHasher
-from engine.cache.published_blocks import PoolShape
+from engine.scheduler.cache.block_pool import BlockPool
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.cache.published_blocks import PoolShape
 from tests.sweep.keeper import Keeper
 
 HASHER = PrefixHasher(bytes(32), b"", 4)

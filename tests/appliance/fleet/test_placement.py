@@ -18,9 +18,9 @@ from appliance.fleet.placement import (
     place,
     split_cores,
 )
-from engine.cache.block_pool import MIN_RECORDS
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
+from engine.scheduler.cache.block_pool import MIN_RECORDS
 from tests.checkpoints import make_checkpoint
 
 

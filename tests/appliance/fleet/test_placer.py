@@ -21,7 +21,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.kernels.attention_backends import Machine
 from engine.profile.facts import DECODE_MS, PROMPT_MS, FactKey, Profile
-from engine.schedule.measurer import ALONE
+from engine.scheduler.measurer import ALONE
 from tests import golden
 from tests.appliance.inventories import machines
 from tests.appliance.large_model import make_large

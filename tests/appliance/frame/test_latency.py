@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.frame.latency import Stages, Window, in_order, quantile, stages
-from engine.schedule.sequence import Stamps
+from engine.scheduler.sequences.sequence import Stamps
 
 MS = 1_000_000
 PARTS = (

@@ -21,7 +21,7 @@ from appliance.log.reader import read_rows
 from appliance.log.row import LogRow, RowEnergy
 from appliance.log.statements import insert_row
 from appliance.log.writer import RequestLog
-from engine.schedule.sequence import Stamps
+from engine.scheduler.sequences.sequence import Stamps
 from engine.wire.run_spec import RunSpec
 from migrations.request_log import migration
 from tests.appliance.logs import US, query, request, rids, row, run_python, sequence, start

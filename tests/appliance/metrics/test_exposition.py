@@ -23,7 +23,7 @@ from appliance.frame.protocol import (
 )
 from appliance.metrics.exposition import exposition
 from appliance.telemetry.signals import STAGING
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams

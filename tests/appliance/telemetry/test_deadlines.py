@@ -23,8 +23,8 @@ from appliance.telemetry.progress import (
     WorkerReading,
 )
 from appliance.telemetry.thread_times import ThreadTime
-from engine.schedule.sequence import Moving, On, RouteStage
-from engine.schedule.step_times import place_of
+from engine.scheduler.routing.step_times import place_of
+from engine.scheduler.sequences.sequence import Moving, On, RouteStage
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import MeasuredStep
 from tests.appliance.machine import make_machine

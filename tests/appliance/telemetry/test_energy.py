@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from appliance.frame.protocol import DeviceFrame
 from appliance.request import Request
 from appliance.telemetry.energy import MAX_INTERVALS, WINDOW_S, Energy
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.messages import SequenceStep, Stepped
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams

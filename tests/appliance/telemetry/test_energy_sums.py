@@ -19,10 +19,10 @@ from appliance.log.query import RowQuery, UsageQuery
 from appliance.log.writer import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
-from engine.cache.ledger import Ledger
-from engine.schedule.queue import FairQueue
-from engine.schedule.router import Router
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.cache.ledger import Ledger
+from engine.scheduler.queue.queue import FairQueue
+from engine.scheduler.router import Router
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Admit, SequenceStep, Stepped
 from engine.wire.run_spec import RunSpec

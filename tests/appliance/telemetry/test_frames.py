@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from appliance.telemetry.frame_parts import way_frames
-from engine.schedule.elastic import PredictionKind, Slo
-from engine.schedule.outcomes import PredictionRecord
-from engine.schedule.snapshot import RolesSnapshot
-from engine.schedule.step_times import size_class
-from engine.schedule.worker_routes import Pair
+from engine.scheduler.routing.elastic import PredictionKind, Slo
+from engine.scheduler.routing.outcomes import PredictionRecord
+from engine.scheduler.routing.step_times import size_class
+from engine.scheduler.routing.worker_routes import Pair
+from engine.scheduler.snapshot import RolesSnapshot
 
 
 def test_a_way_is_told_with_the_size_of_its_steps():

@@ -14,7 +14,7 @@ from appliance.telemetry.late import (
     waiting_prompts,
 )
 from appliance.telemetry.windows import UsualPace
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams

@@ -9,10 +9,10 @@ import pytest
 
 from appliance.fleet.placement import BLOCK_SIZE
 from appliance.frame.request_facts import phase_text
-from engine.cache.hashes import PrefixHasher
-from engine.schedule.prompt_waits import WaitsFor
+from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.prompt_waits import WaitsFor
 from tests.appliance.machine import Machine, make_machine
-from tests.engine.schedule.harness import World, next_turn
+from tests.worlds.router_world import World, next_turn
 
 
 @pytest.fixture

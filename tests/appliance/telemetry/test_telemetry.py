@@ -10,11 +10,11 @@ import pytest
 
 from appliance.frame.protocol import WorkerFrame
 from appliance.telemetry.telemetry import Telemetry
-from engine.schedule.sequence import Phase
+from engine.scheduler.sequences.sequence import Phase
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import SequenceStep, Stepped
 from tests.appliance.machine import Machine, make_machine
-from tests.engine.schedule.harness import World
+from tests.worlds.router_world import World
 
 
 @pytest.fixture

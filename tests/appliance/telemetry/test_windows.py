@@ -15,8 +15,8 @@ from appliance.frame.protocol import TodayFrame, UserFrame
 from appliance.telemetry import telemetry
 from appliance.telemetry.telemetry import Telemetry, Today
 from appliance.telemetry.windows import MIN_STALL_MS, WINDOW_S, UsualTimes, Windows
-from engine.schedule.elastic import Slo
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.routing.elastic import Slo
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from engine.cache.ledger import Ledger
-from engine.cache.topology import make_topology
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.schedule.queue import FairQueue
-from engine.schedule.router import Router
-from engine.schedule.sequence import Sequence, Stamps
+from engine.scheduler.cache.ledger import Ledger
+from engine.scheduler.cache.topology import make_topology
+from engine.scheduler.queue.queue import FairQueue
+from engine.scheduler.router import Router
+from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Begun, Copied
 from engine.wire.run_spec import RunSpec

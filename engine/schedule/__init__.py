@@ -1,1 +1,0 @@
-"""Decide which sequence runs where, and when."""

@@ -1,0 +1,1 @@
+"""Find cached prefixes and snapshots for prompts, and bring them to where they are needed."""

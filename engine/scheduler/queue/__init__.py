@@ -1,0 +1,1 @@
+"""Order waiting prompts, and limit how many may wait."""

@@ -1,0 +1,1 @@
+"""Describe sequences, and where each of them stands."""
