@@ -22,7 +22,7 @@ from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import SETTINGS
 from appliance.models.names import HubName
 from engine.errors import AlreadyRunning, PenstockError
-from engine.python_child import python_command
+from engine.system.python_child import python_command
 
 READY_S = 300.0
 STOP_S = 30.0

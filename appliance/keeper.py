@@ -33,7 +33,7 @@ from appliance import log_lines
 from appliance.core_dumps import forbid_core_dumps
 from appliance.keeper_channel import REPLY
 from engine.errors import ConfigError
-from engine.python_child import start_over
+from engine.system.python_child import start_over
 
 MAX_FAILED = 5
 """Maximum crashes in a row of daemons that were not ready."""

@@ -37,8 +37,8 @@ from appliance.log.writer import RequestLog
 from appliance.models.cache import download_text, hub_cache
 from appliance.models.names import HubName
 from engine.errors import CheckpointError, PenstockError, Unavailable
-from engine.python_child import python_command
 from engine.scheduler.cache.hashes import PrefixHasher
+from engine.system.python_child import python_command
 from engine.units import part_text, size_text
 
 log = logging.getLogger("penstock")

@@ -26,8 +26,8 @@ from sqlite_utils import Database
 
 from appliance.sqlite_files import is_foreign
 from engine.errors import PenstockError
-from engine.own_files import open_own
 from engine.profile.facts import Fact, FactKey, Profile, Scope
+from engine.system.own_files import open_own
 from migrations.profile import migration
 
 log = logging.getLogger("penstock")

@@ -44,9 +44,9 @@ from engine.worker.model.weights import load_weights
 from engine.worker.runner import Runner
 from engine.worker.speculation import Speculation
 from tests.checkpoints import make_checkpoint
-from tests.engine.worker_harness import Harness
 from tests.gguf_files import write_gguf
 from tests.quantised_checkpoints import SHAPE, write_quantised
+from tests.worlds.worker_loop import Harness
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 160

@@ -28,7 +28,7 @@ from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
 from appliance.request import Role
 from engine.errors import ConfigError, RequestError, Unavailable
-from engine.python_child import python_command
+from engine.system.python_child import python_command
 
 COMPATIBLE_VERSION = "0.14.2"
 """The compatible release of Ollama; apps refuse older ones."""

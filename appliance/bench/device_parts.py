@@ -13,7 +13,7 @@ from typing import Any
 
 from appliance.fleet.placement import available_memory_bytes
 from engine.errors import WorkerFailed
-from engine.python_child import python_command
+from engine.system.python_child import python_command
 
 KINDS = ("kernels", "steps", "transports")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from engine.python_child import leave_folder_out
+from engine.system.python_child import leave_folder_out
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ import typer
 from appliance.cli import terminal
 from appliance.configuration.paths import GPU_UNIT_NAME, SOCKET_UNIT_NAME, UNIT_NAME
 from engine.errors import ConfigError, FileError, PenstockError
-from engine.own_files import check_own_path
 from engine.printable import printable
+from engine.system.own_files import check_own_path
 
 SOURCES = Path(str(files("appliance"))) / "systemd"
 PLACES = {

@@ -23,7 +23,7 @@ from appliance.client import ClientError, DaemonUnreachable
 from appliance.configuration.address import SshAddress, UnixAddress
 from engine.errors import UsageError
 from engine.printable import printable
-from engine.python_child import become_python
+from engine.system.python_child import become_python
 
 
 class State(StrEnum):

@@ -25,7 +25,7 @@ from appliance.cli.terminal import Output
 from appliance.client import Client
 from appliance.ephemeral import daemon
 from engine.errors import PenstockError
-from engine.python_child import python_command
+from engine.system.python_child import python_command
 
 PROMPT_TOKENS = (5, 64, 65, 300)
 """Lengths below, at and behind a block's border, and of several chunks."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from appliance.configuration import paths
 from appliance.configuration.config import ServeConfig
 from engine.errors import ConfigError, refuse
-from engine.own_files import check_own_folder
+from engine.system.own_files import check_own_folder
 
 _OTHERS = "choose others with --socket and --state-dir"
 

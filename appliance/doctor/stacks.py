@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from engine.errors import ConfigError, PenstockError
-from engine.own_files import open_own
+from engine.system.own_files import open_own
 
 SIGNAL = signal.SIGUSR1
 FILE_NAME = "stacks"

@@ -45,7 +45,6 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights_layout import gpu_layout
 from engine.errors import AlreadyRunning, ConfigError
 from engine.kernels.attention_backends import this_machine
-from engine.own_files import check_own_folder, open_own
 from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
 from engine.scheduler.cache.block_pool import MIN_RECORDS
@@ -54,6 +53,7 @@ from engine.scheduler.cache.topology import DRAM
 from engine.scheduler.offload.cache_memory import CacheMemory
 from engine.scheduler.offload.staged_disk import num_slots_for
 from engine.scheduler.routing.step_times import place_of
+from engine.system.own_files import check_own_folder, open_own
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec

@@ -26,8 +26,8 @@ from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan
 from engine.errors import ConfigError
 from engine.kernels.cpu import load_kernels
-from engine.own_files import open_own
 from engine.scheduler.cache.hashes import KEY_BYTES, PrefixHasher
+from engine.system.own_files import open_own
 
 log = logging.getLogger("penstock")
 

@@ -20,7 +20,7 @@ import msgspec
 from appliance.configuration import paths
 from appliance.fleet.placement import cpu_names
 from engine.errors import ConfigError
-from engine.own_files import check_own_folder, open_own
+from engine.system.own_files import check_own_folder, open_own
 
 FOLDER = "cores"
 

@@ -28,7 +28,7 @@ from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.worker_state import WorkerState, weights_progress
 from appliance.process import SpareDescriptors
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed
-from engine.python_child import python_command
+from engine.system.python_child import python_command
 from engine.units import part_text, size_text
 from engine.wire import beats
 from engine.wire.channel import DaemonChannel

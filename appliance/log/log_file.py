@@ -27,7 +27,7 @@ from appliance.log.reader import (
 )
 from appliance.sqlite_files import is_foreign
 from engine.errors import ConfigError, PenstockError
-from engine.own_files import check_own_file, open_own
+from engine.system.own_files import check_own_file, open_own
 from migrations.request_log import migration
 
 _APPLICATION_ID = 0x50454E53  # "PENS", for file(1)

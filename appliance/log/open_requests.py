@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.log.row import LogRow
-from engine.own_files import open_own
+from engine.system.own_files import open_own
 from engine.wire.not_json import NOT_JSON
 
 _LOG = logging.getLogger("penstock.request_log")

@@ -57,7 +57,7 @@ from appliance.log.statements import (
     update_energy,
 )
 from engine.errors import ConfigError, FileError, PenstockError, RequestError, Unavailable
-from engine.threads import start
+from engine.system.threads import start
 
 _LOG = logging.getLogger("penstock.request_log")
 

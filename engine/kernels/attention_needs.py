@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.python_child import python_command
+from engine.system.python_child import python_command
 
 _IMPORT_LIMIT_S, _IMPORT_TOLD_S, _IMPORT_LOOK_S = 60.0, 5.0, 1.0
 

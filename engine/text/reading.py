@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import Overran, Unavailable, Unreadable
-from engine.python_child import python_command
+from engine.system.python_child import python_command
 from engine.text.answers import FORKED, HERE, YIELDING, Answer, receive_answer
 
 PROGRAM = python_command("-m", "engine.reader")

@@ -24,7 +24,7 @@ from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
-from tests.engine.fake_workers import FakeWorker
+from tests.worlds.fake_workers import FakeWorker
 
 BLOCK_SIZE = 64
 """Tokens in a block of the daemon."""

@@ -20,7 +20,7 @@ from engine.wire.sampling import SamplingParams
 from engine.worker.grammars import Grammars
 from engine.worker.loop import StepLoop
 from engine.worker.on_gpu import start
-from tests.engine.worker_harness import reports_in
+from tests.worlds.worker_loop import reports_in
 
 BLOCK_SIZE = 4
 SERVED = [("float32", BLOCK_SIZE), ("bfloat16", BLOCK_SIZE), ("bfloat16", 256)]

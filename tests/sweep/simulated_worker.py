@@ -31,8 +31,8 @@ from engine.wire.messages import (
     WeightsComplete,
     WeightsLoaded,
 )
-from tests.engine.fake_workers import FakeWorker, next_token
 from tests.sweep.virtual_loop import Process, VirtualLoop
+from tests.worlds.fake_workers import FakeWorker, next_token
 
 HELD_S = 12.0
 """Virtual time for which a starved worker gets no core before a beat: longer than any patience."""

@@ -20,9 +20,9 @@ from engine.worker.model.weights import load_weights
 from engine.worker.runner import Runner
 from engine.worker.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.scheduler.offload.test_arena import ArenaWorld
 from tests.test_exactness import assert_same
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import World
 from tests.worlds.tiered_world import TieredWorld
 

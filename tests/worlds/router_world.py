@@ -13,7 +13,7 @@ from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Begun, Copied, CoresUsed, Stepped
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
-from tests.engine.fake_workers import BLOCK_SIZE, RECORD, FakeWorker, next_token
+from tests.worlds.fake_workers import BLOCK_SIZE, RECORD, FakeWorker, next_token
 
 HASHER = PrefixHasher(bytes(32), b"", BLOCK_SIZE)
 COPYING = (

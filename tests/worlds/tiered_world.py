@@ -2,7 +2,7 @@
 
 from engine.scheduler.cache.topology import DRAM, SSD
 from engine.scheduler.offload.arena import WorkerCopies
-from tests.engine.fake_workers import BLOCK_SIZE, RECORD
+from tests.worlds.fake_workers import BLOCK_SIZE, RECORD
 from tests.worlds.router_world import World, walk
 from tests.worlds.tiers import FakeDisk, Rig
 

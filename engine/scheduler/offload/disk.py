@@ -28,7 +28,7 @@ from threading import Lock, Thread
 from engine.errors import PenstockError
 from engine.scheduler.offload.jobs import CopyJob, GrowJob, Job, ProbeJob, SweepJob
 from engine.scheduler.offload.slab_files import DamagedError, RecordBuffer, Slabs
-from engine.threads import start
+from engine.system.threads import start
 
 NUM_READERS = NUM_WRITERS = 2
 WRITE_SHARE = 0.25

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.own_files import check_own_folder, open_own
 from engine.scheduler.offload.records import (
     HEADER_BYTES,
     PAGE,
@@ -27,6 +26,7 @@ from engine.scheduler.offload.records import (
     read_record,
     read_slab,
 )
+from engine.system.own_files import check_own_folder, open_own
 
 _NAME = re.compile(r"slab-(\d{6,15})\.kv")
 _LOCK = "lock"

@@ -17,13 +17,13 @@ from appliance.configuration.config import ServeConfig
 from appliance.fleet import ssd_cache
 from appliance.fleet.placement import Placement
 from appliance.fleet.ssd_cache import SsdAllowance, allowance, ssd_forecast
-from engine import threads
 from engine.errors import PenstockError
 from engine.scheduler.cache.topology import Topology
 from engine.scheduler.offload import disk as disk_threads
 from engine.scheduler.offload.files import BusyError, lock
 from engine.scheduler.offload.index import RecordPlace
 from engine.scheduler.offload.slab_files import RecordBuffer
+from engine.system import threads
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")

@@ -9,7 +9,7 @@ from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.scheduler.sequences.sequence_table import age
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import World
 
 

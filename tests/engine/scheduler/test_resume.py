@@ -9,7 +9,7 @@ from engine.errors import RequestError
 from engine.scheduler.cache.published_blocks import PoolShape, PublishedBlocks, make_record
 from engine.scheduler.sequences.sequence import Ended, Paused
 from engine.wire.finish_reason import FinishReason
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import ARMS, HASHER, World, expected_tokens
 
 

@@ -11,7 +11,7 @@ from engine.scheduler.routing.worker_routes import MAX_PREEMPTIONS, PORTION_TOKE
 from engine.scheduler.sequences.sequence import Phase, Waiting
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Copy, Release
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import ARMS, COPYING, World, expected_tokens, walk
 
 

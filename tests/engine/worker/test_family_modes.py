@@ -6,7 +6,6 @@ A real router and real workers' loops in one process, as in test_recurrent_modes
 import pytest
 
 from tests.checkpoints import GEMMA4_E, GEMMA4_MOE
-from tests.engine.fake_workers import BLOCK_SIZE
 from tests.levels import LEVELS
 from tests.worlds.computing_world import (
     DramWorld,
@@ -18,6 +17,7 @@ from tests.worlds.computing_world import (
     prompts_of,
     world_of,
 )
+from tests.worlds.fake_workers import BLOCK_SIZE
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {

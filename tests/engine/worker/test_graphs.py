@@ -28,9 +28,9 @@ from engine.worker.speculation import Speculation
 from engine.worker.worker_request import WorkerRequest
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
-from tests.engine.worker_harness import Harness
 from tests.speculated import BLOCK_SIZE as BLOCK_SIZE_OF_MODELS
 from tests.speculated import Model, compare
+from tests.worlds.worker_loop import Harness
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48

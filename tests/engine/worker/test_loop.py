@@ -28,7 +28,7 @@ from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from engine.worker.runner import Sampled
 from engine.worker.speculation import Speculation
-from tests.engine.worker_harness import Harness, reports_in
+from tests.worlds.worker_loop import Harness, reports_in
 
 BLOCK_SIZE = 4
 

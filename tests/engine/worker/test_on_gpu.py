@@ -41,8 +41,8 @@ from engine.worker.weight_streaming import arena_views, stream_weights
 from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, no_grammars, start_alone
-from tests.engine.worker_harness import reports_in
 from tests.live_bytes import LiveBytes
+from tests.worlds.worker_loop import reports_in
 
 GIB = 1 << 30
 

@@ -12,7 +12,6 @@ import pytest
 from engine.wire.messages import Stepped
 from engine.worker.model import backend
 from tests.checkpoints import GATED_DELTA_NETS, load_oracle, make_checkpoint
-from tests.engine.fake_workers import BLOCK_SIZE
 from tests.gguf_files import write_gguf
 from tests.levels import needs_kernels
 from tests.worlds.computing_world import (
@@ -28,6 +27,7 @@ from tests.worlds.computing_world import (
     transformer_of,
     world_of,
 )
+from tests.worlds.fake_workers import BLOCK_SIZE
 
 FAMILY_OF = {
     "colocated": "qwen3_5_text",

@@ -30,7 +30,7 @@ from engine.worker.model.weights import load_weights
 from engine.worker.runner import Runner
 from engine.worker.worker_request import WorkerRequest
 from tests.checkpoints import load_oracle
-from tests.engine.worker_harness import Harness
+from tests.worlds.worker_loop import Harness
 
 BLOCK_SIZE = 16
 POINT = {

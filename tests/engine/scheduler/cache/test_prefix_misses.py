@@ -5,7 +5,7 @@ import msgspec
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.cache.prefix_misses import NUM_SHOWN, PrefixMisses
 from engine.wire.finish_reason import FinishReason
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import World
 
 BASE = list(range(100, 100 + 10 * BLOCK_SIZE))

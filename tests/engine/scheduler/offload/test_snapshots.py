@@ -6,8 +6,8 @@ import pytest
 
 from engine.scheduler.cache.hashes import record_hashes
 from engine.scheduler.cache.snapshot_worths import Saved
-from tests.engine.fake_workers import BLOCK_SIZE
 from tests.engine.scheduler.offload.test_arena import ArenaWorld
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import HASHER, next_turn
 from tests.worlds.tiered_world import ARMS, TieredWorld, walk_beside_a_failing_disk
 

@@ -9,7 +9,7 @@ from engine.scheduler.cache.block_pool import BlockState
 from engine.scheduler.sequences.sequence import On, Phase
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import ARMS, COPYING, World, expected_tokens, next_turn
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.scheduler.sequences.sequence import Phase
 from engine.wire.finish_reason import FinishReason
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import COPYING, World, expected_tokens, next_turn, walk
 
 PAIRS = [arm for arm in COPYING if arm[1:2] != "x" and "2x2" not in arm and "elastic" not in arm]

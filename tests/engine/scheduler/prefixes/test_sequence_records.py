@@ -8,7 +8,7 @@ from engine.errors import RequestError
 from engine.scheduler.cache.block_pool import MIN_RECORDS
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import Admit
-from tests.engine.fake_workers import BLOCK_SIZE
+from tests.worlds.fake_workers import BLOCK_SIZE
 from tests.worlds.router_world import World, expected_tokens, next_turn, walk
 
 HOST_ARMS = (

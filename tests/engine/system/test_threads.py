@@ -4,8 +4,8 @@ from threading import Event, Thread
 
 import pytest
 
-from engine import threads
 from engine.errors import PenstockError
+from engine.system import threads
 
 
 def test_a_thread_runs_when_its_start_returns():

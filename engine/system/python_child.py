@@ -11,7 +11,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import NoReturn
 
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 """The folder that Penstock itself is imported from."""
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.python_child import ROOT, leave_folder_out, python_command
+from engine.system.python_child import ROOT, leave_folder_out, python_command
 
-SOURCES = Path(__file__).parents[2]
+SOURCES = Path(__file__).parents[3]
 NAMES_FILES_ONLY = {"appliance/cli/install_service.py"}
 """It looks at this interpreter's file, and starts nothing with it."""
 
@@ -48,7 +48,7 @@ def test_no_other_file_starts_python():
         for path in (SOURCES / package).rglob("*.py")
         if starts.search(path.read_text())
     }
-    assert found == {"engine/python_child.py"} | NAMES_FILES_ONLY
+    assert found == {"engine/system/python_child.py"} | NAMES_FILES_ONLY
 
 
 def test_the_command_is_safe_whatever_the_environment():

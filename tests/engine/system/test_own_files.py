@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from engine.own_files import check_own_folder, check_own_path, open_own
+from engine.system.own_files import check_own_folder, check_own_path, open_own
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -132,7 +132,7 @@ def test_a_file_of_ours_is_opened_and_inherited_by_nobody(folder):
 def test_in_a_user_namespace_the_machines_root_is_trusted_above(folder):
     """There, root's folders have the uid that stands for everybody outside."""
     code = (
-        "import pathlib; from engine.own_files import check_own_folder;"
+        "import pathlib; from engine.system.own_files import check_own_folder;"
         f" check_own_folder(pathlib.Path({str(folder)!r}))"
     )
     command = ["unshare", "--user", "--map-user=1000", sys.executable, "-P", "-c", code]

@@ -1,0 +1,1 @@
+"""Ask the operating system for threads, children and files of our own."""
