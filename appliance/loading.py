@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from appliance.api.appliance import Readings
+from appliance.api.core.appliance import Readings
 from appliance.frame.histograms import Histograms
 from appliance.frame.protocol import (
     FRAME_VERSION,

@@ -12,7 +12,7 @@ from enum import IntEnum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from appliance.formats.format_choice import PLAIN, OutputFormat
+from appliance.api.formats.format_choice import PLAIN, OutputFormat
 from appliance.models.facts import ModelFacts
 from engine.errors import RequestError
 from engine.scheduler.sequences.draft_counts import DraftCounts

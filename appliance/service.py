@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from appliance.api.appliance import Readings
+from appliance.api.core.appliance import Readings
 from appliance.closed_requests import ClosedRequests
 from appliance.configuration.config import ServeConfig
 from appliance.devices.machine import Devices

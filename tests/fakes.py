@@ -10,9 +10,9 @@ from typing import IO
 
 import msgspec
 
-from appliance.api.appliance import Readings
+from appliance.api.core.appliance import Readings
+from appliance.api.formats.format_choice import output_format_of
 from appliance.fleet.roles_change import RolesChange
-from appliance.formats.format_choice import output_format_of
 from appliance.frame.histograms import Histograms
 from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from appliance.api.openai import completion_ask
-from appliance.api.stream import OpenReply
+from appliance.api.core.stream import OpenReply
+from appliance.api.openai.ask import completion_ask
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import AS_STORED, panels_layout, weights_layout

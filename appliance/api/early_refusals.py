@@ -16,9 +16,9 @@ from collections.abc import Collection
 
 import msgspec
 
-from appliance.api.appliance import Appliance
-from appliance.api.cache_api import HttpCounts
-from appliance.api.dialects import Dialect, dialect_of, error_body
+from appliance.api.core.appliance import Appliance
+from appliance.api.core.dialects import Dialect, dialect_of, error_body
+from appliance.api.operator.cache import HttpCounts
 from appliance.request import Peer, Role
 from engine.errors import QueueFull, RequestError
 

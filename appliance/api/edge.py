@@ -20,14 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from appliance.api.appliance import Appliance
-from appliance.api.cache_api import PROBES, HttpCounts
-from appliance.api.wire import (
-    appliance_of,
-    arrival_of,
-    error_response,
-    reply_headers,
-)
+from appliance.api.core.appliance import Appliance
+from appliance.api.core.wire import appliance_of, arrival_of, error_response, reply_headers
+from appliance.api.operator.cache import PROBES, HttpCounts
 from appliance.request import CLIENT_CLOSED_REQUEST
 from engine.errors import RequestError
 

@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 
-from appliance.api.ask import Ask
-from appliance.api.message_events import MessageShape
-from appliance.api.messages_api import in_anthropics_words, messages_ask
-from appliance.api.ollama_api import chat_ask_of, generate_ask, in_ollamas_words
-from appliance.api.ollama_replies import OllamaShape
-from appliance.api.openai import chat_ask, completion_ask
-from appliance.api.replies import ReplyShape, fingerprint
-from appliance.api.respond import ReplyForm
-from appliance.api.response_events import ResponseShape
-from appliance.api.response_store import keep_for, previous_items, with_items
-from appliance.api.responses import in_our_words, response_ask
-from appliance.api.wire import appliance_of
+from appliance.api.anthropic.ask import in_anthropics_words, messages_ask
+from appliance.api.anthropic.replies import MessageShape
+from appliance.api.core.ask import Ask
+from appliance.api.core.respond import ReplyForm
+from appliance.api.core.wire import appliance_of
+from appliance.api.ollama.ask import chat_ask_of, generate_ask, in_ollamas_words
+from appliance.api.ollama.replies import OllamaShape
+from appliance.api.openai.ask import chat_ask, completion_ask
+from appliance.api.openai.replies import ReplyShape, fingerprint
+from appliance.api.responses.ask import in_our_words, response_ask
+from appliance.api.responses.replies import ResponseShape
+from appliance.api.responses.store import keep_for, previous_items, with_items
 from appliance.journal import drawn
 from appliance.json_fields import Json, decode_object, invalid_value
 from appliance.request import Request

@@ -22,16 +22,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appliance.api.appliance import Appliance
-from appliance.api.ask import Ask
-from appliance.api.background import begin
-from appliance.api.endpoints import ENDPOINTS, Asked, Endpoint, decode
-from appliance.api.fair_threads import Turns, hang_up
-from appliance.api.ollama_api import NothingToGenerate, unloaded
-from appliance.api.prepare import Prepared, prepare, request_of
-from appliance.api.respond import Reply, ReplyForm
-from appliance.api.response_events import ResponseShape
-from appliance.api.wire import (
+from appliance.api.core.appliance import Appliance
+from appliance.api.core.ask import Ask
+from appliance.api.core.fair_threads import Turns, hang_up
+from appliance.api.core.prepare import Prepared, prepare, request_of
+from appliance.api.core.respond import Reply, ReplyForm
+from appliance.api.core.wire import (
     KeptWords,
     appliance_of,
     arrival_of,
@@ -39,6 +35,10 @@ from appliance.api.wire import (
     json_response,
     require,
 )
+from appliance.api.endpoints import ENDPOINTS, Asked, Endpoint, decode
+from appliance.api.ollama.ask import NothingToGenerate, unloaded
+from appliance.api.responses.background import begin
+from appliance.api.responses.replies import ResponseShape
 from appliance.fleet.swaps import IncomingRequest
 from appliance.journal import current
 from appliance.journaled_inbox import JournaledInbox

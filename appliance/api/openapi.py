@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.api.dialects import Dialect, dialect_of
-from appliance.api.ollama_models import NOT_HERE
+from appliance.api.core.dialects import Dialect, dialect_of
+from appliance.api.ollama.models import NOT_HERE
 from appliance.api.schema_words import COUNT, STRING, Json, listing, one_of, ref, shape, whole
 from appliance.api.schemas import REPLIES as OTHER_REPLIES
 from appliance.api.schemas import TOKEN_ID, TOKENIZE, WHEN, replies, requests

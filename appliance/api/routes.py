@@ -15,24 +15,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appliance.api.appliance import Appliance
-from appliance.api.cache_api import cache_routes, metrics
+from appliance.api.core.appliance import Appliance
+from appliance.api.core.model_choice import model_not_found
+from appliance.api.core.wire import appliance_of, json_response, peer_of
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.edge import ApiApplication
 from appliance.api.endpoints import ENDPOINTS
 from appliance.api.generation import BodyTurns, generating_routes
-from appliance.api.model_choice import model_not_found
-from appliance.api.ollama_models import ollama_routes
+from appliance.api.ollama.models import ollama_routes
+from appliance.api.openai.replies import model_object, other_model_object
 from appliance.api.openapi import document
-from appliance.api.operator_api import control_routes, log_routes, switch_roles
-from appliance.api.replies import model_object, other_model_object
-from appliance.api.response_store import ResponseStore, memory_routes
+from appliance.api.operator.cache import cache_routes, metrics
+from appliance.api.operator.handlers import control_routes, log_routes, switch_roles
+from appliance.api.responses.store import ResponseStore, memory_routes
 from appliance.api.tokenize import tokenize_routes
-from appliance.api.wire import (
-    appliance_of,
-    json_response,
-    peer_of,
-)
 from appliance.frame.protocol import FRAME_VERSION
 from engine.errors import Unavailable
 

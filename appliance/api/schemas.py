@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.api.message_bodies import ClientTool, CountTokensRequest, MessagesRequest, Turn
-from appliance.api.ollama_bodies import (
+from appliance.api.anthropic.fields import ClientTool, CountTokensRequest, MessagesRequest, Turn
+from appliance.api.core.fields import ChatMessage, ChatRequest, CompletionRequest, Tool
+from appliance.api.ollama.fields import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
@@ -20,9 +21,8 @@ from appliance.api.ollama_bodies import (
     OllamaPullRequest,
     OllamaTool,
 )
-from appliance.api.openai_bodies import ChatMessage, ChatRequest, CompletionRequest, Tool
-from appliance.api.operator_api import RolesRequest
-from appliance.api.response_bodies import CountedRequest, ResponseRequest
+from appliance.api.operator.handlers import RolesRequest
+from appliance.api.responses.fields import CountedRequest, ResponseRequest
 from appliance.api.schema_words import (
     BOOLEAN,
     COUNT,

@@ -15,18 +15,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appliance.api.appliance import Appliance
-from appliance.api.ask import Ask, Chat
-from appliance.api.chat_messages import read_messages
-from appliance.api.fair_threads import Turns
-from appliance.api.messages_api import count_ask, in_anthropics_words
-from appliance.api.model_choice import check_model
-from appliance.api.openai import read_chat
-from appliance.api.openai_bodies import ChatRequest, TokenId
-from appliance.api.prompts import checked_ids
-from appliance.api.response_store import previous_items, with_items
-from appliance.api.responses import counted_ask, in_our_words
-from appliance.api.wire import appliance_of, json_response
+from appliance.api.anthropic.ask import count_ask, in_anthropics_words
+from appliance.api.core.appliance import Appliance
+from appliance.api.core.ask import Ask, Chat
+from appliance.api.core.chat_messages import read_messages
+from appliance.api.core.fair_threads import Turns
+from appliance.api.core.fields import ChatRequest, TokenId
+from appliance.api.core.model_choice import check_model
+from appliance.api.core.prompts import checked_ids
+from appliance.api.core.wire import appliance_of, json_response
+from appliance.api.openai.ask import read_chat
+from appliance.api.responses.ask import counted_ask, in_our_words
+from appliance.api.responses.store import previous_items, with_items
 from appliance.json_fields import Json, check, decode_object, invalid_value
 from appliance.request import ModelInfo
 from engine.errors import RequestError

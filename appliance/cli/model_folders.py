@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from appliance.api.formats.format_choice import output_format_of
 from appliance.cli.model_sources import sources
-from appliance.formats.format_choice import output_format_of
 from appliance.models import cache, fits
 from appliance.models.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype

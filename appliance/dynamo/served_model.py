@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.formats.format_choice import THOUGHTS, output_format_of
-from appliance.formats.tool_format import FORMATS
+from appliance.api.formats.format_choice import THOUGHTS, output_format_of
+from appliance.api.formats.tool_format import FORMATS
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 

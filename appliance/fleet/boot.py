@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.api.formats.format_choice import output_format_of
 from appliance.configuration.config import ServeConfig
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import installed_torch
@@ -35,7 +36,6 @@ from appliance.fleet.weights_plan import (
     plan_weights,
 )
 from appliance.fleet.worker_counts import STARTED_TWO
-from appliance.formats.format_choice import output_format_of
 from appliance.models.facts import ModelFacts, facts_of
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
 from appliance.profile_store import Known

@@ -28,7 +28,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from appliance.api.wire import KeptWords, error_object
+from appliance.api.core.wire import KeptWords, error_object
 from appliance.http.access import Credentials
 from appliance.http.departures import has_left
 from appliance.http.gate import SECRETS, ClientLine, headers_too_large, key_digests

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.api.wire import Arrival, KeptWords, error_response
+from appliance.api.core.wire import Arrival, KeptWords, error_response
 from appliance.http.access import AccessPolicy, Credentials
 from appliance.http.api_keys import key_digest
 from appliance.http.body_encoding import body_decoder

@@ -16,7 +16,7 @@ from collections import Counter
 
 import msgspec
 
-from appliance.api.wire import error_object
+from appliance.api.core.wire import error_object
 from engine.errors import Unavailable
 
 LINGER_S = 5.0

@@ -20,7 +20,7 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
-from appliance.api.appliance import Appliance
+from appliance.api.core.appliance import Appliance
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.http.access import AccessPolicy, Credentials, credentials_of, program_of
 from appliance.http.connection import ClientLimits, ClientProtocol

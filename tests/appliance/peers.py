@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 from starlette.types import ASGIApp
 
+from appliance.api.core.wire import Arrival
 from appliance.api.routes import build_app
-from appliance.api.wire import Arrival
 from appliance.request import Peer, Role
 from tests.fakes import FakeAppliance
 

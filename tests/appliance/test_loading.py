@@ -9,7 +9,7 @@ import pytest
 
 from appliance import disk_reads
 from appliance import swapping as swapping_module
-from appliance.api.appliance import Appliance
+from appliance.api.core.appliance import Appliance
 from appliance.configuration.config import ServeConfig
 from appliance.loading import Fetching
 from appliance.models.names import HubName

@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.output_parser import OutputParser
-from appliance.api.tools import Tools
+from appliance.api.core.output_parser import OutputParser
+from appliance.api.core.tools import Tools
+from appliance.api.formats.format_choice import THOUGHTS, OutputFormat
+from appliance.api.formats.tool_format import FORMATS
 from appliance.bench.reply_events import ReceivedReply, ReplyReader
-from appliance.formats.format_choice import THOUGHTS, OutputFormat
-from appliance.formats.tool_format import FORMATS
 from appliance.frame.protocol import Frame
 from appliance.frame.recording import FramePacker, template_of
 from appliance.log.open_requests import OpenRequests
@@ -61,7 +61,7 @@ from engine.wire.messages import (
 )
 from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
-from tests.appliance.api.test_output_parser import NOTATIONS
+from tests.appliance.api.core.test_output_parser import NOTATIONS
 from tests.appliance.api_server import serving
 from tests.appliance.logs import row
 from tests.benchmarks.hostile import GENERATING, body_of

@@ -32,7 +32,7 @@ import appliance.disk_reads
 import appliance.fleet.supervisor
 import appliance.keeper_channel
 import engine.scheduler.offload.disk
-from appliance.api import fair_threads
+from appliance.api.core import fair_threads
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
 from appliance.telemetry import deadlines

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.api.cache_api import HttpCounts
 from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.endpoints import ENDPOINTS
+from appliance.api.operator.cache import HttpCounts
 from appliance.api.routes import build_app
 from appliance.http.access import AccessPolicy
 from appliance.http.listeners import bind_socket

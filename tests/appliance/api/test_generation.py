@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from appliance.api import replies
+from appliance.api.openai import replies
 from tests.appliance.api_server import events, fill, says
 from tests.fakes import until
 
@@ -188,7 +188,7 @@ async def test_a_bug_while_replying_is_answered_logged_and_closed(
     def broken(self, delta, *rest):
         raise ZeroDivisionError("the bug")
 
-    monkeypatch.setattr("appliance.api.replies.ReplyShape._choice", broken)
+    monkeypatch.setattr("appliance.api.openai.replies.ReplyShape._choice", broken)
     reply = await served.complete(stream=stream)
     error = events(reply.text)[-1]["error"] if stream else reply.json()["error"]
     assert (error["code"], error["type"]) == ("internal", "server_error")
@@ -199,7 +199,7 @@ async def test_a_bug_while_replying_is_answered_logged_and_closed(
 
 
 async def test_a_waiting_stream_has_its_headers_and_is_kept_alive(served, appliance, monkeypatch):
-    monkeypatch.setattr("appliance.api.respond.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("appliance.api.core.respond.KEEP_ALIVE_S", 0.02)
     appliance.gate.clear()
     async with served.http.stream(
         "POST", "/v1/completions", json={"prompt": "hello", "stream": True}

@@ -18,7 +18,7 @@ import openai
 import pydantic
 import pytest
 
-from appliance.api import wire
+from appliance.api.core import wire
 from appliance.request import Peer, Role
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, events, says, serving

@@ -127,7 +127,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, Running(tmp_path_factory.mktemp("api")) as running:
-        patch.setattr("appliance.api.ollama_models.PULL", ("sh", "-c", 'echo {\\"folder\\": 1}'))
+        patch.setattr("appliance.api.ollama.models.PULL", ("sh", "-c", 'echo {\\"folder\\": 1}'))
         yield running
 
 

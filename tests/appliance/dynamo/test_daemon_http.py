@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.api.openai import completion_ask
+from appliance.api.openai.ask import completion_ask
 from appliance.dynamo import completion_requests
 from appliance.dynamo.completion_requests import Prompts, UnsupportedRequest, completion_body
 from appliance.dynamo.outputs import LostError, output_of, raise_error

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.api.cache_api import HttpCounts
+from appliance.api.operator.cache import HttpCounts
 from appliance.frame.histograms import Histograms
 from appliance.frame.latency import stages
 from appliance.frame.protocol import (

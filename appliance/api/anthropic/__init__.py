@@ -1,0 +1,1 @@
+"""Read requests and write replies as Anthropic's messages."""

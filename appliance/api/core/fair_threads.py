@@ -1,0 +1,148 @@
+"""Run slow work in threads, a few pieces at once, and share them fairly between callers.
+
+Invariant: at most `num_at_once` pieces are in threads, also counting clients that have left;
+the queue is bounded, altogether and for each peer. The peer comes next whose work, refused or not,
+took least while others waited; of equal ones the one that waits longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+
+from appliance.api.core.wire import peer_of
+from appliance.process import standing_threads
+from engine.errors import QueueFull, Unavailable
+
+MAX_WAITING = 16
+MAX_WAITING_EACH = 4
+RETRY_MS = 1000
+TURN_S = 0.05
+"""Work that takes less than this counts alike."""
+
+R = TypeVar("R")
+
+
+class Turns:
+    """Threads for one kind of work.
+
+    Args:
+        max_waiting: maximum pieces of waiting work of all peers.
+        max_waiting_each: maximum pieces of waiting work per peer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_at_once: int,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_waiting_each: int = MAX_WAITING_EACH,
+    ) -> None:
+        self._threads = standing_threads(num_at_once, name)
+        self._num_free = num_at_once
+        self._max_waiting = max_waiting
+        self._max_waiting_each = max_waiting_each
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+        """Waiting work by the peer's name; of equal peers the next is the first."""
+        self._spent_s: dict[str, float] = {}
+        """What the work of the peers in line has taken, and of those before them."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that have not begun."""
+        return sum(map(len, self._lines.values()))
+
+    async def run(self, http: HttpRequest, work: Callable[[], R]) -> R:
+        """Do a piece of work in a thread when it is its client's turn.
+
+        Raises:
+            Unavailable: `busy`: too much waits already.
+            QueueFull: `user_quota`: too much of this peer's does.
+            ClientDisconnect: the client left before it began.
+        """
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            await self._turn(http)
+        owner, began_s = peer_of(http).name, time.monotonic()
+        job = asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(copy_context().run, work)
+        )
+        job.add_done_callback(lambda _: self._end(owner, time.monotonic() - began_s))
+        # A thread cannot be stopped: its turn is not over when its client leaves.
+        return await asyncio.shield(job)
+
+    async def _turn(self, http: HttpRequest) -> None:
+        """Wait for a thread; returns when it is this client's."""
+        owner = peer_of(http).name
+        self._check_room(owner)
+        turn = asyncio.get_running_loop().create_future()
+        if owner not in self._lines:  # it has no credit from the time in which it wanted nothing
+            least_s = min(map(self._spent, self._lines), default=0.0)
+            self._spent_s[owner] = max(self._spent(owner), least_s)
+        self._lines.setdefault(owner, deque()).append(turn)
+        gone = asyncio.create_task(hang_up(http))
+        has_turn = False
+        try:
+            await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientDisconnect
+            has_turn = True
+        finally:
+            gone.cancel()
+            if not has_turn:
+                self._leave(owner, turn)
+
+    def _check_room(self, owner: str) -> None:
+        if self.num_waiting >= self._max_waiting:
+            raise Unavailable("too much work is waiting", code="busy", retry_after_ms=RETRY_MS)
+        if len(self._lines.get(owner, ())) >= self._max_waiting_each:
+            raise QueueFull(
+                f"{self._max_waiting_each} requests of yours wait to be worked on already",
+                code="user_quota",
+                retry_after_ms=RETRY_MS,
+            )
+
+    def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
+        """Give up a place in line, or the turn that has just come."""
+        if turn.done():
+            self._pass_on()
+            return
+        line = self._lines[owner]
+        line.remove(turn)
+        if not line:
+            del self._lines[owner]
+
+    def _spent(self, owner: str) -> float:
+        return self._spent_s.get(owner, 0.0)
+
+    def _end(self, owner: str, took_s: float) -> None:
+        self._spent_s[owner] = self._spent(owner) + took_s
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give a free thread to the next peer, which then comes last of its equals."""
+        if not self._lines:
+            self._num_free += 1
+            self._spent_s.clear()
+            return
+        owner = min(self._lines, key=lambda one: int(self._spent(one) / TURN_S))
+        line = self._lines.pop(owner)
+        line.popleft().set_result(None)
+        if line:
+            self._lines[owner] = line
+
+
+async def hang_up(http: HttpRequest) -> None:
+    """Wait until the client is gone, after its body was read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

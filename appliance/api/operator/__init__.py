@@ -1,0 +1,1 @@
+"""Serve operators, routers and Prometheus."""

@@ -1,0 +1,1 @@
+"""Read requests and write replies as OpenAI's responses, and keep these for a while."""
