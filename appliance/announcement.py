@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from appliance.frame.figures import transport_text
-from appliance.frame.protocol import Frame
+from appliance.observe.frame.figures import transport_text
+from appliance.observe.frame.protocol import Frame
 from appliance.request import ModelInfo
 from engine.checkpoint.gguf import is_gguf
 from engine.units import size_text

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.frame.protocol import RequestFrame
-from appliance.log.row import LogRow, RowEnergy
-from appliance.log.writer import RequestLog
+from appliance.daemon.requests.row import LogRow, RowEnergy
+from appliance.observe.frame.protocol import RequestFrame
+from appliance.observe.log.writer import RequestLog
 from appliance.request import (
     Request,
 )

@@ -32,18 +32,24 @@ from appliance.configuration.address import TcpAddress
 from appliance.configuration.config import ServeConfig, changes, take_over, unknown_variables
 from appliance.configuration.folders import check_directories, prepare_directories
 from appliance.core_dumps import forbid_core_dumps
+from appliance.daemon.requests.row import LogRow, kept_frame
+from appliance.daemon.survival.keeper import ENDED_BY, RESTART_STATUS, check_next
+from appliance.daemon.survival.keeper_channel import (
+    BUSY_LOOP,
+    close_channel,
+    has_keeper,
+    notify,
+    notify_watchdog,
+)
+from appliance.daemon.survival.kept_pools import KeptPools
+from appliance.daemon.survival.kept_replies import LeftReplies, LeftReply
 from appliance.disk_reads import read_in_thread
 from appliance.doctor.stacks import wait_for_signal
 from appliance.fleet.boot import BootPlan, PlacedModel, lock_state_dir, make_plan, place
 from appliance.fleet.boot_check import check_others
 from appliance.fleet.core_claims import CoreNote
-from appliance.fleet.kept_pools import KeptPools
 from appliance.fleet.model_files import is_to_be_fetched
-from appliance.frame.figures import things
-from appliance.frame.late_frames import SurvivedFrame
-from appliance.frame.protocol import RequestFrame, utc_now
 from appliance.http.access import AccessPolicy, credential_path
-from appliance.http.kept_replies import LeftReplies, LeftReply
 from appliance.http.listeners import (
     KEPT,
     ListenerCloser,
@@ -53,27 +59,21 @@ from appliance.http.listeners import (
     passed_sockets,
 )
 from appliance.http.server import ApiServer
-from appliance.keeper import ENDED_BY, RESTART_STATUS, check_next
-from appliance.keeper_channel import (
-    BUSY_LOOP,
-    close_channel,
-    has_keeper,
-    notify,
-    notify_watchdog,
-)
 from appliance.loading import Fetching
-from appliance.log.retention import RetentionLimits
-from appliance.log.row import LogRow, kept_frame
-from appliance.log.writer import RequestLog
 from appliance.log_lines import Formatter, has_terminal, own_command
 from appliance.model_in_service import ModelInService, end_model
 from appliance.models.names import HubName
+from appliance.observe.frame.figures import things
+from appliance.observe.frame.late_frames import SurvivedFrame
+from appliance.observe.frame.protocol import RequestFrame, utc_now
+from appliance.observe.log.retention import RetentionLimits
+from appliance.observe.log.writer import RequestLog
+from appliance.observe.telemetry.progress import LOOK_INTERVAL_S
 from appliance.process import raise_limit, standing_threads
 from appliance.request import CLIENT_CLOSED_REQUEST, HUNG_UP
 from appliance.residents import Residents
 from appliance.service import Service
 from appliance.swapping import Swapping
-from appliance.telemetry.progress import LOOK_INTERVAL_S
 from engine.errors import ConfigError, PenstockError
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer

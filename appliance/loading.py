@@ -19,8 +19,13 @@ from typing import Any, NoReturn
 import msgspec
 
 from appliance.api.core.appliance import Readings
-from appliance.frame.histograms import Histograms
-from appliance.frame.protocol import (
+from appliance.daemon.requests.row import frame_of_row
+from appliance.daemon.survival.keeper_channel import notify
+from appliance.json_lines import encode_line
+from appliance.models.cache import download_text, hub_cache
+from appliance.models.names import HubName
+from appliance.observe.frame.histograms import Histograms
+from appliance.observe.frame.protocol import (
     FRAME_VERSION,
     EventFrame,
     Frame,
@@ -30,12 +35,7 @@ from appliance.frame.protocol import (
     TotalsFrame,
     utc_now,
 )
-from appliance.json_lines import encode_line
-from appliance.keeper_channel import notify
-from appliance.log.row import frame_of_row
-from appliance.log.writer import RequestLog
-from appliance.models.cache import download_text, hub_cache
-from appliance.models.names import HubName
+from appliance.observe.log.writer import RequestLog
 from engine.errors import CheckpointError, PenstockError, Unavailable
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.system.python_child import python_command

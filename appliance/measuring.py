@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.worker_counts import STARTED_TWO
-from appliance.frame.figures import things
+from appliance.observe.frame.figures import things
 from engine.profile.facts import FactKey
 from engine.scheduler.measurer import MAX_WORK_MS, Measurer
 from engine.scheduler.router import Router

@@ -21,9 +21,9 @@ from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles
 from appliance.fleet.supervisor import Supervisor
 from appliance.measuring import LOOK_S, Measuring
+from appliance.observe.telemetry.disturbances import Disturbances
 from appliance.residents import LoadedModel, Residents
 from appliance.service import Service
-from appliance.telemetry.disturbances import Disturbances
 from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.cache.prefix_misses import PrefixMisses
 from engine.scheduler.queue.queue import FairQueue

@@ -186,7 +186,7 @@ class Request:
     is_resumed: bool = False
     """Whether a daemon that died has begun it."""
     prefill_j: float | None = None
-    """Energy of its prompts so far, as appliance.telemetry.energy has divided it; None: no power
+    """Energy of its prompts so far, as appliance.observe.telemetry.energy has divided it; None: no power
     reading."""
     decode_j: float | None = None
     """Energy of its outputs so far."""

@@ -22,8 +22,8 @@ from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import BootPlan, predict_place
 from appliance.fleet.placement import available_memory_bytes
 from appliance.fleet.supervisor import Supervisor
-from appliance.frame.protocol import ResidentFrame, iso_time
 from appliance.measuring import Measuring
+from appliance.observe.frame.protocol import ResidentFrame, iso_time
 from engine.checkpoint.weights_layout import weights_layout
 from engine.errors import ConfigError
 from engine.scheduler.cache.hashes import PrefixHasher

@@ -20,6 +20,8 @@ import msgspec
 from appliance.api.core.appliance import Readings
 from appliance.closed_requests import ClosedRequests
 from appliance.configuration.config import ServeConfig
+from appliance.daemon.requests.row import LogRow, frame_of_row
+from appliance.daemon.survival.keeper_channel import keeper_problem
 from appliance.devices.machine import Devices
 from appliance.disk_reads import read_in_thread
 from appliance.fleet.boot import BootPlan, model_info
@@ -28,15 +30,17 @@ from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
-from appliance.frame.figures import things
-from appliance.frame.late_frames import SurvivedFrame
-from appliance.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
 from appliance.json_lines import encode_line
-from appliance.keeper_channel import keeper_problem
-from appliance.log.query import UsageQuery
-from appliance.log.row import LogRow, frame_of_row
-from appliance.log.writer import RequestLog
 from appliance.measuring import Measuring
+from appliance.observe.frame.figures import things
+from appliance.observe.frame.late_frames import SurvivedFrame
+from appliance.observe.frame.protocol import EventFrame, Frame, RequestFrame, TotalsFrame, utc_now
+from appliance.observe.log.query import UsageQuery
+from appliance.observe.log.writer import RequestLog
+from appliance.observe.telemetry.deadlines import Availability, Deadlines
+from appliance.observe.telemetry.disturbances import Disturbances
+from appliance.observe.telemetry.frames import Frames, ServiceState
+from appliance.observe.telemetry.telemetry import Telemetry
 from appliance.request import (
     CLIENT_CLOSED_REQUEST,
     FAILED,
@@ -46,10 +50,6 @@ from appliance.request import (
     Request,
     TokensEmitted,
 )
-from appliance.telemetry.deadlines import Availability, Deadlines
-from appliance.telemetry.disturbances import Disturbances
-from appliance.telemetry.frames import Frames, ServiceState
-from appliance.telemetry.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.router import Router

@@ -21,9 +21,9 @@ from appliance.fleet.boot_check import check_files
 from appliance.fleet.model_files import facts_by_name, is_to_be_fetched
 from appliance.fleet.swaps import Swap, SwapLimits, Swaps
 from appliance.loading import Fetching
-from appliance.log.writer import RequestLog
 from appliance.model_in_service import ModelInService
 from appliance.models.names import HubName
+from appliance.observe.log.writer import RequestLog
 from appliance.residents import LOOK_S, MemoryNeed, Residents, need_of
 from engine.errors import PenstockError, reading_model
 from engine.text.tokenizer import Tokenizer

@@ -87,7 +87,7 @@ CREATE TABLE request_text (
 ) STRICT
 """
 
-# The same cut as appliance.frame.latency.stages: the finish closes the stage that was open.
+# The same cut as appliance.observe.frame.latency.stages: the finish closes the stage that was open.
 _V_REQUESTS = """
 CREATE VIEW v_requests AS SELECT
   id, rid, client_rid, run_id, received_at, endpoint, model,
@@ -193,7 +193,8 @@ def m004_energy(db: Database) -> None:
         db.conn.execute(statement)
 
 
-# Packed by appliance.frame.recording. Ordered by time without an index of its own: there are many.
+# Packed by appliance.observe.frame.recording. Ordered by time without an index of its own: there
+# are many.
 _FRAMES = """
 CREATE TABLE frames (
   at          TEXT NOT NULL,

@@ -13,8 +13,8 @@ import msgspec
 from appliance.api.core.appliance import Readings
 from appliance.api.formats.format_choice import output_format_of
 from appliance.fleet.roles_change import RolesChange
-from appliance.frame.histograms import Histograms
-from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
+from appliance.observe.frame.histograms import Histograms
+from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.scheduler.cache.hashes import PrefixHasher

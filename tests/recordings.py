@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.frame.protocol import Frame
-from appliance.frame.recording import gauges
-from appliance.log.query import Span, log_time
-from appliance.log.recording_copy import write_recording
-from appliance.log.row import LogRow
-from appliance.log.writer import RequestLog
+from appliance.daemon.requests.row import LogRow
+from appliance.observe.frame.protocol import Frame
+from appliance.observe.frame.recording import gauges
+from appliance.observe.log.query import Span, log_time
+from appliance.observe.log.recording_copy import write_recording
+from appliance.observe.log.writer import RequestLog
 from tests.appliance.logs import row, start
 from tests.tui import frames
 

@@ -26,7 +26,7 @@ DIRECTIONS = {
     "appliance/": ("appliance", "engine", "migrations"),
     "tui/": (
         "tui",
-        "appliance.frame",
+        "appliance.observe.frame",
         "appliance.client",
         "appliance.configuration.config",
         "appliance.configuration.settings",

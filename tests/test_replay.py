@@ -12,9 +12,9 @@ import httpx
 import msgspec
 import pytest
 
-from appliance.frame.protocol import PHASES, Frame
-from appliance.log.query import Span
-from appliance.log.recording_copy import write_recording
+from appliance.observe.frame.protocol import PHASES, Frame
+from appliance.observe.log.query import Span
+from appliance.observe.log.recording_copy import write_recording
 from tests.appliance.cli_process import penstock
 from tests.daemons import Daemon
 from tests.recordings import assert_same

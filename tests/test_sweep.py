@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from appliance.log.writer import RequestLog
+from appliance.observe.log.writer import RequestLog
 from engine.errors import ConfigError
 from tests.sweep import __main__
 from tests.sweep.machine import Machine

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from appliance import keeper
 from appliance.cli.install_service import PLACES
 from appliance.configuration.config import ServeConfig
 from appliance.configuration.paths import GPU_UNIT_NAME, SYSTEM_SOCKET
+from appliance.daemon.survival import keeper
 from appliance.http.listeners import SOCKET_MODE
 from appliance.http.server import NUM_RESERVED
-from appliance.telemetry.progress import LOOK_INTERVAL_S
+from appliance.observe.telemetry.progress import LOOK_INTERVAL_S
 from engine.errors import ConfigError
 
 UNITS = Path(__file__).parents[1] / "systemd"

@@ -16,8 +16,8 @@ import pytest
 from appliance.configuration.client_settings import explain
 from appliance.configuration.config import load
 from appliance.configuration.sources import DEFAULT
-from appliance.frame.protocol import Frame
-from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
+from appliance.observe.frame.protocol import Frame
+from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
 from tests.appliance.logs import row, start
 from tui.replay import Replay
 

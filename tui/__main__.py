@@ -76,7 +76,7 @@ def _run_console(socket_path: str, *, is_ascii: bool, is_read_only: bool) -> int
 
 def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
     """Show a recording: the console, one page, or a line for each of its frames."""
-    from appliance.frame.recording import (
+    from appliance.observe.frame.recording import (
         RecordingError,  # sqlite, which a live console does not need
     )
     from tui.replay import open_at

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from appliance.configuration.settings import ROLES
-from appliance.frame import figures as fig
-from appliance.frame.protocol import Frame, RequestFrame
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import Frame, RequestFrame
 from tui import feed
 from tui.lines import clean
 

@@ -17,7 +17,7 @@ from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from appliance.frame.protocol import Frame, RequestFrame
+from appliance.observe.frame.protocol import Frame, RequestFrame
 from tui import actions, feed, filters, keys
 from tui.history import has_meter
 from tui.lines import clean

@@ -19,7 +19,7 @@ import h11
 import msgspec
 
 from appliance.client import JOIN_GROUP, DaemonUnreachable, PermissionRefused, start_hint
-from appliance.frame.protocol import Frame, RequestFrame
+from appliance.observe.frame.protocol import Frame, RequestFrame
 from tui.panels.header import version_problem
 from tui.view import Caller, DaemonLink
 

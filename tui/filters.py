@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from appliance.frame.protocol import RequestFrame
-from appliance.frame.request_facts import energy_j
+from appliance.observe.frame.protocol import RequestFrame
+from appliance.observe.frame.request_facts import energy_j
 
 GRAMMAR = "user:ana  state:queued  in>4096  ttft>500  !bench"
 _TERM = re.compile(r"(?P<name>[a-z0-9_]+)(?P<sign>:|<=|>=|<|>|=)(?P<value>.*)", re.S)

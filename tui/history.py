@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from appliance.frame.protocol import Frame
+from appliance.observe.frame.protocol import Frame
 
 HISTORY_FRAMES = 300
 DROPPED_FRAMES = 10

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from textual.binding import Binding
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import RequestFrame
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import RequestFrame
 from tui.lines import clean
 from tui.view import READ_ONLY, REPLAY, View
 from tui.widgets.overview import LINED, NAMES, pages

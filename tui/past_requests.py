@@ -11,11 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.frame.protocol import (
-    Frame,
-    RequestFrame,
-    computed_at_end,
-)
+from appliance.observe.frame.protocol import Frame, RequestFrame, computed_at_end
 
 _STAGES = (
     ("tokenize_ms", "t_tokenized_us"),

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import EventFrame, Frame
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import EventFrame, Frame
 from tui import feed
 from tui.history import has_meter
 from tui.lines import Line, Run, clean, folded, text_of, to_ascii

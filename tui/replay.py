@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from appliance.frame.protocol import (
+from appliance.observe.frame.protocol import (
     FRAME_VERSION,
     MAX_FRAME_EVENTS,
     MAX_FRAME_REQUESTS,
@@ -24,7 +24,7 @@ from appliance.frame.protocol import (
     Frame,
     RequestFrame,
 )
-from appliance.frame.recording import FramePacker, RecordingError, open_recording
+from appliance.observe.frame.recording import FramePacker, RecordingError, open_recording
 from tui.history import HISTORY_FRAMES
 from tui.past_requests import PastRequest, ended, request_at
 from tui.playback import EXIT_USAGE, Playback, iso, parse_moment, unix_ms

@@ -6,7 +6,7 @@ Never: uses colour as the only sign.
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
+from appliance.observe.frame import figures as fig
 from tui.lines import Line, Run, Tone, clean, width_of
 from tui.playback import Playback, iso
 

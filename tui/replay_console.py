@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from textual.binding import BindingType
 
-from appliance.frame.recording import RecordingError
+from appliance.observe.frame.recording import RecordingError
 from tui import keys
 from tui.app import Console
 from tui.lines import Line, clean

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from appliance.frame.protocol import RequestFrame
+from appliance.observe.frame.protocol import RequestFrame
 from tui.filters import NUMBERS, Filter
 
 SORTS: Mapping[str, Callable[[RequestFrame], float | None]] = MappingProxyType(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from appliance.frame.protocol import AlertFrame, Frame, PoolFrame, RequestFrame, WorkerFrame
+from appliance.observe.frame.protocol import AlertFrame, Frame, PoolFrame, RequestFrame, WorkerFrame
 from tui.history import History, Samples, spread
 from tui.request_order import RequestListing
 

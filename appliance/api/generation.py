@@ -39,9 +39,9 @@ from appliance.api.endpoints import ENDPOINTS, Asked, Endpoint, decode
 from appliance.api.ollama.ask import NothingToGenerate, unloaded
 from appliance.api.responses.background import begin
 from appliance.api.responses.replies import ResponseShape
+from appliance.daemon.survival.journal import current
+from appliance.daemon.survival.journaled_inbox import JournaledInbox
 from appliance.fleet.swaps import IncomingRequest
-from appliance.journal import current
-from appliance.journaled_inbox import JournaledInbox
 from appliance.json_fields import as_utf8, is_utf8
 from appliance.request import Request, Role
 from engine.errors import RequestError, Unavailable

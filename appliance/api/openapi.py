@@ -13,8 +13,8 @@ from appliance.api.ollama.models import NOT_HERE
 from appliance.api.schema_words import COUNT, STRING, Json, listing, one_of, ref, shape, whole
 from appliance.api.schemas import REPLIES as OTHER_REPLIES
 from appliance.api.schemas import TOKEN_ID, TOKENIZE, WHEN, replies, requests
-from appliance.frame.protocol import FRAME_VERSION
-from appliance.log.query import MAX_DIGITS, MAX_ROWS, SEVERITIES, STAGES, USAGE_BY
+from appliance.observe.frame.protocol import FRAME_VERSION
+from appliance.observe.log.query import MAX_DIGITS, MAX_ROWS, SEVERITIES, STAGES, USAGE_BY
 
 EVENTS, LINES, JSON = "text/event-stream", "application/x-ndjson", "application/json"
 TEXT = "text/plain"

@@ -29,7 +29,7 @@ from appliance.api.operator.cache import cache_routes, metrics
 from appliance.api.operator.handlers import control_routes, log_routes, switch_roles
 from appliance.api.responses.store import ResponseStore, memory_routes
 from appliance.api.tokenize import tokenize_routes
-from appliance.frame.protocol import FRAME_VERSION
+from appliance.observe.frame.protocol import FRAME_VERSION
 from engine.errors import Unavailable
 
 

@@ -45,8 +45,8 @@ from appliance.api.tokenize import (
     TokenizePrompt,
 )
 from appliance.configuration.settings import ROLES
-from appliance.frame.protocol import Frame
-from appliance.frame.request_facts import STAGES
+from appliance.observe.frame.protocol import Frame
+from appliance.observe.frame.request_facts import STAGES
 
 TOKEN_ID = "TokenId"
 WHEN: Json = {

@@ -25,7 +25,7 @@ from appliance.bench.sample import Sample, sample_of
 from appliance.bench.statistics import Figures
 from appliance.bench.workloads import Lengths, PlannedArrival, drawn, regular, reusable_tokens
 from appliance.configuration.address import Address, TcpAddress, UnixAddress
-from appliance.frame.latency import quantile
+from appliance.observe.frame.latency import quantile
 from engine.errors import ConfigError, PenstockError
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from appliance.bench.sample import Sample
-from appliance.frame.latency import quantile
+from appliance.observe.frame.latency import quantile
 
 Figures = dict[str, float | None]
 

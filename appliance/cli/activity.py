@@ -130,9 +130,9 @@ def request_from_file(
     path = log_file(client, state_dir, error)
     import msgspec
 
-    from appliance.log.query import RowQuery
-    from appliance.log.reader import read_row, read_rows
-    from appliance.log.row import frame_of_row
+    from appliance.daemon.requests.row import frame_of_row
+    from appliance.observe.log.query import RowQuery
+    from appliance.observe.log.reader import read_row, read_rows
 
     def read(request_id: str) -> dict[str, Any]:
         row = read_row(path, request_id)
@@ -218,8 +218,8 @@ def log_file(client: Client, state_dir: str | None, error: DaemonUnreachable) ->
 
 def _read_file(verb: str, path: Path, query: dict[str, str]) -> Rows:
     # 70 ms that only a missing daemon costs
-    from appliance.log import query as log_query
-    from appliance.log import reader
+    from appliance.observe.log import query as log_query
+    from appliance.observe.log import reader
 
     readers: dict[str, Callable[[], Rows]] = {
         "log": lambda: reader.read_rows(path, log_query.row_query(query)),

@@ -15,10 +15,7 @@ from appliance.cli.bench_pages import DEVICE, TRANSPORTS
 from appliance.cli.tables import Format, document
 from appliance.cli.terminal import Output
 from appliance.configuration.setting_kinds import a_path
-from appliance.frame.figures import (
-    bytes_per_s,
-    flops,
-)
+from appliance.observe.frame.figures import bytes_per_s, flops
 
 Model = Annotated[
     Path | None,

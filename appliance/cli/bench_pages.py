@@ -16,7 +16,7 @@ from appliance.bench.statistics import (
 from appliance.cli import terminal
 from appliance.cli.tables import Format, Listing, Row, TableColumn
 from appliance.cli.terminal import ProgressLine
-from appliance.frame.figures import (
+from appliance.observe.frame.figures import (
     duration,
     factor,
     fine_ratio,

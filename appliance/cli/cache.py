@@ -19,8 +19,8 @@ from appliance.cli.activity import StateDir
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output, ProgressLine
 from appliance.configuration import client_settings
-from appliance.frame.figures import size, things
-from appliance.frame.protocol import iso_time
+from appliance.observe.frame.figures import size, things
+from appliance.observe.frame.protocol import iso_time
 from engine.errors import AlreadyRunning, FileError, PenstockError
 from engine.printable import printable
 

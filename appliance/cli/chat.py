@@ -36,8 +36,8 @@ from appliance.cli.reply import (
 from appliance.cli.terminal import Host
 from appliance.client import Client, ClientError
 from appliance.configuration.setting_kinds import nearest
-from appliance.frame.figures import things
 from appliance.models.names import STARTER_FOLDER
+from appliance.observe.frame.figures import things
 from engine.printable import printable
 
 HISTORY_LINES = 1000

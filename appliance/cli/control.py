@@ -27,8 +27,8 @@ from appliance.client import Client, DaemonAbsent, DaemonUnreachable, Permission
 from appliance.configuration import client_settings, paths
 from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import ROLES
-from appliance.frame.figures import things
 from appliance.models.names import NoSuchModel
+from appliance.observe.frame.figures import things
 from engine.errors import ConfigError, PenstockError, UsageError
 from engine.printable import printable
 

@@ -23,8 +23,8 @@ from appliance.cli import terminal
 from appliance.cli.tables import folded
 from appliance.client import Client, ClientError, Stream
 from appliance.ephemeral import daemon
-from appliance.frame.figures import duration, size
-from appliance.frame.latency import quantile
+from appliance.observe.frame.figures import duration, size
+from appliance.observe.frame.latency import quantile
 
 _MACHINE = re.compile(r"[a-z]+-[a-z]+-\d+")
 """Matches the names of the runbook's machines, such as `amber-web-42`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.cli import terminal
 from appliance.cli.tables import Format, TableColumn, in_unit, word
 from appliance.cli.terminal import Output
-from appliance.frame.figures import ABSENT, bytes_per_s, count, size
+from appliance.observe.frame.figures import ABSENT, bytes_per_s, count, size
 
 if TYPE_CHECKING:
     from appliance.devices.inventory import Inventory
@@ -59,7 +59,7 @@ def devices(output: Output = Format.TABLE) -> None:
 
     from appliance.devices.machine import Devices
     from appliance.fleet.placer import this_inventory
-    from appliance.frame.protocol import DeviceFrame
+    from appliance.observe.frame.protocol import DeviceFrame
 
     terminal.of_this_machine()
     machine, inventory = Devices.of_machine(), this_inventory()

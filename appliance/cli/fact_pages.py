@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from appliance.cli.tables import Row, flat, folded, word
-from appliance.frame import figures, request_facts
-from appliance.frame.figures import count, duration, size, transport_text
-from appliance.frame.request_facts import STAGES, TTFT_STAGES
+from appliance.observe.frame import figures, request_facts
+from appliance.observe.frame.figures import count, duration, size, transport_text
+from appliance.observe.frame.request_facts import STAGES, TTFT_STAGES
 from engine.printable import printable
 
 

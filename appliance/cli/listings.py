@@ -1,15 +1,15 @@
 """Define the columns of the CLI's lists.
 
 Invariant: pure; a csv file has a column's `key` as its heading, so keys and their order stay; a
-request is described in the console's words (appliance.frame.figures).
+request is described in the console's words (appliance.observe.frame.figures).
 Never: computes a figure that the daemon did not send.
 """
 
 from __future__ import annotations
 
 from appliance.cli.tables import TableColumn
-from appliance.frame import figures
-from appliance.frame.figures import (
+from appliance.observe.frame import figures
+from appliance.observe.frame.figures import (
     age,
     count,
     day_and_time,

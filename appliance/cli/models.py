@@ -26,7 +26,6 @@ from appliance.configuration import client_settings
 from appliance.configuration.address import is_of_this_machine
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.doctor import hub_models
-from appliance.frame.figures import size
 from appliance.models import cache
 from appliance.models.names import (
     STARTER_FOLDER,
@@ -35,6 +34,7 @@ from appliance.models.names import (
     is_model_file,
     model_name,
 )
+from appliance.observe.frame.figures import size
 from engine.errors import CheckpointError, ConfigError, PenstockError, UsageError
 from engine.printable import printable
 

@@ -20,7 +20,7 @@ from appliance.cli.tables import Format, Listing, TableColumn
 from appliance.cli.terminal import Host, Output, ProgressLine
 from appliance.configuration import client_settings, paths
 from appliance.configuration.address import UnixAddress
-from appliance.frame.figures import things
+from appliance.observe.frame.figures import things
 from engine.errors import UsageError
 from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, MANY, PROMPT_MS
 

@@ -18,7 +18,7 @@ import typer
 from appliance.cli import activity, terminal
 from appliance.cli.terminal import Host
 from appliance.client import Client, DaemonUnreachable, ReplyError
-from appliance.frame.figures import things
+from appliance.observe.frame.figures import things
 from engine.errors import FileError, RequestError, UsageError
 from engine.printable import printable
 
@@ -59,8 +59,8 @@ def _download(client: Client, query: dict[str, str], target: Path) -> None:
 
 
 def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
-    from appliance.log.query import span_query
-    from appliance.log.recording_copy import (
+    from appliance.observe.log.query import span_query
+    from appliance.observe.log.recording_copy import (
         write_recording,  # 70 ms that only a missing daemon costs
     )
 
@@ -73,7 +73,7 @@ def _extract(log_path: Path, query: dict[str, str], target: Path) -> None:
 
 def _summary(path: Path) -> str:
     """Summarise a recording by opening it as the console will."""
-    from appliance.frame.recording import open_recording
+    from appliance.observe.frame.recording import open_recording
 
     with closing(open_recording(path)) as db:
         first, last, num_frames = db.execute(

@@ -19,7 +19,7 @@ from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
 from appliance.configuration import client_settings, paths
 from appliance.configuration.setting_kinds import parse_bytes
-from appliance.frame.figures import things
+from appliance.observe.frame.figures import things
 from engine.printable import printable
 
 _DAYS_BY_UNIT = {"d": 1, "w": 7, "m": 30, "y": 365}
@@ -36,7 +36,7 @@ def show_path(state_dir: StateDir = None) -> None:
 @db.command("stats")
 def db_stats(state_dir: StateDir = None, output: Output = Format.TABLE) -> None:
     """Show the log's size, rows and time range."""
-    from appliance.log import store as log_store
+    from appliance.observe.log import store as log_store
 
     content = log_store.stats(_path(state_dir))
     content["migration"] = content.pop("schema")  # a document's own `schema` is its form
@@ -49,7 +49,7 @@ def export(
     state_dir: StateDir = None,
 ) -> None:
     """Copy the log to a new SQLite file."""
-    from appliance.log import store as log_store
+    from appliance.observe.log import store as log_store
 
     log_store.export(_path(state_dir), file)
     terminal.write(f"exported to {printable(file)}\n")
@@ -75,7 +75,7 @@ def prune(
     if state_dir is None:
         hint = "run it there; for this machine's log use --state-dir"
         terminal.needs_this_machine("what it forgets", hint)
-    from appliance.log import store as log_store
+    from appliance.observe.log import store as log_store
 
     pruned = log_store.prune(
         _path(state_dir),

@@ -66,7 +66,7 @@ def serve(
         if check_config:
             _check(load_config())
             return
-        from appliance.keeper import keep_daemon
+        from appliance.daemon.survival.keeper import keep_daemon
 
         keep_daemon(_end_replies)
         from appliance import daemon, process
@@ -76,7 +76,9 @@ def serve(
 
 
 def _end_replies(kept: dict[str, list[int]]) -> None:
-    from appliance.http.kept_replies import end_kept  # the keeper needs it at its end alone
+    from appliance.daemon.survival.kept_replies import (
+        end_kept,  # the keeper needs it at its end alone
+    )
 
     end_kept(kept)
 

@@ -18,7 +18,7 @@ from appliance.cli.status_page import line, page
 from appliance.cli.tables import Format, for_terminal
 from appliance.cli.terminal import Host, Output
 from appliance.client import Client, DaemonUnreachable, GenerationFailed
-from appliance.frame.figures import state_words
+from appliance.observe.frame.figures import state_words
 
 FAULT_EXIT_CODE = 8
 _ENDED = "the journal and `penstock events` say why"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from appliance.cli.fact_pages import roles_text
 from appliance.cli.tables import Row, folded, painted
-from appliance.frame.figures import (
+from appliance.observe.frame.figures import (
     clock,
     count,
     duration,
@@ -24,7 +24,7 @@ from appliance.frame.figures import (
     tokens_per_s,
     watts,
 )
-from appliance.frame.request_facts import guesses
+from appliance.observe.frame.request_facts import guesses
 from engine.printable import printable
 
 _RED, _YELLOW, _GREEN = "31", "33", "32"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from appliance.frame.figures import ABSENT
+from appliance.observe.frame.figures import ABSENT
 from engine.printable import printable
 
 # Text that came from elsewhere is shown with no control character in it.

@@ -24,7 +24,7 @@ import typer
 from appliance.cli.tables import Format, Listing, Row, TableColumn, folded, one
 from appliance.client import Client
 from appliance.configuration.address import Address, find, is_of_this_machine
-from appliance.frame.figures import duration, size
+from appliance.observe.frame.figures import duration, size
 from engine.errors import FileError, PenstockError, SeveralWrong, UsageError
 from engine.printable import printable
 

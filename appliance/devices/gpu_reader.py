@@ -17,7 +17,7 @@ import msgspec
 from appliance.devices import nvml as api
 from appliance.devices.counters import Counter, EnergyMeter, EnergyReading
 from appliance.devices.nvml import Field, Nvml
-from appliance.frame.protocol import DeviceFrame
+from appliance.observe.frame.protocol import DeviceFrame
 
 MAX_WINDOW_NS = 10_000_000_000
 _MIB = 1 << 20

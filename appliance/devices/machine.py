@@ -13,7 +13,7 @@ from pathlib import Path
 from appliance.devices.counters import EnergyMeter
 from appliance.devices.gpu_reader import GpuReader
 from appliance.devices.nvml import Nvml, open_nvml
-from appliance.frame.protocol import DeviceFrame
+from appliance.observe.frame.protocol import DeviceFrame
 
 ROOT = Path("/sys/class/powercap")
 

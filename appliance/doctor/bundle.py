@@ -30,9 +30,9 @@ from appliance.configuration import client_settings
 from appliance.doctor.finding import Finding
 from appliance.doctor.stacks import stacks
 from appliance.http.api_keys import KEY_PREFIX
-from appliance.log.query import EventQuery, RowQuery, Span, log_time
-from appliance.log.reader import read_events, read_rows
-from appliance.log.recording_copy import write_recording
+from appliance.observe.log.query import EventQuery, RowQuery, Span, log_time
+from appliance.observe.log.reader import read_events, read_rows
+from appliance.observe.log.recording_copy import write_recording
 from engine.errors import FileError, PenstockError
 
 NUM_EVENTS = 1000

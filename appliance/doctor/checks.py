@@ -34,10 +34,10 @@ from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
 from appliance.fleet.placement import available_cores, available_memory_bytes
-from appliance.frame.figures import state_words
 from appliance.http.access import AccessPolicy
-from appliance.log import log_file
 from appliance.models.names import STARTER_FOLDER, HubName, model_name
+from appliance.observe.frame.figures import state_words
+from appliance.observe.log import log_file
 from appliance.process import max_connections
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import find_gguf
@@ -352,8 +352,8 @@ def _state_dir(folder: Path) -> Finding:
 
 
 def _log(path: Path) -> Finding:
-    from appliance.log import store
-    from appliance.log.reader import RECOVER
+    from appliance.observe.log import store
+    from appliance.observe.log.reader import RECOVER
 
     if not path.exists():
         return Finding("log", "ok", f"{path} is not there yet")

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from appliance.api.formats.format_choice import output_format_of
 from appliance.configuration.config import ServeConfig
+from appliance.daemon.survival.kept_pools import KeptPools, memfd
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import installed_torch
-from appliance.fleet.kept_pools import KeptPools, memfd
 from appliance.fleet.model_files import facts_by_name, model_folder
 from appliance.fleet.placement import (
     MIN_BLOCKS,

@@ -16,8 +16,8 @@ from appliance.fleet.boot import BootPlan
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, capacity_text
 from appliance.fleet.ssd_cache import frame_of
 from appliance.fleet.supervisor import Supervisor
-from appliance.frame.figures import things
-from appliance.frame.tier_frames import TierFrame
+from appliance.observe.frame.figures import things
+from appliance.observe.frame.tier_frames import TierFrame
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.cache.topology import DRAM
 from engine.scheduler.offload.arena import CacheArena, WorkerCopies

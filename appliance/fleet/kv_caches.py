@@ -15,7 +15,7 @@ from appliance.fleet.boot import BootPlan, make_cache_memory
 from appliance.fleet.dram_cache import DramCache
 from appliance.fleet.ssd_cache import SsdCache
 from appliance.fleet.supervisor import Supervisor
-from appliance.frame.tier_frames import TierFrame
+from appliance.observe.frame.tier_frames import TierFrame
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.offload.arena import WorkerCopies
 from engine.scheduler.router import Router

@@ -20,7 +20,7 @@ from appliance.configuration.wanted_workers import WantedWorkers
 from appliance.devices.gpu_list import Gpu
 from appliance.devices.inventory import Node
 from appliance.fleet.cgroup_limits import cpu_quota, free_memory_bytes
-from appliance.frame.figures import things
+from appliance.observe.frame.figures import things
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.scheduler.cache.block_pool import MIN_RECORDS, BlockPool

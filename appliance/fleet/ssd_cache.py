@@ -26,7 +26,7 @@ from appliance.fleet.boot import BootPlan
 from appliance.fleet.boot_check import NO_PREFIX_CACHE, CacheForecast
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text
 from appliance.fleet.supervisor import Supervisor
-from appliance.frame.tier_frames import TierFrame
+from appliance.observe.frame.tier_frames import TierFrame
 from engine.errors import PenstockError
 from engine.profile.facts import DISK_BYTES_PER_S, FactKey
 from engine.scheduler.cache.hashes import PrefixHasher

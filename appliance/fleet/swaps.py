@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
-from appliance.frame.protocol import RequestFrame, ResidentFrame, SwapsFrame
+from appliance.observe.frame.protocol import RequestFrame, ResidentFrame, SwapsFrame
 from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
 from engine.scheduler.queue.waiting_limit import WaitingLimit

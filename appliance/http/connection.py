@@ -29,14 +29,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from appliance.api.core.wire import KeptWords, error_object
+from appliance.daemon.survival.departures import has_left
+from appliance.daemon.survival.journal import VERSION, Head, Journal
+from appliance.daemon.survival.keeper_channel import REPLY, notify, unused_name
+from appliance.daemon.survival.kept_replies import LeftReply, ReplyTransport, forget
+from appliance.daemon.survival.reply_file import ReplyFile
 from appliance.http.access import Credentials
-from appliance.http.departures import has_left
 from appliance.http.gate import SECRETS, ClientLine, headers_too_large, key_digests
-from appliance.http.kept_replies import LeftReply, ReplyTransport, forget
 from appliance.http.rejected_connections import too_many_connections
-from appliance.http.reply_file import ReplyFile
-from appliance.journal import VERSION, Head, Journal
-from appliance.keeper_channel import REPLY, notify, unused_name
 from engine.errors import RequestError, Unavailable
 
 log = logging.getLogger("penstock.http")

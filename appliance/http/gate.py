@@ -21,6 +21,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.core.wire import Arrival, KeptWords, error_response
+from appliance.daemon.survival.journal import Journal
+from appliance.daemon.survival.keeper_channel import BUSY_LOOP
 from appliance.http.access import AccessPolicy, Credentials
 from appliance.http.api_keys import key_digest
 from appliance.http.body_encoding import body_decoder
@@ -32,8 +34,6 @@ from appliance.http.cross_origin import (
     readable,
     single_header,
 )
-from appliance.journal import Journal
-from appliance.keeper_channel import BUSY_LOOP
 from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError, Unavailable
 

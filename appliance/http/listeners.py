@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.paths import TEMPORARY_DIR, check_private, own_temporary_dir
-from appliance.fleet.kept_pools import KeptPools
-from appliance.keeper_channel import POOL, REPLY, count_kept, notify
+from appliance.daemon.survival.keeper_channel import POOL, REPLY, count_kept, notify
+from appliance.daemon.survival.kept_pools import KeptPools
 from engine.errors import AlreadyRunning, ConfigError, PenstockError
 
 SOCKET_MODE = 0o660

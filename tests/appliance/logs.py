@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from appliance.log.retention import RetentionLimits
-from appliance.log.row import LogRow
-from appliance.log.writer import RequestLog
+from appliance.daemon.requests.row import LogRow
+from appliance.observe.log.retention import RetentionLimits
+from appliance.observe.log.writer import RequestLog
 from appliance.request import Peer, Request
 from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason

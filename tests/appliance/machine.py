@@ -13,8 +13,8 @@ import msgspec
 from appliance.configuration.config import ServeConfig
 from appliance.fleet.boot import make_plan
 from appliance.fleet.worker_state import WorkerState
-from appliance.log.query import RowQuery
-from appliance.log.writer import RequestLog
+from appliance.observe.log.query import RowQuery
+from appliance.observe.log.writer import RequestLog
 from appliance.request import Peer, Request
 from appliance.service import Service
 from engine.scheduler.cache.ledger import Ledger

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from appliance.announcement import announcement, sampling_advice, sampling_text
-from appliance.frame.protocol import Frame
+from appliance.observe.frame.protocol import Frame
 from engine.units import size_text
 from tests.appliance.machine import Machine, make_machine
 

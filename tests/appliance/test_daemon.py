@@ -9,9 +9,9 @@ import pytest
 
 from appliance import daemon, disk_reads
 from appliance.configuration.config import ServeConfig
-from appliance.fleet.kept_pools import KeptPools
+from appliance.daemon.survival.kept_pools import KeptPools
 from appliance.http.listeners import PassedSockets
-from appliance.log.writer import RequestLog
+from appliance.observe.log.writer import RequestLog
 from engine.errors import PenstockError
 from tests.appliance.logs import row
 from tests.appliance.model_folder import make_model

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from appliance import keeper, log_lines
+from appliance import log_lines
+from appliance.daemon.survival import keeper
 from appliance.log_lines import is_journal, lines
 from engine.errors import CheckpointError
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from appliance.log.row import LogRow
+from appliance.daemon.requests.row import LogRow
 from appliance.request import Inbox, TokensEmitted
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.sequences.sequence import RouteStage, Sequence, Stamps

@@ -4,10 +4,10 @@ import time
 import pytest
 
 from appliance import service
-from appliance.frame.late_frames import SurvivedFrame
-from appliance.frame.protocol import utc_now
+from appliance.observe.frame.late_frames import SurvivedFrame
+from appliance.observe.frame.protocol import utc_now
+from appliance.observe.telemetry.alerts import Change
 from appliance.request import FAILED, HUNG_UP
-from appliance.telemetry.alerts import Change
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.wire.finish_reason import FinishReason
 from engine.wire.messages import PoolMade, SequenceStep, Stepped

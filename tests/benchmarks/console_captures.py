@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.frame.protocol import Frame, RequestFrame
+from appliance.observe.frame.protocol import Frame, RequestFrame
 from tests.tui import frames
 from tests.tui.screen import console_at, grid
 from tui.view import View

@@ -26,10 +26,10 @@ from appliance.api.core.tools import Tools
 from appliance.api.formats.format_choice import THOUGHTS, OutputFormat
 from appliance.api.formats.tool_format import FORMATS
 from appliance.bench.reply_events import ReceivedReply, ReplyReader
-from appliance.frame.protocol import Frame
-from appliance.frame.recording import FramePacker, template_of
-from appliance.log.open_requests import OpenRequests
+from appliance.daemon.survival.open_requests import OpenRequests
 from appliance.models.names import STARTER_FOLDER
+from appliance.observe.frame.protocol import Frame
+from appliance.observe.frame.recording import FramePacker, template_of
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import GgufModel
 from engine.errors import ChannelClosed, PenstockError

@@ -28,15 +28,15 @@ from typing import Any
 from unittest import mock
 
 import appliance.daemon
+import appliance.daemon.survival.keeper_channel
 import appliance.disk_reads
 import appliance.fleet.supervisor
-import appliance.keeper_channel
 import engine.scheduler.offload.disk
 from appliance.api.core import fair_threads
 from appliance.configuration.config import ServeConfig
 from appliance.http.access import AccessPolicy
-from appliance.telemetry import deadlines
-from appliance.telemetry.thread_times import ThreadTime
+from appliance.observe.telemetry import deadlines
+from appliance.observe.telemetry.thread_times import ThreadTime
 from engine.errors import InvariantViolated
 from engine.reader.jobs import JOBS
 from engine.scheduler.cache.topology import PREFILL
@@ -240,7 +240,9 @@ class Machine:
             mock.patch.object(READER, "read", self._read),
             mock.patch.object(READER, "tell", READER.tell),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
-            mock.patch.object(appliance.keeper_channel, "_channel", return_value=self._keeper),
+            mock.patch.object(
+                appliance.daemon.survival.keeper_channel, "_channel", return_value=self._keeper
+            ),
             mock.patch.object(secrets, "token_bytes", drawn.randbytes),
             mock.patch.object(secrets, "randbits", drawn.getrandbits),
             mock.patch.dict(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.frame.protocol import Frame, RequestFrame
+from appliance.observe.frame.protocol import Frame, RequestFrame
 
 
 class FakeDaemon:

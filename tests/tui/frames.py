@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.frame.protocol import (
+from appliance.observe.frame.protocol import (
     FRAME_VERSION,
     AlertFrame,
     DeviceFrame,

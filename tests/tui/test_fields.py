@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
-from appliance.frame.protocol import (
+from appliance.observe.frame.late_frames import LateFrame, RefusalFrame, SurvivedFrame
+from appliance.observe.frame.protocol import (
     DraftFrame,
     Frame,
     HolderFrame,
@@ -18,7 +18,7 @@ from appliance.frame.protocol import (
     SwapsFrame,
     WayFrame,
 )
-from appliance.frame.tier_frames import TierFrame
+from appliance.observe.frame.tier_frames import TierFrame
 from tests.tui import frames
 from tui.lines import text_of
 from tui.panels import gauges, header, lanes, latencies, request_page, requests

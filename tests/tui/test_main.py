@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.frame.protocol import Frame
+from appliance.observe.frame.protocol import Frame
 from tests.tui import frames
 from tests.tui.daemon import FakeDaemon
 from tui.__main__ import _width, can_draw_blocks

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.frame import figures
-from appliance.frame.late_frames import SurvivedFrame
-from appliance.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
-from appliance.frame.request_facts import STAGES
-from appliance.frame.tier_frames import fields
+from appliance.observe.frame import figures
+from appliance.observe.frame.late_frames import SurvivedFrame
+from appliance.observe.frame.protocol import PHASES, LatencyFrame, RequestFrame, WayFrame
+from appliance.observe.frame.request_facts import STAGES
+from appliance.observe.frame.tier_frames import fields
 from tests.tui import frames
 from tui import feed
 from tui.history import has_meter

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.frame.latency import stages
-from appliance.log.row import LogRow, frame_of_row
+from appliance.daemon.requests.row import LogRow, frame_of_row
+from appliance.observe.frame.latency import stages
 from engine.scheduler.sequences.sequence import Stamps
 from tests.appliance.logs import US, request, sequence
 from tests.recordings import request_row, write_log

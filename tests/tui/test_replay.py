@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.frame.protocol import MAX_FRAME_REQUESTS
-from appliance.frame.recording import RecordingError
-from appliance.log.row import LogRow
+from appliance.daemon.requests.row import LogRow
+from appliance.observe.frame.protocol import MAX_FRAME_REQUESTS
+from appliance.observe.frame.recording import RecordingError
 from tests.recordings import assert_same, at, frame_at, make_recording, request_row
 from tests.tui import frames
 from tui import replay

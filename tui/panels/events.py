@@ -6,8 +6,8 @@ Never: drops an event that the frame has.
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import AlertFrame, EventFrame, Frame
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import AlertFrame, EventFrame, Frame
 from tui.lines import Line, Run, Tone, pad, rule
 from tui.panels.header import SEVERITIES, alert_action, note_parts, own_alerts
 from tui.view import View

@@ -6,13 +6,8 @@ Never: shows 0 for an unreported value.
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import (
-    DeviceFrame,
-    Frame,
-    PoolFrame,
-    WorkerFrame,
-)
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import DeviceFrame, Frame, PoolFrame, WorkerFrame
 from tui.history import has_meter, total_power_w
 from tui.lines import (
     SPARK_LEVELS,

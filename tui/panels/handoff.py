@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import (
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import (
     Frame,
     HandoffFrame,
     LinkFrame,
@@ -18,8 +18,8 @@ from appliance.frame.protocol import (
     RequestFrame,
     WayFrame,
 )
-from appliance.frame.request_facts import guesses
-from appliance.frame.tier_frames import fields
+from appliance.observe.frame.request_facts import guesses
+from appliance.observe.frame.tier_frames import fields
 from tui.history import Samples
 from tui.lines import (
     Line,

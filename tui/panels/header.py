@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import FRAME_VERSION, AlertFrame, Frame
-from appliance.frame.tier_frames import fields
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import FRAME_VERSION, AlertFrame, Frame
+from appliance.observe.frame.tier_frames import fields
 from tui.lines import Line, Run, Tone, clean, clip, width_of
 from tui.view import REPLAY, View
 

@@ -6,8 +6,8 @@ Never: shows a tier or a cache that this appliance does not have.
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import Frame, PoolFrame
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import Frame, PoolFrame
 from tui.lines import (
     STATE_CELLS,
     Line,

@@ -6,9 +6,9 @@ Never: shows a cache that the daemon has not reported.
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import Frame
-from appliance.frame.tier_frames import TierFrame
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import Frame
+from appliance.observe.frame.tier_frames import TierFrame
 from tui.lines import (
     Line,
     Run,

@@ -8,11 +8,8 @@ Never: shows a number that the frame does not report.
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import (
-    Frame,
-    WorkerFrame,
-)
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import Frame, WorkerFrame
 from tui.history import Samples
 from tui.lines import (
     Line,

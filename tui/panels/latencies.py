@@ -6,9 +6,9 @@ Never: computes a quantile; the daemon's are exact.
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import Frame, LatencyFrame
-from appliance.frame.request_facts import TTFT_STAGES
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import Frame, LatencyFrame
+from appliance.observe.frame.request_facts import TTFT_STAGES
 from tui.history import Samples
 from tui.lines import Line, Run, Tone, fold, pad, sparkline, wrap
 from tui.panels.gauges import MIN_REST_SHARE, NAME_WIDTH

@@ -6,8 +6,8 @@ Never: shows 0 for an unreported value; a MIG slice stands under its GPU, whose 
 
 from __future__ import annotations
 
-from appliance.frame import figures as fig
-from appliance.frame.protocol import DeviceFrame, EnergyFrame, Frame
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame.protocol import DeviceFrame, EnergyFrame, Frame
 from tui.lines import Line, Run, Tone, chart, clip, facts, gauge, pad, rule
 from tui.panels.gauges import device_row
 from tui.panels.header import mark_of

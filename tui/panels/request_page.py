@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.frame import figures as fig
-from appliance.frame import request_facts
-from appliance.frame.protocol import RequestFrame
-from appliance.frame.tier_frames import fields
+from appliance.observe.frame import figures as fig
+from appliance.observe.frame import request_facts
+from appliance.observe.frame.protocol import RequestFrame
+from appliance.observe.frame.tier_frames import fields
 from tui.lines import Line, Run, Tone, clean, clip, fold, pad, pairs, wrap
 from tui.panels.requests import phase_text
 

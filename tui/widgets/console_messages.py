@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from textual.message import Message
 
-from appliance.frame.protocol import Frame, RequestFrame
+from appliance.observe.frame.protocol import Frame, RequestFrame
 from tui.feed import FeedLost
 from tui.view import Caller
 

@@ -15,7 +15,7 @@ from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
-from appliance.frame.protocol import RequestFrame
+from appliance.observe.frame.protocol import RequestFrame
 from tui.lines import Line, Run, Tone, beside, clip, pad, wrap
 from tui.panels.glossary import REQUEST, glossary
 from tui.panels.request_page import detail

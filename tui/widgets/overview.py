@@ -14,7 +14,7 @@ from types import MappingProxyType
 from textual.app import ComposeResult
 from textual.containers import Container
 
-from appliance.frame.protocol import Frame
+from appliance.observe.frame.protocol import Frame
 from tui.history import has_meter
 from tui.lines import Line
 from tui.panels import events, gauges, handoff, kv, lanes, latencies, power

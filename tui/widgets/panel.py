@@ -23,7 +23,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from appliance.frame.protocol import RequestFrame
+from appliance.observe.frame.protocol import RequestFrame
 from tui.history import has_meter
 from tui.lines import Line, Run, Tone, clean, fit, to_ascii
 from tui.panels import requests as rows

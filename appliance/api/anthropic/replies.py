@@ -14,7 +14,7 @@ from appliance.api.core.message_parts import arguments_of
 from appliance.api.core.stream import Delta
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.replies import EVENTS, event
-from appliance.journal import drawn
+from appliance.daemon.survival.journal import drawn
 from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError

@@ -10,9 +10,9 @@ from typing import IO, Protocol
 
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.swaps import Swaps
-from appliance.frame.histograms import Histograms
-from appliance.frame.protocol import Frame
-from appliance.log.query import EventQuery, RowQuery, Span, UsageQuery
+from appliance.observe.frame.histograms import Histograms
+from appliance.observe.frame.protocol import Frame
+from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
 from appliance.request import ModelInfo, Peer, Request
 from engine.errors import RequestError
 from engine.scheduler.cache.hashes import PrefixHasher

@@ -21,12 +21,12 @@ from appliance.api.core.chat_messages import LEFT_OUT, Message, named
 from appliance.api.core.tools import Tools
 from appliance.api.core.tools_in_words import in_words, needs_words
 from appliance.api.formats.format_choice import OutputFormat
-from appliance.frame.figures import things
-from appliance.journal import drawn
+from appliance.daemon.survival.journal import drawn
 from appliance.json_fields import (
     INT64_MAX,
     invalid_value,
 )
+from appliance.observe.frame.figures import things
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling import SamplingParams

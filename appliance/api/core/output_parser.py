@@ -22,7 +22,7 @@ from appliance.api.formats.text_reading import (
     TextReading,
     partial_match_chars,
 )
-from appliance.journal import drawn
+from appliance.daemon.survival.journal import drawn
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.\-]+)")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from appliance.api.core.tools_in_words import in_words, needs_words
-from appliance.frame.figures import things
+from appliance.observe.frame.figures import things
 from engine.errors import RequestError
 from engine.text.chat_template import Shape
 

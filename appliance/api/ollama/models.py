@@ -21,11 +21,11 @@ from appliance.api.core.model_choice import check_model
 from appliance.api.core.prompts import infill_of
 from appliance.api.core.wire import appliance_of, json_response, require, streamed
 from appliance.api.ollama import fields as bodies
-from appliance.frame.protocol import iso_time
 from appliance.json_fields import Json, check, decode_object, invalid_value
 from appliance.json_lines import encode_line
 from appliance.models.facts import ModelFacts
 from appliance.models.names import HubName, a_model
+from appliance.observe.frame.protocol import iso_time
 from appliance.request import Role
 from engine.errors import ConfigError, RequestError, Unavailable
 from engine.system.python_child import python_command

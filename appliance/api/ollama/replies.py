@@ -12,10 +12,10 @@ import msgspec
 
 from appliance.api.core.dialects import Dialect, error_body
 from appliance.api.core.stream import Delta
-from appliance.frame.protocol import utc_now
-from appliance.journal import drawn
+from appliance.daemon.survival.journal import drawn
 from appliance.json_fields import Json
 from appliance.json_lines import encode_line
+from appliance.observe.frame.protocol import utc_now
 from appliance.request import Request
 from engine.errors import RequestError
 from engine.wire.finish_reason import FinishReason

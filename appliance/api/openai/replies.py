@@ -20,8 +20,8 @@ from appliance.api.core.stream import Delta
 from appliance.api.core.wire import error_object
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.logprobs import Json, chat_logprobs, completion_logprobs, prompt_logprobs
-from appliance.frame.protocol import iso_time
 from appliance.json_lines import encode_line
+from appliance.observe.frame.protocol import iso_time
 from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
 from engine.scheduler.sequences.sequence import Sequence

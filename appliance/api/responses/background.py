@@ -17,7 +17,7 @@ from starlette.types import Message
 from appliance.api.core.respond import Reply
 from appliance.api.core.wire import json_response
 from appliance.api.responses.replies import ResponseShape
-from appliance.journal import current
+from appliance.daemon.survival.journal import current
 
 ENDS_WITH = {"x-penstock-ends-with": "daemon"}
 """A daemon that is killed takes it along, and no socket tells its client."""

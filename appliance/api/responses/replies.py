@@ -16,7 +16,7 @@ from appliance.api.core.stream import Delta
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.logprobs import chat_entries
 from appliance.api.openai.replies import EVENTS, event, input_of, keep_alive
-from appliance.journal import drawn
+from appliance.daemon.survival.journal import drawn
 from appliance.json_fields import Json
 from appliance.request import Request
 from engine.errors import RequestError

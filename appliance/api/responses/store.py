@@ -30,7 +30,7 @@ from appliance.api.core.wire import (
     response_not_found,
 )
 from appliance.api.responses import fields as bodies
-from appliance.journal import drawn
+from appliance.daemon.survival.journal import drawn
 from appliance.json_fields import Json, check
 from appliance.request import Role
 from engine.errors import RequestError

@@ -94,7 +94,7 @@ class KeptRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Stamps:
-    """CLOCK_MONOTONIC nanoseconds; None is a stage not reached (appliance.frame.latency).
+    """CLOCK_MONOTONIC nanoseconds; None is a stage not reached (appliance.observe.frame.latency).
 
     A pause takes a sequence's blocks away. One before token 1 takes `started_ns` back, for then the
     sequence is in the queue again; one after it is counted, until the next token, in `paused_ns`.

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from appliance.daemon.requests.row import LogRow
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import key_digest, new_key, read_keys
-from appliance.log.row import LogRow
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
 from tests.byte_tokenizer import CHAT_TEMPLATE

@@ -21,7 +21,7 @@ from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
-from appliance.log.reader import read_events, read_rows, read_usage
+from appliance.observe.log.reader import read_events, read_rows, read_usage
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.logs import row, start
 from tests.appliance.peers import ALICE, BOB, client_of

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from appliance.configuration.paths import log_path
-from appliance.log.query import EventQuery
-from appliance.log.reader import read_events
-from appliance.log.statements import end_crashed_run
+from appliance.observe.log.query import EventQuery
+from appliance.observe.log.reader import read_events
+from appliance.observe.log.statements import end_crashed_run
 from tests.appliance.cli_data import ENDED, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock
 from tests.appliance.fake_daemon import FakeDaemon

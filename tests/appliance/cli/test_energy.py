@@ -10,7 +10,7 @@ from appliance.cli import devices, fact_pages, listings, status_page
 from appliance.cli.tables import Format, Listing
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_gpus
 from appliance.devices.nvml import Nvml
-from appliance.frame.figures import joules
+from appliance.observe.frame.figures import joules
 from tests.appliance.cli_data import FINISHED, FRAME
 from tests.appliance.fake_nvml import FakeNvml, a100_divided, h100
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from appliance.fleet.boot import lock_state_dir
-from appliance.log.query import SEVERITIES, USAGE_BY
+from appliance.observe.log.query import SEVERITIES, USAGE_BY
 from engine.scheduler.sequences.sequence import Phase
 from tests.appliance.cli_data import ENDED, FRAME, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock, run_on_terminal

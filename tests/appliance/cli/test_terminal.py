@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from appliance.cli import fact_pages, listings, tables, terminal
 from appliance.cli.tables import Format, Listing, Range, TableColumn, WordWrap, csv_cell, flat, one
-from appliance.frame import figures
+from appliance.observe.frame import figures
 from engine.errors import PenstockError
 
 COLUMNS = (

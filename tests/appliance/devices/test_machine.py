@@ -13,7 +13,7 @@ from appliance.devices import nvml as api
 from appliance.devices.gpu_reader import MAX_WINDOW_NS
 from appliance.devices.machine import Devices, find_gpus, find_packages
 from appliance.devices.nvml import Nvml, open_nvml
-from appliance.frame.protocol import DeviceFrame
+from appliance.observe.frame.protocol import DeviceFrame
 from tests.appliance.fake_nvml import (
     GIB,
     RX,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from appliance.fleet import swaps
 from appliance.fleet.swaps import IncomingRequest, Swap, SwapLimits, Swaps
-from appliance.frame.protocol import RequestFrame, ResidentFrame
+from appliance.observe.frame.protocol import RequestFrame, ResidentFrame
 from engine.errors import PenstockError, QueueFull, RequestError, Unavailable
 
 

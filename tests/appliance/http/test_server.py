@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance import keeper_channel
 from appliance.api.routes import build_app
+from appliance.daemon.survival import keeper_channel
 from appliance.http.listeners import bind_socket
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.api.core.appliance import Appliance
 from appliance.fleet.roles_change import RolesChange
-from appliance.log.query import RowQuery
+from appliance.observe.log.query import RowQuery
 from engine.errors import QueueFull, Unavailable
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.api.core import turns
-from appliance.log.row import LogRow
+from appliance.daemon.requests.row import LogRow
 from engine.errors import RequestError
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.fleet.roles_change import RolesChange
-from appliance.log.writer import RequestLog
+from appliance.observe.log.writer import RequestLog
 from appliance.request import Peer
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving

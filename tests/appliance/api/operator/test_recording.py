@@ -13,8 +13,8 @@ import pytest
 from appliance.api.operator import handlers as log_api
 from appliance.api.operator.handlers import MAX_OPEN_EACH, RECORDING_TYPE
 from appliance.api.routes import build_app
-from appliance.frame.recording import open_recording
-from appliance.log.writer import RequestLog
+from appliance.observe.frame.recording import open_recording
+from appliance.observe.log.writer import RequestLog
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.appliance.peers import ALICE, BOB, client_of

@@ -1,0 +1,1 @@
+"""Start the daemon, and stop it."""

@@ -1,0 +1,1 @@
+"""Describe an accepted request, and its row in the log."""

@@ -1,0 +1,1 @@
+"""Keep what outlives the daemon, so that its death breaks no reply."""

@@ -1,0 +1,1 @@
+"""Show what the daemon does: frames, telemetry, metrics and the request log."""
