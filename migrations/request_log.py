@@ -138,7 +138,8 @@ def m001_first_schema(db: Database) -> None:
     db.conn.execute("CREATE INDEX ix_events_at ON events(at)")
 
 
-# The user as appliance.request.Peer.name writes it; computed, so the two cannot differ.
+# The user as `Peer.name` of appliance.daemon.requests.request writes it; computed, so that the two
+# cannot differ.
 _USER = """
 ALTER TABLE requests ADD COLUMN user TEXT GENERATED ALWAYS AS (
   CASE WHEN key_name IS NOT NULL THEN 'key:' || key_name

@@ -12,10 +12,10 @@ import msgspec
 
 from appliance.api.core.appliance import Readings
 from appliance.api.formats.format_choice import output_format_of
+from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
 from appliance.fleet.roles_change import RolesChange
 from appliance.observe.frame.histograms import Histograms
 from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.errors import QueueFull, RequestError, Unavailable
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.prefixes.cache_contents import CacheContents

@@ -23,7 +23,7 @@ import torch
 
 from appliance.api.core.stream import OpenReply
 from appliance.api.openai.ask import completion_ask
-from appliance.request import ModelInfo, Peer, Request, TokensEmitted
+from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.weights_layout import AS_STORED, panels_layout, weights_layout
 from engine.kernels.cpu import load_kernels

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from appliance.cli.main import VERBS, build
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from tests.appliance.cli_process import ROOT, fork, user_environ
 
 PACKAGES = ("appliance", "engine", "tui", "migrations", "torch", "numpy")

@@ -20,7 +20,7 @@ import pydantic
 import pytest
 import tokenizers
 
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from tests.checkpoints import load_oracle
 from tests.daemons import ALONE, DOORS, open_by_both_doors
 from tests.family_templates import FAMILIES

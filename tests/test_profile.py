@@ -1,6 +1,6 @@
 """A real daemon measures while idle, serves meanwhile, and its next start knows."""
 
-from appliance.profile_store import ProfileStore
+from appliance.fleet.profile_store import ProfileStore
 from tests.daemons import ARMS
 
 ON = {"PENSTOCK_MEASURE": "1"}

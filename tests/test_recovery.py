@@ -12,7 +12,7 @@ from functools import partial
 import httpx
 import pytest
 
-from appliance.configuration.address import UnixAddress
+from appliance.client.address import UnixAddress
 from tests.appliance.cli_process import penstock
 from tests.daemons import ALONE, ARMS, LONG, is_alive, make_keys
 

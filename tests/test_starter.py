@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from tests.daemons import ARMS, Daemon
 from tests.starter.words import SMALL_TALK

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import h11
 import msgspec
 
-from appliance.client import JOIN_GROUP, DaemonUnreachable, PermissionRefused, start_hint
+from appliance.client.calls import JOIN_GROUP, DaemonUnreachable, PermissionRefused, start_hint
 from appliance.observe.frame.protocol import Frame, RequestFrame
 from tui.panels.header import version_problem
 from tui.view import Caller, DaemonLink

@@ -19,7 +19,7 @@ import msgspec
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.dialects import Dialect, dialect_of, error_body
 from appliance.api.operator.cache import HttpCounts
-from appliance.request import Peer, Role
+from appliance.daemon.requests.request import Peer, Role
 from engine.errors import QueueFull, RequestError
 
 _FIRST_LINE = re.compile(rb"POST (/[a-z0-9/]+) HTTP/1\.1\r\n")

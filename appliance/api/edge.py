@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.wire import appliance_of, arrival_of, error_response, reply_headers
 from appliance.api.operator.cache import PROBES, HttpCounts
-from appliance.request import CLIENT_CLOSED_REQUEST
+from appliance.daemon.requests.request import CLIENT_CLOSED_REQUEST
 from engine.errors import RequestError
 
 _ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)

@@ -25,9 +25,9 @@ from appliance.api.openai.replies import ReplyShape, fingerprint
 from appliance.api.responses.ask import in_our_words, response_ask
 from appliance.api.responses.replies import ResponseShape
 from appliance.api.responses.store import keep_for, previous_items, with_items
+from appliance.daemon.requests.request import Request
 from appliance.daemon.survival.journal import drawn
-from appliance.json_fields import Json, decode_object, invalid_value
-from appliance.request import Request
+from appliance.json.fields import Json, decode_object, invalid_value
 from engine.errors import RequestError
 
 

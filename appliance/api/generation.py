@@ -39,11 +39,11 @@ from appliance.api.endpoints import ENDPOINTS, Asked, Endpoint, decode
 from appliance.api.ollama.ask import NothingToGenerate, unloaded
 from appliance.api.responses.background import begin
 from appliance.api.responses.replies import ResponseShape
+from appliance.daemon.requests.request import Request, Role
 from appliance.daemon.survival.journal import current
 from appliance.daemon.survival.journaled_inbox import JournaledInbox
 from appliance.fleet.swaps import IncomingRequest
-from appliance.json_fields import as_utf8, is_utf8
-from appliance.request import Request, Role
+from appliance.json.fields import as_utf8, is_utf8
 from engine.errors import RequestError, Unavailable
 from engine.wire.not_json import NOT_JSON
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.json_fields import INT64_MAX
+from appliance.json.fields import INT64_MAX
 
 Json = dict[str, Any]
 

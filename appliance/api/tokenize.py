@@ -27,8 +27,8 @@ from appliance.api.core.wire import appliance_of, json_response
 from appliance.api.openai.ask import read_chat
 from appliance.api.responses.ask import counted_ask, in_our_words
 from appliance.api.responses.store import previous_items, with_items
-from appliance.json_fields import Json, check, decode_object, invalid_value
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import Json, check, decode_object, invalid_value
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 

@@ -17,9 +17,10 @@ from types import TracebackType
 from appliance.bench.exchange import SERVERS_LOG, Target
 from appliance.bench.load import exchange
 from appliance.bench.reply_events import ReceivedReply
-from appliance.client import DaemonUnreachable
-from appliance.configuration import address, config
-from appliance.ephemeral import daemon
+from appliance.client import address
+from appliance.client.calls import DaemonUnreachable
+from appliance.client.ephemeral import daemon
+from appliance.configuration import config
 from engine.errors import ConfigError, PenstockError
 
 ROLES = ("static", "colocated", "elastic")

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from appliance.bench.workloads import PlannedArrival
-from appliance.client import Client, ClientError, ReplyError
-from appliance.configuration.address import Address, TcpAddress
+from appliance.client.address import Address, TcpAddress
+from appliance.client.calls import Client, ClientError, ReplyError
 from engine.errors import PenstockError
 
 SERVERS_LOG = "the server's own log says why"

@@ -24,7 +24,7 @@ from appliance.bench.reply_events import ReceivedReply, ReplyReader
 from appliance.bench.sample import Sample, sample_of
 from appliance.bench.statistics import Figures
 from appliance.bench.workloads import Lengths, PlannedArrival, drawn, regular, reusable_tokens
-from appliance.configuration.address import Address, TcpAddress, UnixAddress
+from appliance.client.address import Address, TcpAddress, UnixAddress
 from appliance.observe.frame.latency import quantile
 from engine.errors import ConfigError, PenstockError
 

@@ -17,9 +17,9 @@ import typer
 from appliance.cli import listings, short_ids, terminal
 from appliance.cli.tables import Format, Listing, TableColumn, within
 from appliance.cli.terminal import Host, Output
-from appliance.client import Client, DaemonAbsent, DaemonUnreachable, ReplyError
+from appliance.client.address import UnixAddress
+from appliance.client.calls import Client, DaemonAbsent, DaemonUnreachable, ReplyError
 from appliance.configuration import client_settings, paths
-from appliance.configuration.address import UnixAddress
 from engine.errors import RequestError
 from engine.printable import printable
 

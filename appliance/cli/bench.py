@@ -54,7 +54,7 @@ from appliance.cli.bench_options import (
 from appliance.cli.bench_pages import COMPARISON, Bar, run_page
 from appliance.cli.tables import Format, Row, within
 from appliance.cli.terminal import Host, Output
-from appliance.client import GenerationFailed
+from appliance.client.calls import GenerationFailed
 from appliance.observe.frame.figures import named, unitless
 from appliance.observe.frame.protocol import utc_now
 from engine.errors import FileError

@@ -34,9 +34,9 @@ from appliance.cli.reply import (
     stream,
 )
 from appliance.cli.terminal import Host
-from appliance.client import Client, ClientError
+from appliance.client.calls import Client, ClientError
 from appliance.configuration.setting_kinds import nearest
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from appliance.observe.frame.figures import things
 from engine.printable import printable
 

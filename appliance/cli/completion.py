@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from appliance.cli import terminal
-from appliance.client import Client
-from appliance.configuration.address import UnixAddress, find
+from appliance.client.address import UnixAddress, find
+from appliance.client.calls import Client
 from engine.errors import PenstockError
 
 DEADLINE_S = 0.15

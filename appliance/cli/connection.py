@@ -21,14 +21,14 @@ from urllib.parse import quote
 
 from appliance.cli import models, terminal
 from appliance.cli.terminal import ProgressLine
-from appliance.client import Client, DaemonAbsent, ReplyError
+from appliance.client.address import UnixAddress
+from appliance.client.calls import Client, DaemonAbsent, ReplyError
+from appliance.client.ephemeral import users_daemon
 from appliance.configuration import client_settings, paths
-from appliance.configuration.address import UnixAddress
 from appliance.configuration.setting_kinds import nearest
-from appliance.ephemeral import users_daemon
-from appliance.models import cache
-from appliance.models.names import HubName, NoSuchModel, is_model_file
-from appliance.models.short_names import SHORT_NAMES
+from appliance.hub import cache
+from appliance.hub.names import HubName, NoSuchModel, is_model_file
+from appliance.hub.short_names import SHORT_NAMES
 from engine.errors import AlreadyRunning
 from engine.printable import printable
 

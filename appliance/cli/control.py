@@ -23,11 +23,17 @@ from appliance.cli.install_service import (
 from appliance.cli.short_ids import AmbiguousId
 from appliance.cli.tables import Format, within
 from appliance.cli.terminal import Host, Output
-from appliance.client import Client, DaemonAbsent, DaemonUnreachable, PermissionRefused, ReplyError
+from appliance.client.address import UnixAddress
+from appliance.client.calls import (
+    Client,
+    DaemonAbsent,
+    DaemonUnreachable,
+    PermissionRefused,
+    ReplyError,
+)
 from appliance.configuration import client_settings, paths
-from appliance.configuration.address import UnixAddress
 from appliance.configuration.settings import ROLES
-from appliance.models.names import NoSuchModel
+from appliance.hub.names import NoSuchModel
 from appliance.observe.frame.figures import things
 from engine.errors import ConfigError, PenstockError, UsageError
 from engine.printable import printable

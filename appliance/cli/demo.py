@@ -21,8 +21,8 @@ import typer
 
 from appliance.cli import terminal
 from appliance.cli.tables import folded
-from appliance.client import Client, ClientError, Stream
-from appliance.ephemeral import daemon
+from appliance.client.calls import Client, ClientError, Stream
+from appliance.client.ephemeral import daemon
 from appliance.observe.frame.figures import duration, size
 from appliance.observe.frame.latency import quantile
 

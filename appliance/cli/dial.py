@@ -14,8 +14,8 @@ import typer
 
 from appliance.cli import terminal
 from appliance.cli.terminal import Host
-from appliance.client import DaemonUnreachable
-from appliance.configuration.address import UnixAddress
+from appliance.client.address import UnixAddress
+from appliance.client.calls import DaemonUnreachable
 
 _COPY_BYTES = 1 << 16
 

@@ -16,7 +16,7 @@ import typer
 
 from appliance.cli import terminal
 from appliance.cli.terminal import Host
-from appliance.configuration.address import UnixAddress
+from appliance.client.address import UnixAddress
 from engine.errors import PenstockError, UsageError
 
 FILE_VARIABLE = "DYN_FILE_KV"

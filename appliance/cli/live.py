@@ -19,8 +19,8 @@ from appliance.cli.activity import StateDir, request_from_file
 from appliance.cli.completion import request_ids
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Host, Output
-from appliance.client import ClientError, DaemonUnreachable
-from appliance.configuration.address import SshAddress, UnixAddress
+from appliance.client.address import SshAddress, UnixAddress
+from appliance.client.calls import ClientError, DaemonUnreachable
 from engine.errors import UsageError
 from engine.printable import printable
 from engine.system.python_child import become_python

@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from appliance.cli import completion, terminal
-from appliance.configuration.address import INSECURE
+from appliance.client.address import INSECURE
 from appliance.configuration.setting_kinds import nearest
 from engine.errors import PenstockError
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from appliance.api.formats.format_choice import output_format_of
 from appliance.cli.model_sources import sources
-from appliance.models import cache, fits
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub import cache, fits
+from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.gguf import models_in
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig

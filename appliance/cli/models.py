@@ -22,24 +22,18 @@ import typer
 from appliance.cli import fact_pages, listings, terminal
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output, ProgressLine
+from appliance.client.address import is_of_this_machine
 from appliance.configuration import client_settings
-from appliance.configuration.address import is_of_this_machine
 from appliance.configuration.setting_kinds import parse_bytes
 from appliance.doctor import hub_models
-from appliance.models import cache
-from appliance.models.names import (
-    STARTER_FOLDER,
-    HubName,
-    NoSuchModel,
-    is_model_file,
-    model_name,
-)
+from appliance.hub import cache
+from appliance.hub.names import STARTER_FOLDER, HubName, NoSuchModel, is_model_file, model_name
 from appliance.observe.frame.figures import size
 from engine.errors import CheckpointError, ConfigError, PenstockError, UsageError
 from engine.printable import printable
 
 if TYPE_CHECKING:
-    from appliance.models.hub import Progress
+    from appliance.hub.download import Progress
 
 # model_folders imports engine.checkpoint.checkpoint, which costs 20 ms: imported in the verbs.
 
@@ -76,7 +70,7 @@ def pull_model(
 
 def fetch(name: HubName) -> Path:
     """Download a model, and say what, how large, from where and to where; returns its folder."""
-    from appliance.models.hub import pull  # with huggingface_hub, which takes a third of a second
+    from appliance.hub.download import pull  # with huggingface_hub, which takes a third of a second
 
     root = cache.hub_cache(os.environ)
     line, start_s, sizes = ProgressLine("downloaded"), time.monotonic(), list[int]()
@@ -184,7 +178,7 @@ def show_model(
     """
     terminal.of_this_machine()
     from appliance.cli import model_folders
-    from appliance.models import fits
+    from appliance.hub import fits
 
     where = hub_models.places([_gpus(text) for text in gpu or ()])
     asked = client_settings.model_named(model, terminal.passed_over)

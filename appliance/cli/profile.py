@@ -18,13 +18,13 @@ from appliance.cli import terminal
 from appliance.cli.activity import StateDir
 from appliance.cli.tables import Format, Listing, TableColumn
 from appliance.cli.terminal import Host, Output, ProgressLine
+from appliance.client.address import UnixAddress
 from appliance.configuration import client_settings, paths
-from appliance.configuration.address import UnixAddress
 from appliance.observe.frame.figures import things
 from engine.errors import UsageError
 from engine.profile.facts import DECODE_MS, DISK_BYTES_PER_S, LINK_BYTES_PER_S, MANY, PROMPT_MS
 
-# appliance.profile_store costs 70 ms, so it comes with the verbs.
+# appliance.fleet.profile_store costs 70 ms, so it comes with the verbs.
 
 POLL_S = 0.5
 PATH = "/v1/penstock/measure"
@@ -133,7 +133,7 @@ def _store(state_dir: str | None) -> Any:
     Raises:
         UsageError: none is named, and the daemon that clients find uses another.
     """
-    from appliance.profile_store import ProfileStore
+    from appliance.fleet.profile_store import ProfileStore
 
     folder = client_settings.state_dir(state_dir, warn=terminal.passed_over)
     if state_dir is None and _is_of_another(folder):

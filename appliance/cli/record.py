@@ -17,7 +17,7 @@ import typer
 
 from appliance.cli import activity, terminal
 from appliance.cli.terminal import Host
-from appliance.client import Client, DaemonUnreachable, ReplyError
+from appliance.client.calls import Client, DaemonUnreachable, ReplyError
 from appliance.observe.frame.figures import things
 from engine.errors import FileError, RequestError, UsageError
 from engine.printable import printable

@@ -22,7 +22,7 @@ from appliance.cli.completion import model_ids
 from appliance.cli.connection import ChosenModel, when_loaded
 from appliance.cli.tables import Range, WordWrap, for_terminal, within
 from appliance.cli.terminal import ProgressLine
-from appliance.client import Client, ClientError, GenerationFailed, Stream
+from appliance.client.calls import Client, ClientError, GenerationFailed, Stream
 from appliance.observe.frame.figures import things
 
 System = Annotated[str | None, typer.Option("--system", "-s", help="Instructions to the model.")]

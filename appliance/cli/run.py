@@ -26,8 +26,8 @@ from appliance.cli.reply import (
     stream,
 )
 from appliance.cli.terminal import Host
-from appliance.client import Client, ReplyError
-from appliance.models.names import NoSuchModel
+from appliance.client.calls import Client, ReplyError
+from appliance.hub.names import NoSuchModel
 from engine.units import size_text
 
 MAX_STDIN_BYTES = 64 << 20

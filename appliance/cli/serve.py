@@ -69,7 +69,8 @@ def serve(
         from appliance.daemon.survival.keeper import keep_daemon
 
         keep_daemon(_end_replies)
-        from appliance import daemon, process
+        from appliance.daemon import start as daemon
+        from appliance.daemon.process import limits as process
 
         process.keep_small()
         raise typer.Exit(daemon.serve(load_config))
@@ -96,7 +97,7 @@ def _listen_address(listen: str | None, host: str | None, port: str | None) -> s
 
 
 def _check(settings: config.ServeConfig) -> None:
-    from appliance import daemon
+    from appliance.daemon import start as daemon
     from appliance.fleet.boot import place
     from appliance.fleet.boot_check import check_files, check_plan, dram_forecast
     from appliance.fleet.model_files import is_to_be_fetched

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from appliance.client import Client, ClientError, ReplyError
+from appliance.client.calls import Client, ClientError, ReplyError
 from engine.errors import UsageError
 
 SHOWN_IDS = 8

@@ -17,7 +17,7 @@ from appliance.cli import listings, terminal
 from appliance.cli.status_page import line, page
 from appliance.cli.tables import Format, for_terminal
 from appliance.cli.terminal import Host, Output
-from appliance.client import Client, DaemonUnreachable, GenerationFailed
+from appliance.client.calls import Client, DaemonUnreachable, GenerationFailed
 from appliance.observe.frame.figures import state_words
 
 FAULT_EXIT_CODE = 8

@@ -22,8 +22,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from appliance.cli.tables import Format, Listing, Row, TableColumn, folded, one
-from appliance.client import Client
-from appliance.configuration.address import Address, find, is_of_this_machine
+from appliance.client.address import Address, find, is_of_this_machine
+from appliance.client.calls import Client
 from appliance.observe.frame.figures import duration, size
 from engine.errors import FileError, PenstockError, SeveralWrong, UsageError
 from engine.printable import printable
@@ -195,7 +195,7 @@ def report(error: PenstockError) -> int:
     """Print an error and its hint, or several; return the exit code."""
     import logging  # most verbs have nothing to report
 
-    from appliance import log_lines
+    from appliance.daemon.process import log_lines
 
     to_journal, hints = log_lines.is_journal(), ""
     for each in error.errors if isinstance(error, SeveralWrong) else (error,):

@@ -22,8 +22,8 @@ import typer
 from appliance.cli import listings, models, terminal
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
-from appliance.client import Client
-from appliance.ephemeral import daemon
+from appliance.client.calls import Client
+from appliance.client.ephemeral import daemon
 from engine.errors import PenstockError
 from engine.system.python_child import python_command
 

@@ -15,8 +15,8 @@ from appliance.configuration import paths
 from appliance.configuration.config import SSD_FOLDER, ServeConfig, load
 from appliance.configuration.settings import SETTINGS
 from appliance.configuration.sources import DEFAULT, FoundSetting, read_sources
-from appliance.models.model_tables import MODELS
-from appliance.models.names import HubName, a_model, model_name
+from appliance.hub.model_tables import MODELS
+from appliance.hub.names import HubName, a_model, model_name
 from engine.errors import ConfigError, UsageError, refuse
 
 Warn = Callable[[ConfigError], None]

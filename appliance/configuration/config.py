@@ -27,8 +27,8 @@ from appliance.configuration.sources import (
     variable,
 )
 from appliance.configuration.wanted_workers import ONE_OF_EACH, WantedWorkers
-from appliance.models.model_tables import MODEL_SETTINGS, MODELS, OWN_SETTINGS
-from appliance.models.names import HubName
+from appliance.hub.model_tables import MODEL_SETTINGS, MODELS, OWN_SETTINGS
+from appliance.hub.names import HubName
 from engine.errors import ConfigError, refuse
 
 SSD_FOLDER = "kv"

@@ -27,7 +27,7 @@ from appliance.configuration.setting_kinds import (
     some_weights,
 )
 from appliance.configuration.wanted_workers import parse_place
-from appliance.models.names import a_model
+from appliance.hub.names import a_model
 from engine.checkpoint.model_config import INT8_KV
 
 MAX_DRAFT = 7

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from appliance.configuration.setting_kinds import is_meant
 from appliance.configuration.settings import SETTINGS
-from appliance.models.model_tables import MODELS, OWN_NAMES
+from appliance.hub.model_tables import MODELS, OWN_NAMES
 from engine.errors import ConfigError
 
 _STATEMENT = re.compile(r"""\s*(\[|["']?[\w.-]+["']?\s*=)""")

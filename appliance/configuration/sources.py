@@ -16,8 +16,8 @@ from appliance.configuration import paths
 from appliance.configuration.setting_kinds import a_path
 from appliance.configuration.settings import SETTINGS
 from appliance.configuration.settings_file import SettingsFile, read_file
-from appliance.models.model_tables import MODELS, OWN_NAMES, read_tables
-from appliance.models.names import a_model
+from appliance.hub.model_tables import MODELS, OWN_NAMES, read_tables
+from appliance.hub.names import a_model
 from engine.errors import ConfigError, refuse
 
 DEFAULT = "default"

@@ -25,10 +25,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from appliance.client import Client
+from appliance.client.calls import Client
 from appliance.configuration import client_settings
+from appliance.daemon.process.stacks import stacks
 from appliance.doctor.finding import Finding
-from appliance.doctor.stacks import stacks
 from appliance.http.api_keys import KEY_PREFIX
 from appliance.observe.log.query import EventQuery, RowQuery, Span, log_time
 from appliance.observe.log.reader import read_events, read_rows

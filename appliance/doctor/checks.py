@@ -21,10 +21,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from appliance.announcement import OPEN_CODE, sampling_advice, sampling_text
-from appliance.client import Client
+from appliance.client.address import TcpAddress, UnixAddress, is_of_this_machine
+from appliance.client.calls import Client
 from appliance.configuration import client_settings, config, paths, sources
-from appliance.configuration.address import TcpAddress, UnixAddress, is_of_this_machine
+from appliance.daemon.announcement import OPEN_CODE, sampling_advice, sampling_text
+from appliance.daemon.process.limits import max_connections
 from appliance.devices.machine import Devices
 from appliance.doctor.finding import Finding
 from appliance.doctor.gpu_checks import GpuHost, gpu_findings
@@ -35,10 +36,9 @@ from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
 from appliance.fleet.placement import available_cores, available_memory_bytes
 from appliance.http.access import AccessPolicy
-from appliance.models.names import STARTER_FOLDER, HubName, model_name
+from appliance.hub.names import STARTER_FOLDER, HubName, model_name
 from appliance.observe.frame.figures import state_words
 from appliance.observe.log import log_file
-from appliance.process import max_connections
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import find_gguf
 from engine.checkpoint.model_config import ModelConfig

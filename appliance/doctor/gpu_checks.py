@@ -26,7 +26,7 @@ from appliance.fleet.gpu_placement import (
     choose_gpus,
     installed_torch,
 )
-from appliance.models.fits import GPU_OVERHEAD_BYTES, LEAST_TOKENS
+from appliance.hub.fits import GPU_OVERHEAD_BYTES, LEAST_TOKENS
 from engine.kernels.attention_needs import flash_attn_fault, triton_fault
 from engine.units import part_text, size_text
 

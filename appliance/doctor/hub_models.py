@@ -14,8 +14,9 @@ from typing import Any
 
 from appliance.devices.gpu_list import list_gpus
 from appliance.fleet.placement import available_cores, available_memory_bytes
-from appliance.models import cache, fits, hub, hub_http
-from appliance.models.names import HubName
+from appliance.hub import cache, fits, hub_http
+from appliance.hub import download as hub
+from appliance.hub.names import HubName
 from engine.checkpoint.model_config import ModelConfig
 from engine.units import size_text
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from appliance.api.formats.format_choice import output_format_of
 from appliance.configuration.config import ServeConfig
+from appliance.daemon.requests.request import ModelInfo
 from appliance.daemon.survival.kept_pools import KeptPools, memfd
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import installed_torch
@@ -29,6 +30,7 @@ from appliance.fleet.placement import (
     available_memory_bytes,
 )
 from appliance.fleet.placer import Placer, this_inventory
+from appliance.fleet.profile_store import Known
 from appliance.fleet.scopes import devices_name, gpus_name, machine_scope, model_scope
 from appliance.fleet.weights_plan import (
     WeightsPlan,
@@ -36,10 +38,8 @@ from appliance.fleet.weights_plan import (
     plan_weights,
 )
 from appliance.fleet.worker_counts import STARTED_TWO
-from appliance.models.facts import ModelFacts, facts_of
-from appliance.models.names import STARTER_FOLDER, HubName, model_name
-from appliance.profile_store import Known
-from appliance.request import ModelInfo
+from appliance.hub.facts import ModelFacts, facts_of
+from appliance.hub.names import STARTER_FOLDER, HubName, model_name
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights_layout import gpu_layout

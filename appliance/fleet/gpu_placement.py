@@ -23,7 +23,7 @@ from appliance.fleet.placement import (
     split_cores,
 )
 from appliance.fleet.spread import GPU_STEP_TOKENS, MAX_SEQUENCES
-from appliance.models.fits import GPU_OVERHEAD_BYTES
+from appliance.hub.fits import GPU_OVERHEAD_BYTES
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 from engine.kernels.attention_backends import (

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.configuration.config import ServeConfig
-from appliance.models import cache
-from appliance.models.facts import ModelFacts, facts_of
-from appliance.models.names import STARTER_FOLDER, HubName
+from appliance.hub import cache
+from appliance.hub.facts import ModelFacts, facts_of
+from appliance.hub.names import STARTER_FOLDER, HubName
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError
 

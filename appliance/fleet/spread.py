@@ -26,7 +26,7 @@ from appliance.fleet.placement import (
     cpu_names,
     default_kv_bytes,
 )
-from appliance.models.fits import GPU_OVERHEAD_BYTES
+from appliance.hub.fits import GPU_OVERHEAD_BYTES
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.scheduler.cache.block_pool import MIN_RECORDS

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.configuration.config import ServeConfig
-from appliance.disk_reads import read_in_thread
+from appliance.daemon.process.disk_reads import read_in_thread
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.boot_check import NO_PREFIX_CACHE, CacheForecast
 from appliance.fleet.placement import MIN_CACHED_BLOCKS, Placement, capacity_text

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 
 import msgspec
 
+from appliance.daemon.process.limits import SpareDescriptors
 from appliance.fleet.peer_memory import MemorySharing, PeerPools, log, remove_counters
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.worker_state import WorkerState, weights_progress
-from appliance.process import SpareDescriptors
 from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed
 from engine.system.python_child import python_command
 from engine.units import part_text, size_text

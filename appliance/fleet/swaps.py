@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
+from appliance.daemon.requests.request import HUNG_UP, Peer
 from appliance.observe.frame.protocol import RequestFrame, ResidentFrame, SwapsFrame
-from appliance.request import HUNG_UP, Peer
 from engine.errors import PenstockError, RequestError, Unavailable
 from engine.scheduler.queue.waiting_limit import WaitingLimit
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.configuration.config import DEFAULT_OPERATORS, ServeConfig
+from appliance.daemon.requests.request import Peer, Role
 from appliance.http.api_keys import ApiKey, find_key, read_keys
 from appliance.http.tls import tls_context
-from appliance.request import Peer, Role
 from engine.errors import ConfigError
 
 CREDENTIAL_NAME = "api-keys"

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.request import Role
+from appliance.daemon.requests.request import Role
 from engine.errors import ConfigError, UsageError
 
 _KEYS_FILE = "`penstock keys add NAME --file FILE` makes one"

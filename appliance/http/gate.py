@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.core.wire import Arrival, KeptWords, error_response
+from appliance.daemon.requests.request import Peer, Role
 from appliance.daemon.survival.journal import Journal
 from appliance.daemon.survival.keeper_channel import BUSY_LOOP
 from appliance.http.access import AccessPolicy, Credentials
@@ -34,7 +35,6 @@ from appliance.http.cross_origin import (
     readable,
     single_header,
 )
-from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError, Unavailable
 
 MAX_HEADERS = 100

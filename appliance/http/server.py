@@ -22,6 +22,8 @@ from starlette.applications import Starlette
 
 from appliance.api.core.appliance import Appliance
 from appliance.api.early_refusals import EarlyRefusals
+from appliance.daemon.process.limits import max_connections
+from appliance.daemon.requests.request import Peer, Role
 from appliance.daemon.survival.keeper_channel import has_keeper
 from appliance.daemon.survival.kept_replies import LeftReply
 from appliance.http.access import AccessPolicy, Credentials, credentials_of, program_of
@@ -29,8 +31,6 @@ from appliance.http.connection import ClientLimits, ClientProtocol
 from appliance.http.gate import MAX_HEAD_BYTES, Gate
 from appliance.http.listeners import Acceptor, ListenerCloser
 from appliance.http.rejected_connections import RejectedConnections, too_many_connections
-from appliance.process import max_connections
-from appliance.request import Peer, Role
 from engine.errors import RequestError
 
 NUM_RESERVED = 16

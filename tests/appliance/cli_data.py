@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.appliance.fake_daemon import RID
+from tests.worlds.fake_daemon import RID
 
 REQUEST: dict[str, Any] = {
     "id": RID,

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
+from appliance.daemon.requests.request import Peer, Request
 from appliance.daemon.requests.row import LogRow
 from appliance.observe.log.retention import RetentionLimits
 from appliance.observe.log.writer import RequestLog
-from appliance.request import Peer, Request
 from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import msgspec
 
 from appliance.configuration.config import ServeConfig
+from appliance.daemon.requests.request import Peer, Request
+from appliance.daemon.serving.service import Service
 from appliance.fleet.boot import make_plan
 from appliance.fleet.worker_state import WorkerState
 from appliance.observe.log.query import RowQuery
 from appliance.observe.log.writer import RequestLog
-from appliance.request import Peer, Request
-from appliance.service import Service
 from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.queue.queue import FairQueue
 from engine.scheduler.router import Router

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 from appliance.api.core.wire import Arrival
 from appliance.api.routes import build_app
-from appliance.request import Peer, Role
+from appliance.daemon.requests.request import Peer, Role
 from tests.fakes import FakeAppliance
 
 OPERATOR = Peer(uid=0, user="root", role=Role.OPERATOR)

@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 
 from appliance.cli import main as penstock
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from engine.errors import ChannelClosed
 from engine.text.tokenizer import Tokenizer
 from engine.wire.channel import WorkerChannel

@@ -31,8 +31,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from appliance.client import Client, ClientError
-from appliance.configuration.address import UnixAddress
+from appliance.client.address import UnixAddress
+from appliance.client.calls import Client, ClientError
 
 QUIET_S = 2.0
 QUESTIONS = (

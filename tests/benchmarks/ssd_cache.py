@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from tests.daemons import Daemon
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from appliance.client import Client, ClientError
+from appliance.client.calls import Client, ClientError
 from tests.benchmarks.elastic_promises import _SAMPLE, daemon
 
 PROMPT_SHARE = 0.87

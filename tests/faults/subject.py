@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from appliance.doctor.stacks import stacks
+from appliance.daemon.process.stacks import stacks
 from engine.errors import PenstockError
 from tests.benchmarks.hostile import Held
 from tests.daemons import STEP_BY_STEP, Daemon, is_alive, make_keys

@@ -27,7 +27,7 @@ from appliance.api.formats.format_choice import THOUGHTS, OutputFormat
 from appliance.api.formats.tool_format import FORMATS
 from appliance.bench.reply_events import ReceivedReply, ReplyReader
 from appliance.daemon.survival.open_requests import OpenRequests
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from appliance.observe.frame.protocol import Frame
 from appliance.observe.frame.recording import FramePacker, template_of
 from engine.checkpoint.checkpoint import Checkpoint

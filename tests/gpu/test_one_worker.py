@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.wire.messages import GpuSpec, PoolMade, Records
 from engine.worker.device import CudaDevice

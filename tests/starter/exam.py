@@ -19,9 +19,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from appliance.client import Client
-from appliance.configuration.address import find
-from appliance.ephemeral import daemon
+from appliance.client.address import find
+from appliance.client.calls import Client
+from appliance.client.ephemeral import daemon
 from engine.errors import PenstockError
 from tests.starter.documents import Document, Turn, Writer
 

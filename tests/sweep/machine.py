@@ -27,9 +27,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import appliance.daemon
+import appliance.daemon.process.disk_reads
+import appliance.daemon.start
 import appliance.daemon.survival.keeper_channel
-import appliance.disk_reads
 import appliance.fleet.supervisor
 import engine.scheduler.offload.disk
 from appliance.api.core import fair_threads
@@ -224,9 +224,11 @@ class Machine:
         drawn = self._random
         with (
             mock.patch.object(appliance.fleet.supervisor, "subprocess", processes),
-            mock.patch.object(appliance.disk_reads, "start_new_thread", lambda run, _: run()),
+            mock.patch.object(
+                appliance.daemon.process.disk_reads, "start_new_thread", lambda run, _: run()
+            ),
             mock.patch.object(deadlines, "thread_times", self._thread_times),
-            mock.patch.object(appliance.daemon, "standing_threads", _unused_threads),
+            mock.patch.object(appliance.daemon.start, "standing_threads", _unused_threads),
             mock.patch.object(fair_threads, "standing_threads", _unused_threads),
             mock.patch.object(engine.scheduler.offload.disk, "Thread", _Never),
             mock.patch.object(
@@ -241,7 +243,9 @@ class Machine:
             mock.patch.object(READER, "tell", READER.tell),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
             mock.patch.object(
-                appliance.daemon.survival.keeper_channel, "_channel", return_value=self._keeper
+                appliance.daemon.start.survival.keeper_channel,
+                "_channel",
+                return_value=self._keeper,
             ),
             mock.patch.object(secrets, "token_bytes", drawn.randbytes),
             mock.patch.object(secrets, "randbits", drawn.getrandbits),
@@ -308,7 +312,7 @@ class Machine:
         self._lives.append(Process(DAEMON))
         policy = AccessPolicy.from_config(self.config)
         stacks_fd = os.dup(2)
-        self.daemon = daemon = appliance.daemon._Daemon(
+        self.daemon = daemon = appliance.daemon.start._Daemon(
             self.config, lambda: self.config, None, self._keeper.pass_on(), stacks_fd
         )
         self._running = self._lives[-1].run(self.loop.create_task, daemon.run(policy))

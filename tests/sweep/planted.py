@@ -142,7 +142,7 @@ BUGS = {
         ("alias",),
     ),
     "a row is written twice, or not": Bug(
-        "appliance/closed_requests.py",
+        "appliance/daemon/serving/closed_requests.py",
         "        self._log.record(row)\n\n",
         "        if frame.recoveries == 0:\n            self._log.record(row)\n\n",
         ("alias",),
@@ -166,7 +166,7 @@ BUGS = {
         ("alias",),
     ),
     "a recovered stream is told its tokens twice": Bug(
-        "appliance/service.py",
+        "appliance/daemon/serving/service.py",
         "        request.inbox.put_nowait(TokensEmitted(sequence, token_ids, logprobs, is_last))\n",
         "        told = TokensEmitted(sequence, token_ids, logprobs, is_last)\n"
         "        for _ in range(1 + (sequence.num_recoveries > 0 and not is_last)):\n"

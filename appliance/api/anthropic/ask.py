@@ -19,8 +19,8 @@ from appliance.api.core import fields as chats
 from appliance.api.core.ask import Ask, PromptTooLong
 from appliance.api.core.chat_messages import Conversation, read_messages
 from appliance.api.openai.ask import ask_of_chat
-from appliance.json_fields import Json, check, renamed, undeclared
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import Json, check, renamed, undeclared
 from engine.errors import RequestError
 
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)

@@ -14,9 +14,9 @@ from appliance.api.core.message_parts import arguments_of
 from appliance.api.core.stream import Delta
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.replies import EVENTS, event
+from appliance.daemon.requests.request import Request
 from appliance.daemon.survival.journal import drawn
-from appliance.json_fields import Json
-from appliance.request import Request
+from appliance.json.fields import Json
 from engine.errors import RequestError
 from engine.wire.finish_reason import FinishReason
 

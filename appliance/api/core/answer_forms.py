@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from appliance.api.core import fields as chats
-from appliance.json_fields import invalid_value
+from appliance.json.fields import invalid_value
 from engine.errors import Unreadable
 from engine.text.reading import READER
 

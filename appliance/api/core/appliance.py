@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import IO, Protocol
 
+from appliance.daemon.requests.request import ModelInfo, Peer, Request
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.swaps import Swaps
 from appliance.observe.frame.histograms import Histograms
 from appliance.observe.frame.protocol import Frame
 from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
-from appliance.request import ModelInfo, Peer, Request
 from engine.errors import RequestError
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.scheduler.prefixes.cache_contents import CacheContents

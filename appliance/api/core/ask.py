@@ -22,10 +22,7 @@ from appliance.api.core.tools import Tools
 from appliance.api.core.tools_in_words import in_words, needs_words
 from appliance.api.formats.format_choice import OutputFormat
 from appliance.daemon.survival.journal import drawn
-from appliance.json_fields import (
-    INT64_MAX,
-    invalid_value,
-)
+from appliance.json.fields import INT64_MAX, invalid_value
 from appliance.observe.frame.figures import things
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer

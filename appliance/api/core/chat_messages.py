@@ -32,14 +32,7 @@ from appliance.api.core.message_parts import (
     thought_in,
 )
 from appliance.api.ollama.fields import OllamaMessage
-from appliance.json_fields import (
-    Json,
-    check,
-    invalid_type,
-    invalid_value,
-    required,
-    unsupported,
-)
+from appliance.json.fields import Json, check, invalid_type, invalid_value, required, unsupported
 
 Message = dict[str, Any]
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from appliance.api.core.wire import peer_of
-from appliance.process import standing_threads
+from appliance.daemon.process.limits import standing_threads
 from engine.errors import QueueFull, Unavailable
 
 MAX_WAITING = 16

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from appliance.json_fields import INT64_MAX, Json
+from appliance.json.fields import INT64_MAX, Json
 
 MAX_CHOICES = 128
 MAX_STOPS = 64

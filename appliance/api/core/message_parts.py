@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from appliance.json_fields import Json
+from appliance.json.fields import Json
 from engine.wire.not_json import NOT_JSON
 
 MAX_NESTING = 64

@@ -6,10 +6,8 @@ Never: swaps a model.
 
 from __future__ import annotations
 
-from appliance.json_fields import (
-    invalid_type,
-)
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import invalid_type
 from engine.errors import RequestError
 
 _MAX_NAMED = 20

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from appliance.api.core import fields as chats
-from appliance.json_fields import Json, check, invalid_type, invalid_value, required
+from appliance.json.fields import Json, check, invalid_type, invalid_value, required
 
 CUSTOM_INPUT: Json = {
     "type": "object",

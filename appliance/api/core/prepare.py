@@ -20,9 +20,9 @@ from appliance.api.core.prompts import infill_of
 from appliance.api.core.stream import PromptEcho
 from appliance.api.core.tools import Tools
 from appliance.api.core.wire import appliance_of, arrival_of, client_request_id
-from appliance.json_fields import invalid_value, unsupported
+from appliance.daemon.requests.request import ModelInfo, Request
+from appliance.json.fields import invalid_value, unsupported
 from appliance.observe.frame.figures import things
-from appliance.request import ModelInfo, Request
 from engine.errors import RequestError, Unreadable
 from engine.scheduler.cache.hashes import PrefixChain
 from engine.scheduler.sequences.sequence import Sequence, Stamps

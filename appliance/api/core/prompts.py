@@ -11,8 +11,8 @@ from typing import Any
 
 from appliance.api.core.ask import PromptTooLong
 from appliance.api.core.fields import CompletionRequest
-from appliance.json_fields import integer, invalid_type, invalid_value
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import integer, invalid_type, invalid_value
 from engine.text.tokenizer import Tokenizer
 
 

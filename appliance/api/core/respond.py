@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 from appliance.api.core.ask import Ask
 from appliance.api.core.stream import Delta, OpenReply, PromptEcho
 from appliance.api.core.wire import UNBUFFERED, appliance_of, arrival_of, error_response
+from appliance.daemon.requests.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Request
 from appliance.daemon.survival.journal import Differs, drawn
-from appliance.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Request
 from engine.errors import RequestError, Unavailable
 from engine.wire.finish_reason import FinishReason
 

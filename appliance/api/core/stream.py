@@ -19,7 +19,7 @@ from appliance.api.core.appliance import Appliance
 from appliance.api.core.ask import Ask
 from appliance.api.core.output_parser import OutputParser
 from appliance.api.formats.text_reading import CallDelta, Part, ReasoningDelta, partial_match_chars
-from appliance.request import Request, TokensEmitted
+from appliance.daemon.requests.request import Request, TokensEmitted
 from engine.scheduler.sequences.sequence import Sequence
 from engine.text.tokenizer import Detokenizer
 from engine.wire.finish_reason import FinishReason

@@ -17,7 +17,7 @@ import msgspec
 from appliance.api.core import fields as chats
 from appliance.api.core.offered_tools import Origin, read_choice, read_offer
 from appliance.api.formats.format_choice import OutputFormat
-from appliance.json_fields import invalid_value
+from appliance.json.fields import invalid_value
 from engine.errors import Unreadable
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer

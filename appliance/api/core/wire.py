@@ -23,9 +23,9 @@ from starlette.types import Scope
 
 from appliance.api.core.appliance import Appliance
 from appliance.api.core.dialects import Dialect, dialect_of, error_body
+from appliance.daemon.requests.request import Peer, Role
 from appliance.daemon.survival.journal import Journal, drawn
 from appliance.observe.frame.protocol import utc_now
-from appliance.request import Peer, Role
 from engine.errors import Forbidden, RequestError
 
 UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}

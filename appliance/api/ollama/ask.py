@@ -20,15 +20,9 @@ from appliance.api.core.ask import Ask, PromptTooLong
 from appliance.api.core.chat_messages import Conversation, read_messages
 from appliance.api.ollama import fields as bodies
 from appliance.api.openai.ask import ask_of_chat, ask_of_completion
-from appliance.json_fields import (
-    Json,
-    check,
-    invalid_value,
-    undeclared,
-    unsupported,
-)
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import Json, check, invalid_value, undeclared, unsupported
 from appliance.observe.frame.protocol import utc_now
-from appliance.request import ModelInfo
 from engine.errors import RequestError
 from engine.wire.not_json import NOT_JSON
 

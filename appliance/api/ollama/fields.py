@@ -22,7 +22,7 @@ from appliance.api.core.fields import (
     TopK,
     items_of,
 )
-from appliance.json_fields import INT64_MAX
+from appliance.json.fields import INT64_MAX
 
 _UNIT = "(ns|us|ms|s|m|h)"
 KEEP_ALIVE = rf"^[-+]?[0-9]+(\.[0-9]+)?({_UNIT}([0-9]+(\.[0-9]+)?{_UNIT})*)?(?![\s\S])"

@@ -21,12 +21,12 @@ from appliance.api.core.model_choice import check_model
 from appliance.api.core.prompts import infill_of
 from appliance.api.core.wire import appliance_of, json_response, require, streamed
 from appliance.api.ollama import fields as bodies
-from appliance.json_fields import Json, check, decode_object, invalid_value
-from appliance.json_lines import encode_line
-from appliance.models.facts import ModelFacts
-from appliance.models.names import HubName, a_model
+from appliance.daemon.requests.request import Role
+from appliance.hub.facts import ModelFacts
+from appliance.hub.names import HubName, a_model
+from appliance.json.fields import Json, check, decode_object, invalid_value
+from appliance.json.lines import encode_line
 from appliance.observe.frame.protocol import iso_time
-from appliance.request import Role
 from engine.errors import ConfigError, RequestError, Unavailable
 from engine.system.python_child import python_command
 
@@ -36,7 +36,7 @@ NEVER = "2318-01-01T00:00:00Z"
 """When a model leaves memory; Ollama's clients show a time so far away as `Forever`."""
 RUNNING = "Ollama is running"
 """What Ollama says at `/`, and apps compare with."""
-PULL = python_command("-m", "appliance.models.hub")
+PULL = python_command("-m", "appliance.hub.download")
 _RETRY_MS = 10_000
 _BAD_GATEWAY = 502
 _STATUSES = {3: 503, 4: 403, 5: 404, 78: 400}

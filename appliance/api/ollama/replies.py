@@ -12,11 +12,11 @@ import msgspec
 
 from appliance.api.core.dialects import Dialect, error_body
 from appliance.api.core.stream import Delta
+from appliance.daemon.requests.request import Request
 from appliance.daemon.survival.journal import drawn
-from appliance.json_fields import Json
-from appliance.json_lines import encode_line
+from appliance.json.fields import Json
+from appliance.json.lines import encode_line
 from appliance.observe.frame.protocol import utc_now
-from appliance.request import Request
 from engine.errors import RequestError
 from engine.wire.finish_reason import FinishReason
 from engine.wire.not_json import NOT_JSON

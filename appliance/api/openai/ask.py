@@ -28,8 +28,8 @@ from appliance.api.core.fields import (
 from appliance.api.core.model_choice import check_model
 from appliance.api.core.prompts import checked_ids, read_output_offset, read_prompts
 from appliance.api.core.tools import read_tools
-from appliance.json_fields import Json, check, invalid_value, undeclared, unsupported
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import Json, check, invalid_value, undeclared, unsupported
 from engine.wire.sampling import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16

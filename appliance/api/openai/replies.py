@@ -20,9 +20,9 @@ from appliance.api.core.stream import Delta
 from appliance.api.core.wire import error_object
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.logprobs import Json, chat_logprobs, completion_logprobs, prompt_logprobs
-from appliance.json_lines import encode_line
+from appliance.daemon.requests.request import ModelInfo, Request
+from appliance.json.lines import encode_line
 from appliance.observe.frame.protocol import iso_time
-from appliance.request import ModelInfo, Request
 from engine.errors import RequestError
 from engine.scheduler.sequences.sequence import Sequence
 from engine.text.tokenizer import Tokenizer

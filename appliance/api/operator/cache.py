@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from appliance.api.core.wire import appliance_of, is_known, require, streamed
-from appliance.json_lines import encode_line
+from appliance.daemon.requests.request import Role
+from appliance.json.lines import encode_line
 from appliance.observe.metrics.exposition import MEDIA_TYPE, exposition
 from appliance.observe.metrics.metric_family import MetricFamily, counter
-from appliance.request import Role
 from engine.errors import RequestError
 from engine.scheduler.cache.hashes import Hash
 from engine.scheduler.prefixes.cache_contents import Block, CacheContents, ContentsChange

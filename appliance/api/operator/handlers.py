@@ -36,10 +36,10 @@ from appliance.api.core.wire import (
     streamed,
 )
 from appliance.configuration.settings import ROLES
+from appliance.daemon.requests.request import Role
 from appliance.fleet.roles_change import RolesChange
-from appliance.json_fields import check, decode_object, invalid_value, undeclared
+from appliance.json.fields import check, decode_object, invalid_value, undeclared
 from appliance.observe.log.query import event_query, most_rows, row_query, span_query, usage_query
-from appliance.request import Role
 from engine.errors import Unavailable
 
 

@@ -21,8 +21,8 @@ from appliance.api.core.offered_tools import Offer, read_offer
 from appliance.api.openai.ask import ask_of_chat, refuse_unsupported
 from appliance.api.responses import fields as bodies
 from appliance.api.responses.items import ItemReader
-from appliance.json_fields import Json, check, invalid_value, renamed, undeclared
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import Json, check, invalid_value, renamed, undeclared
 from engine.errors import RequestError
 
 NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -12,7 +12,7 @@ from appliance.api.core.chat_messages import Conversation, read_message, speaker
 from appliance.api.core.message_parts import call_of, thought_in
 from appliance.api.core.offered_tools import Offer
 from appliance.api.responses import fields as bodies
-from appliance.json_fields import Json, check, invalid_type, invalid_value, required, unsupported
+from appliance.json.fields import Json, check, invalid_type, invalid_value, required, unsupported
 
 _CALLS = ("function_call", "custom_tool_call")
 _OWN = ("type", "id", "status", "phase")

@@ -16,9 +16,9 @@ from appliance.api.core.stream import Delta
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.logprobs import chat_entries
 from appliance.api.openai.replies import EVENTS, event, input_of, keep_alive
+from appliance.daemon.requests.request import Request
 from appliance.daemon.survival.journal import drawn
-from appliance.json_fields import Json
-from appliance.request import Request
+from appliance.json.fields import Json
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason

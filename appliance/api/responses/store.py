@@ -30,9 +30,9 @@ from appliance.api.core.wire import (
     response_not_found,
 )
 from appliance.api.responses import fields as bodies
+from appliance.daemon.requests.request import Role
 from appliance.daemon.survival.journal import drawn
-from appliance.json_fields import Json, check
-from appliance.request import Role
+from appliance.json.fields import Json, check
 from engine.errors import RequestError
 
 MAX_RESPONSES = 1024

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from appliance.daemon.requests.request import Peer, Request
 from appliance.observe.frame.latency import in_order
 from appliance.observe.frame.protocol import RequestFrame, computed_at_end
-from appliance.request import Peer, Request
 from engine.scheduler.sequences.sequence import Sequence
 from engine.wire.finish_reason import FinishReason
 

@@ -11,8 +11,8 @@ import asyncio
 
 import msgspec
 
+from appliance.daemon.requests.request import Inbox, Request, TokensEmitted
 from appliance.daemon.survival.journal import End, Facts, Journal, Tokens
-from appliance.request import Inbox, Request, TokensEmitted
 from engine.errors import RequestError
 from engine.scheduler.sequences.sequence import Ended, RouteStage, Sequence
 from engine.wire.finish_reason import FinishReason

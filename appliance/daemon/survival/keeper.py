@@ -29,8 +29,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from appliance import log_lines
-from appliance.core_dumps import forbid_core_dumps
+from appliance.daemon.process import log_lines
+from appliance.daemon.process.core_dumps import forbid_core_dumps
 from appliance.daemon.survival.keeper_channel import REPLY
 from engine.errors import ConfigError
 from engine.system.python_child import start_over

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from appliance.daemon.requests.request import CLIENT_CLOSED_REQUEST
 from appliance.daemon.survival import reply_file
 from appliance.daemon.survival.departures import has_left
 from appliance.daemon.survival.journal import FD_NAME, Foreign, Journal
 from appliance.daemon.survival.keeper_channel import notify
 from appliance.daemon.survival.reply_file import HEAD_END, NoRoom, ReplyFile
-from appliance.request import CLIENT_CLOSED_REQUEST
 
 PING_S = 10.0
 """Silence after which a stream that waits for this daemon gets a ping."""

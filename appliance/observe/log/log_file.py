@@ -25,10 +25,10 @@ from appliance.observe.log.reader import (
     log_error,
     look_at,
 )
-from appliance.sqlite_files import is_foreign
 from engine.errors import ConfigError, PenstockError
 from engine.system.own_files import check_own_file, open_own
 from migrations.request_log import migration
+from migrations.sqlite_files import is_foreign
 
 _APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
 _ELSEWHERE = "if another program made it, choose another folder with --state-dir"

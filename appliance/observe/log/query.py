@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, cast
 
-from appliance.json_fields import invalid_value
+from appliance.json.fields import invalid_value
 from engine.errors import RequestError
 
 MAX_ROWS = 10_000

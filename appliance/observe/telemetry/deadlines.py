@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.daemon.requests.request import Request
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.worker_state import WorkerState
 from appliance.observe.telemetry.progress import Watchdog, WorkerReading
 from appliance.observe.telemetry.thread_times import thread_times
-from appliance.request import Request
 from engine.errors import RequestError, Unavailable
 from engine.scheduler.router import Router
 from engine.scheduler.sequences.sequence import Phase, Sequence

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from appliance.daemon.requests.request import Request
 from appliance.observe.frame.protocol import DeviceFrame, EnergyFrame
-from appliance.request import Request
 from engine.wire.messages import SequenceStep, Stepped
 
 WINDOW_S = 60.0

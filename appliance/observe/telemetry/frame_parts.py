@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from appliance.daemon.requests.request import Request
 from appliance.observe.frame.late_frames import LateFrame
 from appliance.observe.frame.latency import stages
 from appliance.observe.frame.protocol import (
@@ -23,7 +24,6 @@ from appliance.observe.frame.protocol import (
     WayFrame,
 )
 from appliance.observe.telemetry.explain import QueueWaits
-from appliance.request import Request
 from engine.scheduler.sequences.draft_counts import DraftCounts
 from engine.scheduler.sequences.sequence import Phase
 from engine.scheduler.snapshot import PoolSnapshot, RolesSnapshot, Snapshot

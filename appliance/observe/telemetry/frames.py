@@ -17,16 +17,17 @@ from typing import Any
 
 import msgspec
 
+from appliance.daemon.requests.request import ModelInfo, Request
 from appliance.devices.machine import Devices
 from appliance.fleet.boot import BootPlan
 from appliance.fleet.kv_caches import KvCaches
+from appliance.fleet.measuring import Measuring
 from appliance.fleet.placement import num_machine_cores
 from appliance.fleet.roles_change import roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import Swaps
 from appliance.fleet.weights_plan import kv_text, weights_text
-from appliance.json_lines import encode_line
-from appliance.measuring import Measuring
+from appliance.json.lines import encode_line
 from appliance.observe.frame.late_frames import SurvivedFrame
 from appliance.observe.frame.protocol import (
     FRAME_VERSION,
@@ -53,7 +54,6 @@ from appliance.observe.telemetry.late import late_first, late_next, waiting_prom
 from appliance.observe.telemetry.starvation import Starvation
 from appliance.observe.telemetry.telemetry import Telemetry, worker_now
 from appliance.observe.telemetry.windows import UsualTimes
-from appliance.request import ModelInfo, Request
 from engine.scheduler.router import Router
 from engine.scheduler.snapshot import Snapshot
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from appliance.daemon.requests.request import Request
 from appliance.observe.frame.late_frames import LateFrame
 from appliance.observe.frame.protocol import RequestFrame
 from appliance.observe.telemetry.windows import UsualPace, WaitingPrompt
-from appliance.request import Request
 from engine.scheduler.sequences.sequence import Sequence
 
 DEFAULT_TTFT_MS = 10_000

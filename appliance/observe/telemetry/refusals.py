@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from appliance.daemon.requests.request import Peer
 from appliance.daemon.requests.row import RefusalRow
 from appliance.observe.frame.late_frames import RefusalFrame
 from appliance.observe.frame.protocol import utc_now
-from appliance.request import Peer
 from engine.errors import RequestError
 
 MAX_KINDS = 64

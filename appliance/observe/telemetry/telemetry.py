@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from appliance.daemon.requests.request import Request
 from appliance.fleet.worker_state import WorkerState
 from appliance.observe.frame.histograms import Histograms
 from appliance.observe.frame.latency import stages
@@ -35,7 +36,6 @@ from appliance.observe.frame.protocol import (
 )
 from appliance.observe.telemetry.refusals import Refusals
 from appliance.observe.telemetry.windows import Windows
-from appliance.request import Request
 from engine.scheduler.sequences.sequence import Phase, Sequence
 from engine.scheduler.snapshot import Snapshot
 from engine.wire.messages import Stepped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from appliance.api import endpoints, generation
-from appliance.json_fields import MAX_MARKS, decode_object
+from appliance.json.fields import MAX_MARKS, decode_object
 from tests.fakes import until
 
 

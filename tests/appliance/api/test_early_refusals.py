@@ -13,10 +13,10 @@ from appliance.api.early_refusals import EarlyRefusals
 from appliance.api.endpoints import ENDPOINTS
 from appliance.api.operator.cache import HttpCounts
 from appliance.api.routes import build_app
+from appliance.daemon.requests.request import Peer, Role
 from appliance.http.access import AccessPolicy
 from appliance.http.listeners import bind_socket
 from appliance.http.server import ApiServer
-from appliance.request import Peer, Role
 from engine.errors import Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance

@@ -19,7 +19,7 @@ import pydantic
 import pytest
 
 from appliance.api.core import wire
-from appliance.request import Peer, Role
+from appliance.daemon.requests.request import Peer, Role
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, events, says, serving
 from tests.fakes import FakeAppliance

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from appliance.bench.exchange import Target
-from tests.appliance.bench.fake_openai import FakeOpenAI
+from tests.worlds.fake_openai import FakeOpenAI
 
 
 @pytest.fixture

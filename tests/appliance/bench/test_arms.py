@@ -10,7 +10,7 @@ from appliance.bench.arms import Arms
 from appliance.bench.comparison import LOAD_METRICS, Metric, rows
 from appliance.bench.rounds import AGAIN, interleaved, order
 from engine.errors import ConfigError, PenstockError
-from tests.appliance.bench.fake_openai import FakeOpenAI
+from tests.worlds.fake_openai import FakeOpenAI
 
 SPEED, GAP = Metric("speed", is_more_better=True), Metric("gap")
 

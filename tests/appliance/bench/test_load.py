@@ -22,9 +22,9 @@ from appliance.bench.load import (
 )
 from appliance.bench.sample import Sample
 from appliance.bench.workloads import Lengths, PlannedArrival
-from appliance.configuration.address import SshAddress, UnixAddress
+from appliance.client.address import SshAddress, UnixAddress
 from engine.errors import ConfigError, PenstockError
-from tests.appliance.bench.fake_openai import FakeOpenAI
+from tests.worlds.fake_openai import FakeOpenAI
 
 FIVE, THREE = Lengths(5, 5), Lengths(3, 3)
 BURST = tuple(PlannedArrival(i / 100, 5, 3) for i in range(20))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.appliance.cli_process import user_environ
-from tests.appliance.fake_daemon import FakeDaemon
+from tests.worlds.fake_daemon import FakeDaemon
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tests.appliance import logs
 from tests.appliance.cli_data import ROW
 from tests.appliance.cli_process import penstock, start, user_environ
-from tests.appliance.fake_daemon import FakeDaemon
+from tests.worlds.fake_daemon import FakeDaemon
 
 
 @pytest.fixture

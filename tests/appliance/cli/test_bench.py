@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.appliance.bench.fake_openai import FakeOpenAI
 from tests.appliance.cli_process import penstock
+from tests.worlds.fake_openai import FakeOpenAI
 
 SHORT = ["--seconds", "0.4", "--input-tokens", "5-9", "--output-tokens", "4"]
 

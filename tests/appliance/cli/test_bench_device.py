@@ -8,7 +8,7 @@ import pytest
 
 from appliance.cli import bench, bench_device
 from appliance.cli.tables import Format
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from tests.appliance.cli_process import penstock, user_environ
 
 

@@ -17,7 +17,7 @@ from appliance.cli.conversation import Conversation, Refused
 from appliance.cli.run import MAX_STDIN_BYTES
 from tests.appliance.cli_data import FINISHED, REQUEST
 from tests.appliance.cli_process import Typist, penstock, run_on_terminal, start, user_environ
-from tests.appliance.fake_daemon import RID, FakeDaemon, chat_event, text_event
+from tests.worlds.fake_daemon import RID, FakeDaemon, chat_event, text_event
 
 
 @pytest.fixture

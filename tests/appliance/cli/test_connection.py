@@ -6,7 +6,7 @@ import pytest
 
 from appliance.cli import connection
 from appliance.cli.connection import ChosenModel, Connection
-from appliance.client import DaemonAbsent
+from appliance.client.calls import DaemonAbsent
 from engine.errors import AlreadyRunning
 
 

@@ -17,8 +17,8 @@ from appliance.observe.log.reader import read_events
 from appliance.observe.log.statements import end_crashed_run
 from tests.appliance.cli_data import ENDED, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock
-from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.model_folder import make_model
+from tests.worlds.fake_daemon import FakeDaemon
 
 
 def test_cancel_takes_a_user_and_leaves_the_others(

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from appliance.client import Client
+from appliance.client.address import SshAddress, TcpAddress, UnixAddress
+from appliance.client.calls import Client
 from appliance.configuration import client_settings, config
-from appliance.configuration.address import SshAddress, TcpAddress, UnixAddress
 from appliance.devices.machine import Devices, find_packages
 from appliance.doctor import checks
 from engine.errors import PenstockError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from tests import golden
 from tests.appliance.cli_data import (
     ENDED,
@@ -22,8 +22,8 @@ from tests.appliance.cli_data import (
     WHOAMI,
 )
 from tests.appliance.cli_process import penstock, user_environ
-from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.model_folder import make_model
+from tests.worlds.fake_daemon import FakeDaemon
 
 FORMATS = ("table", "wide", "json", "csv")
 LINES = ("ps", "log", "show", "status")

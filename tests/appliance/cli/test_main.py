@@ -16,7 +16,7 @@ from appliance.observe.log.query import SEVERITIES, USAGE_BY
 from engine.scheduler.sequences.sequence import Phase
 from tests.appliance.cli_data import ENDED, FRAME, REQUEST
 from tests.appliance.cli_process import ROOT, command, penstock, run_on_terminal
-from tests.appliance.fake_daemon import FakeDaemon
+from tests.worlds.fake_daemon import FakeDaemon
 
 
 def test_a_terminal_gets_colour_unless_it_is_refused(

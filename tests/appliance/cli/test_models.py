@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from appliance.models import cache
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub import cache
+from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.weights_layout import panels_layout
 from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
-from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf
+from tests.worlds.fake_daemon import FakeDaemon
 
 
 def listed(environ: dict[str, str], *arguments: str) -> list[dict[str, Any]]:

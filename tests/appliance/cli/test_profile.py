@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.profile_store import FILE_NAME, ProfileStore
+from appliance.fleet.profile_store import FILE_NAME, ProfileStore
 from engine.profile.facts import FactKey, Scope
 from tests.appliance.cli_process import penstock
-from tests.appliance.fake_daemon import FakeDaemon
+from tests.worlds.fake_daemon import FakeDaemon
 
 SCOPE = Scope("A CPU [1234], cpus 0,1", "avx2 5678", "tiny [9abc]", "float32", "prefill cpu 0")
 KEY = FactKey("prompt_ms", 256, 0, "decode on 2")

@@ -6,7 +6,7 @@ import pytest
 
 from appliance.cli import serve
 from tests.appliance.cli_process import penstock
-from tests.appliance.fake_daemon import FakeDaemon
+from tests.worlds.fake_daemon import FakeDaemon
 
 STATE = {"roles": "elastic", "slo_ttft_ms": None, "slo_itl_ms": 40}
 

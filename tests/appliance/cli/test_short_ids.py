@@ -13,7 +13,7 @@ from appliance.cli.short_ids import AmbiguousId, the_one
 from tests.appliance import logs
 from tests.appliance.cli_data import REQUEST, ROW
 from tests.appliance.cli_process import penstock
-from tests.appliance.fake_daemon import FakeDaemon
+from tests.worlds.fake_daemon import FakeDaemon
 
 LIVE = [{**REQUEST, "id": rid} for rid in ("cmpl-ab12cd34", "chatcmpl-ab99", "resp-ef56")]
 MISSING = (404, {"error": {"message": "no live request", "code": "request_not_found"}})

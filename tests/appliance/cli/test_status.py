@@ -15,7 +15,7 @@ import pytest
 from appliance.cli import status_page
 from tests.appliance.cli_data import FRAME
 from tests.appliance.cli_process import penstock, run_on_terminal, start, user_environ
-from tests.appliance.fake_daemon import FakeDaemon
+from tests.worlds.fake_daemon import FakeDaemon
 
 STATE, STREAM = "GET /v1/penstock/state", "GET /v1/penstock/stream"
 FINE = {**FRAME, "alerts": []}

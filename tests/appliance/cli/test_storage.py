@@ -14,9 +14,9 @@ import pytest
 from engine.scheduler.offload.index import RecordPlace
 from engine.scheduler.offload.slab_files import RecordBuffer, Slabs
 from tests.appliance.cli_process import ROOT, penstock, user_environ
-from tests.appliance.fake_daemon import FakeDaemon
 from tests.appliance.logs import query
 from tests.recordings import at, frame_at, make_recording, request_row, write_log
+from tests.worlds.fake_daemon import FakeDaemon
 
 BLOCK_BYTES = 5000
 

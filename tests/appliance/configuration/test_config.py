@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.client.address import socket_path
 from appliance.configuration import client_settings, config, paths, sources
-from appliance.configuration.address import socket_path
 from appliance.configuration.client_settings import explain
 from appliance.configuration.config import ServeConfig, changes, load, take_over
 from appliance.configuration.folders import check_directories, prepare_directories

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.openai.ask import completion_ask
+from appliance.daemon.requests.request import ModelInfo
 from appliance.dynamo import completion_requests
 from appliance.dynamo.completion_requests import Prompts, UnsupportedRequest, completion_body
 from appliance.dynamo.outputs import LostError, output_of, raise_error
 from appliance.dynamo.served_model import ServedModel
-from appliance.request import ModelInfo
 
 SERVED = ServedModel("tiny", Path("/models/tiny"), 100, 16, 50)
 MODEL = ModelInfo("tiny", 100, 50, (1,), None, 0)

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from appliance.client import Client
+from appliance.client.address import UnixAddress
+from appliance.client.calls import Client
 from appliance.configuration import paths
-from appliance.configuration.address import UnixAddress
 from appliance.doctor import checks
 from appliance.fleet.core_claims import FOLDER, CoreNote, shared_cores, sharing_text
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance import disk_reads
 from appliance.configuration.config import ServeConfig
+from appliance.daemon.process import disk_reads
 from appliance.fleet import ssd_cache
 from appliance.fleet.placement import Placement
 from appliance.fleet.ssd_cache import SsdAllowance, allowance, ssd_forecast

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from appliance.configuration.config import ServeConfig
+from appliance.daemon.requests.request import Role
 from appliance.http.access import (
     AccessPolicy,
     Credentials,
@@ -21,7 +22,6 @@ from appliance.http.access import (
     program_of,
 )
 from appliance.http.api_keys import key_digest, new_key
-from appliance.request import Role
 from engine.errors import ConfigError
 
 STRANGER = Credentials(uid=54321, gid=54321, pid=1, gids=frozenset({54321, 777}))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.daemon.requests.request import Role
 from appliance.http.api_keys import ApiKey, add_key, find_key, key_digest, new_key, read_keys
-from appliance.request import Role
 from engine.errors import ConfigError
 
 

@@ -16,15 +16,15 @@ import zlib
 import httpx
 import pytest
 
-from appliance import process as process_file
 from appliance.api.routes import build_app
+from appliance.daemon.process import limits as process_file
+from appliance.daemon.requests.request import Role
 from appliance.http import connection, gate, listeners, rejected_connections, server
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import ApiKey, new_key, read_keys
 from appliance.http.connection import ClientLimits
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
-from appliance.request import Role
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from appliance.api.routes import build_app
-from appliance.client import Client, DaemonUnreachable
-from appliance.configuration.address import TcpAddress
+from appliance.client.address import TcpAddress
+from appliance.client.calls import Client, DaemonUnreachable
 from appliance.http import rejected_connections
 from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.models.names import STARTER_FOLDER
+from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype, expected_shapes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.safetensors_header import read_header

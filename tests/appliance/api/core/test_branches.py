@@ -10,7 +10,7 @@ from appliance.api.core.chat_messages import LEFT_OUT
 from appliance.api.core.prepare import prepare
 from appliance.api.formats.format_choice import PLAIN, output_format_of
 from appliance.api.openai.ask import chat_ask
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import CHAT_TEMPLATE

@@ -6,7 +6,7 @@ import pytest
 
 from appliance.api.core.answer_forms import read_constraint
 from appliance.api.core.fields import ChatRequest
-from appliance.json_fields import check
+from appliance.json.fields import check
 from engine.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from appliance.api.core.fair_threads import TURN_S, Turns
 from appliance.api.core.wire import Arrival
-from appliance.request import Peer
+from appliance.daemon.requests.request import Peer
 from engine.errors import QueueFull, RequestError, Unavailable
 from tests.fakes import until
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from appliance.api.core.ask import Ask
 from appliance.api.core.stream import Delta, OpenReply, StopMatcher
 from appliance.api.openai.ask import chat_ask, completion_ask
-from appliance.request import ModelInfo, Peer, Request, TokensEmitted
+from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
 from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason

@@ -12,7 +12,7 @@ from appliance.api.core.tools import read_tools
 from appliance.api.core.tools_in_words import in_words
 from appliance.api.formats.format_choice import OutputFormat
 from appliance.api.formats.tool_format import FORMATS
-from appliance.json_fields import check
+from appliance.json.fields import check
 from engine.text.grammar import validate
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving

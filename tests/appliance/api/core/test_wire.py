@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from appliance.api.core.dialects import Dialect, dialect_of, error_body
 from appliance.api.core.wire import Arrival, arrival_of, client_request_id
-from appliance.request import Peer
+from appliance.daemon.requests.request import Peer
 from engine.errors import RequestError, Unavailable
 
 

@@ -16,7 +16,7 @@ import ollama
 import pytest
 
 from appliance.api.ollama import models as ollama_models
-from appliance.models.facts import ModelFacts
+from appliance.hub.facts import ModelFacts
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.appliance.peers import ALICE, OPERATOR, client_of

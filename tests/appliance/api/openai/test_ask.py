@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from appliance.api.core.ask import Ask, PromptTooLong
 from appliance.api.openai.ask import CHAT_NEUTRAL, COMPLETION_NEUTRAL, chat_ask, completion_ask
-from appliance.json_fields import decode_object
-from appliance.request import ModelInfo
+from appliance.daemon.requests.request import ModelInfo
+from appliance.json.fields import decode_object
 from engine.errors import RequestError
 
 MODEL = ModelInfo("served", 100, 50, (), None, 0)

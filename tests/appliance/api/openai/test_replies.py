@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from appliance.api.core.stream import Delta
 from appliance.api.openai.ask import chat_ask, completion_ask
 from appliance.api.openai.replies import ReplyShape
-from appliance.request import ModelInfo, Peer, Request
+from appliance.daemon.requests.request import ModelInfo, Peer, Request
 from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.daemon.requests.request import Peer
 from appliance.fleet.roles_change import RolesChange
 from appliance.observe.log.writer import RequestLog
-from appliance.request import Peer
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.appliance.logs import rids, row, start

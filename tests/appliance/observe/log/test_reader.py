@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from appliance.daemon.requests.request import Peer
 from appliance.daemon.requests.row import RefusalRow
 from appliance.observe.log import reader
 from appliance.observe.log.query import STAGES, EventQuery, RowQuery, SlowFilter, UsageQuery
 from appliance.observe.log.reader import read_events, read_row, read_rows, read_usage
-from appliance.request import Peer
 from engine.errors import PenstockError
 from tests.appliance.logs import DAYS, rids, row, start, write, write_five_days
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.daemon.requests.request import Request
 from appliance.observe.frame.protocol import DeviceFrame
 from appliance.observe.telemetry.energy import MAX_INTERVALS, WINDOW_S, Energy
-from appliance.request import Request
 from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.messages import SequenceStep, Stepped
 from engine.wire.run_spec import RunSpec

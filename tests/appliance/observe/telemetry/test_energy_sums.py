@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from appliance.configuration.config import ServeConfig
+from appliance.daemon.requests.request import Peer, Request
+from appliance.daemon.serving.service import Service
 from appliance.devices.machine import MIN_INTERVAL_NS, Devices, find_packages
 from appliance.fleet.boot import make_plan
 from appliance.observe.log.query import RowQuery, UsageQuery
 from appliance.observe.log.writer import RequestLog
-from appliance.request import Peer, Request
-from appliance.service import Service
 from engine.scheduler.cache.ledger import Ledger
 from engine.scheduler.queue.queue import FairQueue
 from engine.scheduler.router import Router

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from appliance.daemon.requests.request import Peer, Request
 from appliance.observe.telemetry.late import (
     DEFAULT_TTFT_MS,
     MIN_GAP_MS,
@@ -13,7 +14,6 @@ from appliance.observe.telemetry.late import (
     waiting_prompts,
 )
 from appliance.observe.telemetry.windows import UsualPace
-from appliance.request import Peer, Request
 from engine.scheduler.sequences.sequence import Sequence, Stamps
 from engine.wire.finish_reason import FinishReason
 from engine.wire.run_spec import RunSpec

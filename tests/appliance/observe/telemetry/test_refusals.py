@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.daemon.requests.request import Peer
 from appliance.observe.telemetry.refusals import MAX_FRAMES, MAX_KINDS, OTHERS, Refusals
-from appliance.request import Peer
 from engine.errors import QueueFull, RequestError
 
 SPINNER = Peer(uid=1, user="ana", pid=9495, program="python")

@@ -1,0 +1,1 @@
+"""Reach a daemon as every client does: by its address, over HTTP."""

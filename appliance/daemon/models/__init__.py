@@ -1,0 +1,1 @@
+"""Load, swap and park the models that are served in turns."""

@@ -1,0 +1,1 @@
+"""Manage the daemon as a process: its limits, dumps, stacks, lines and reads of slow disks."""

@@ -1,0 +1,1 @@
+"""Take requests in, hand tokens out, and record each request once."""

@@ -1,0 +1,193 @@
+"""Read the hub's cache on this machine.
+
+models--OWNER--NAME/refs/main the commit that the branch was at models--OWNER--
+NAME/snapshots/COMMIT/... links, by the files' own names models--OWNER--NAME/blobs/SUM the bytes;
+SUM.incomplete while they come
+
+Owns: where the cache is, what it contains, and whether a model is complete.
+Invariant: a folder that resolve() returns has every file that serving it needs.
+Never: asks the network, or imports huggingface_hub, which takes a third of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.hub.names import HubName, is_quantised_as
+from engine.checkpoint.gguf import parts_of
+from engine.errors import ConfigError
+from engine.units import size_text
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+INCOMPLETE = ".incomplete"
+HUB = "https://huggingface.co"
+"""The default hub, without HF_ENDPOINT."""
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_MAX_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One revision of a model in the cache."""
+
+    repository: str
+    commit: str
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The name that a user may type."""
+        return f"{self.repository}@{self.commit[:7]}"
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Return the cache folder of Hugging Face's own tools."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if given := environ.get(variable):
+            return Path(given).expanduser()
+    if home := environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    cache = environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if cache else Path.home() / ".cache") / "huggingface" / "hub"
+
+
+def download_text(name: HubName, num_bytes: int, cache: Path, environ: Mapping[str, str]) -> str:
+    """Describe a download: its model, size, source and target."""
+    endpoint = environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
+    return f"downloading {name}, {size_text(num_bytes)}, from {endpoint} to {cache}"
+
+
+def repository_folder(cache: Path, repository: str) -> Path:
+    """Return the folder of a repository's refs, snapshots and blobs."""
+    return cache / f"models--{repository.replace('/', '--')}"
+
+
+def snapshots(cache: Path) -> Iterator[Snapshot]:
+    """Yield every revision of a model that has a config.json or a GGUF file."""
+    for folder in sorted(cache.glob("models--*/snapshots/*")):
+        if (folder / "config.json").exists() or any(folder.glob("*.gguf")):
+            repository = folder.parents[1].name.removeprefix("models--").replace("--", "/", 1)
+            yield Snapshot(repository, folder.name, folder)
+
+
+def resolve(cache: Path, name: HubName) -> Path | None:
+    """Return the folder of a complete model; None: it must be pulled first.
+
+    Raises:
+        ConfigError: the beginning of a commit fits several revisions.
+    """
+    folder = repository_folder(cache, name.repository)
+    snapshot = None
+    ref = folder / "refs" / name.revision
+    if ref.is_file():
+        snapshot = folder / "snapshots" / ref.read_text().strip()
+    elif _COMMIT.fullmatch(name.revision):
+        fitting = sorted((folder / "snapshots").glob(f"{name.revision}*"))
+        if len(fitting) > 1:
+            what = f"{len(fitting)} revisions in the cache begin with {name.revision!r}"
+            raise ConfigError(what, where=str(name), hint="give more of the commit")
+        snapshot = fitting[0] if fitting else None
+    return None if snapshot is None or missing_files(snapshot, name.file) else snapshot
+
+
+def missing_files(snapshot: Path, file: str | None = None) -> list[str]:
+    """List the files that serving the model in this folder lacks."""
+    if file is not None:
+        found = _gguf_files(snapshot, file)
+        parts = parts_of(found[0]) if found else []
+        missing = [part.name for part in parts if not part.exists()]
+        return missing if found else [file]
+    needed = ["config.json", "tokenizer.json", *weight_names(snapshot)]
+    return [each for each in needed if not (snapshot / each).exists()]
+
+
+def gguf_file(snapshot: Path, file: str) -> Path:
+    """Return the GGUF file that a name asks for; the first part, if it has parts.
+
+    Args:
+        snapshot: a folder that resolve() returned for it.
+        file: a file's path in it, or a quantisation such as Q4_K_M.
+    """
+    return _gguf_files(snapshot, file)[0]
+
+
+def _gguf_files(snapshot: Path, file: str) -> list[Path]:
+    """List the files that a name could mean, parts in order."""
+    return [
+        path
+        for path in sorted(snapshot.rglob("*.gguf"))
+        if file in (path.name, str(path.relative_to(snapshot))) or is_quantised_as(path.name, file)
+    ]
+
+
+def weight_names(folder: Path) -> list[str]:
+    """List the safetensors files that a folder's index names, or the single one."""
+    index = folder / INDEX
+    if (folder / SINGLE).exists() or not index.exists():
+        return [SINGLE]
+    try:
+        listed = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return [INDEX]
+    return sorted(name for name in listed if isinstance(name, str))
+
+
+def in_words(cache: Path) -> str:
+    """List the models servable without a network, for a hint."""
+    names = sorted(
+        {
+            one.repository if is_current(cache, one) else one.name
+            for one in snapshots(cache)
+            if not missing_files(one.folder)
+        }
+    )
+    if not names:
+        return f"no complete model in {cache}; copy a folder here, or name a mirror by HF_ENDPOINT"
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return f"in {cache} there is {', '.join(names[:_MAX_SHOWN])}{more}"
+
+
+def is_current(cache: Path, one: Snapshot) -> bool:
+    """Say whether the repository's main branch is known to be at this revision."""
+    ref = repository_folder(cache, one.repository) / "refs" / "main"
+    return ref.is_file() and ref.read_text().strip() == one.commit
+
+
+def remove(cache: Path, repository: str, commit: str | None = None) -> int:
+    """Remove a model's revision, or all of it; return the freed bytes.
+
+    A blob that another revision links to stays.
+    """
+    folder = repository_folder(cache, repository)
+    before = _disk_bytes(folder)
+    others = [] if commit is None else [
+        each for each in (folder / "snapshots").glob("*") if each.name != commit
+    ]  # fmt: skip
+    if not others:
+        shutil.rmtree(folder)
+        return before
+    shutil.rmtree(folder / "snapshots" / str(commit))
+    for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
+        if ref.read_text().strip() == commit:
+            ref.unlink()
+    linked = {path.resolve() for other in others for path in other.rglob("*")}
+    for blob in (folder / "blobs").glob("*"):
+        if blob.resolve() not in linked:
+            blob.unlink()
+    return before - _disk_bytes(folder)
+
+
+def size_bytes(snapshot: Path) -> int:
+    return sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file())
+
+
+def _disk_bytes(folder: Path) -> int:
+    files = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+    return sum(path.lstat().st_size for path in files)

@@ -1,0 +1,1 @@
+"""Read clients' JSON against declared types, and write it in safe lines."""

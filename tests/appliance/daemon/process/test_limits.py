@@ -1,0 +1,63 @@
+"""The process keeps large buffers out of the C heap, and takes the open files that it may have."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from appliance.daemon.process.limits import NUM_APART, OWN_PAGES_BYTES, max_connections
+
+CHURN = """
+import ctypes, random, re, sys
+from appliance.daemon.process.limits import keep_small
+if sys.argv[1] == "kept" and not keep_small():
+    sys.exit("this C library has no such sizes")
+rng, stays, passing = random.Random(0), [], []
+for _ in range(5_000):  # bodies that come and go among small things that stay
+    passing.append(bytearray(rng.choice((1_000, 70_000, 200_000))))
+    stays.append(bytearray(600))
+    if len(passing) > 40:
+        passing.pop(rng.randrange(40))
+passing.clear()
+print(int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]))
+"""
+
+
+def held_kib(how: str) -> int:
+    ended = subprocess.run(
+        [sys.executable, "-c", CHURN, how], capture_output=True, check=False, text=True
+    )
+    if ended.returncode:
+        pytest.skip(ended.stderr)
+    return int(ended.stdout)
+
+
+def test_bodies_that_come_and_go_leave_no_holes():
+    assert held_kib("kept") < held_kib("as it is") - 512
+    assert OWN_PAGES_BYTES < 70_000
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one():
+    script = (
+        "import resource; from appliance.daemon.process.limits import raise_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
+        "print(raise_limit(1024)); print(raise_limit(100))\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    told, *others = said.stdout.splitlines()
+    assert re.findall(r"\d+", told) == ["1024", "300", "172"]
+    assert others == ["None", "300"]
+
+
+def test_connections_fit_in_what_is_left():
+    assert max_connections(1024, 4096) == 1024
+    assert max_connections(1024, 1024) == 1024 - NUM_APART
+    assert max_connections(1024, 8) == 1
+    assert max_connections(2) == min(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_APART)
