@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemons import ALONE, Daemon
-from tests.hub import Hub, Repository, folder_files, serving
+from tests.worlds.hub_server import Hub, Repository, folder_files, serving
 
 NAME = "owner/tiny-llama"
 

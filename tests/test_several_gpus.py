@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from engine.scheduler.routing.links import MAX_STRIKES
-from tests.accelerated import AcceleratedDaemon
 from tests.appliance.cli_process import penstock, user_environ
 from tests.checkpoints import make_checkpoint
 from tests.daemons import is_alive
+from tests.worlds.accelerated import AcceleratedDaemon
 
 MACHINES = tuple(filter(None, os.environ.get("ACCELERATED_MACHINES", "").split(","))) or ("2 peer",)
 PROMPTS = [[(7 * i + 3 * j) % 280 + 5 for j in range(20 + 60 * i)] for i in range(6)]

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from tests.accelerated import AcceleratedDaemon
 from tests.daemons import ALONE, ARMS, Daemon
 from tests.test_exactness import assert_same, make_served, prompts
+from tests.worlds.accelerated import AcceleratedDaemon
 
 CACHE = ("--ssd-cache", "64MiB")
 LENGTHS = [130, 513, 700]

@@ -17,7 +17,7 @@ from appliance.http.access import AccessPolicy
 from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
-from tests.fakes import FakeAppliance, until
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 DOORS = ("socket", "tcp")
 KEY_NAME = "laptop"

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 from appliance.api.core.wire import Arrival
 from appliance.api.routes import build_app
 from appliance.daemon.requests.request import Peer, Role
-from tests.fakes import FakeAppliance
+from tests.worlds.daemon_parts import FakeAppliance
 
 OPERATOR = Peer(uid=0, user="root", role=Role.OPERATOR)
 ALICE = Peer(uid=1001, user="alice", role=Role.USER)

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.clients.scripted_model import DONE, MARK, STYLES, write
 from tests.daemons import ALONE, Daemon, make_keys
+from tests.worlds.scripted_model import DONE, MARK, STYLES, write
 
 TASK = "Write the mark."
 LIMIT_S = 240

@@ -66,10 +66,10 @@ from tests.appliance.api_server import serving
 from tests.appliance.logs import row
 from tests.benchmarks.hostile import GENERATING, body_of
 from tests.checkpoints import make_checkpoint
-from tests.fakes import FakeAppliance
 from tests.gguf_files import write_gguf
 from tests.recordings import frame_at, make_recording, request_row
 from tests.tui.frames import busy
+from tests.worlds.daemon_parts import FakeAppliance
 from tui.feed import FeedIncompatible
 from tui.feed import _decoded as decode_frame
 from tui.replay import Replay

@@ -46,8 +46,8 @@ from engine.scheduler.routing.worker_routes import MAX_FAILED_COPIES, MIN_CHUNK_
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.sweep.keeper import Keeper
-from tests.sweep.simulated_worker import WorkerProcess, spawner
 from tests.sweep.virtual_loop import PROCESS, Process, VirtualLoop, virtual_time
+from tests.worlds.simulated_worker import WorkerProcess, spawner
 
 DISK_FAULTS = ("EIO", "ENOSPC", "flipped", "torn")
 DAEMON, WORKERS = "daemon", "workers"

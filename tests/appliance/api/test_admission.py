@@ -6,7 +6,7 @@ import threading
 
 from appliance.api import endpoints, generation
 from appliance.json.fields import MAX_MARKS, decode_object
-from tests.fakes import until
+from tests.worlds.daemon_parts import until
 
 
 async def refusal(served, path, body):

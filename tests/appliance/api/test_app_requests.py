@@ -13,8 +13,8 @@ from appliance.http.api_keys import key_digest, new_key, read_keys
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
 from tests.byte_tokenizer import CHAT_TEMPLATE
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 HELLO = [{"role": "user", "content": "hello"}]
 ROLES = ("user", "assistant")

@@ -6,8 +6,8 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.peers import OPERATOR, client_of
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE, MESSAGE = "/v1/responses", "/v1/messages"

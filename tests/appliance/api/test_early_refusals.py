@@ -19,8 +19,8 @@ from appliance.http.listeners import bind_socket
 from appliance.http.server import ApiServer
 from engine.errors import Unavailable
 from engine.text.tokenizer import Tokenizer
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 PEER = Peer(user="ann", uid=1000, role=Role.USER)
 BODIES = {

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.api.openai import replies
 from tests.appliance.api_server import events, fill, says
-from tests.fakes import until
+from tests.worlds.daemon_parts import until
 
 # Replies
 

@@ -15,8 +15,8 @@ from appliance.api.generation import MAX_INLINE_BYTES
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 PROMPT = {"prompt": "hi", "max_tokens": 2}

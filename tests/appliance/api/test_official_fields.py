@@ -22,9 +22,9 @@ from appliance.api.core import wire
 from appliance.daemon.requests.request import Peer, Role
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, events, says, serving
-from tests.fakes import FakeAppliance
 from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 MODEL = "fake/tiny-model"
 USER = {"role": "user", "content": "hi"}

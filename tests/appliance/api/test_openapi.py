@@ -25,9 +25,9 @@ from appliance.observe.log.reader import read_events, read_rows, read_usage
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.logs import row, start
 from tests.appliance.peers import ALICE, BOB, client_of
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
 from tests.tui.frames import busy
+from tests.worlds.daemon_parts import FakeAppliance
 
 CHECKS = [
     checks.not_a_server_error,

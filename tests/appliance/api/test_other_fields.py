@@ -6,8 +6,8 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from engine.errors import Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
 from tests.appliance.peers import ALICE, client_of
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 # Bad input
 

@@ -5,8 +5,8 @@ import pytest
 from appliance.api import tokenize as tokenize_api
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.peers import VIEWER, client_of
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 
 @pytest.fixture

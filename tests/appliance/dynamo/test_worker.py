@@ -16,9 +16,9 @@ from appliance.dynamo.worker import Adapter
 from engine.errors import PenstockError, Unavailable
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
 from tests.tui.frames import idle, pool
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 
 class Plane:

@@ -44,7 +44,7 @@ from engine.wire.messages import (
     WeightsSpec,
 )
 from tests.daemons import is_alive
-from tests.fakes import until
+from tests.worlds.daemon_parts import until
 
 T = TypeVar("T")
 

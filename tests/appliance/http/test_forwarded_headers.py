@@ -15,8 +15,8 @@ from appliance.http.api_keys import new_key, read_keys
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 CLAIMS = {
     "forwarded": "for=127.0.0.1;host=localhost;proto=https",

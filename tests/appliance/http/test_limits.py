@@ -26,8 +26,8 @@ from appliance.http.connection import ClientLimits
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
-from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 QUICK = ClientLimits(head_s=0.2, body_s=0.3, unread_s=0.3, linger_s=0.2, idle_s=0.3)
 MAX_BODY_BYTES = 1 << 20

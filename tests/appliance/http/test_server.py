@@ -15,8 +15,8 @@ from appliance.http.listeners import bind_socket
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
-from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from appliance.http.server import ApiServer
 from appliance.http.tls import tls_context
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 FILES = Path(__file__).parents[2] / "fixtures" / "tls"
 FIRST = FILES / "first.pem", FILES / "first.key.pem"

@@ -16,8 +16,8 @@ from appliance.http.listeners import bind_tcp
 from appliance.http.server import ApiServer
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 PAGE = {"origin": "https://app.example"}
 ASKS = {

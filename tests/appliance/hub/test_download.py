@@ -17,7 +17,7 @@ import pytest
 
 from tests.appliance.cli_process import ROOT, Typist, penstock, user_environ
 from tests.appliance.model_folder import make_model
-from tests.hub import Hub, Repository, folder_files, serving
+from tests.worlds.hub_server import Hub, Repository, folder_files, serving
 
 SIZES = {"vocab_size": 4096, "hidden_size": 64}
 WEIGHTS = "model.safetensors"

@@ -14,7 +14,7 @@ from appliance.hub import fits
 from engine.checkpoint.model_config import ModelConfig
 from tests.appliance.cli_process import penstock, user_environ
 from tests.appliance.hub.recorded import CONFIGS, GGUF, repository
-from tests.hub import Hub, Repository, serving
+from tests.worlds.hub_server import Hub, Repository, serving
 
 GIB = 1 << 30
 GPU_24 = fits.ServingPlace("24", 24 * GIB, is_gpu=True)

@@ -22,7 +22,7 @@ from engine.worker import copying
 from engine.worker.copying import Copier, copy_blocks, probe
 from engine.worker.device import DeviceTime
 from engine.worker.worker_request import WorkerRequest
-from tests.accelerator import DEVICE, FakeDevice
+from tests.worlds.accelerator import DEVICE, FakeDevice
 
 SHAPE = (2, 2, 4, 1, 8)
 

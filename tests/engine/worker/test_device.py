@@ -16,7 +16,7 @@ import torch
 
 from engine.worker.affinity import node_of, prefer_node
 from engine.worker.device import CudaDevice, finished_at_the_end
-from tests.accelerator import DEVICE, FakeDevice
+from tests.worlds.accelerator import DEVICE, FakeDevice
 
 # Memory on a NUMA node, on a machine that has at least node 0.
 

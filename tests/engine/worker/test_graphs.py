@@ -26,10 +26,10 @@ from engine.worker.model.weights import load_weights
 from engine.worker.runner import Runner
 from engine.worker.speculation import Speculation
 from engine.worker.worker_request import WorkerRequest
-from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.speculated import BLOCK_SIZE as BLOCK_SIZE_OF_MODELS
 from tests.speculated import Model, compare
+from tests.worlds.accelerator import DEVICE, FakeDevice
 from tests.worlds.worker_loop import Harness
 
 BLOCK_SIZE = 4

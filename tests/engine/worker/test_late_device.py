@@ -22,8 +22,8 @@ from engine.worker.model.transformer import Transformer
 from engine.worker.model.weight import Weight
 from engine.worker.model.weights import load_weights
 from engine.worker.runner import Runner
-from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
+from tests.worlds.accelerator import DEVICE, FakeDevice
 from tests.worlds.worker_loop import Harness
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4, 44, 8

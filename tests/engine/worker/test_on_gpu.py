@@ -38,10 +38,10 @@ from engine.worker.model.weights import load_weights
 from engine.worker.on_gpu import SLOW_ATTENTION, run_largest_steps
 from engine.worker.runner import Runner
 from engine.worker.weight_streaming import arena_views, stream_weights
-from tests.accelerator import DEVICE, FakeDevice
 from tests.checkpoints import make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE, GpuWorker, admit, no_grammars, start_alone
 from tests.live_bytes import LiveBytes
+from tests.worlds.accelerator import DEVICE, FakeDevice
 from tests.worlds.worker_loop import reports_in
 
 GIB = 1 << 30

@@ -24,10 +24,10 @@ from engine.worker.model.transformer import Transformer
 from engine.worker.model.weights import load_weights
 from engine.worker.runner import Runner
 from engine.worker.speculation import Speculation
-from tests.accelerator import FakeDevice
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.engine.gpu_worker import BLOCK_SIZE as GPU_BLOCK_SIZE
 from tests.engine.gpu_worker import admit, start_alone
+from tests.worlds.accelerator import FakeDevice
 from tests.worlds.worker_loop import Harness
 
 BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, NUM_TABLE_BLOCKS = 4, 32, 80, 6

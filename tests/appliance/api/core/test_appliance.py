@@ -13,7 +13,7 @@ from engine.errors import QueueFull, Unavailable
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason
 from tests.appliance.machine import a_request, make_machine
-from tests.fakes import FakeAppliance, until
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 MOST = 8
 """Sequences that may wait."""

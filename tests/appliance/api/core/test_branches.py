@@ -14,8 +14,8 @@ from appliance.daemon.requests.request import ModelInfo
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import CHAT_TEMPLATE
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 MODEL = ModelInfo("m", 8192, 300, (), None, 0)
 SYSTEM = {"role": "system", "content": "Answer briefly, and name your sources. " * 4}

@@ -12,8 +12,8 @@ from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.byte_tokenizer import CHAT_TEMPLATE
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 END = "!"
 TOOL = {

@@ -6,8 +6,8 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 TEMPLATE = (
     "[{{ reasoning_effort }} {{ enable_thinking }}]"

@@ -13,7 +13,7 @@ from appliance.api.core.fair_threads import TURN_S, Turns
 from appliance.api.core.wire import Arrival
 from appliance.daemon.requests.request import Peer
 from engine.errors import QueueFull, RequestError, Unavailable
-from tests.fakes import until
+from tests.worlds.daemon_parts import until
 
 Started = asyncio.Task[str]
 

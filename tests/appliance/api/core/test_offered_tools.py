@@ -9,8 +9,8 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}"

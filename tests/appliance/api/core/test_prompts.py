@@ -8,8 +8,8 @@ from tokenizers import AddedToken
 from appliance.api.core.prompts import MARKS, infill_of
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 
 def tokenizer_with(marks):

@@ -16,8 +16,8 @@ from appliance.json.fields import check
 from engine.text.grammar import validate
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 

@@ -13,9 +13,9 @@ from engine.errors import RequestError
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.fakes import FakeAppliance
 from tests.family_templates import FAMILIES
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 ALTERNATE = """
 {%- set at = namespace(index=0) %}

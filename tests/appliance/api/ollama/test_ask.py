@@ -21,8 +21,8 @@ from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import DOORS, says, serving
 from tests.appliance.peers import ALICE, OPERATOR, client_of
 from tests.byte_tokenizer import CHAT_TEMPLATE
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 END = "!"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'

@@ -15,8 +15,8 @@ from engine.wire.run_spec import RunSpec
 from engine.wire.sampling import SamplingParams
 from tests.appliance.api_server import serving
 from tests.appliance.peers import BOB, client_of
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 HASHER = PrefixHasher(bytes(32), b"", 4)
 

@@ -16,8 +16,8 @@ from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.appliance.logs import rids, row, start
 from tests.appliance.peers import ALICE, BOB, OPERATOR, VIEWER, client_of
-from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 
 async def waiting_request(appliance, peer):

@@ -18,9 +18,9 @@ from appliance.observe.log.writer import RequestLog
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import Served, serving
 from tests.appliance.peers import ALICE, BOB, client_of
-from tests.fakes import FakeAppliance, until
 from tests.recordings import at, frame_at, request_row, write_log
 from tests.tiny_tokenizers import byte_level
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 PATH = "/v1/penstock/recording"
 

@@ -11,8 +11,8 @@ from appliance.api.responses.ask import response_ask
 from engine.scheduler.cache.hashes import PrefixHasher
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import serving
-from tests.fakes import FakeAppliance
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance
 
 MODEL = "fake/tiny-model"
 HERMES = (

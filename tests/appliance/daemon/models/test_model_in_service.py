@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from appliance.configuration.config import ServeConfig
 from appliance.daemon.models import model_in_service
 from appliance.daemon.models.model_in_service import ModelInService
-from tests.fakes import until
+from tests.worlds.daemon_parts import until
 
 
 def config_of(folder):

@@ -26,8 +26,8 @@ from appliance.http.api_keys import key_digest, new_key, read_keys
 from appliance.http.listeners import bind_socket, bind_tcp
 from appliance.http.server import ApiServer
 from engine.text.tokenizer import Tokenizer
-from tests.fakes import FakeAppliance, until
 from tests.tiny_tokenizers import CHATML, byte_level
+from tests.worlds.daemon_parts import FakeAppliance, until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ASKED = {

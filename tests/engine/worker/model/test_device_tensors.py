@@ -13,9 +13,9 @@ from engine.worker.model.sampler import NO_TOKEN, sample_rows
 from engine.worker.model.transformer import Transformer
 from engine.worker.model.weight import Weight
 from engine.worker.model.weights import load_weights
-from tests.accelerator import DEVICE, Accelerator
 from tests.checkpoints import make_checkpoint
 from tests.engine.draws import drawn, draws_tensor
+from tests.worlds.accelerator import DEVICE, Accelerator
 
 BLOCK_SIZE = 16
 TABLES = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]

@@ -36,14 +36,14 @@ def inventory():
 class AcceleratedDaemon(Daemon):
     """Of so many GPUs."""
 
-    program = ("-m", "tests.accelerated")
+    program = ("-m", "tests.worlds.accelerated")
     python_path = ""  # the accelerator's tensors are of the device "meta"
     ready_s = 240.0
     """Its workers compute on cores what GPUs would, and there may be eight."""
 
     def __init__(self, folder, num_gpus, *args, reach=True, pool_bytes=4 << 20, **options):
         self.faults = folder / "faults"
-        """What is wrong with the links, as tests.accelerated_worker reads it."""
+        """What is wrong with the links, as tests.worlds.accelerated_worker reads it."""
         self.faults.mkdir(parents=True, exist_ok=True)
         env = {NUM_GPUS: str(num_gpus), REACH: str(int(reach)), FAULTS: str(self.faults)}
         env[POOL_BYTES] = str(pool_bytes)
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     links.SLOW_RATIO = 0.0  # what shares this machine's cores says nothing of a link
     spread.GPU_STEP_TOKENS = 512  # of which each start runs some
     # as a worker imports torch: without looking for garbage
-    load = "import gc; gc.disable(); from tests.accelerated_worker import main; main()"
+    load = "import gc; gc.disable(); from tests.worlds.accelerated_worker import main; main()"
     worker = (sys.executable, "-c", load)
     supervisor.Supervisor.__init__.__kwdefaults__["program"] = worker
     main()

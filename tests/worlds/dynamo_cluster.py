@@ -22,7 +22,7 @@ import httpx
 
 from tests.daemons import Daemon
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("PENSTOCK_DYNAMO_PYTHON", sys.executable)
 READY_S = 180.0
 PATIENCE_S = 120.0

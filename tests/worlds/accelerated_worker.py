@@ -25,7 +25,7 @@ import torch
 
 from engine.worker import __main__ as program
 from engine.worker import copying, device, gpu_sizes
-from tests.accelerator import DEVICE, Accelerator, FakeDevice
+from tests.worlds.accelerator import DEVICE, Accelerator, FakeDevice
 
 FAULTS, POOL_BYTES = "ACCELERATED_FAULTS", "ACCELERATED_POOL_BYTES"
 REPORTED_PAIRS = 2

@@ -5,7 +5,7 @@ attention and nothing to train. The chat template is a published family's with a
 what the prompt says it writes a first token, which begins one of the replies. Of a call the
 server's grammar writes the form; the model names a tool and its argument, where it has the choice.
 
-usage: python -m tests.clients.scripted_model FOLDER [STYLE [MAX_MODEL_LEN]]
+usage: python -m tests.worlds.scripted_model FOLDER [STYLE [MAX_MODEL_LEN]]
 """
 
 from __future__ import annotations
