@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from appliance.api.anthropic.fields import Turn
 from appliance.api.core import fields as chats
 from appliance.api.core.message_parts import (
     Call,
@@ -31,12 +30,22 @@ from appliance.api.core.message_parts import (
     part_of,
     thought_in,
 )
-from appliance.api.ollama.fields import OllamaMessage
 from appliance.json.fields import Json, check, invalid_type, invalid_value, required, unsupported
 
 Message = dict[str, Any]
 
-Newest = chats.ChatMessage | OllamaMessage | Turn
+
+class Newest(Protocol):
+    """The newest message, as each API declares it."""
+
+    @property
+    def role(self) -> str:
+        """Name the speaker."""
+
+    @property
+    def content(self) -> Any:
+        """Return its text or parts; None: it has none."""
+
 
 SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
