@@ -1,13 +1,14 @@
 """The gaps of streams beside long prompts, while other programs hold the cores.
 
 usage: python -m tests.benchmarks.starved_streams [--loops 10] [--seconds 120] [--streams 6]
-       [--roles static]... [--tree NAME=FOLDER]... [--model FOLDER] [--held 6]
+       [--roles static]... [--tree NAME=FOLDER]... [--model FOLDER] [--held 6] [--rounds 3]
 
 Busy loops share the cores with a daemon of its own, first beside streams alone, then beside prompts
 of some 3,600 tokens, one every few seconds; then, where this user may make groups of processes, the
 prefill worker is held back too: a thousandth of a core for `--held` seconds, then a second of what
 there is. For each phase: the streams' longest gap, the prompts by route and reason, and the events.
-Several trees (each with its own `.venv`) and roles take turns.
+The phases take turns in rounds, as the machine's load changes; `--seconds` is a phase's time in all
+rounds. Several trees (each with its own `.venv`) and roles take turns.
 """
 
 from __future__ import annotations
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--held", type=float, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--roles", action="append", choices=("static", "elastic"))
     parser.add_argument("--tree", action="append", metavar="NAME=FOLDER")
     parser.add_argument("--model")
@@ -227,11 +229,16 @@ def main() -> None:
         ):
             streams = Streams(client, options.streams, "Tell a long story.")
             streams.wait()
+            alone_s = beside_s = held_s = 0.0
+            seconds = options.seconds / options.rounds
             try:
-                alone_s = phase("streams alone", client, streams, options.seconds / 2, None)
-                beside_s = phase("beside prompts", client, streams, options.seconds, number)
-                with held_back(client, "prefill", options.held):
-                    held_s = phase("prefill held back", client, streams, options.seconds, number)
+                for _ in range(options.rounds):
+                    alone_s = max(alone_s, phase("streams alone", client, streams, seconds, None))
+                    gap_s = phase("beside prompts", client, streams, seconds, number)
+                    beside_s = max(beside_s, gap_s)
+                    with held_back(client, "prefill", options.held):
+                        gap_s = phase("prefill held back", client, streams, seconds, number)
+                    held_s = max(held_s, gap_s)
             finally:
                 streams.end()
         over, held_over = beside_s / alone_s, held_s / alone_s
