@@ -464,7 +464,7 @@ static void multiply_part(const void *product, const struct panels *part)
 void multiply_dots(void *context, int64_t item)
 {
     const struct product *p = context;
-    for_panels(p, p->parts, p->num_parts, panel_bytes(p->type, p->depth), item, p->num_items,
+    for_panels(p, p->parts, p->num_parts, 1, panel_bytes(p->type, p->depth), item, p->num_items,
                multiply_part);
 }
 

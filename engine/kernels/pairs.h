@@ -33,7 +33,8 @@ INLINE int64_t bytes_of_panel(int64_t depth) { return depth / 2 * PANEL_ROWS * P
 /* Calls multiply() for the panels of item number `item`. */
 INLINE void for_pairs(const struct pairs_product *p, int64_t item, multiply_panels_of multiply)
 {
-    for_panels(p, p->parts, p->num_parts, bytes_of_panel(p->depth), item, p->num_items, multiply);
+    for_panels(p, p->parts, p->num_parts, 1, bytes_of_panel(p->depth), item, p->num_items,
+               multiply);
 }
 
 /* Sums of one input and LANES rows of a panel to the output. */

@@ -35,23 +35,30 @@ struct panels {
 
 INLINE int64_t panels_of(int64_t num_rows) { return (num_rows + CODE_ROWS - 1) / CODE_ROWS; }
 
-/* Calls multiply() for the panels of item number `item` of num_items, part after part; all items have
- * an equal share of them. `bytes` are a panel's, one number for all parts. */
-typedef void (*multiply_panels_of)(const void *product, const struct panels *panels);
-INLINE void for_panels(const void *product, const struct part *parts, int64_t num_parts, int64_t bytes,
-                       int64_t item, int64_t num_items, multiply_panels_of multiply)
+INLINE int64_t units_of(int64_t num_rows, int64_t together)
 {
-    int64_t num_panels = 0, before = 0, column = 0;
+    return (panels_of(num_rows) + together - 1) / together;
+}
+
+/* Calls multiply() for the panels of item number `item` of num_items, part after part; all items have
+ * an equal share of them, in units of `together`. `bytes` are a panel's, one number for all parts. */
+typedef void (*multiply_panels_of)(const void *product, const struct panels *panels);
+INLINE void for_panels(const void *product, const struct part *parts, int64_t num_parts,
+                       int64_t together, int64_t bytes, int64_t item, int64_t num_items,
+                       multiply_panels_of multiply)
+{
+    int64_t num_units = 0, before = 0, column = 0;
     for (int64_t i = 0; i < num_parts; i++)
-        num_panels += panels_of(parts[i].num_rows);
-    const int64_t first = num_panels * item / num_items;
-    const int64_t end = num_panels * (item + 1) / num_items;
+        num_units += units_of(parts[i].num_rows, together);
+    const int64_t first = num_units * item / num_items;
+    const int64_t end = num_units * (item + 1) / num_items;
     for (int64_t i = 0; i < num_parts; i++) {
-        const int64_t count = panels_of(parts[i].num_rows);
+        const int64_t count = units_of(parts[i].num_rows, together);
+        const int64_t num_panels = panels_of(parts[i].num_rows);
         const struct panels panels = {
             .base = (const char *)(uintptr_t)parts[i].address,
-            .first = first > before ? first - before : 0,
-            .end = end < before + count ? end - before : count,
+            .first = first > before ? (first - before) * together : 0,
+            .end = end < before + count ? (end - before) * together : num_panels,
             .num_rows = parts[i].num_rows,
             .column = column,
             .bytes = bytes,

@@ -324,7 +324,7 @@ int wants_sums(int form) { return has_minimum(form); }
 void multiply_quantised(void *context, int64_t item)
 {
     const struct product *p = context;
-    for_panels(p, p->parts, p->num_parts, panel_bytes(p->type, p->depth), item, p->num_items,
+    for_panels(p, p->parts, p->num_parts, 1, panel_bytes(p->type, p->depth), item, p->num_items,
                multiply_some_panels);
 }
 

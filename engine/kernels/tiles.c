@@ -1,78 +1,221 @@
 /* Inputs in bfloat16 times weights packed in pairs, by matrix tiles: 32 inputs by 32 rows at a time.
+ *
+ * A square of sums is written while the next is multiplied, a few rows between two steps: after it, the
+ * unit would wait a third of a short row's time. Weights are fetched into the first cache a few steps
+ * ahead, which is free beside the unit. A group of panels stays in the second cache meanwhile; of long rows
+ * a cut of them, else inputs would come from further away for every few panels. Sums are kept between cuts
+ * as they are, so that their bits do not depend on these.
  */
 #include "pairs.h"
 #include "tile_unit.h"
 
-enum { INPUTS = 2 * UNIT_ROWS, GROUP_BYTES = 1 << 20 };
+enum {
+    INPUTS = 2 * UNIT_ROWS,
+    COLUMNS = 2 * PANEL_ROWS,
+    GROUP_BYTES = 1 << 20,
+    STEP_BYTES = UNIT_ROWS * UNIT_BYTES, /* of a panel, in a step */
+    STEPS_AHEAD = 4,
+    MAX_STEPS = 64, /* of a cut */
+};
 
-/* INPUTS inputs, of which num_inputs are written, by panels i and i + 1; the second may be the first. */
-static void multiply_square(const struct pairs_product *p, const struct panels *panels, int64_t i,
-                            int64_t second, const char *x, int64_t x_bytes, int64_t input,
-                            int64_t num_inputs)
+/* Sums that wait to be written. */
+struct square {
+    float sums[INPUTS][COLUMNS] __attribute__((aligned(64)));
+    char *to;          /* the first */
+    const float *bias; /* of its column, or NULL */
+    int64_t num_inputs, num_columns, stride_bytes, num_written; /* stride: from input to input */
+};
+
+/* One that is multiplied, and the one before. */
+struct squares {
+    struct square both[2];
+    int64_t count; /* of those so far */
+};
+
+/* A cut of the rows of a group of panels. */
+struct cut {
+    int64_t from, to; /* the panels */
+    int64_t first_step, num_steps;
+    float *kept; /* of each square of inputs and panels the sums so far; NULL: there is one cut */
+    int is_last;
+};
+
+/* The operands of a square: inputs row_bytes apart, two panels, and the two that come next. */
+struct operands {
+    const char *x, *panels[2], *next[2];
+    int64_t row_bytes, num_steps;
+    const float *sums; /* to begin with; NULL: 0 */
+};
+
+enum { SUMS_BYTES = COLUMNS * sizeof(float) };
+
+/* Writes up to `count` more inputs of a square. */
+INLINE void write_some(struct square *s, int64_t count)
 {
-    const char *low = panels->base + i * panels->bytes;
-    const char *high = panels->base + second * panels->bytes;
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
-    for (int64_t k = 0; k < p->depth; k += TILE_DEPTH) {
-        tile_load(4, x + k * 2, x_bytes);
-        tile_load(5, x + k * 2 + UNIT_ROWS * x_bytes, x_bytes);
-        tile_load(6, low + k * PANEL_ROWS * 2, UNIT_BYTES);
-        tile_load(7, high + k * PANEL_ROWS * 2, UNIT_BYTES);
+    for (; count > 0 && s->num_written < s->num_inputs; count--, s->num_written++)
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < COLUMNS; i += LANES) {
+            const int64_t left = s->num_columns - i;
+            if (left <= 0)
+                break;
+            vec sums = load(&s->sums[s->num_written][i], FLOAT32);
+            if (s->bias != NULL)
+                sums += load_upto(s->bias + i, left, FLOAT32);
+            store_upto(s->to + s->num_written * s->stride_bytes + i * 2, sums, left, BFLOAT16);
+        }
+}
+
+/* Asks for what panel `number` of a square has some steps further on, or the next one has. */
+INLINE void fetch_ahead(const struct operands *o, int number, int64_t step)
+{
+    const int64_t ahead = step + STEPS_AHEAD;
+    const char *from = ahead < o->num_steps
+                           ? o->panels[number] + ahead * STEP_BYTES
+                           : o->next[number] + (ahead - o->num_steps) * STEP_BYTES;
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < STEP_BYTES; line += 64)
+        __builtin_prefetch(from + line);
+}
+
+INLINE void begin_sums(const char *sums)
+{
+    if (sums == NULL) {
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+    } else {
+        tile_load(0, sums, SUMS_BYTES);
+        tile_load(1, sums + UNIT_BYTES, SUMS_BYTES);
+        tile_load(2, sums + UNIT_ROWS * SUMS_BYTES, SUMS_BYTES);
+        tile_load(3, sums + UNIT_ROWS * SUMS_BYTES + UNIT_BYTES, SUMS_BYTES);
+    }
+}
+
+/* Multiplies to `sums`, and writes what is left of the square before. */
+INLINE void multiply_square(const struct operands *o, char *sums, struct square *before)
+{
+    const int64_t rows_a_step = INPUTS / o->num_steps + 1;
+    begin_sums((const char *)o->sums);
+    for (int64_t step = 0; step < o->num_steps; step++) {
+        const char *x = o->x + step * TILE_DEPTH * 2;
+        tile_load(4, x, o->row_bytes);
+        tile_load(6, o->panels[0] + step * STEP_BYTES, UNIT_BYTES);
+        tile_load(7, o->panels[1] + step * STEP_BYTES, UNIT_BYTES);
+        tile_load(5, x + UNIT_ROWS * o->row_bytes, o->row_bytes);
         tile_multiply(0, 4, 6);
+        fetch_ahead(o, 0, step);
         tile_multiply(1, 4, 7);
+        write_some(before, rows_a_step);
         tile_multiply(2, 5, 6);
+        fetch_ahead(o, 1, step);
         tile_multiply(3, 5, 7);
     }
-    float sums[INPUTS][2 * PANEL_ROWS] __attribute__((aligned(64)));
-    enum { STRIDE = sizeof sums[0] };
-    tile_store((char *)&sums[0][0], STRIDE, 0);
-    tile_store((char *)&sums[0][PANEL_ROWS], STRIDE, 1);
-    tile_store((char *)&sums[UNIT_ROWS][0], STRIDE, 2);
-    tile_store((char *)&sums[UNIT_ROWS][PANEL_ROWS], STRIDE, 3);
-    for (int64_t n = 0; n < num_inputs; n++)
-        for (int v = 0; v < 2 * PANEL_VECS; v++) {
-            const int64_t panel = v < PANEL_VECS ? i : second;
-            const int64_t row = panel * PANEL_ROWS + v % PANEL_VECS * LANES;
-            write_panel_sums(p, input + n, panels->column + row,
-                             load(&sums[n][v * LANES], FLOAT32), panels->num_rows - row);
+    write_some(before, INPUTS);
+    tile_store(sums, SUMS_BYTES, 0);
+    tile_store(sums + UNIT_BYTES, SUMS_BYTES, 1);
+    tile_store(sums + UNIT_ROWS * SUMS_BYTES, SUMS_BYTES, 2);
+    tile_store(sums + UNIT_ROWS * SUMS_BYTES + UNIT_BYTES, SUMS_BYTES, 3);
+}
+
+/* The last inputs, and zeros up to a whole tile: nothing behind x is read. */
+static char *padded_rest(const struct pairs_product *p)
+{
+    const int64_t row_bytes = p->depth * 2, num_rest = p->num_inputs % INPUTS;
+    char *rest = calloc(INPUTS, (size_t)row_bytes);
+    if (rest == NULL)
+        abort(); /* less than a prompt's row for each of 32 tokens */
+    for (int64_t n = 0; n < num_rest; n++)
+        memcpy(rest + n * row_bytes, p->x + (p->num_inputs - num_rest + n) * p->x_stride * 2,
+               (size_t)row_bytes);
+    return rest;
+}
+
+/* What waits to be written of panel i and the next, by INPUTS inputs from `input` on. */
+INLINE void place_square(struct square *s, const struct pairs_product *p, const struct panels *panels,
+                         int64_t i, int64_t to, int64_t input)
+{
+    const int64_t column = panels->column + i * PANEL_ROWS, end = to * PANEL_ROWS;
+    s->to = p->out + (input * p->out_stride + column) * 2;
+    s->bias = p->bias == NULL ? NULL : p->bias + column;
+    s->num_inputs = p->num_inputs - input < INPUTS ? p->num_inputs - input : INPUTS;
+    s->num_columns = (end < panels->num_rows ? end : panels->num_rows) - i * PANEL_ROWS;
+    s->stride_bytes = p->out_stride * 2;
+    s->num_written = 0;
+}
+
+/* INPUTS inputs from `input` on by a cut. */
+static void multiply_inputs(const struct pairs_product *p, const struct panels *panels,
+                            const struct cut *cut, int64_t input, const char *rest,
+                            struct squares *squares)
+{
+    const int is_rest = p->num_inputs - input < INPUTS;
+    const char *x = is_rest ? rest : p->x + input * p->x_stride * 2;
+    const char *base = panels->base + cut->first_step * STEP_BYTES;
+    const int64_t from = cut->from, to = cut->to;
+    struct operands o = {.x = x + cut->first_step * TILE_DEPTH * 2,
+                         .row_bytes = is_rest ? p->depth * 2 : p->x_stride * 2,
+                         .num_steps = cut->num_steps};
+    for (int64_t i = from; i < to; i += 2) {
+        const int64_t next = i + 2 < to ? i + 2 : from;
+        for (int n = 0; n < 2; n++) { /* the second may be the first */
+            o.panels[n] = base + (i + n < to ? i + n : i) * panels->bytes;
+            o.next[n] = base + (next + n < to ? next + n : next) * panels->bytes;
         }
+        const int64_t number = input / INPUTS * ((to - from + 1) / 2) + (i - from) / 2;
+        float *kept = cut->kept == NULL ? NULL : cut->kept + number * INPUTS * COLUMNS;
+        o.sums = cut->first_step == 0 ? NULL : kept;
+        struct square *before = &squares->both[squares->count % 2];
+        if (!cut->is_last) {
+            multiply_square(&o, (char *)kept, before);
+            continue;
+        }
+        struct square *now = &squares->both[++squares->count % 2];
+        multiply_square(&o, (char *)now->sums, before);
+        place_square(now, p, panels, i, to, input);
+    }
+}
+
+/* Memory for the sums of all inputs by some panels. */
+static float *kept_sums(const struct pairs_product *p, int64_t num_panels)
+{
+    static _Thread_local struct memory memory;
+    const int64_t num_squares = (p->num_inputs + INPUTS - 1) / INPUTS * ((num_panels + 1) / 2);
+    float *kept = grown(&memory, (size_t)(num_squares * INPUTS * SUMS_BYTES));
+    if (kept == NULL)
+        abort(); /* as much as a part of the output */
+    return kept;
 }
 
 static void multiply_tiled(const void *product, const struct panels *panels)
 {
     const struct pairs_product *p = product;
-    int64_t group = GROUP_BYTES / panels->bytes / 2 * 2;
+    struct squares squares;
+    squares.both[0].num_inputs = squares.both[0].num_written = squares.count = 0;
+    const int64_t num_steps = p->depth / TILE_DEPTH;
+    const int64_t num_cuts = (num_steps + MAX_STEPS - 1) / MAX_STEPS;
+    int64_t group = GROUP_BYTES / (panels->bytes / num_cuts) / 2 * 2;
     group = group < 2 ? 2 : group;
-    const int64_t row_bytes = p->depth * 2;
-    char *rest = NULL; /* the last inputs, and zeros up to a whole tile: nothing behind x is read */
-    const int64_t num_rest = p->num_inputs % INPUTS;
-    for (int64_t from = panels->first; from < panels->end; from += group) {
-        const int64_t to = from + group < panels->end ? from + group : panels->end;
-        for (int64_t input = 0; input < p->num_inputs; input += INPUTS) {
-            const int is_rest = p->num_inputs - input < INPUTS;
-            const char *x = p->x + input * p->x_stride * 2;
-            if (is_rest && rest == NULL) {
-                rest = calloc(INPUTS, (size_t)row_bytes);
-                if (rest == NULL)
-                    abort(); /* less than a prompt's row for each of 32 tokens */
-                for (int64_t n = 0; n < num_rest; n++)
-                    memcpy(rest + n * row_bytes, x + n * p->x_stride * 2, (size_t)row_bytes);
-            }
-            for (int64_t i = from; i < to; i += 2)
-                multiply_square(p, panels, i, i + 1 < to ? i + 1 : i, is_rest ? rest : x,
-                                is_rest ? row_bytes : p->x_stride * 2, input,
-                                is_rest ? num_rest : INPUTS);
+    char *rest = p->num_inputs % INPUTS == 0 ? NULL : padded_rest(p);
+    for (int64_t from = panels->first; from < panels->end; from += group)
+        for (int64_t n = 0; n < num_cuts; n++) {
+            struct cut cut = {.from = from, .first_step = num_steps * n / num_cuts};
+            cut.to = from + group < panels->end ? from + group : panels->end;
+            cut.num_steps = num_steps * (n + 1) / num_cuts - cut.first_step;
+            cut.kept = num_cuts == 1 ? NULL : kept_sums(p, group);
+            cut.is_last = n == num_cuts - 1;
+            for (int64_t input = 0; input < p->num_inputs; input += INPUTS)
+                multiply_inputs(p, panels, &cut, input, rest, &squares);
         }
-    }
+    write_some(&squares.both[squares.count % 2], INPUTS);
     free(rest);
 }
 
 void multiply_tiles(void *context, int64_t item)
 {
+    const struct pairs_product *p = context;
     begin_tiles();
-    for_pairs(context, item, multiply_tiled);
+    for_panels(p, p->parts, p->num_parts, 2, bytes_of_panel(p->depth), item, p->num_items,
+               multiply_tiled);
     end_tiles();
 }

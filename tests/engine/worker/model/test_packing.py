@@ -84,6 +84,21 @@ def test_threads_change_nothing_in_the_result(level, variant):
         torch.set_num_threads(1)
 
 
+@each_level
+def test_rows_that_tiles_take_in_cuts_have_the_bits_of_whole_ones(level):
+    matrix, x = torch.randn(40, 4200).bfloat16(), torch.randn(40, 4200).bfloat16()
+    linear = packed_linear(level, [matrix], [], TILES)
+    assert_close(linear, x, [matrix], [])
+    begin = x.clone()
+    begin[:, 1000:] = 0
+    short = packed_linear(level, [matrix[:, :1000]], [], TILES)
+    assert torch.equal(linear(begin), short(x[:, :1000]))
+    end = x.clone()
+    end[:, :3200] = 0
+    short = packed_linear(level, [matrix[:, 3200:]], [], TILES)
+    assert torch.equal(linear(end), short(x[:, 3200:]))
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=VARIANT_NAMES)
 @each_level
 def test_an_input_that_is_not_a_number_stays_in_its_row(level, variant):
