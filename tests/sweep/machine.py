@@ -243,7 +243,7 @@ class Machine:
             mock.patch.object(READER, "tell", READER.tell),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
             mock.patch.object(
-                appliance.daemon.start.survival.keeper_channel,
+                appliance.daemon.survival.keeper_channel,
                 "_channel",
                 return_value=self._keeper,
             ),
