@@ -75,6 +75,8 @@ class Run:
         self.gaps_ms: list[float] = []
         self.statuses: Counter[str] = Counter()
         self.is_over = False
+        self.num_streaming = 0
+        self.are_streaming = asyncio.Event()
 
     async def ask_health(self) -> None:
         """Ask over and over, on a connection each time."""
@@ -104,7 +106,11 @@ class Run:
             while not self.is_over and (line := await reader.readline()):
                 if line.startswith(b"data: {"):
                     now = time.monotonic()
-                    if last is not None:
+                    if last is None:
+                        self.num_streaming += 1
+                        if self.num_streaming >= NUM_STREAMS:
+                            self.are_streaming.set()
+                    else:
                         self.gaps_ms.append((now - last) * 1e3)
                     last = now
             writer.close()
@@ -166,6 +172,7 @@ async def phase(socket: str, seconds: float, flood: Flood | None = None) -> Run:
     """Measure for a while, beside a flood if there is one."""
     run = Run(socket)
     tasks = [asyncio.create_task(run.stream()) for _ in range(NUM_STREAMS)]
+    await run.are_streaming.wait()  # of the last flood some may be left to refuse
     await asyncio.sleep(SETTLE_S)
     run.gaps_ms.clear()
     tasks.append(asyncio.create_task(run.ask_health()))
