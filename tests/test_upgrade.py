@@ -6,7 +6,10 @@ The files in fixtures/v0.1 were made by that version's own code, and are not mad
 from __future__ import annotations
 
 import gzip
+import os
 import sqlite3
+import subprocess
+import sys
 import tomllib
 from contextlib import closing
 from pathlib import Path
@@ -90,3 +93,19 @@ def test_every_setting_of_an_old_file_is_known_and_holds(tmp_path, monkeypatch):
     named = set(tomllib.loads((OLD / "penstock.toml").read_text()))
     set_here = {found.name for found in explain(flags, {}) if found.origin != DEFAULT}
     assert set_here == named
+
+
+def run(*command: str, **variables: str) -> tuple[int, str]:
+    environ = {**os.environ, **variables}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", *command], env=environ, capture_output=True, check=False
+    )
+    return done.returncode, done.stdout.decode()
+
+
+def test_programs_of_an_old_daemon_are_found_by_their_old_names(tmp_path):
+    """Of one at 8d51d038, which runs on while its files are replaced; `restart` ends it."""
+    code, said = run("engine.workers", "--help")
+    assert (code, "engine.worker " in said, "--channel-fd" in said) == (0, True, True)
+    code, said = run("appliance.models.hub", "a/b", HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
+    assert (code, "error" in said) == (1, True)

@@ -1,0 +1,91 @@
+"""Upgrade a daemon in place under streams of every API, and compare every reply.
+
+usage: python -m tests.benchmarks.upgrade OLD.whl NEW.whl MODEL [--kill-worker] [-- OPTIONS]
+
+Installs the old wheel into a folder, serves MODEL from it, begins a stream of each kind. Then it
+puts the new wheel in that folder's place, kills a worker of the old daemon if asked to, asks for a
+restart (`penstock restart`'s signal), and reads all replies to their ends. Last it stops the new
+daemon, whose keeper is still the old one. Exit code 1 if a reply differs from the
+undisturbed one or has not exactly one row, or if the keeper does not end with 0.
+
+A wheel of another commit: `git archive COMMIT | tar x -C FOLDER`, then `PENSTOCK_BUILD_KERNELS=all
+pip wheel --no-deps FOLDER`. Minutes, for it compiles the kernels twice: no part of the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+
+from tests.benchmarks.daemon_deaths import Stream, num_rows
+from tests.daemons import Daemon
+from tests.test_daemon_death import BODIES, said
+
+
+def install(wheel: Path, site: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+    subprocess.run([*command, site, wheel], check=True)
+
+
+def modules_run(daemon: Daemon) -> set[str]:
+    """List what the daemon's workers were started as."""
+    lines = [one.cmdline() for one in psutil.Process(daemon.pid).children(recursive=True)]
+    return {line[line.index("-m") + 1] for line in lines if "-m" in line}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--kill-worker", action="store_true")
+    args, options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="upgrade-") as folder:
+        site, new = Path(folder) / "site", Path(folder) / "new"
+        install(args.old, site)
+        install(args.new, new)
+        env = {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+        options = [each for each in options if each != "--"]
+        daemon = Daemon(Path(folder) / "d", *options, model=args.model.resolve(), env=env)
+        daemon.wait_ready()
+        calm = {name: said(Stream(daemon, name).read().received) for name in BODIES}
+        before, started_as = daemon.pid, modules_run(daemon)
+        streams = [Stream(daemon, name) for name in BODIES]
+        with ThreadPoolExecutor(len(streams)) as pool:
+            ends = [pool.submit(one.read) for one in streams]
+            daemon.wait_for(lambda: all(one.has_begun for one in streams))
+            site.rename(site.with_name("old"))
+            new.rename(site)
+            num_open = sum(not one.has_ended for one in streams)
+            if args.kill_worker:
+                name = daemon.state()["workers"][-1]["name"]
+                os.kill(pid := daemon.worker_pid(name), signal.SIGKILL)
+                daemon.wait_for(lambda: daemon.worker_pid(name) != pid and daemon.is_ready())
+                print("the old daemon's worker runs again, started as", *modules_run(daemon))
+            os.kill(before, signal.SIGUSR2)
+            for end in ends:
+                end.result()
+        daemon.wait_for(lambda: daemon.pid not in (before, daemon.process.pid))
+        daemon.wait_ready()
+        wrong = [one.name for one in streams if said(one.received) != calm[one.name]]
+        daemon.wait_for(lambda: num_rows(daemon)[0] >= 2 * len(BODIES))
+        rows, num_ids = num_rows(daemon)
+        print(f"started as {sorted(started_as)} before, {sorted(modules_run(daemon))} after")
+        print(f"{len(streams)} streams, {num_open} open at the upgrade, wrong: {wrong or 'none'}")
+        print(f"{rows} rows of {num_ids} requests, {2 * len(BODIES)} asked")
+        daemon.assert_all_free()
+        status = daemon.stop()
+        print(f"the old keeper ended with {status}")
+    sys.exit(bool(wrong) or not rows == num_ids == 2 * len(BODIES) or status != 0)
+
+
+if __name__ == "__main__":
+    main()
