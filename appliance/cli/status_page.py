@@ -60,6 +60,8 @@ def page(frame: Row, *, colour: bool, room: int | None = None) -> str:
         lines.append(("slo", slo))
     totals = frame.get("totals") or {}
     lines.append(("totals", _totals_text(totals)))
+    if today := frame.get("today"):
+        lines.append(("today", _today_text(today)))
     if totals.get("reader_failures") or totals.get("reader_restarts"):
         lines.append(("reader", _reader_text(totals)))
     if totals.get("drafts"):
@@ -239,6 +241,15 @@ def _totals_text(totals: Row) -> str:
     return (
         f"{counts}; {count(totals.get('prompt_tokens'))} tokens in,"
         f" {count(totals.get('output_tokens'))} out"
+    )
+
+
+def _today_text(today: Row) -> str:
+    """Sum up the requests that ended since midnight, also under daemons before this one."""
+    failed = f", {count(today['failed'])} failed" if today.get("failed") else ""
+    return (
+        f"{things(today.get('requests'), 'request')}{failed} since {clock(today.get('since'))};"
+        f" {count(today.get('prompt_tokens'))} tokens in, {count(today.get('output_tokens'))} out"
     )
 
 

@@ -136,10 +136,13 @@ def test_an_empty_table_says_how_to_start_a_daemon_where_there_is_none(loss, tol
 
 
 def test_an_empty_table_suggests_a_request_only_before_the_first():
-    fresh = frames.idle()
-    used = frames.idle(totals=msgspec.structs.replace(fresh.totals, accepted=11, finished=11))
+    served = frames.idle()
+    fresh = frames.idle(today=msgspec.structs.replace(served.today, requests=0))
+    counted = msgspec.structs.replace(served.totals, accepted=11, finished=11)
+    used = frames.idle(today=fresh.today, totals=counted)
     assert "penstock run" in text_of(requests.placeholder(View().after(fresh)))
     assert "penstock run" not in text_of(requests.placeholder(View().after(used)))
+    assert "penstock run" not in text_of(requests.placeholder(View().after(served))), "today's"
 
 
 @pytest.mark.parametrize("state", ["loading", "ready"])

@@ -245,6 +245,7 @@ def placeholder(view: View) -> Line:
         kept = f"  {fig.things(end.num_waiting, 'request')} kept: each continues"
         when = " once the model is loaded" * (view.frame.state == "loading")
         return [Run(f"{kept}{when}", Tone.WARN)]
-    if view.frame.totals.accepted:
+    today = view.frame.today
+    if view.frame.totals.accepted or (today is not None and today.requests):
         return [Run("  no live requests", Tone.MUTED)]
     return [Run('  no requests yet; send one with: penstock run "Hello"', Tone.MUTED)]

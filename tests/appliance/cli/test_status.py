@@ -227,3 +227,11 @@ def test_what_was_chosen_at_start_is_told() -> None:
     assert [line for line in lines if line.startswith("tuning")] == [
         f"tuning   {each}" for each in told
     ]
+
+
+def test_the_sums_of_today_outlive_the_daemon_that_counted_them():
+    today = {"since": "2026-11-28T00:00:00.000Z", "requests": 8, "failed": 1}
+    today |= {"prompt_tokens": 184, "output_tokens": 1542}
+    shown = status_page.page({"state": "ready", "totals": {}, "today": today}, colour=False)
+    (line,) = [each for each in shown.splitlines() if each.startswith("today")]
+    assert [part in line for part in ("8 requests", "1 failed", "184", "1,542")] == [True] * 4
