@@ -35,7 +35,7 @@ struct panels {
 
 INLINE int64_t panels_of(int64_t num_rows) { return (num_rows + CODE_ROWS - 1) / CODE_ROWS; }
 
-INLINE int64_t units_of(int64_t num_rows, int64_t together)
+INLINE int64_t units_of_rows(int64_t num_rows, int64_t together)
 {
     return (panels_of(num_rows) + together - 1) / together;
 }
@@ -49,11 +49,11 @@ INLINE void for_panels(const void *product, const struct part *parts, int64_t nu
 {
     int64_t num_units = 0, before = 0, column = 0;
     for (int64_t i = 0; i < num_parts; i++)
-        num_units += units_of(parts[i].num_rows, together);
+        num_units += units_of_rows(parts[i].num_rows, together);
     const int64_t first = num_units * item / num_items;
     const int64_t end = num_units * (item + 1) / num_items;
     for (int64_t i = 0; i < num_parts; i++) {
-        const int64_t count = units_of(parts[i].num_rows, together);
+        const int64_t count = units_of_rows(parts[i].num_rows, together);
         const int64_t num_panels = panels_of(parts[i].num_rows);
         const struct panels panels = {
             .base = (const char *)(uintptr_t)parts[i].address,
