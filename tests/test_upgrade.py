@@ -1,4 +1,4 @@
-"""What version 0.1 has left behind is opened by this one: its log, its settings, its recordings.
+"""What version 0.1 has left behind is opened by this one: its settings, its recordings.
 
 The files in fixtures/v0.1 were made by that version's own code, and are not made anew.
 """
@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import gzip
 import os
-import sqlite3
 import subprocess
 import sys
 import tomllib
-from contextlib import closing
 from pathlib import Path
-
-import pytest
 
 from appliance.configuration.client_settings import explain
 from appliance.configuration.config import load
 from appliance.configuration.sources import DEFAULT
 from appliance.observe.frame.protocol import Frame
-from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
-from tests.appliance.logs import row, start
 from tui.replay import Replay
 
 OLD = Path(__file__).parent / "fixtures" / "v0.1"
@@ -31,40 +25,6 @@ def unpacked(name: str, folder: Path) -> Path:
     path = folder / name
     path.write_bytes(gzip.decompress((OLD / f"{name}.gz").read_bytes()))
     return path
-
-
-@pytest.fixture
-def log(tmp_path):
-    log = start(unpacked("requests.db", tmp_path))
-    yield log
-    assert log.close()
-
-
-def test_an_old_log_is_read_and_written_on(log):
-    log.record(row("cmpl-new", received_at="2999-11-21T15:00:00.000Z"))
-    new, second, first = log.rows(RowQuery())
-    assert (new["id"], second["id"], first["id"]) == ("cmpl-new", "chatcmpl-second", "cmpl-first")
-    assert (first["ttft_ms"], first["e2e_ms"], first["route"]) == (3000.0, 10_000.0, "move")
-    assert (second["user"], second["finish_reason"]) == ("key:laptop", "abort")
-    died, ready = log.events(EventQuery(limit=2))[::-1]
-    assert (died["code"], ready["code"]) == ("worker.died", "worker.ready")
-    (usage,) = log.usage(UsageQuery(by="model"))
-    assert usage["requests"] == 3
-
-
-def test_the_run_that_an_old_daemon_did_not_end_is_a_crash_without_rows(log):
-    assert log.crash is not None
-    assert log.crash.about.endswith("2999-11-21T14:00:11.000Z")
-    with closing(sqlite3.connect(log.path)) as db:
-        runs = db.execute("SELECT version, stop_reason FROM runs ORDER BY run_id").fetchall()
-    assert runs == [("1", "crash"), ("1", None)]
-
-
-def test_a_recording_can_be_made_of_what_an_old_daemon_showed(log, tmp_path):
-    with closing(log.recording(Span())) as made:
-        path = tmp_path / "made.penstock"
-        path.write_bytes(made.read())
-    assert_plays(path)
 
 
 def test_an_old_recording_plays(tmp_path):

@@ -27,7 +27,7 @@ from appliance.observe.log.reader import (
 )
 from engine.errors import ConfigError, PenstockError
 from engine.system.own_files import check_own_file, open_own
-from migrations.request_log import migration
+from migrations.request_log import FIRST, migration
 from migrations.sqlite_files import is_foreign
 
 _APPLICATION_ID = 0x50454E53  # "PENS", for file(1)
@@ -35,6 +35,7 @@ _ELSEWHERE = "if another program made it, choose another folder with --state-dir
 _BACKUP = ".before-"
 _LOG = logging.getLogger("penstock.request_log")
 _DAMAGED = ".damaged-"
+_OLDER = "-before-0.2"
 
 _FileId = tuple[int, int]
 """Device and inode."""
@@ -42,6 +43,8 @@ _FileId = tuple[int, int]
 
 def open_log(path: Path) -> sqlite3.Connection:
     """Open the log for writing at the newest schema; a new file and its -wal have mode 0640.
+
+    A log from before the first schema that this version knows is renamed, and a new one is made.
 
     Raises:
         ConfigError: the file cannot be opened, or another program or a newer Penstock made it.
@@ -74,6 +77,10 @@ def open_log(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA journal_size_limit = 67108864")
         connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        if _is_older(Database(connection, execute_plugins=False)):
+            connection.close()
+            _LOG.info("%s is of a version before 0.2: kept as %s", path, _keep_older(path).name)
+            return open_log(path)
         _migrate(Database(connection, execute_plugins=False), path)
         _check_columns(connection, path)
     except SQLITE_ERRORS as error:
@@ -118,6 +125,19 @@ def set_aside(path: Path) -> Path:
     number = 1
     while (kept := path.with_name(f"{path.name}{_DAMAGED}{number}")).exists():
         number += 1
+    return _rename(path, kept)
+
+
+def _keep_older(path: Path) -> Path:
+    """Rename the log of an older version; nothing deletes it. Return the new path."""
+    kept, number = path.with_name(f"{path.stem}{_OLDER}{path.suffix}"), 1
+    while kept.exists():
+        number += 1
+        kept = path.with_name(f"{path.stem}{_OLDER}-{number}{path.suffix}")
+    return _rename(path, kept)
+
+
+def _rename(path: Path, kept: Path) -> Path:
     # The write-ahead log first: beside a new file SQLite would take its pages for that one's.
     for suffix in ("-wal", "-shm", ""):
         with contextlib.suppress(FileNotFoundError):
@@ -150,19 +170,33 @@ def remove_backups(path: Path, older_than_s: float) -> None:
                     backup.unlink()
 
 
+def _applied(db: Database) -> set[str]:
+    return {step.name for step in migration.applied(db)}
+
+
+def _newer(db: Database) -> set[str]:
+    """List the applied steps that come after every step of this version."""
+    # Pending on an empty database is every step that this version knows.
+    with closing(sqlite3.connect(":memory:")) as empty:
+        known = [step.name for step in migration.pending(Database(empty, execute_plugins=False))]
+    return {name for name in _applied(db) if name > max(known)}
+
+
+def _is_older(db: Database) -> bool:
+    """Tell whether it is the log of a version before this one's first step."""
+    return bool(_applied(db)) and FIRST not in _applied(db) and not _newer(db)
+
+
 def _migrate(db: Database, path: Path) -> None:
     """Apply the missing migrations; copy an older file beside itself first."""
     pending = [step.name for step in migration.pending(db)]
-    applied = {step.name for step in migration.applied(db)}
-    # Pending on an empty database is every step that this version knows.
-    with closing(sqlite3.connect(":memory:")) as empty:
-        known = {step.name for step in migration.pending(Database(empty, execute_plugins=False))}
-    if applied - known and pending:  # a newer one has every step that this version knows
-        what = f"the request log names a step that no version has: {max(applied - known)}"
+    applied, newer = _applied(db), _newer(db)
+    if newer and pending:  # a newer one has every step that this version knows
+        what = f"the request log names a step that no version has: {max(newer)}"
         raise DamagedLog(what, where=str(path), hint=RECOVER)
-    if applied - known:
+    if newer:
         raise ConfigError(
-            f"written by a newer Penstock (schema {max(applied - known)})",
+            f"written by a newer Penstock (schema {max(newer)})",
             where=str(path),
             hint="upgrade Penstock, or choose another folder with --state-dir",
         )

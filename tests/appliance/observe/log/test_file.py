@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import sqlite3
 import time
@@ -12,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from sqlite_utils import Database
 
-from appliance.daemon.survival.open_requests import CUT, OpenRequests
+from appliance.daemon.survival.open_requests import OpenRequests
 from appliance.observe.log import writer
 from appliance.observe.log.log_file import damaged_logs, open_log, remove_backups, set_aside
 from appliance.observe.log.query import RowQuery
@@ -22,6 +24,8 @@ from engine.errors import ConfigError, PenstockError
 from migrations.request_log import migration
 from tests.appliance.logs import query, rids, row, start, write
 
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+SCHEMA = FIXTURES / "request-log-schema.json"
 GARBAGE = "not a database, and long enough to be read as a header " * 40
 
 
@@ -42,58 +46,62 @@ def test_the_file_and_those_beside_it_are_private_to_owner_and_group(path: Path)
     assert query(path, "PRAGMA journal_mode") == [("wal",)]
 
 
-def test_a_log_of_the_first_schema_is_copied_and_brought_up_with_its_rows(path: Path) -> None:
+def test_a_new_log_has_the_schema_that_all_steps_together_once_made(path: Path) -> None:
+    open_log(path).close()
+    made = query(path, "SELECT type, name, tbl_name, sql FROM sqlite_master")
+    assert sorted(made, key=str) == [tuple(each) for each in json.loads(SCHEMA.read_text())]
+
+
+def before_clients(path: Path) -> None:
+    """Write a log with one row as the fourteenth step left it."""
     path.parent.mkdir()
     with closing(sqlite3.connect(path)) as db:
-        migration.apply(Database(db, execute_plugins=False), stop_before="m002_users")
+        migration.apply(Database(db, execute_plugins=False), stop_before="m015_clients")
         with db:
             db.execute(
                 "INSERT INTO runs (run_id, started_at, version, model, dtype, roles)"
                 " VALUES (1, '', '', '', '', '')"
             )
-            db.executemany(
+            db.execute(
                 "INSERT INTO requests (rid, run_id, received_at, endpoint, model, peer_uid,"
-                " peer_user, stream, num_sequences, prompt_tokens, completion_tokens,"
-                " http_status, error, recoveries)"
-                " VALUES (?, 1, '2026-01-01T00:00:00.000Z', '', 'm', ?, ?, 0, 1, 1, 0, 200, ?, 0)",
-                [("a", 7, "ann", None), ("b", 8, None, "another"), ("c", None, None, CUT)],
+                " stream, num_sequences, prompt_tokens, http_status, recoveries)"
+                " VALUES ('a', 1, '2026-01-01T00:00:00.000Z', '', 'm', 8, 0, 1, 1, 200, 0)"
             )
-    with pytest.raises(PenstockError, match="no such column") as caught:
-        read_rows(path, RowQuery(user="ann"))
-    assert "penstock serve" in caught.value.hint
-    open_log(path).close()
-    users = {found["id"]: found["user"] for found in read_rows(path, RowQuery())}
-    assert users == {"a": "ann", "b": "uid:8", "c": "unknown"}
-    tokens = {found["id"]: found["completion_tokens"] for found in read_rows(path, RowQuery())}
-    assert tokens == {"a": 0, "b": 0, "c": None}  # of what was cut by a kill nobody knows
-    backup = path.with_name("requests.db.before-m002_users")
-    assert backup.stat().st_mode & 0o777 == 0o640
-    assert query(backup, "SELECT rid, peer_user FROM v_requests ORDER BY rid")[0] == ("a", "ann")
 
 
-def test_a_log_from_before_the_joules_is_brought_up_and_reports_none(
+def test_a_log_of_the_fourteenth_step_is_copied_and_brought_up_with_its_rows(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "penstock.request_log")
-    path.parent.mkdir()
-    with closing(sqlite3.connect(path)) as db:
-        migration.apply(Database(db, execute_plugins=False), stop_before="m004_energy")
-        with db:
-            db.execute(
-                "INSERT INTO runs (run_id, started_at, version, model, dtype, roles)"
-                " VALUES (1, '', '', '', '', '')"
-            )
-            db.execute(
-                "INSERT INTO requests (rid, run_id, received_at, endpoint, model, stream,"
-                " num_sequences, prompt_tokens, completion_tokens, http_status, recoveries, route)"
-                " VALUES ('a', 1, '2026-01-01T00:00:00.000Z', '', 'm', 0, 1, 1, 1, 200, 0, 'move')"
-            )
+    before_clients(path)
+    with closing(sqlite3.connect(path)) as db, db:  # as the versions recorded it that made it
+        db.execute(
+            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
+            " VALUES ('request_log', 'm013_cache_miss', '')"
+        )
     open_log(path).close()
     (found,) = read_rows(path, RowQuery())
-    assert (found["prefill_j"], found["decode_j"]) == (None, None)
-    assert (found["route"], found["user"]) == ("move", "unknown")
-    assert path.with_name("requests.db.before-m004_energy").exists()
-    assert "requests.db.before-m004_energy" in caplog.text
+    assert (found["id"], found["user"], found["client"]) == ("a", "uid:8", None)
+    backup = path.with_name("requests.db.before-m015_clients")
+    assert backup.stat().st_mode & 0o777 == 0o640
+    assert query(backup, "SELECT rid, user FROM v_requests") == [("a", "uid:8")]
+    assert backup.name in caplog.text
+
+
+def test_a_log_from_before_the_fourteenth_step_is_kept_beside_a_new_one(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.request_log")
+    for name in ("requests-before-0.2.db", "requests-before-0.2-2.db"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.decompress((FIXTURES / "v0.1" / "requests.db.gz").read_bytes()))
+        open_log(path).close()
+        assert read_rows(path, RowQuery()) == []
+        kept = path.with_name(name)
+        assert query(kept, "SELECT count(*) FROM requests") == [(2,)]
+        remove_backups(path, time.time() + 60)
+        assert kept.exists()
+        assert caplog.text.count(name) == 1
 
 
 @pytest.mark.parametrize("kind", ["before-m002_users", "damaged-1", "damaged-1-wal"])
