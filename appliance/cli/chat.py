@@ -109,6 +109,7 @@ class Session:
             "set": Command("[NAME [VALUE]]", "show settings, change one, or unset it", self._set),
             "save": Command("FILE", "write the conversation to a file", self._save),
             "load": Command("FILE", "continue a saved conversation", self._load),
+            "model": Command("[NAME]", "show the models, or talk with another", self._use),
             "stats": Command("", "show the timings of the last reply", self._stats),
             "retry": Command("", "have the last question answered again", self._retry),
             "exit": Command("", "leave, as Ctrl-D does; quit and bye, too", self._exit),
@@ -203,6 +204,17 @@ class Session:
         if own is None:
             return f"{name} (the daemon does not say)"
         return f"{name} {own['value']:g} ({'model' if own['source'] == 'model' else 'default'})"
+
+    def _use(self, argument: str) -> str:
+        listed = self._client.get("/v1/models").get("data") or []
+        names = [str(model["id"]) for model in listed]
+        if not argument:
+            used = self._model.name or names[0]
+            return "\n".join(f"{'*' if name == used else ' '} {printable(name)}" for name in names)
+        if argument not in names:
+            raise Refused(f"no model {argument!r}", hint="/model shows their names")
+        self._model = ChosenModel(argument, listed[names.index(argument)])
+        return f"talking with {printable(argument)}"
 
     def _save(self, argument: str) -> str:
         if not argument:

@@ -1,4 +1,4 @@
-"""Define the verbs on API keys: new, add.
+"""Define the verbs on API keys: new, add, list.
 
 Invariant: a key is shown once; its file holds a hash.
 """
@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli import terminal
+from appliance.cli import listings, terminal
+from appliance.cli.tables import Format
+from appliance.cli.terminal import Output
 from appliance.http import api_keys
 from engine.printable import printable
 
@@ -44,3 +46,14 @@ def add_key(
     terminal.write(key + "\n")
     terminal.note(f"added {name} ({role}) to {printable(file)}; this key is not shown again")
     terminal.note("a running daemon reads it on SIGHUP (systemctl reload, kill -HUP)")
+
+
+@keys.command("list")
+def list_keys(
+    file: Annotated[str, typer.Option("--file", help="File of keys.")],
+    output: Output = Format.TABLE,
+) -> None:
+    """List the names and roles of a file's keys."""
+    found = api_keys.read_keys(Path(file))
+    rows = [{"name": key.name, "role": key.role.name.lower()} for key in found]
+    terminal.write(terminal.listing("keys", listings.KEYS, output).render(rows))

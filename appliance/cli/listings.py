@@ -124,6 +124,11 @@ FITS = (
     TableColumn("FITS IF QUANTISED", "quantised"),
 )
 
+KEYS = (
+    TableColumn("NAME", "name"),
+    TableColumn("ROLE", "role"),
+)
+
 CHECKSUMS = (
     TableColumn("FILE", "file"),
     TableColumn("SIZE", "size_bytes", size),

@@ -66,11 +66,11 @@ def show(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="ID",
-            help="From ps, log or top; the first characters are enough.",
+            metavar="[ID]",
+            help="From ps, log or top; the first characters are enough. Default: the last one.",
             autocompletion=request_ids,
         ),
-    ],
+    ] = short_ids.LAST,
     host: Host = None,
     state_dir: StateDir = None,
     output: Output = Format.TABLE,

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from appliance.cli import completion, terminal
 from appliance.client.address import INSECURE
@@ -80,6 +80,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 """Each verb's file in this folder; its function or group there, if named differently."""
 VERBS = {name: place for group in GROUPS.values() for name, place in group.items()}
+ALIASES: Mapping[str, str] = {"ls": "list", "logs": "log", "kill": "cancel"}
+"""Words of other programs for our verbs."""
 _HIDDEN = ("dial-stdio",)
 HOST_OPTIONS = ("--host", "-H", "--socket")
 """Options of most verbs that may also stand before the verb."""
@@ -157,6 +159,8 @@ def main() -> None:
         os.environ[INSECURE] = "1"
         words = words[1:]
     words = _verb_first(words)
+    if words and words[0] in ALIASES:
+        words = [ALIASES[words[0]], *words[1:]]
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     try:
@@ -203,7 +207,8 @@ def build(asked: str) -> typer.Typer:
         if isinstance(verb, typer.Typer):
             app.add_typer(verb, name=name, cls=Verbs)
         else:
-            app.command(name, hidden=name in _HIDDEN)(verb)
+            shown_by = getattr(verb, "help_class", TyperCommand)
+            app.command(name, hidden=name in _HIDDEN, cls=shown_by)(verb)
     return app
 
 

@@ -20,6 +20,7 @@ import typer
 from appliance.cli import fact_pages, terminal
 from appliance.cli.completion import model_ids
 from appliance.cli.connection import ChosenModel, when_loaded
+from appliance.cli.loops import LOOP_CHARS, repeats_itself
 from appliance.cli.tables import Range, WordWrap, for_terminal, within
 from appliance.cli.terminal import ProgressLine
 from appliance.client.calls import Client, ClientError, GenerationFailed, Stream
@@ -82,6 +83,8 @@ class PrintedReply:
     request_id: str | None = None
     finish_reason: str | None = None
     text: str = ""
+    is_endless: bool = False
+    """It repeats itself, and was ended here."""
 
 
 def _with_fields(verb: Callable[..., None]) -> Callable[..., None]:
@@ -106,8 +109,9 @@ def body(model: ChosenModel, settings: Mapping[str, object]) -> dict[str, Any]:
 def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedReply) -> None:
     """Print one completion as it comes, and keep `reply` up to date.
 
-    A reply that was cut off is followed by a note. Interrupted, this cancels the
-    request and raises the interruption again.
+    A reply that was cut off is followed by a note. One that repeats itself is ended at a
+    terminal, unless the user has set its length. Interrupted, this cancels the request and raises
+    the interruption again.
 
     Raises:
         ClientError: no daemon, a refusal, or an incomplete reply.
@@ -116,10 +120,14 @@ def stream(client: Client, path: str, content: dict[str, Any], reply: PrintedRep
     with when_loaded(client, ask) as events:
         reply.request_id = events.request_id
         try:
-            _print(events, reply)
+            _print(events, reply, ends_loops=content.get("max_tokens") == ROOM_LEFT)
         except (SystemExit, KeyboardInterrupt) as ending:  # a signal, or stdout is closed
             _cancel_after(client, reply, ending)
             raise
+    if reply.is_endless:
+        hint = "try --temperature 0 or another --seed; --max-tokens lets it repeat"
+        terminal.note(f"penstock: ended, for the reply repeats itself\nhint: {hint}")
+        return
     if reply.finish_reason not in ("stop", "length", "tool_calls"):
         raise GenerationFailed(_why_incomplete(client, reply))
     if reply.finish_reason == "length":
@@ -134,8 +142,8 @@ def print_stats(client: Client, reply: PrintedReply) -> None:
         terminal.note(fact_pages.stats_line(client.request(reply.request_id)))
 
 
-def _print(events: Stream, reply: PrintedReply) -> None:
-    is_terminal = sys.stdout.isatty()
+def _print(events: Stream, reply: PrintedReply, *, ends_loops: bool) -> None:
+    is_terminal, looked_at = sys.stdout.isatty(), 0
     wrap = WordWrap() if terminal.has_screen() else None
     thinking = ProgressLine()
     try:
@@ -152,6 +160,11 @@ def _print(events: Stream, reply: PrintedReply) -> None:
                 reply.text += text
                 shown = for_terminal(text) if is_terminal else text
                 terminal.write(shown if wrap is None else wrap.of(shown, terminal.width()))
+            if is_terminal and ends_loops and len(reply.text) - looked_at > LOOP_CHARS // 8:
+                looked_at = len(reply.text)
+                if reply.finish_reason is None and repeats_itself(reply.text):
+                    reply.is_endless = True
+                    return  # hanging up cancels the request
     finally:
         thinking.end()
         if (is_terminal or reply.text) and not reply.text.endswith("\n"):

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import terminal
+from appliance.cli.serve_help import GroupedHelp, show_all
 from appliance.configuration import config, sources
 from appliance.configuration.setting_kinds import a_flag
 from appliance.configuration.settings import SETTINGS
@@ -45,13 +46,17 @@ def serve(
         typer.Option("--host", help="IP address for --port. Default: both of localhost."),
     ] = None,
     port: Annotated[
-        str | None, typer.Option("--port", help="TCP port: short for --listen HOST:PORT.")
+        str | None, typer.Option("--port", "-p", help="TCP port: short for --listen HOST:PORT.")
     ] = None,
     config_file: Annotated[
         str | None, typer.Option("--config", help="A TOML file of settings.")
     ] = None,
     check_config: Annotated[
         bool, typer.Option("--check-config", help="Only check the settings and the model.")
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, callback=show_all, help="Show all options."),
     ] = False,
     **given: Any,
 ) -> None:
@@ -74,6 +79,9 @@ def serve(
 
         process.keep_small()
         raise typer.Exit(daemon.serve(load_config))
+
+
+serve.help_class = GroupedHelp  # type: ignore[attr-defined]
 
 
 def _end_replies(kept: dict[str, list[int]]) -> None:

@@ -13,6 +13,8 @@ from appliance.client.calls import Client, ClientError, ReplyError
 from engine.errors import UsageError
 
 SHOWN_IDS = 8
+LAST = "last"
+"""A word for the newest request."""
 _IDS = "`penstock ps -a` and `penstock log` show ids"
 SEARCHED_ROWS = 1000
 _NOT_FOUND = 404
@@ -41,6 +43,11 @@ def with_id(text: str, act: Callable[[str], Answer], *sources: Callable[[], list
     """
     if not text.strip():
         raise UsageError("it is empty", where="ID", hint=_IDS)
+    if text == LAST:
+        newest = next(filter(None, (source() for source in sources)), None)
+        if newest is None:
+            raise UsageError("there is no request yet", where="ID", hint=_IDS)
+        return act(newest[0])
     try:
         return act(text)
     except ReplyError as error:
@@ -79,8 +86,10 @@ def live(client: Client) -> list[str]:
 
 
 def recent(client: Client) -> list[str]:
-    """List live and recently ended requests."""
-    return [frame["id"] for frame in client.get("/v1/requests").get("data", [])]
+    """List live and recently ended requests, the newest first."""
+    frames = client.get("/v1/requests").get("data", [])
+    newest = sorted(frames, key=lambda frame: str(frame.get("received_at")), reverse=True)
+    return [frame["id"] for frame in newest]
 
 
 def logged(client: Client) -> list[str]:

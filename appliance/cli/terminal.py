@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import re
 import shutil
 import signal
 import sys
@@ -191,20 +192,23 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+_COMMAND = re.compile(r"(?<=[ `'])penstock(?= [a-z])")
+"""The program's name before a verb."""
+
+
 def report(error: PenstockError) -> int:
     """Print an error and its hint, or several; return the exit code."""
     import logging  # most verbs have nothing to report
 
     from appliance.daemon.process import log_lines
 
-    to_journal, hints = log_lines.is_journal(), ""
+    to_journal, command = log_lines.is_journal(), log_lines.own_command()
     for each in error.errors if isinstance(error, SeveralWrong) else (error,):
         note(log_lines.lines(printable(each), logging.ERROR, to_journal=to_journal))
         if each.hint:
-            hints += (hint := f"hint: {printable(each.hint)}")
+            # where penstock is not on PATH, a command is shown as it must be typed
+            hint = _COMMAND.sub(lambda _: command, f"hint: {printable(each.hint)}")
             note(log_lines.lines(hint, logging.ERROR, to_journal=True) if to_journal else hint)
-    if "penstock " in hints and (command := log_lines.own_command()) != "penstock":
-        note(f"hint: penstock is not on PATH; type {printable(command)}")
     return error.exit_code
 
 

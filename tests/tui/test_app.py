@@ -210,6 +210,15 @@ async def test_the_cursor_stays_on_its_request(busy):
         assert console.main.table.selected is None
 
 
+async def test_until_it_is_moved_the_cursor_stays_at_the_top(busy):
+    youngest = frames.busy(160, requests=busy.frame.requests[-1:], num_requests=1)
+    async with console_at(80, 24, frames.view_of(youngest)) as (console, pilot):
+        console.post_message(FrameArrived(frames.busy(161)))
+        await pilot.pause()
+        table = console.main.table
+        assert (table.selected.id, table.window[0]) == (frames.busy(161).requests[0].id, 1)
+
+
 async def test_the_cursor_does_not_follow_a_request_that_ends(busy):
     async with console_at(120, 40, busy) as (console, pilot):
         await pilot.press("2", "j")

@@ -176,6 +176,8 @@ class RequestTable(ScrollView, Toned, can_focus=True):
         self._placeholder: Line = []
         self._is_metered = True
         self._cursor = 0
+        self._is_moved = False
+        """Whether a person has put the cursor somewhere; until then it stays on the first row."""
 
     @property
     def selected(self) -> RequestFrame | None:
@@ -194,13 +196,13 @@ class RequestTable(ScrollView, Toned, can_focus=True):
     def show(
         self, requests: list[RequestFrame], placeholder: Line, is_metered: bool = True
     ) -> None:
-        """Show new readings, in order; the cursor follows its request until it ends."""
+        """Show new readings, in order; a cursor that was moved follows its request."""
         selected = self.selected
         self._is_metered = is_metered
         self._requests = requests
         self._placeholder = placeholder
         for index, request in enumerate(requests):
-            if selected is not None and request.id == selected.id:
+            if self._is_moved and selected is not None and request.id == selected.id:
                 has_ended = request.phase == "finished" != selected.phase
                 self._cursor = self._cursor if has_ended else index
                 break
@@ -209,6 +211,7 @@ class RequestTable(ScrollView, Toned, can_focus=True):
 
     def action_move(self, num_rows: int) -> None:
         """Move the cursor by a number of rows, within the ends."""
+        self._is_moved = True
         self._cursor = max(0, min(self._cursor + num_rows, len(self._requests) - 1))
         self._repaint()
 

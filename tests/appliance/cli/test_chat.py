@@ -447,6 +447,31 @@ def test_the_sampling_in_force_is_shown_with_where_it_comes_from(
     assert "max_tokens" in shown
 
 
+def test_a_chat_goes_on_with_another_model(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    models = {"object": "list", "data": [{"id": "m"}, {"id": "other"}]}
+    daemon.script.replies["GET /v1/models"] = (200, models)
+    with Typist(environ, "chat") as person:
+        person.type("/model", shows="* m")
+        person.type("/model none", shows="no model")
+        person.type("/model other", shows="other")
+        person.type("hi", shows="Hello")
+        person.type("/exit")
+    (asked,) = daemon.script.asked_for(ASK)
+    assert asked is not None
+    assert asked["model"] == "other"
+
+
+@pytest.mark.parametrize("limit", [[], ["--max-tokens", "9000"]])
+def test_a_reply_that_repeats_itself_ends_at_a_terminal(
+    daemon: FakeDaemon, environ: dict[str, str], limit: list[str]
+) -> None:
+    daemon.script.events = [text_event("la ") for _ in range(900)]
+    daemon.script.events += [text_event("end", "stop"), DONE]
+    shown = run_on_terminal(environ, "run", "p", *limit)
+    assert shown.endswith(b"end\r\n") == bool(limit)
+    assert penstock(environ, "run", "p").stdout.endswith("end\n")
+
+
 def test_help_says_what_each_word_does(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     with Typist(environ, "chat") as person:
         person.type("/help", shows="ends a reply or a line")

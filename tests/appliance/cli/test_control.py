@@ -89,6 +89,8 @@ def test_a_new_key_is_a_line_for_the_file_and_itself_only_on_stderr(
     assert found is not None
     assert found.name == "ann"
     assert penstock(environ, "keys", "new", "a b").returncode == 2
+    listed = penstock(environ, "keys", "list", "--file", str(tmp_path / "keys"), "-o", "ndjson")
+    assert json.loads(listed.stdout) == {"name": "ann", "role": "viewer"}
 
 
 def test_serve_takes_its_settings_from_a_file_that_is_named(

@@ -34,6 +34,13 @@ def test_status_as_json_is_the_frame(daemon: FakeDaemon, environ: dict[str, str]
     assert shown == {"schema": "penstock.status/1", **FRAME}
 
 
+def test_words_of_other_programs_are_taken(daemon: FakeDaemon, environ: dict[str, str]) -> None:
+    daemon.script.replies = {"GET /v1/penstock/log?limit=20": (200, {"data": []})}
+    assert penstock(environ, "logs").stdout == penstock(environ, "log").stdout
+    daemon.script.replies["POST /v1/requests/cmpl-1/cancel"] = (200, {"id": "cmpl-1"})
+    assert penstock(environ, "kill", "cmpl-1").stdout == "cancelled cmpl-1\n"
+
+
 def test_ps_chooses_by_user_and_phase(daemon: FakeDaemon, environ: dict[str, str]) -> None:
     others = {**REQUEST, "id": "cmpl-2", "user": "bob", "phase": "queued"}
     listed = {"object": "list", "data": [REQUEST, others, ENDED]}

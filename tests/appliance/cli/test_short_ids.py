@@ -49,6 +49,21 @@ def test_a_complete_id_is_no_beginning(known, data):
     assert the_one(data.draw(st.sampled_from(known)), known) is None
 
 
+def test_without_an_id_the_newest_request_is_shown(
+    daemon: FakeDaemon, environ: dict[str, str]
+) -> None:
+    times = zip(LIVE, ("2026-11-01", "2026-11-03", "2026-11-02"), strict=True)
+    frames = [{**frame, "received_at": at} for frame, at in times]
+    daemon.script.replies["GET /v1/requests"] = (200, {"data": frames})
+    daemon.script.replies["GET /v1/requests/chatcmpl-ab99"] = (200, frames[1])
+    for words in ([], ["last"]):
+        assert "chatcmpl-ab99" in penstock(environ, "show", *words).stdout
+    daemon.script.replies["GET /v1/requests"] = (200, {"data": []})
+    assert "cmpl-0ld" in penstock(environ, "show").stdout
+    daemon.script.replies["GET /v1/penstock/log?limit=1000"] = (200, {"data": []})
+    assert penstock(environ, "show").returncode == 2
+
+
 def test_the_daemon_is_asked_for_the_id_that_is_meant(
     daemon: FakeDaemon, environ: dict[str, str]
 ) -> None:

@@ -199,7 +199,12 @@ def test_streaming_loses_nothing_but_spaces_at_the_edge(
 
 @pytest.mark.parametrize(
     ("hint", "on_path", "is_told"),
-    [("penstock pull o/m", "bin", False), ("penstock pull o/m", "", True), ("wait", "", False)],
+    [
+        ("`penstock pull o/m`", "bin", False),
+        ("`penstock pull o/m`", "", True),
+        ("start 'penstock serve'", "", True),
+        ("see penstock.toml", "", False),
+    ],
 )
 def test_a_hint_with_a_command_that_is_not_on_the_path_says_where_it_is(
     hint, on_path, is_told, tmp_path, monkeypatch, capsys
@@ -210,4 +215,6 @@ def test_a_hint_with_a_command_that_is_not_on_the_path_says_where_it_is(
     monkeypatch.setenv("PATH", str(tmp_path / on_path) if on_path else "")
     monkeypatch.setattr("sys.argv", [str(program), "show"])
     terminal.report(PenstockError("it failed", hint=hint))
-    assert (str(program) in capsys.readouterr().err) == is_told
+    shown = capsys.readouterr().err
+    assert (f"{program} " in shown) == is_told
+    assert len(shown.splitlines()) == 2
