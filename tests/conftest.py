@@ -1,6 +1,8 @@
 import gc
+import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -51,17 +53,36 @@ LONGEST = (
     "tui/test_replay_console.py",
     "test_booted.py",
 )
-"""Files that take longest, in this order: a process that began one of them at the end would work on
-it alone. xdist's own order, by the number of tests, begins with the quickest."""
+"""Files that take longest, in this order, where no durations are recorded: a process that began one
+of them at the end would work on it alone. xdist's own order begins with the quickest."""
+DURATIONS = Path(os.environ.get("TEST_DURATIONS", os.devnull))
+"""A file outside the tree, named by `.ci/run`: the seconds of each file in the last whole run."""
+_seconds: Counter[str] = Counter()
 
 
 def pytest_collection_modifyitems(items):
+    recorded = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
+
     def rank(item):
-        path = item.path.as_posix()
-        found = (i for i, name in enumerate(LONGEST) if path.endswith(f"/{name}"))
+        file = item.nodeid.partition("::")[0]
+        if recorded:
+            return -recorded.get(file, 0)
+        found = (i for i, name in enumerate(LONGEST) if file.endswith(f"/{name}"))
         return next(found, len(LONGEST))
 
     items.sort(key=rank)  # others, and the tests of a file, stay in their order
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session):
+    """Record the durations, once: where xdist's processes report to."""
+    if "TEST_DURATIONS" in os.environ and not hasattr(session.config, "workerinput"):
+        DURATIONS.parent.mkdir(parents=True, exist_ok=True)
+        rounded = {file: round(seconds, 2) for file, seconds in _seconds.most_common()}
+        DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 def pytest_collection():

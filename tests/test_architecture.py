@@ -186,3 +186,12 @@ def test_the_files_to_change_exist():
         path = Path(name) if "/" in name else folder / name
         missing += [] if (ROOT / path).exists() else [str(path)]
     assert not missing
+
+
+def test_tests_mirror_the_rooms():
+    tested = {
+        path.parent.relative_to(ROOT / "tests")
+        for package in PACKAGES
+        for path in (ROOT / "tests" / package).rglob("test_*.py")
+    }
+    assert not [folder for folder in tested if not (ROOT / folder / "__init__.py").exists()]
