@@ -141,6 +141,12 @@ BUGS = {
         "WorkerFailed(about, where=where)\n",
         ("alias",),
     ),
+    "a starved worker counts as hung": Bug(
+        "appliance/observe/telemetry/progress.py",
+        "        elapsed_s = own_s(last.threads, reading.threads, min(elapsed_s, MAX_ELAPSED_S))\n",
+        "        elapsed_s = min(elapsed_s, MAX_ELAPSED_S)\n",
+        ("alias",),
+    ),
     "a row is written twice, or not": Bug(
         "appliance/daemon/serving/closed_requests.py",
         "        self._log.record(row)\n\n",
