@@ -11,8 +11,10 @@ import httpx
 import psutil
 import pytest
 
+from appliance.hub.names import STARTER_FOLDER
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.daemons import ALONE, STEP_BY_STEP, Daemon, is_alive
+from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS, endless_template
 from tests.test_exactness import assert_same, prompts
 
 
@@ -117,14 +119,64 @@ def test_a_model_that_has_become_bad_is_an_error_and_the_old_one_goes_on(
     assert len(failed) == 1, "it is left alone for a while"
     assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     assert "takes the place" not in daemon.stderr, "the old one was never taken down"
-    (hung / "config.json").unlink()
-    os.mkfifo(hung / "config.json")  # a file that never answers
+    (reader,) = [one for one in psutil.Process(daemon.pid).children() if is_reader(one)]
+    reader.suspend()  # as if it waited for a disk
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(refused, daemon, "draining", "hung")
         daemon.wait_for(lambda: daemon.state()["swaps"]["num_waiting"])
         assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
         assert daemon.stop() == 0
         assert "draining" in asked.result()
+
+
+def test_models_whose_files_take_too_much_are_refused_and_the_old_one_goes_on(
+    start_daemon, tiny_llama, tmp_path
+):
+    makers = {
+        "tokenizer": HOSTILE_TOKENIZERS["text that doubles"],
+        "template": endless_template,
+        "header": HOSTILE["header of 2^63 bytes"],
+        "config": HOSTILE["config of nested lists"],
+    }
+    folders = {name: make(tmp_path / name) for name, make in makers.items()}
+    good = {name: tmp_path / f"good-{name}" for name in ("header", "config")}
+    for name, link in good.items():  # they turn bad once the daemon runs
+        link.symlink_to(STARTER_FOLDER)
+        folders[name], good[name] = link, folders[name]
+    text = "min_stay = 0\n" + "".join(
+        f'[models.{name}]\nmodel = "{folder}"\n' for name, folder in folders.items()
+    )
+    daemon = start_daemon(*ALONE, *settings(tmp_path, text), model=tiny_llama).wait_ready()
+    for name, bad in good.items():
+        folders[name].unlink()
+        folders[name].symlink_to(bad)
+    pid, before_bytes = daemon.pid, psutil.Process(daemon.pid).memory_info().rss
+    with ThreadPoolExecutor(len(folders)) as pool:
+        asked = [pool.submit(refused, daemon, model=name) for name in folders]
+        daemon.wait_for(lambda: daemon.state()["swaps"]["num_waiting"])
+        assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+        for name, told in zip(folders, asked, strict=True):
+            assert told.result().startswith(f"{name} cannot be served: ")
+    assert daemon.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert daemon.pid == pid
+    assert "takes the place" not in daemon.stderr
+    assert psutil.Process(pid).memory_info().rss < before_bytes + (32 << 20)
+    assert daemon.stop() == 0
+
+
+def test_tables_whose_files_claim_too_much_end_a_start_each_by_its_name(
+    start_daemon, tiny_llama, tmp_path
+):
+    made = {name: make(tmp_path / name.replace(" ", "-")) for name, make in HOSTILE.items()}
+    text = "".join(f'[models."{name}"]\nmodel = "{path}"\n' for name, path in made.items())
+    daemon = start_daemon(*settings(tmp_path, text), model=tiny_llama)
+    assert daemon.process.wait(120) == 78
+    assert all(f"models.{name}: " in daemon.stderr for name in made), daemon.stderr
+    assert "Traceback" not in daemon.stderr
+
+
+def is_reader(process):
+    return "engine.reader" in process.cmdline()
 
 
 def refused(daemon, code="swap_failed", model="small"):

@@ -24,7 +24,7 @@ from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
 from engine.checkpoint.weights_layout import panels_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import has_kernels
-from engine.text.tokenizer import Tokenizer
+from engine.text.read_models import read_checkpoint, read_tokenizer
 
 SUMS_FILE = "SHA256SUMS"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -63,22 +63,22 @@ def describe(found: FoundModel) -> dict[str, Any]:
     """Describe a folder for `models list`."""
     unknown = dict.fromkeys(("family", "num_parameters", "dtype", "max_model_len"))
     try:
-        checkpoint = Checkpoint.open(found.folder)
+        checkpoint = read_checkpoint(found.folder)
     except CheckpointError as error:
         return {**_place(found), **unknown, "size_bytes": None, "problem": error.what}
     return {**_place(found), **_basics(checkpoint), "problem": None}
 
 
-def detail(found: FoundModel) -> dict[str, Any]:
-    """Describe a folder for `models show`.
+def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed]:
+    """Describe a folder for `models show`, and estimate the memory to serve it.
 
     Raises:
         CheckpointError: it cannot be served.
     """
-    checkpoint = Checkpoint.open(found.folder)
+    checkpoint = read_checkpoint(found.folder)
     config = checkpoint.config
-    tokenizer = Tokenizer.from_folder(found.folder)
-    return {
+    tokenizer = read_tokenizer(found.folder)
+    about = {
         **_place(found),
         **_basics(checkpoint),
         "layers": config.num_layers,
@@ -97,15 +97,11 @@ def detail(found: FoundModel) -> dict[str, Any]:
         },
         "tools": not output_format_of(tokenizer).has_preamble,
     }
+    return about, _need_of(checkpoint)
 
 
-def need_of(found: FoundModel) -> fits.MemoryNeed:
-    """Estimate the memory to serve it from its tensors rather than its config.json.
-
-    Raises:
-        CheckpointError: it cannot be served.
-    """
-    checkpoint = Checkpoint.open(found.folder)
+def _need_of(checkpoint: Checkpoint) -> fits.MemoryNeed:
+    """Estimate the memory to serve it from its tensors rather than its config.json."""
     packed = panels_layout(checkpoint, choose_dtype("auto", checkpoint)) if has_kernels() else None
     num_bytes = None if packed is None else packed.num_bytes
     return fits.need_of(_as_stored(checkpoint), num_bytes)
@@ -123,7 +119,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: it cannot be served.
     """
-    return sorted(Checkpoint.open(folder).files)
+    return sorted(read_checkpoint(folder).files)
 
 
 def sha256(path: Path, on_read: Callable[[int], None]) -> str:

@@ -150,12 +150,8 @@ def list_models(dirs: Dirs = None, output: Output = Format.TABLE) -> None:
     terminal.of_this_machine()
     from appliance.cli import model_folders
 
-    served = _served()
-    states = {each.folder: state for each, state in served}
-    rows = [
-        {**model_folders.describe(each), "state": states.get(each.folder, "")}
-        for each in _found(dirs, [each for each, _ in served])
-    ]
+    found = _found(dirs)
+    rows = [{**model_folders.describe(each), "state": state} for each, state in found]
     terminal.write(terminal.listing("models", listings.MODELS, output).render(rows))
 
 
@@ -189,8 +185,7 @@ def show_model(
             raise
         _show(hub_models.on_hub(asked, where), output)
         return
-    about = model_folders.detail(found)
-    need = model_folders.need_of(found)
+    about, need = model_folders.detail(found)
     about |= {"kv_bytes_of_a_request": fits.kv_rows(need), "fits": fits.rows(need, where)}
     known, wanted = about["tokenizer_vocabulary"], about["vocabulary"]
     if known < wanted * LEAST_VOCABULARY:  # it is padded to a multiple of something, never so far
@@ -290,12 +285,19 @@ def _hub_name(text: str) -> HubName:
     raise UsageError("not a name on the hub", where=text, hint=hint)
 
 
-def _found(dirs: list[Path] | None, served: list[Any]) -> list[Any]:
-    """List every visible model folder once, by the name that the daemon takes where it has one."""
+def _found(dirs: list[Path] | None) -> list[tuple[Any, str]]:
+    """List every visible model folder once, by the name that the daemon takes where it has one.
+
+    Returns:
+        each with its state: `served`, `loaded` beside it, or empty.
+    """
     from appliance.cli import model_folders
 
     named, tables = client_settings.models_named(terminal.passed_over)
-    found = [*_configured(tables), *served]
+    configured = list(_configured(tables))
+    served = _served({each.name: each.folder for each in configured})
+    states = {each.folder: state for each, state in served}
+    found = [*configured, *(each for each, _ in served)]
     found += [model_folders.FoundModel(model_name(named), named)] if isinstance(named, Path) else []
     found += model_folders.under(STARTER_FOLDER)
     found += model_folders.in_hub_cache(cache.hub_cache(os.environ))
@@ -304,18 +306,16 @@ def _found(dirs: list[Path] | None, served: list[Any]) -> list[Any]:
     by_folder: dict[Path, Any] = {}
     for each in found:
         by_folder.setdefault(each.folder, each)
-    return list(by_folder.values())
+    return [(each, states.get(folder, "")) for folder, each in by_folder.items()]
 
 
-def _served() -> list[tuple[Any, str]]:
+def _served(configured: Mapping[str, Path]) -> list[tuple[Any, str]]:
     """Find the models that the daemon here has in memory: `served` now, or `loaded` beside it."""
     from appliance.cli import model_folders
 
     found: list[tuple[Any, str]] = []
     with suppress(PenstockError):
         if is_of_this_machine(terminal.address(None)):
-            _, tables = client_settings.models_named(terminal.passed_over)
-            configured = {each.name: each.folder for each in _configured(tables)}
             for model in terminal.client(None, timeout_s=2).get("/v1/models")["data"]:
                 name, state = model["id"], "loaded" if "is_loaded" in model else "served"
                 root = Path(model["root"]) if model.get("root") else configured.get(name)
@@ -353,8 +353,8 @@ def named(name: str, dirs: list[Path] | None) -> Any:
             return model_folders.FoundModel(str(asked), cache.gguf_file(in_cache, asked.file))
         if in_cache is not None:
             return model_folders.FoundModel(f"{asked.repository}@{in_cache.name[:7]}", in_cache)
-    found = _found(dirs, [each for each, _ in _served()])
-    matching = [each for each in found if name in (each.name, each.name.partition("@")[0])]
+    found = _found(dirs)
+    matching = [each for each, _ in found if name in (each.name, each.name.partition("@")[0])]
     if len(matching) == 1:
         return matching[0]
     hint = "`penstock list` shows their names; a folder's path will do as well"

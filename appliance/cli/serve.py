@@ -74,6 +74,11 @@ def serve(
         from appliance.daemon.survival.keeper import keep_daemon
 
         keep_daemon(_end_replies)
+        from appliance.daemon.process.core_dumps import forbid_core_dumps
+        from engine.text.reading import READER
+
+        forbid_core_dumps()
+        READER.start()  # it imports while the daemon does
         from appliance.daemon import start as daemon
         from appliance.daemon.process import limits as process
 

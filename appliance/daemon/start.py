@@ -35,7 +35,6 @@ from appliance.daemon.models.loading import Fetching
 from appliance.daemon.models.model_in_service import ModelInService, end_model
 from appliance.daemon.models.residents import Residents
 from appliance.daemon.models.swapping import Swapping
-from appliance.daemon.process.core_dumps import forbid_core_dumps
 from appliance.daemon.process.disk_reads import read_in_thread
 from appliance.daemon.process.limits import raise_limit, standing_threads
 from appliance.daemon.process.log_lines import Formatter, has_terminal, own_command
@@ -75,8 +74,8 @@ from appliance.observe.log.retention import RetentionLimits
 from appliance.observe.log.writer import RequestLog
 from appliance.observe.telemetry.progress import LOOK_INTERVAL_S
 from engine.errors import ConfigError, PenstockError
+from engine.text.read_models import read_tokenizer
 from engine.text.reading import READER
-from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock")
 
@@ -110,13 +109,11 @@ def serve(load_config: Callable[[], ServeConfig]) -> int:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     is_under_nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_IGN
     passed = passed_sockets(os.environ)
-    forbid_core_dumps()
     config = load_config()
     if about := raise_limit(config.max_connections):
         log.warning("%s", about)
     for sentence in unknown_variables():
         log.warning("%s", sentence)
-    READER.start()  # it imports while the models are looked at
     policy, placed, _ = check(config, passed.pools)
     prepare_directories(config)
     lock_fd = lock_state_dir(config.state_dir, config.socket)
@@ -331,7 +328,7 @@ class _Daemon:
         on_cpu = [worker for worker in plan.placement.workers if worker.gpu is None]
         for about in self._core_note.take({cpu for worker in on_cpu for cpu in worker.cpus}):
             log.warning("%s", about)
-        read = partial(Tokenizer.from_folder, plan.checkpoint.folder)
+        read = partial(read_tokenizer, plan.checkpoint.folder)
         tokenizer = await read_in_thread(disk, read, log.warning)
         self._service = served.service = Service(
             plan,

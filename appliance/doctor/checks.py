@@ -41,10 +41,10 @@ from appliance.observe.frame.figures import state_words
 from appliance.observe.log import log_file
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import find_gguf
-from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels, load_kernels
 from engine.kernels.product_choice import products_here
+from engine.text.read_models import read_checkpoint
 from engine.text.reading import READER
 from engine.units import part_text, size_text
 
@@ -132,7 +132,7 @@ def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:
     from appliance.fleet.model_files import model_folder  # half of a second
 
     try:
-        return Checkpoint.open(model_folder(found.model))
+        return read_checkpoint(model_folder(found.model))
     except (PenstockError, OSError):
         return None
 
@@ -307,7 +307,7 @@ def _model(found: config.ServeConfig) -> Finding:
     placed, folder = place(found), model_folder(found.model)
     about, dram = check_plan(found, placed)[0], dram_forecast(found, placed)
     about = f"the configuration is good; {about}{'' if dram is None else f'; {dram.text}'}"
-    sampling = ModelConfig.from_folder(folder).sampling
+    sampling = placed.checkpoint.config.sampling
     if advice := sampling_advice(sampling, folder):
         return Finding("model", "note", f"{about}; {sampling_text(sampling, folder)}", advice)
     return Finding("model", "ok", about)

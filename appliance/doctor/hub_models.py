@@ -18,6 +18,7 @@ from appliance.hub import cache, fits, hub_http
 from appliance.hub import download as hub
 from appliance.hub.names import HubName
 from engine.checkpoint.model_config import ModelConfig
+from engine.text.read_models import read_config
 from engine.units import size_text
 
 
@@ -94,4 +95,4 @@ def _config(repository: hub_http.Repository, folder: Path) -> ModelConfig:
     for path in ("config.json", "generation_config.json"):
         if path in repository.files:
             fetched = hub.fetch(repository, repository.files[path], folder, lambda num_bytes: None)
-    return ModelConfig.from_folder(fetched.parent)
+    return read_config(fetched.parent)

@@ -12,7 +12,7 @@ from typing import Any
 from appliance.api.formats.format_choice import THOUGHTS, output_format_of
 from appliance.api.formats.tool_format import FORMATS
 from engine.errors import ConfigError
-from engine.text.tokenizer import Tokenizer
+from engine.text.read_models import read_tokenizer
 
 TOOL_PARSERS = {
     "hermes": "hermes",
@@ -86,7 +86,7 @@ def used_blocks(frame: dict[str, Any]) -> int:
 
 def _parsers(folder: Path, tools: str, reasoning: str) -> tuple[str | None, str | None]:
     """Return Dynamo's parsers for tool calls and reasoning."""
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = read_tokenizer(folder)
     if tokenizer.chat_template is None:
         return None, None
     found = output_format_of(tokenizer, tools, reasoning)

@@ -54,6 +54,7 @@ from engine.scheduler.offload.cache_memory import CacheMemory
 from engine.scheduler.offload.staged_disk import num_slots_for
 from engine.scheduler.routing.step_times import place_of
 from engine.system.own_files import check_own_folder, open_own
+from engine.text.read_models import read_checkpoint
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
 from engine.wire.messages import GpuSpec, PoolSpec, Setup, WeightsSpec
@@ -198,7 +199,7 @@ def predict_place(
     Raises:
         ConfigError: naming what is wrong.
     """
-    checkpoint = Checkpoint.open(model_folder(config.model))
+    checkpoint = read_checkpoint(model_folder(config.model))
     model_id = _model_id(config, checkpoint.folder)
     is_starter = checkpoint.folder == STARTER_FOLDER and config.dtype == "auto"
     inventory = this_inventory()

@@ -19,10 +19,10 @@ from appliance.fleet.weights_plan import (
     kv_text,
     plan_weights,
 )
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import ConfigError, refuse
 from engine.kernels.attention_backends import this_machine
 from engine.scheduler.cache.block_pool import MIN_RECORDS
+from engine.text.read_models import read_checkpoint, read_tokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.units import size_text
 
@@ -116,6 +116,5 @@ def check_files(config: ServeConfig) -> Tokenizer:
     Raises:
         ConfigError: it cannot be served.
     """
-    folder = model_folder(config.model)
-    checkpoint = Checkpoint.open(folder)
-    return Tokenizer.from_folder(checkpoint.folder)
+    checkpoint = read_checkpoint(model_folder(config.model))
+    return read_tokenizer(checkpoint.folder)

@@ -15,8 +15,8 @@ from appliance.configuration.config import ServeConfig
 from appliance.hub import cache
 from appliance.hub.facts import ModelFacts, facts_of
 from appliance.hub.names import STARTER_FOLDER, HubName
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PenstockError
+from engine.text.read_models import read_checkpoint
 
 
 class NotPulled(ConfigError):
@@ -58,11 +58,11 @@ def facts_by_name(configs: Mapping[str, ServeConfig]) -> dict[str, ModelFacts | 
 
 @functools.lru_cache(maxsize=256)
 def _facts_in(folder: Path) -> ModelFacts:
-    return facts_of(Checkpoint.open(folder))
+    return facts_of(read_checkpoint(folder))
 
 
 def _facts_of(model: Path | HubName | None) -> ModelFacts | None:
     try:
         return _facts_in(model_folder(model))
-    except (ConfigError, OSError):
+    except (PenstockError, OSError):
         return None

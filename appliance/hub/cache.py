@@ -11,7 +11,6 @@ Never: asks the network, or imports huggingface_hub, which takes a third of a se
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from appliance.hub.names import HubName, is_quantised_as
 from engine.checkpoint.gguf import parts_of
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.units import size_text
 
 SINGLE = "model.safetensors"
@@ -132,11 +131,12 @@ def weight_names(folder: Path) -> list[str]:
     index = folder / INDEX
     if (folder / SINGLE).exists() or not index.exists():
         return [SINGLE]
+    from engine.text.read_models import read_weight_names  # few commands need it, for 50 ms
+
     try:
-        listed = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return read_weight_names(folder)
+    except CheckpointError:
         return [INDEX]
-    return sorted(name for name in listed if isinstance(name, str))
 
 
 def in_words(cache: Path) -> str:

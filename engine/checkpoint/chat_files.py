@@ -9,11 +9,13 @@ Never: compiles a template.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.model_file import read_model_text
 from engine.errors import CheckpointError
 
 _JINJA, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -43,8 +45,8 @@ def read_text(path: Path) -> str:
         CheckpointError: it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except (ValueError, OSError) as error:
+        return read_model_text(path)
+    except FileNotFoundError as error:
         raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
 
 
@@ -54,7 +56,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or is no object.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
         values = json.loads(read_text(path))
@@ -127,7 +129,7 @@ def _templates_in(folder: Path, file: str) -> dict[str, Any]:
         return {
             _DEFAULT if path.name == file else path.stem: read_text(path)
             for path in paths
-            if path.is_file()
+            if os.path.lexists(path)
         }
     template = read_object(folder / file).get("chat_template")
     if isinstance(template, list):

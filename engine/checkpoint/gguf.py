@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from engine.checkpoint.model_file import open_model_file
 from engine.checkpoint.tensor_info import BLOCKS, TensorInfo
 from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
 
@@ -111,7 +112,7 @@ class GgufModel:
         if tensor.dtype != "float32" or tensor.shape != (count,):
             what, hint = f"tensor {name} is {tensor.dtype} of shape {tensor.shape}", "float32"
             raise CheckpointError(what, where=str(tensor.file), hint=f"{hint} ({count},) is needed")
-        with tensor.file.open("rb") as file:
+        with open_model_file(tensor.file) as file:
             file.seek(tensor.start)
             return list(struct.unpack(f"<{count}f", file.read(4 * count)))
 
@@ -142,9 +143,9 @@ def is_gguf(path: Path) -> bool:
     if path.suffix == ".gguf":
         return True
     try:
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
             return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
+    except (OSError, CheckpointError):
         return False
 
 
@@ -182,7 +183,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Metadata and tensors of one file."""
     try:
         # read, not mapped: a thread that waits for a page lets no other thread run
-        with path.open("rb", buffering=_BUFFER_BYTES) as file:
+        with open_model_file(path, _BUFFER_BYTES) as file:
             if file.read(4) != _MAGIC:
                 raise CheckpointError("not a GGUF file", where=str(path), hint=_AGAIN)
             reader = _Reader(path, file)

@@ -12,7 +12,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from engine.errors import WHAT_IS_SERVED, CheckpointError, unreadable
+from engine.checkpoint.model_file import read_model_text
+from engine.errors import WHAT_IS_SERVED, CheckpointError
 
 REQUIRED = object()
 _MAX_SIZE = 2**31 - 1
@@ -30,12 +31,10 @@ class JsonKeys:
     def from_file(cls, path: Path) -> JsonKeys:
         """Read a JSON file that must hold an object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8-sig"))
+            values = json.loads(read_model_text(path))
         except FileNotFoundError:
             hint = "a model folder in Hugging Face format has this file"
             raise CheckpointError("the file is missing", where=str(path), hint=hint) from None
-        except OSError as error:
-            raise unreadable(path, error) from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"not valid JSON: {error}", where=str(path)) from None
         if not isinstance(values, dict):

@@ -125,7 +125,7 @@ class ModelConfig:
     stored_dtype: str | None
     """What config.json claims; the tensors' own dtype is Checkpoint.stored_dtype."""
     bos_token_id: int | None
-    sampling: Mapping[str, float]
+    sampling: Mapping[str, int | float]
     """What generation_config.json asks for where a request says nothing, by the API's names."""
     divided: KvGroups | None = None
     """How the KV pool's layers are divided between blocks; None: each block has all layers."""

@@ -6,11 +6,13 @@ Never: reads tensor data.
 
 from __future__ import annotations
 
-import json
+import os
 import struct
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from engine.checkpoint.model_file import open_model_file
 from engine.checkpoint.tensor_info import TensorInfo
 from engine.errors import CheckpointError, unreadable
 
@@ -31,12 +33,26 @@ def is_safetensors(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
             prefix = file.read(_LENGTH.size + 1)
-    except OSError:
+    except (OSError, CheckpointError):
         return False
     is_long = len(prefix) > _LENGTH.size and prefix.endswith(b"{")
     return is_long and 2 <= _LENGTH.unpack(prefix[:-1])[0] <= _MAX_HEADER_BYTES
+
+
+MAX_TENSORS = 1 << 19
+"""Maximum number of tensors in a file; published models have fewer in all."""
+
+
+class _Entry(msgspec.Struct, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(_Entry)
 
 
 def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
@@ -46,8 +62,8 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
         CheckpointError: the file is missing, truncated or not a safetensors file.
     """
     try:
-        file_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
+            file_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(_LENGTH.size)
             header_bytes = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else -1
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH.size):
@@ -62,11 +78,12 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        entries = json.loads(header)
-    except (ValueError, RecursionError):
-        raise CheckpointError("the header is not valid JSON", where=str(path)) from None
-    if not isinstance(entries, dict):
-        raise CheckpointError("the header is not a JSON object", where=str(path))
+        entries = _HEADER.decode(header)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the header is no JSON object: {error}", where=str(path)) from None
+    if len(entries) > MAX_TENSORS:
+        what = f"{len(entries)} tensors, at most {MAX_TENSORS} are read"
+        raise CheckpointError(what, where=str(path))
     entries.pop("__metadata__", None)
     data_start = _LENGTH.size + header_bytes
     tensors = [_tensor_info(path, name, entry, data_start) for name, entry in entries.items()]
@@ -75,13 +92,14 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
     return header, tensors
 
 
-def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+def _tensor_info(path: Path, name: str, raw: msgspec.Raw, data_start: int) -> TensorInfo:
     try:
-        code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        entry = _ENTRY.decode(raw)
+        code, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
         is_sane = len(shape) <= _MAX_DIMENSIONS
-        is_sane &= all(type(size) is int and 0 <= size < 2**63 for size in (*shape, begin, end))
+        is_sane &= all(0 <= size < 2**63 for size in (*shape, begin, end))
         num_bits = _ITEM_BITS[code]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         is_sane = False
     if not is_sane:
         raise CheckpointError(f"tensor {name}: malformed header entry", where=str(path))

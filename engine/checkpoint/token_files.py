@@ -8,6 +8,7 @@ Never: reads a vocabulary of ordinary tokens.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def read_token_files(folder: Path) -> TokenFiles:
     """
     files = {name: read_object(folder / name) for name in SPECIAL_FILES}
     path = folder / "tokenizer.json"
-    text = read_text(path) if path.is_file() else ""
+    text = read_text(path) if os.path.lexists(path) else ""
     decoder = files[_CONFIG].get("added_tokens_decoder")
     is_newer = isinstance(decoder, Mapping)  # transformers then does not read the older map
     order = SPECIAL_FILES if is_newer else SPECIAL_FILES[::-1]

@@ -4,7 +4,7 @@ Each job comes with a socket for its text and its answer. Jobs that clients' tex
 run in a fork each, beside all others and behind the machine's other work: a flood of them costs the
 steps that are being computed no core.
 Invariant: no job outlives its limits; the process ends with the daemon's end of its channel.
-Never: reads a file, or keeps anything of a job but compiled templates.
+Never: reads a file but in a fork for a model's, or keeps anything of a job but compiled templates.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import marshal
 import os
 import resource
@@ -19,18 +20,20 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from typing import Any
 
-from engine.errors import Unavailable, Unreadable
+from engine.errors import CheckpointError, Unavailable, Unreadable
 from engine.reader.jobs import JOBS
-from engine.text.answers import FORKED, YIELDING, Answer, send_answer
+from engine.reader.limits import BYTES_PER_BYTE, BYTES_PER_TOKENIZER_BYTE, limit_memory
+from engine.text.answers import FORKED, MODEL, YIELDING, Answer, send_answer
 from engine.text.grammar import json_grammar, validate
 
 MEMORY_BYTES = 1 << 30
 """Maximum of addresses, of which a compiler's stack takes 256 MiB."""
-FORK_MEMORY_BYTES = 3 << 28
-CPU_S, FORK_CPU_S = 5.0, 2.0
+FORK_MEMORY_BYTES, MODEL_MEMORY_BYTES = 3 << 28, 1 << 31
+CPU_S, FORK_CPU_S, MODEL_CPU_S = 5.0, 2.0, 20.0
 """Maximum of a job: many times what the longest texts take that can be served."""
+PR_SET_PDEATHSIG = 1
 FAILED = os.EX_SOFTWARE
 """Exit code of an error that no job should cause."""
 FORK_NICE = 10
@@ -44,7 +47,9 @@ def main() -> None:
     """Take jobs until the daemon closes the channel that the command line names."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the daemon drains, and needs this process for it
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MODEL_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MODEL_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (min(MEMORY_BYTES, most), most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _keep_small()
     _be_killed_first()
@@ -103,8 +108,8 @@ class Forks:
                 if not fds:
                     return
                 job = socket.socket(fileno=fds[0])
-                if kind in (YIELDING, FORKED):
-                    self._fork(job, yields=kind == YIELDING)
+                if kind in (YIELDING, FORKED, MODEL):
+                    self._fork(job, kind)
                 else:
                     with job:
                         self._do_here(job)
@@ -113,7 +118,7 @@ class Forks:
         if _limited(job, CPU_S) == Answer.OVERRAN:
             os._exit(os.EX_OK)  # what the job has left behind is not known
 
-    def _fork(self, job: socket.socket, *, yields: bool) -> None:
+    def _fork(self, job: socket.socket, kind: bytes) -> None:
         ended, held = os.pipe()
         try:
             pid = os.fork()
@@ -124,9 +129,12 @@ class Forks:
                 _tell(job, Answer.BUSY, f"no process is left for it: {error.strerror}")
             return
         if pid == 0:
-            os.nice(FORK_NICE)
-            resource.setrlimit(resource.RLIMIT_AS, (FORK_MEMORY_BYTES, FORK_MEMORY_BYTES))
-            _limited(job, FORK_CPU_S, yields=yields)
+            if kind == MODEL:
+                _read_model(job)
+            else:
+                os.nice(FORK_NICE)
+                resource.setrlimit(resource.RLIMIT_AS, (FORK_MEMORY_BYTES, FORK_MEMORY_BYTES))
+                _limited(job, FORK_CPU_S, yields=kind == YIELDING)
             os._exit(os.EX_OK)
         os.close(held)
         self._running[ended] = pid, job
@@ -158,7 +166,17 @@ def _yield_cores(*_: object) -> None:
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
 
-def _limited(job: socket.socket, cpu_s: float, *, yields: bool = False) -> Answer:
+def _read_model(job: socket.socket) -> None:
+    """Read a model's files, whose disk may hang, which nothing but an end from outside ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _tell(job, Answer.BEGUN, str(os.getpid()))
+    gc.disable()  # it would look at all that a header holds again and again
+    _limited(job, MODEL_CPU_S, is_model=True)
+
+
+def _limited(
+    job: socket.socket, cpu_s: float, *, yields: bool = False, is_model: bool = False
+) -> Answer:
     """Do a job; the kernel ends this process when it has computed for so long."""
     body = b"".join(iter(lambda: job.recv(1 << 20), b""))
     if yields and len(body) > SHORT_BYTES:
@@ -168,23 +186,28 @@ def _limited(job: socket.socket, cpu_s: float, *, yields: bool = False) -> Answe
         signal.setitimer(signal.ITIMER_VIRTUAL, SHORT_CPU_S)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
-        answer, text = _answered(body)
-    except BaseException as error:  # noqa: BLE001 - it is told, and this process ends
-        _report(error)
-        os._exit(FAILED)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    _tell(job, answer, text)
-    return answer
-
-
-def _answered(body: bytes) -> tuple[Answer, str]:
-    try:
         name, args = marshal.loads(body)
     except EOFError:  # given up before all of it was sent
         os._exit(os.EX_OK)
     try:
-        work: Callable[..., str] = JOBS[name]
-        return Answer.DONE, work(*args)
+        if is_model:
+            limit_memory(BYTES_PER_TOKENIZER_BYTE if name == "tokenizer" else BYTES_PER_BYTE)
+        answer, result = _answered(name, args)
+    except BaseException as error:  # noqa: BLE001 - it is told, and this process ends
+        _report(error)
+        os._exit(FAILED)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    _tell(job, answer, result)
+    return answer
+
+
+def _answered(name: str, args: tuple[Any, ...]) -> tuple[Answer, str | bytes]:
+    try:
+        return Answer.DONE, JOBS[name](*args)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, MemoryError):
+            return Answer.OVERRAN, "memory"
+        return Answer.REFUSED, json.dumps([error.what, error.where, error.hint])
     except Unreadable as error:
         return Answer.UNREADABLE, error.what
     except Unavailable as error:
@@ -205,9 +228,9 @@ def _report(error: BaseException) -> None:
     sys.stderr.flush()
 
 
-def _tell(job: socket.socket, answer: Answer, text: str) -> None:
+def _tell(job: socket.socket, answer: Answer, result: str | bytes) -> None:
     with contextlib.suppress(OSError):  # the daemon has given it up
-        send_answer(job, answer, text)
+        send_answer(job, answer, result)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """List the jobs of the process that reads strangers' text.
 
 Owns: each job's name and arguments; the templates compiled last.
-Invariant: arguments are plain data, and the result is a text.
+Invariant: arguments are plain data, and the result is a text, or the bytes of what a model's files
+hold.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from engine.errors import Unreadable
+from engine.checkpoint.checkpoint import Checkpoint, weight_files
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import Unreadable, reading_model
 from engine.text.call_syntax import CallSyntax
 from engine.text.calls_grammar import calls_grammar
 from engine.text.grammar import (
@@ -22,7 +27,9 @@ from engine.text.grammar import (
     validate,
 )
 from engine.text.jinja_templates import JinjaTemplate
+from engine.text.read_models import written
 from engine.text.schema_faults import mend
+from engine.text.tokenizer import TokenizerFiles
 
 NUM_TEMPLATES = 8
 """A model has up to two, and several models may take turns."""
@@ -86,10 +93,36 @@ def _mended(schema: dict[str, Any], is_lenient: bool) -> str:
     return json.dumps([found.schema, found.faults])
 
 
-JOBS: dict[str, Callable[..., str]] = {
+def _checkpoint(path: bytes) -> bytes:
+    return written(Checkpoint.open(Path(os.fsdecode(path))))
+
+
+def _weight_names(path: bytes) -> bytes:
+    with reading_model(folder := Path(os.fsdecode(path))):
+        return written([path.name for path in weight_files(folder)[1]])
+
+
+def _config(path: bytes) -> bytes:
+    """Read a model's configuration, whose weights need not be there."""
+    with reading_model(folder := Path(os.fsdecode(path))):
+        return written(ModelConfig.from_folder(folder))
+
+
+def _tokenizer(path: bytes, has_chats: bool) -> bytes:
+    """Read a tokenizer's files, and build and use it once, within this process's limits."""
+    files = TokenizerFiles.read(Path(os.fsdecode(path)), has_chats=has_chats)
+    files.build_on_trial()
+    return written(files)
+
+
+JOBS: dict[str, Callable[..., str | bytes]] = {
     "takes_tools": _takes_tools,
     "render": _render,
     "constraint": _constraint,
     "calls": _calls,
     "mended": _mended,
+    "checkpoint": _checkpoint,
+    "config": _config,
+    "weight_names": _weight_names,
+    "tokenizer": _tokenizer,
 }

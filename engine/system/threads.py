@@ -1,10 +1,11 @@
-"""Start a thread, and give up one that has no memory to begin.
+"""Start a thread, and give up one that has no memory to begin; tell what a thread computes.
 
 `Thread.start` waits without end for a thread that cannot run its first lines.
 """
 
 from __future__ import annotations
 
+import time
 from _thread import start_new_thread
 from concurrent.futures import Future
 from threading import Thread
@@ -12,6 +13,10 @@ from threading import Thread
 from engine.errors import PenstockError
 
 BEGIN_S = 10.0
+HELPERS: dict[int, int] = {}
+"""The process that works for a thread while that waits, by the thread."""
+_CPU_CLOCK = 2
+"""The kernel's number for all of a process's CPU time."""
 
 
 def start(thread: Thread) -> None:
@@ -37,3 +42,21 @@ def start(thread: Thread) -> None:
         about = str(error) or "no memory to begin"
         hint = "free memory, or raise the limit of processes"
         raise PenstockError(f"no thread for {thread.name}: {about}", hint=hint) from error
+
+
+def process_time_s(pid: int) -> float | None:
+    """Read a process's CPU time; None: it has ended."""
+    try:
+        return time.clock_gettime(~pid << 3 | _CPU_CLOCK)
+    except OSError:
+        return None
+
+
+def thread_time_s(thread: int, clock: int) -> float | None:
+    """Read a thread's CPU time by its clock, with its helper's; None: it has ended."""
+    try:
+        own_s = time.clock_gettime(clock)
+    except OSError:
+        return None
+    helper = HELPERS.get(thread)
+    return own_s if helper is None else own_s + (process_time_s(helper) or 0.0)

@@ -9,8 +9,10 @@ import enum
 import socket
 import struct
 
-HERE, FORKED, YIELDING = b"-", b"f", b"y"
-"""How a job runs: in the process itself, in a fork, or in one that takes no busy core."""
+HERE, FORKED, YIELDING, MODEL = b"-", b"f", b"y", b"m"
+"""How a job runs: in the process itself, in a fork, or in one that takes no busy core.
+
+Models are read in a fork of its own kind."""
 _HEAD = struct.Struct("<BI")
 
 
@@ -24,22 +26,27 @@ class Answer(enum.IntEnum):
     BUSY = 3
     ENDED = 4
     """Its process ended first; the text is the exit code."""
+    BEGUN = 5
+    """The text is the process that does the job, which answers later."""
+    REFUSED = 6
+    """A model cannot be served: its error's three texts, as JSON."""
 
 
-def send_answer(to: socket.socket, answer: Answer, text: str) -> None:
+def send_answer(to: socket.socket, answer: Answer, result: str | bytes) -> None:
     """Send an answer: what it is, the number of its bytes, and these."""
-    data = text.encode("utf-8", "replace")
-    to.sendall(_HEAD.pack(answer, len(data)) + data)
+    data = result.encode("utf-8", "replace") if isinstance(result, str) else result
+    to.sendall(_HEAD.pack(answer, len(data)))
+    to.sendall(data)
 
 
-def receive_answer(from_: socket.socket) -> tuple[Answer, str]:
+def receive_answer(from_: socket.socket) -> tuple[Answer, bytes]:
     """Receive an answer.
 
     Raises:
         ConnectionResetError: the other side ended before it was whole.
     """
     answer, num_bytes = _HEAD.unpack(_exactly(from_, _HEAD.size))
-    return Answer(answer), _exactly(from_, num_bytes).decode()
+    return Answer(answer), _exactly(from_, num_bytes)
 
 
 def _exactly(from_: socket.socket, num_bytes: int) -> bytes:

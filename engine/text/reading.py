@@ -1,7 +1,8 @@
 """Have strangers' text read by a process of its own, with limits of time and memory.
 
-Templates, schemas, patterns and grammars are programs that others wrote. Run here, they would hold
-the interpreter's lock, and with it the loop; so they run in `engine/reader`, which is started once.
+Templates, schemas, patterns and grammars are programs that others wrote, and a model's files may
+claim anything. Read here, they would hold the interpreter's lock, and with it the loop, or fill the
+memory; so `engine/reader`, which is started once, reads them.
 Owns: that process, and how a job crosses to it.
 Invariant: a job that takes too much fails alone; one that is ended from outside is done again once.
 Never: imports what reads such text, or reads it in the process's place.
@@ -9,8 +10,10 @@ Never: imports what reads such text, or reads it in the process's place.
 
 from __future__ import annotations
 
+import json
 import marshal
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,17 +22,20 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import Overran, Unavailable, Unreadable
+from engine.errors import CheckpointError, Overran, Unavailable, Unreadable
 from engine.system.python_child import python_command
-from engine.text.answers import FORKED, HERE, YIELDING, Answer, receive_answer
+from engine.system.threads import HELPERS, process_time_s
+from engine.text.answers import FORKED, HERE, MODEL, YIELDING, Answer, receive_answer
 
 PROGRAM = python_command("-m", "engine.reader")
 FORKING = frozenset(("constraint", "calls", "mended"))
-"""Jobs that run beside each other; of the others one runs at a time."""
+"""Jobs that run beside each other, like jobs on models; the rest run one at a time."""
+TEMPLATE_JOBS = frozenset(("render", "takes_tools"))
 YIELDING_S = 0.5
 """How long a job may wait for idle cores; then it begins again, and gets a share of busy ones."""
 LONGEST_S = 60.0
 """Many times what a job may compute: a process that has not answered is stopped or starved."""
+MODEL_JOBS = frozenset(("checkpoint", "config", "weight_names", "tokenizer"))
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_TIME", "TZ", "LD_LIBRARY_PATH")
 _PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
 """All of it that the process gets: no keys and no tokens."""
@@ -97,13 +103,24 @@ class Reader:
             raise Unreadable("it is nested too deeply") from error
         if job not in FORKING:
             with self._one_at_a_time:
-                return self._done(job, body, HERE)
+                return self._done(job, body, HERE).decode()
         try:
-            return self._done(job, body, YIELDING)
+            return self._done(job, body, YIELDING).decode()
         except _Late:
-            return self._done(job, body, FORKED)
+            return self._done(job, body, FORKED).decode()
 
-    def _done(self, job: str, body: bytes, how: bytes) -> str:
+    def read_model(self, job: str, path: bytes, *args: Any) -> bytes:
+        """Do a job on a model's files.
+
+        Raises:
+            CheckpointError: it cannot be served.
+            Overran: as read(), or its disk hangs.
+            Unavailable: as read().
+        """
+        return self._done(job, marshal.dumps((job, (path, *args))), MODEL)
+
+    def _done(self, job: str, body: bytes, how: bytes) -> bytes:
+        """Have a job done, and once more if its process is ended from outside."""
         for _attempt in range(2):
             try:
                 return self._read(job, body, how)
@@ -118,11 +135,12 @@ class Reader:
     def _overran(self, job: str, why: str) -> Overran:
         self.failures[why] += 1
         about = "reading it failed" if why == "error" else f"reading it takes too much {why}"
-        what = "chat template" if job in ("render", "takes_tools") else "grammar"
-        self.tell(f"a {what} was given up, and its request refused: {about}")
+        what = "a chat template" if job in TEMPLATE_JOBS else "a grammar"
+        what = f"{what} was given up, and its request refused"
+        self.tell(f"{'a model was given up' if job in MODEL_JOBS else what}: {about}")
         return Overran(about)
 
-    def _read(self, job: str, body: bytes, how: bytes) -> str:
+    def _read(self, job: str, body: bytes, how: bytes) -> bytes:
         process, control = self.start()
         ours, theirs = socket.socketpair()
         with ours:
@@ -132,7 +150,9 @@ class Reader:
                     socket.send_fds(control, [how], [theirs.fileno()])
                 ours.sendall(body)
                 ours.shutdown(socket.SHUT_WR)
-                answer, text = receive_answer(ours)
+                answer, result = receive_answer(ours)
+                if answer == Answer.BEGUN:
+                    answer, result = _of_helper(ours, int(result))
             except TimeoutError as error:
                 if how == YIELDING:
                     raise _Late from error
@@ -140,17 +160,20 @@ class Reader:
                 raise _Ended(UNKNOWN) from error
             except OSError as error:
                 raise _Ended(_exit_code(process)) from error
+        if answer == Answer.DONE:
+            return result
+        text = result.decode()
         match answer:
-            case Answer.DONE:
-                return text
+            case Answer.REFUSED:
+                what, where, hint = json.loads(text)
+                raise CheckpointError(what, where=where, hint=hint)
             case Answer.UNREADABLE:
                 raise Unreadable(text)
             case Answer.OVERRAN:
                 raise self._overran(job, text)
             case Answer.BUSY:
                 raise Unavailable(text, code="busy", retry_after_ms=_RETRY_MS)
-            case Answer.ENDED:
-                raise _Ended(int(text))
+        raise _Ended(int(text))
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start the process unless it runs.
@@ -194,6 +217,25 @@ class Reader:
                 self._process.kill()
                 self._process.wait()
             self._process = self._control = None
+
+
+def _of_helper(job: socket.socket, pid: int) -> tuple[Answer, bytes]:
+    """Receive the answer of a process for as long as that computes.
+
+    Raises:
+        Overran: it does not for LONGEST_S, as the disk hangs.
+    """
+    poll, used_s = select.poll(), None
+    poll.register(job, select.POLLIN)
+    HELPERS[threading.get_ident()] = pid
+    try:
+        while not poll.poll(1e3 * LONGEST_S):
+            before_s, used_s = used_s, process_time_s(pid)
+            if used_s == before_s:  # it is ended when its socket is closed
+                raise Overran(f"its disk does not answer for {LONGEST_S:g} s")
+    finally:
+        del HELPERS[threading.get_ident()]
+    return receive_answer(job)
 
 
 def _environment() -> dict[str, str]:

@@ -10,16 +10,24 @@ Never: knows requests, and never loads a tokenizer from outside the folder.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from engine.checkpoint.chat_files import read_chat_template, template_in_metadata
+from engine.checkpoint.chat_files import (
+    ChatTemplateText,
+    read_chat_template,
+    template_in_metadata,
+)
 from engine.checkpoint.gguf import GgufModel, find_gguf
+from engine.checkpoint.model_file import read_model_text
 from engine.checkpoint.token_files import TokenFiles, read_token_files
 from engine.errors import CheckpointError, RequestError, reading_model
 from engine.text.chat_template import ChatTemplate
@@ -29,6 +37,96 @@ MAX_HELD_LENGTH = 4096
 """Maximum length of single texts and lists of ids.
 
 Longer ones form batches of one: `tokenizers` releases Python's lock only for batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a checkpoint's files say of its tokenizer and its chats."""
+
+    text: str
+    """The tokenizer as tokenizer.json has it."""
+    where: Path
+    """The file that it is from."""
+    special_tokens: Mapping[str, str]
+    """`bos_token` and similar tokens, which templates use as variables."""
+    tokens: TokenFiles | None
+    """Tokens that files beside it list; None: it is a GGUF file's."""
+    template: ChatTemplateText | None
+    template_where: Path | None = None
+    """The file with the template."""
+
+    @classmethod
+    def read(cls, path: Path, *, has_chats: bool = True) -> TokenizerFiles:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
+
+        For a GGUF file, or a folder with only such a file, they come from its metadata.
+
+        Args:
+            has_chats: False: leave the template out.
+
+        Raises:
+            CheckpointError: a file is missing or broken; `where` names it.
+        """
+        with reading_model(path):
+            gguf = find_gguf(path)
+            if gguf is not None:
+                return cls._of_gguf(GgufModel.open(gguf), has_chats)
+            return cls._of_folder(path, has_chats)
+
+    @classmethod
+    def _of_folder(cls, folder: Path, has_chats: bool) -> TokenizerFiles:
+        where = folder / "tokenizer.json"
+        if not os.path.lexists(where):
+            raise CheckpointError(
+                "there is no tokenizer.json",
+                where=str(where),
+                hint="save the checkpoint with a fast tokenizer (transformers: save_pretrained)",
+            )
+        text = read_model_text(where)
+        with _refusals(where):
+            _check_stages(text)
+            _check_merges(text)
+        tokens = replace(read_token_files(folder), vocabulary="")
+        found = read_chat_template(folder) if has_chats else None
+        place = None if found is None else folder / found.place
+        return cls(text, where, tokens.variables, tokens, found, place)
+
+    @classmethod
+    def _of_gguf(cls, model: GgufModel, has_chats: bool) -> TokenizerFiles:
+        found = template_in_metadata(model.metadata, model.path) if has_chats else None
+        text = read_tokenizer(model).to_str()
+        return cls(text, model.path, special_tokens(model), None, found, model.path)
+
+    def build(self) -> tokenizers.Tokenizer:
+        """Build the tokenizer.
+
+        Raises:
+            CheckpointError: it is refused.
+        """
+        with reading_model(self.where), _refusals(self.where):
+            backend = tokenizers.Tokenizer.from_str(self.text)
+            if self.tokens is not None:
+                _add_listed(backend, self.tokens)
+        return backend
+
+    def build_on_trial(self) -> None:
+        """Build the tokenizer and use it once; what that takes, it takes again elsewhere."""
+        with reading_model(self.where):
+            tokenizer = Tokenizer(self.build())
+            tokenizer.decode(tokenizer.encode(TRIAL_TEXT))
+
+
+TRIAL_TEXT = "Once upon a time, 1234 \u00e4\u4e2d\U0001f600\n\n  x = [a-b]\t" * 4
+"""Letters, digits, signs and spaces, as in any prompt."""
+
+
+@contextmanager
+def _refusals(where: Path) -> Iterator[None]:
+    """Turn into CheckpointError the plain Exception that `tokenizers` raises for any reason."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(where)) from error
 
 
 class Tokenizer:
@@ -63,57 +161,25 @@ class Tokenizer:
         """Maximum characters per token; a text has at least len / this many tokens."""
 
     @classmethod
-    def from_folder(cls, folder: Path, *, has_chats: bool = True) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
-
-        For a GGUF file, or a folder with only such a file, they come from its metadata.
-
-        Args:
-            has_chats: False: leave the template out.
+    def from_folder(cls, path: Path, *, has_chats: bool = True) -> Tokenizer:
+        """Read a checkpoint's files and build what they hold, here.
 
         Raises:
-            CheckpointError: a file is missing or broken; `where` names it.
+            CheckpointError: as TokenizerFiles.read(), or the chat template is broken.
         """
-        with reading_model(folder):
-            return cls._from_folder(folder, has_chats=has_chats)
+        return cls.from_files(TokenizerFiles.read(path, has_chats=has_chats))
 
     @classmethod
-    def _from_folder(cls, folder: Path, *, has_chats: bool) -> Tokenizer:
-        gguf = find_gguf(folder)
-        if gguf is not None:
-            return cls._from_gguf(GgufModel.open(gguf), has_chats=has_chats)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                "there is no tokenizer.json",
-                where=str(path),
-                hint="save the checkpoint with a fast tokenizer (transformers: save_pretrained)",
-            )
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-            _check_stages(text)
-            _check_merges(text)
-            backend = tokenizers.Tokenizer.from_str(text)
-        # tokenizers raises plain Exception for whatever its JSON reader or a model refuses.
-        except Exception as error:
-            raise CheckpointError(f"cannot read the tokenizer: {error}", where=str(path)) from error
-        tokens = read_token_files(folder)
-        _add_listed(backend, tokens)
-        found = read_chat_template(folder) if has_chats else None
-        template = None
-        if found is not None:
-            template = ChatTemplate(found.text, str(folder / found.place), found.tool_text)
-        return cls(backend, chat_template=template, special_tokens=tokens.variables)
+    def from_files(cls, files: TokenizerFiles) -> Tokenizer:
+        """Build what was read.
 
-    @classmethod
-    def _from_gguf(cls, model: GgufModel, *, has_chats: bool) -> Tokenizer:
-        found = template_in_metadata(model.metadata, model.path) if has_chats else None
-        template = None
+        Raises:
+            CheckpointError: the tokenizer cannot be built, or the chat template is broken.
+        """
+        found, template = files.template, None
         if found is not None:
-            template = ChatTemplate(found.text, str(model.path), found.tool_text)
-        return cls(
-            read_tokenizer(model), chat_template=template, special_tokens=special_tokens(model)
-        )
+            template = ChatTemplate(found.text, str(files.template_where), found.tool_text)
+        return cls(files.build(), chat_template=template, special_tokens=files.special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text, by default with the ids that its post-processor adds."""

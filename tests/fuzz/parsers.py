@@ -12,6 +12,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from appliance.observe.frame.protocol import Frame
 from appliance.observe.frame.recording import FramePacker, template_of
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import GgufModel
-from engine.errors import ChannelClosed, PenstockError
+from engine.errors import ChannelClosed, CheckpointError, PenstockError
 from engine.scheduler.offload.files import check_records, survey
 from engine.scheduler.offload.records import (
     RecordHead,
@@ -43,7 +44,8 @@ from engine.scheduler.offload.records import (
     seal_slab,
 )
 from engine.text.jinja_templates import JinjaTemplate
-from engine.text.tokenizer import Tokenizer
+from engine.text.read_models import read_checkpoint, read_tokenizer
+from engine.text.tokenizer import TRIAL_TEXT, Tokenizer, TokenizerFiles
 from engine.wire.channel import DaemonChannel, WorkerChannel, frame
 from engine.wire.messages import (
     Admit,
@@ -76,6 +78,8 @@ from tui.replay import Replay
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 
+APART = 50
+"""Of so many models one is read by the process with limits, too."""
 MAX_SILENCE_S = 120
 """Real seconds, which a busy machine needs more of."""
 
@@ -124,12 +128,41 @@ def _model_folder(name: str, but_for: str) -> Path:
     return folder
 
 
-def _file_of_model(file: str, read: Callable[[Path], object]) -> Parser:
+def _headers(path: Path, data: bytes) -> None:
+    """Read a model as the daemon's reader does; of some inputs in that process, too."""
+    if zlib.crc32(data) % APART == 0:
+        assert _outcome(read_checkpoint, path) == _outcome(Checkpoint.open, path)
+    Checkpoint.open(path)
+
+
+def _tokenizer(path: Path, data: bytes) -> None:
+    if zlib.crc32(data) % APART == 0:
+        assert _outcome(_ids_there, path) == _outcome(_ids_here, path)
+    TokenizerFiles.read(path).build_on_trial()
+
+
+def _ids_there(path: Path) -> list[int]:
+    return read_tokenizer(path).encode(TRIAL_TEXT)
+
+
+def _ids_here(path: Path) -> list[int]:
+    TokenizerFiles.read(path).build_on_trial()
+    return Tokenizer.from_folder(path).encode(TRIAL_TEXT)
+
+
+def _outcome(read: Callable[[Path], object], path: Path) -> object:
+    try:
+        return read(path)
+    except CheckpointError:
+        return CheckpointError
+
+
+def _file_of_model(file: str, read: Callable[[Path, bytes], object]) -> Parser:
     folder = _model_folder(file, but_for=file)
 
     def parse(data: bytes) -> None:
         (folder / file).write_bytes(data)
-        read(folder)
+        read(folder, data)
 
     is_there = (folder / file).exists()
     original = ((folder if is_there else STARTER_FOLDER) / file).read_bytes()
@@ -147,7 +180,7 @@ def _safetensors(name: str, *, is_json: bool) -> Parser:
     def parse(data: bytes) -> None:
         path.write_bytes(struct.pack("<Q", len(data)) + data if is_json else data)
         os.truncate(path, weights.stat().st_size)
-        Checkpoint.open(folder)
+        _headers(folder, data)
 
     return Parser(
         parse,
@@ -169,8 +202,8 @@ def _gguf() -> Parser:
     def parse(data: bytes) -> None:
         path.write_bytes(data)
         os.truncate(path, len(whole))
-        Checkpoint.open(path)
-        Tokenizer.from_folder(path).encode("Once upon a time")
+        _headers(path, data)
+        _tokenizer(path, data)
 
     fragments = [struct.pack("<Q", 1 << bits) for bits in (16, 28, 33, 40, 62)]
     return Parser(parse, [head], (PenstockError,), fragments=fragments, is_measured=True)
@@ -179,13 +212,6 @@ def _gguf() -> Parser:
 def _tiny_folder() -> Path:
     """Make a checkpoint whose vocabulary has few entries, so that other bytes are changed, too."""
     return make_checkpoint(scratch() / "tiny")
-
-
-def _tokenizer_json() -> Parser:
-    def read(folder: Path) -> None:
-        Tokenizer.from_folder(folder).encode("Once upon a time")
-
-    return _file_of_model("tokenizer.json", read)
 
 
 def _shortened(document: bytes) -> bytes:
@@ -562,10 +588,10 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "gguf": _gguf,
     "safetensors": functools.partial(_safetensors, "safetensors", is_json=False),
     "safetensors json": functools.partial(_safetensors, "safetensors-json", is_json=True),
-    "config.json": lambda: _file_of_model("config.json", Checkpoint.open),
-    "generation_config.json": lambda: _file_of_model("generation_config.json", Checkpoint.open),
-    "tokenizer.json": _tokenizer_json,
-    "tokenizer_config.json": lambda: _file_of_model("tokenizer_config.json", Tokenizer.from_folder),
+    "config.json": lambda: _file_of_model("config.json", _headers),
+    "generation_config.json": lambda: _file_of_model("generation_config.json", _headers),
+    "tokenizer.json": lambda: _file_of_model("tokenizer.json", _tokenizer),
+    "tokenizer_config.json": lambda: _file_of_model("tokenizer_config.json", _tokenizer),
     "chat template": _chat_template,
     "slab": _slabs,
     "commands": _commands,

@@ -44,7 +44,7 @@ from engine.scheduler.offload import slab_files
 from engine.scheduler.router import Router
 from engine.scheduler.routing.worker_routes import MAX_FAILED_COPIES, MIN_CHUNK_TOKENS
 from engine.text.reading import READER
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.sweep.keeper import Keeper
 from tests.sweep.virtual_loop import PROCESS, Process, VirtualLoop, virtual_time
 from tests.worlds.simulated_worker import WorkerProcess, spawner
@@ -238,7 +238,8 @@ class Machine:
             ),
             mock.patch.object(slab_files.Slabs, "write", self._failing(slab_files.Slabs.write)),
             mock.patch.object(slab_files.Slabs, "read", self._failing(slab_files.Slabs.read)),
-            mock.patch.object(Tokenizer, "from_folder", _read_tokenizer),
+            mock.patch.object(Tokenizer, "from_files", _built_tokenizer),
+            mock.patch.object(READER, "read_model", _read_model),
             mock.patch.object(READER, "read", self._read),
             mock.patch.object(READER, "tell", READER.tell),
             mock.patch.object(secrets, "token_hex", lambda n=16: drawn.randbytes(n).hex()),
@@ -465,13 +466,23 @@ _COLUMNS = ("endpoint", "http_status", "completion_tokens", "finish_reason")
 _FACTS = ("preemptions", "cached_tokens", "restored_tokens", "handoff_blocks")
 
 
-_first_read = functools.cache(Tokenizer.from_folder)
+@functools.cache
+def _read_model(job: str, *args: Any) -> bytes:
+    """Do a job on a model's files here."""
+    read = JOBS[job](*args)
+    assert isinstance(read, bytes)
+    return read
+
+
+_build_tokenizer, _built = Tokenizer.from_files, dict[Path, Tokenizer]()
 """Once per process: reading it takes longer than a run."""
 
 
-def _read_tokenizer(folder: Path) -> Tokenizer:
+def _built_tokenizer(files: TokenizerFiles) -> Tokenizer:
     """Return a tokenizer that has rendered nothing, as a new daemon's."""
-    tokenizer = _first_read(folder)
+    if files.where not in _built:
+        _built[files.where] = _build_tokenizer(files)
+    tokenizer = _built[files.where]
     if tokenizer.chat_template is not None:
         tokenizer.chat_template.known_forms.clear()
     return tokenizer

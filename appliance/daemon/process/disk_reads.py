@@ -1,7 +1,8 @@
 """Read a disk that may hang (NFS, FUSE) in a thread of its own.
 
 Nothing can end a thread that waits in the kernel, so it is left behind and does not delay the exit.
-Even a slow read uses CPU time, so a thread without CPU time hangs; the total time has no limit.
+Even a slow read uses CPU time, here or in the process that reads a model for the thread. So a
+thread without CPU time hangs; the total time has no limit.
 
 Owns: how long a read may be silent.
 Invariant: a hanging disk blocks neither the loop nor the exit.
@@ -17,6 +18,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from engine.errors import PenstockError
+from engine.system.threads import thread_time_s
 
 HANG_S = 30.0
 """Time without CPU use after which a thread is left behind."""
@@ -48,10 +50,11 @@ async def read_in_thread(
 
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()
-    clocks: list[int] = []
+    clocks: list[tuple[int, int]] = []
 
     def run() -> None:
-        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        thread = threading.get_ident()
+        clocks.append((thread, time.pthread_getcpuclockid(thread)))
         try:
             result = read()
         except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
@@ -69,7 +72,7 @@ async def read_in_thread(
     silent_s, used_s, has_told = 0.0, None, False
     try:
         while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
-            before_s, used_s = used_s, _used_s(clocks)
+            before_s, used_s = used_s, thread_time_s(*clocks[0]) if clocks else None
             silent_s = silent_s + _LOOK_S if used_s == before_s else 0.0
             if silent_s >= HANG_S:
                 hint = "see the kernel log, and what serves that file system"
@@ -82,11 +85,3 @@ async def read_in_thread(
             waiting.cancel()
             outcome.add_done_callback(is_late)
     return waiting.result()
-
-
-def _used_s(clocks: list[int]) -> float | None:
-    """Read a thread's CPU time by its clock; None: not started, or ended."""
-    try:
-        return time.clock_gettime(clocks[0]) if clocks else None
-    except OSError:
-        return None

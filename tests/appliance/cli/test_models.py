@@ -19,6 +19,7 @@ from engine.kernels.cpu import has_kernels
 from tests.appliance.cli_process import penstock
 from tests.appliance.model_folder import make_model
 from tests.gguf_files import write_gguf
+from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS
 from tests.worlds.fake_daemon import FakeDaemon
 
 
@@ -255,3 +256,23 @@ def test_models_that_requests_may_name_are_known_by_those_names(
     lines = {line.split()[0]: line.split() for line in shown.splitlines()}
     assert lines["models.hub.dtype"][1] == "float32"
     assert f"{tmp_path / 'penstock.toml'}:3:" in lines["models.hub.dtype"]
+
+
+def test_files_that_claim_too_much_are_a_problem_of_their_model_alone(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    (tmp_path / "all").mkdir()
+    make_model(tmp_path / "all" / "good")
+    made = [make(tmp_path / "all" / f"m{at}") for at, make in enumerate(HOSTILE.values())]
+    rows = listed(environ, "--dir", str(tmp_path / "all"))
+    by_folder = {row["folder"]: row["problem"] for row in rows}
+    assert by_folder[str(tmp_path / "all" / "good")] is None
+    assert all(by_folder[str(path)] for path in made)
+    for path in (made[0], HOSTILE_TOKENIZERS["text that doubles"](tmp_path / "tokenizer")):
+        ended = penstock(environ, "models", "show", str(path))
+        assert ended.returncode == 78
+        assert "Traceback" not in ended.stderr
+    ended = penstock(environ, "doctor", "--model", str(made[0]), "-o", "json")
+    found = {each["check"]: each["verdict"] for each in json.loads(ended.stdout)["data"]}
+    assert found["model"] == "bad"
+    assert found["reader"] == "ok"

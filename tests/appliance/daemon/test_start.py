@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from appliance.daemon.survival.kept_pools import KeptPools
 from appliance.http.listeners import PassedSockets
 from appliance.observe.log.writer import RequestLog
 from engine.errors import PenstockError
+from engine.text.reading import READER
 from tests.appliance.logs import row
 from tests.appliance.model_folder import make_model
 
@@ -28,17 +30,17 @@ def config_of(model: Path, folder: Path, **settings: object) -> ServeConfig:
 def test_a_start_gives_up_a_disk_that_hangs_and_names_the_model(tmp_path, monkeypatch, is_first):
     for name, value in (("_LOOK_S", 0.01), ("SILENT_S", 0.05), ("HANG_S", 0.2)):
         monkeypatch.setattr(disk_reads, name, value)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    os.mkfifo(folder / "config.json")  # which nobody writes: whoever opens it to read waits
+    folder = make_model(tmp_path / "model").parent
     config = config_of(folder if is_first else tmp_path / "gone", tmp_path)
     if not is_first:
         config.models["other"] = config_of(folder, tmp_path)
+    READER.start()
+    os.kill(READER.pid, signal.SIGSTOP)  # as if it waited for a disk
     try:
         with pytest.raises(PenstockError, match=r"disk of /.*for 0\.2 s") as raised:
             daemon.check(config)
     finally:
-        os.close(os.open(folder / "config.json", os.O_WRONLY | os.O_NONBLOCK))
+        os.kill(READER.pid, signal.SIGCONT)
     assert ("a disk of other" in raised.value.what) == (not is_first)
 
 

@@ -396,7 +396,7 @@ def test_a_file_that_is_cut_names_the_tensor_that_is_not_whole(tmp_path, file):
 def test_a_file_that_shrinks_while_its_header_is_read_is_cut_off(tmp_path, file, monkeypatch):
     path, size = tmp_path / "shrinking.gguf", file.stat().st_size
     path.write_bytes(header_of(file)[:100])
-    monkeypatch.setattr("os.fstat", lambda fd: SimpleNamespace(st_size=size))
+    monkeypatch.setattr("os.fstat", lambda fd: SimpleNamespace(st_size=size, st_mode=0o100600))
     with pytest.raises(CheckpointError, match=r"cut off \(at byte \d+\)"):
         Checkpoint.open(path)
 

@@ -1,0 +1,70 @@
+"""Open a model's files, which are regular ones: a pipe or a device could be read for ever.
+
+Owns: how long a file may be that is read as a whole.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine.errors import CheckpointError, unreadable
+from engine.units import size_text
+
+MAX_WHOLE_BYTES = 64 << 20
+"""Twice the longest published tokenizer.json; indices and configurations are shorter."""
+
+_on_read: Callable[[int], object] = lambda _num_bytes: None  # noqa: E731
+
+
+def tell_of_reads(on_read: Callable[[int], object]) -> None:
+    """Call this with each number of bytes that is read of a model's files."""
+    global _on_read  # of a process that reads one model and ends
+    _on_read = on_read
+
+
+class _ToldFile(io.FileIO):
+    def readinto(self, buffer: Any, /) -> int:
+        num_bytes = super().readinto(buffer) or 0
+        _on_read(num_bytes)
+        return num_bytes
+
+
+def open_model_file(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> BinaryIO:
+    """Open a file, to be read in pieces of known length.
+
+    Raises:
+        CheckpointError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe opens at once so
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError("not a regular file", where=str(path))
+    return io.BufferedReader(_ToldFile(fd), buffer_bytes)
+
+
+def read_model_text(path: Path) -> str:
+    """Read a whole file of text in UTF-8, which may begin with a byte-order mark.
+
+    Raises:
+        CheckpointError: it cannot be read, is too long, or is not UTF-8.
+        FileNotFoundError: it is missing.
+    """
+    try:
+        with open_model_file(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes > MAX_WHOLE_BYTES:
+                what = f"{size_text(num_bytes)}, of at most {size_text(MAX_WHOLE_BYTES)}"
+                raise CheckpointError(what, where=str(path))
+            return file.read(num_bytes).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(f"not UTF-8: {error}", where=str(path)) from error

@@ -1,0 +1,158 @@
+"""Models read by the process with limits: the same as here, or an error of that model alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from appliance.hub.names import STARTER_FOLDER
+from engine.checkpoint.checkpoint import Checkpoint, expected_shapes
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import CheckpointError, Overran
+from engine.system.python_child import python_command
+from engine.system.threads import HELPERS
+from engine.text import read_models, reading
+from engine.text.reading import READER, Reader
+from engine.text.tokenizer import Tokenizer
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
+from tests.hostile_models import HOSTILE, HOSTILE_TOKENIZERS, sentence_piece_bomb
+
+FAMILIES = ("phi3", "gemma4_text", "gpt_oss", "qwen3_5_moe_text")
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 6,
+    "long_factor": [2.0] * 6,
+    "original_max_position_embeddings": 256,
+}
+PROGRAM = (
+    "import engine.reader.__main__ as reader, engine.reader.jobs as jobs, time\n"
+    "reader.MODEL_CPU_S = 0.5\n"
+    "jobs.JOBS['config'] = lambda path: time.sleep(60)\n"
+    "reader.main()"
+)
+"""The process with less time; reading a configuration hangs."""
+
+
+@pytest.fixture
+def short():
+    reader = Reader(python_command("-c", PROGRAM))
+    yield reader
+    reader.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_process_answers_is_what_reading_here_gives(tmp_path, family):
+    more = {"rope_parameters": LONG | {"rope_theta": 10000.0}} if family == "phi3" else {}
+    paths = [make_checkpoint(tmp_path / family, family, **more)]
+    (paths[0] / "generation_config.json").write_text('{"top_k": 20, "temperature": 0.5}')
+    if family != "phi3":
+        paths.append(write_gguf(paths[0], tmp_path / "m.gguf"))
+    for path in paths:
+        here, there = Checkpoint.open(path), read_models.read_checkpoint(path)
+        assert repr(there) == repr(here)
+        assert there == here
+        assert there.config.family is here.config.family
+        assert read_models.read_config(path) == here.config
+        ours, theirs = Tokenizer.from_folder(path), read_models.read_tokenizer(path)
+        text = "Once upon a time, \n\t12 é中 [/INST]"
+        assert theirs.encode(text) == ours.encode(text)
+        assert theirs.chat_template.tool_source == ours.chat_template.tool_source
+
+
+def test_an_error_keeps_its_words_its_file_and_its_hint(tmp_path):
+    folder = tmp_path / os.fsdecode(b"odd \xff name")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(CheckpointError) as here:
+        Checkpoint.open(folder)
+    with pytest.raises(CheckpointError) as there:
+        read_models.read_checkpoint(folder)
+    assert there.value.args == here.value.args
+    assert there.value.exit_code == 78
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
+def test_headers_that_claim_or_hold_too_much_are_an_error_of_that_model(tmp_path, make):
+    with pytest.raises(CheckpointError) as refused:
+        read_models.read_checkpoint(make(tmp_path / "m"))
+    assert str(tmp_path) in refused.value.where
+    assert read_models.read_config(STARTER_FOLDER).num_layers > 0
+
+
+@pytest.mark.parametrize("make", HOSTILE_TOKENIZERS.values(), ids=HOSTILE_TOKENIZERS)
+def test_tokenizers_that_take_too_much_are_an_error_of_that_model(tmp_path, make):
+    with pytest.raises(CheckpointError) as refused:
+        read_models.read_tokenizer(make(tmp_path / "m"))
+    assert str(tmp_path) in refused.value.where
+
+
+def test_reading_that_never_ends_is_ended(tmp_path, short):
+    path = os.fsencode(sentence_piece_bomb(tmp_path / "m"))
+    with pytest.raises(Overran):
+        short.read_model("tokenizer", path, False)
+    assert dict(short.failures) == {"time": 1}
+    assert short.num_restarts == 0
+    assert short.read("constraint", "regex", "a", True)
+
+
+def test_a_disk_that_hangs_costs_its_own_read_alone(short, monkeypatch):
+    monkeypatch.setattr(reading, "LONGEST_S", 0.5)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(short.read_model, "config", b"m")
+        while not HELPERS:
+            time.sleep(0.01)
+        assert short.read_model("checkpoint", os.fsencode(STARTER_FOLDER))
+        assert isinstance(asked.exception(), Overran)
+    assert not HELPERS
+    assert short.num_restarts == 0
+
+
+def test_what_reads_a_model_ends_with_the_process_that_asked():
+    script = (
+        "import sys, threading, time; from engine.text.reading import Reader\n"
+        "from engine.system.threads import HELPERS\n"
+        "from engine.system.python_child import python_command\n"
+        "reader = Reader(python_command('-c', sys.argv[1]))\n"
+        "threading.Thread(target=reader.read_model, args=('config', b'm'), daemon=True).start()\n"
+        "while not HELPERS: time.sleep(0.01)\n"
+        "print(*HELPERS.values(), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, PROGRAM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
+        process = psutil.Process(int(daemon.stdout.readline()))
+        daemon.kill()
+    process.wait(10)
+
+
+def test_a_model_of_many_tensors_is_read_within_its_memory(tmp_path):
+    """As the largest published ones: most of their tensors are experts'."""
+    config = {"model_type": "qwen3_moe", "num_experts": 1024, "num_hidden_layers": 40}
+    config |= {"hidden_size": 64, "num_attention_heads": 4, "moe_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    entries, end = {}, 0
+    for name, shape in expected_shapes(ModelConfig.from_folder(tmp_path)):
+        start, end = end, end + 2 * math.prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(weights, 8 + len(header) + end)
+    assert len(entries) > 120_000
+    assert len(read_models.read_checkpoint(tmp_path).tensors) == len(entries)
+
+
+def test_a_reader_that_is_killed_reads_the_model_once_more():
+    READER.start()
+    os.kill(READER.pid, signal.SIGKILL)
+    assert read_models.read_config(STARTER_FOLDER).num_layers > 0
