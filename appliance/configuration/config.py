@@ -54,6 +54,7 @@ class ServeConfig:
     place: WantedWorkers = ONE_OF_EACH
     devices: str = "auto"
     eager: bool = False
+    safe_kernels: bool = False
     slo_ttft_ms: int = 0
     slo_itl_ms: int = 0
     max_model_len: int | None = None

@@ -97,6 +97,9 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "devices": Setting(some_devices, "devices to serve on: auto, cpu, or GPUs by name, e.g. gpu0"),
     "eager": Setting(a_flag, "do not use CUDA graphs for decode steps: true or false"),
+    "safe_kernels": Setting(
+        a_flag, "on GPUs run kernels of torch and flash-attn alone: true or false"
+    ),
     "slo_ttft_ms": Setting(
         at_least(0, "milliseconds"),
         "TTFT target in ms; 0: relative to the time that the prompt takes alone",

@@ -22,6 +22,7 @@ from appliance.daemon.requests.request import ModelInfo
 from appliance.daemon.survival.kept_pools import KeptPools, memfd
 from appliance.devices.gpu_list import Gpu
 from appliance.fleet.gpu_placement import installed_torch
+from appliance.fleet.kept_proofs import load_proofs
 from appliance.fleet.model_files import facts_by_name, model_folder
 from appliance.fleet.placement import (
     MIN_BLOCKS,
@@ -44,7 +45,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights_layout import gpu_layout
 from engine.errors import AlreadyRunning, ConfigError
-from engine.kernels.attention_backends import this_machine
+from engine.kernels.attention_backends import SAFE, this_machine
 from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
 from engine.scheduler.cache.block_pool import MIN_RECORDS
@@ -212,7 +213,10 @@ def predict_place(
         scope = model_scope(machine_scope(), checkpoint, serving_dtype, devices)
         return Known.of(config.state_dir, scope).profile
 
-    placer = Placer(config, checkpoint, inventory, installed_torch(), this_machine(), known)
+    machine = this_machine()
+    if config.safe_kernels:
+        machine = replace(machine, faults={**machine.faults, **SAFE})
+    placer = Placer(config, checkpoint, inventory, installed_torch(), machine, known)
     # the starter's greedy output is exactly reproducible in float32
     placed = placer.place("float32" if is_starter else None)
     dtype, placement = placed.dtype, placed.placement
@@ -366,6 +370,7 @@ def _setups(
             max_num_batched_tokens=placement.max_num_batched_tokens,
             max_model_len=placement.max_model_len,
             gpu=_gpu_spec(
+                config,
                 plan,
                 placement,
                 has_graphs=decodes and not config.eager,
@@ -485,7 +490,7 @@ def _staged(
 
 
 def _gpu_spec(
-    plan: WorkerPlan, placement: Placement, *, has_graphs: bool, packing: str
+    config: ServeConfig, plan: WorkerPlan, placement: Placement, *, has_graphs: bool, packing: str
 ) -> GpuSpec | None:
     if plan.gpu is None:
         return None
@@ -501,7 +506,8 @@ def _gpu_spec(
         is_shared,
         exports_pool,
         packing,
-        dict(this_machine().faults),
+        dict(this_machine().faults) | (SAFE if config.safe_kernels else {}),
+        proofs=load_proofs(config.state_dir),
     )
 
 

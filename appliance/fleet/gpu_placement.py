@@ -129,12 +129,17 @@ def installed_torch() -> str | None:
         return None
 
 
-def packing_on(gpus: Iterable[Gpu]) -> tuple[str, str | None]:
+def packing_on(gpus: Iterable[Gpu], *, is_safe: bool = False) -> tuple[str, str | None]:
     """Choose the layout of quantised matrices on these GPUs, and say why not a better one.
 
     Triton's kernels read them from compute capability 8.0 on, and 8.9 multiplies FP8 by FP8. All
     GPUs get one layout, because weights may be read once for all of them.
+
+    Args:
+        is_safe: no kernel of ours is to run.
     """
+    if is_safe:
+        return "widened", "safe kernels"
     fault = triton_fault()
     if fault is not None:
         return "widened", fault

@@ -144,7 +144,7 @@ class Placer:
             attention_for(checkpoint, dtype, self._machine_with(gpu)).backend.default_block_size
             for gpu in gpus
         ]
-        packing, _ = packing_on(gpus)
+        packing, _ = packing_on(gpus, is_safe=self._config.safe_kernels)
         weights_bytes = gpu_layout(checkpoint, dtype, packing).num_bytes
         wanted_len = self._config.max_model_len
         return ModelShape.of(checkpoint.config, weights_bytes, dtype, max(sizes), wanted_len)

@@ -350,7 +350,7 @@ class Supervisor:
                         worker.kv_loss = report.kv_loss or worker.kv_loss
                         worker.num_failed_starts = 0
                         worker.ready_at_s = time.monotonic()
-                        self._keep_step_tokens(worker, report)
+                        self._keep_findings(worker, report)
                         self._ready(worker)
                     case Unmapped(pool):
                         self._peers.unmapped(worker.plan.name, pool)
@@ -413,11 +413,13 @@ class Supervisor:
         self._sharing.exported(memory)
         self._peers.made(worker.plan.name, memory)
 
-    def _keep_step_tokens(self, worker: WorkerState, ready: Ready) -> None:
-        """Spare the worker's later lives the timing of steps."""
+    def _keep_findings(self, worker: WorkerState, ready: Ready) -> None:
+        """Spare the worker's later lives the timing of steps, and the self-test."""
         gpu = worker.setup.gpu
         if gpu is not None:
-            gpu = msgspec.structs.replace(gpu, step_tokens=ready.max_num_batched_tokens)
+            proofs = gpu.proofs if ready.proof is None else [ready.proof]
+            tokens = ready.max_num_batched_tokens
+            gpu = msgspec.structs.replace(gpu, step_tokens=tokens, proofs=proofs)
             worker.setup = msgspec.structs.replace(worker.setup, gpu=gpu)
 
     def end_hung(self, name: str, about: str) -> None:

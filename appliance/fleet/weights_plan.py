@@ -102,7 +102,9 @@ def plan_weights(
         if layout is None and len({plan.node for plan in placement.workers}) > 1:
             layout = arena_layout(checkpoint, dtype)  # of files that are mapped there is one copy
     gpus = [plan.gpu for plan in placement.workers if plan.gpu is not None]
-    packing, fault = packing_on(gpus) if gpus and not checkpoint.is_plain else ("widened", None)
+    packing, fault = "widened", None
+    if gpus and not checkpoint.is_plain:
+        packing, fault = packing_on(gpus, is_safe=config.safe_kernels)
     words = ""
     if not checkpoint.is_plain or weights != AS_STORED:  # a GPU's worker makes its own arena
         there = layout or gpu_layout(checkpoint, dtype, packing)

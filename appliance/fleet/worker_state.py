@@ -115,6 +115,12 @@ class WorkerState:
         return None if self.ready is None else self.ready.attention
 
     @property
+    def num_refused(self) -> int:
+        """Kernels that the self-test found wrong."""
+        proof = None if self.ready is None else self.ready.proof
+        return 0 if proof is None else len(proof.refused)
+
+    @property
     def probes(self) -> dict[str, float]:
         """Copy rates to other pools in bytes per second, measured at start; 0: unreachable."""
         return {} if self.ready is None else self.ready.probes

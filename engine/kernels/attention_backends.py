@@ -15,6 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.attention_needs import flash_attn_fault, triton_fault
 
+SMALL_OPERATIONS = ("norm", "norm_rows", "gated", "place", "draws", "delta")
+"""Parts of a step on a GPU that have a kernel of ours and a twin in torch."""
+SAFE = dict.fromkeys((*SMALL_OPERATIONS, "triton attention"), "safe kernels")
+"""The faults of a machine on which none of our kernels is to run."""
 _HALVES = ("bfloat16", "float16")
 
 
@@ -98,7 +102,7 @@ class Machine:
 
     torch: tuple[int, int]
     faults: Mapping[str, str]
-    """Reasons why a package is unusable, by its name."""
+    """Reasons why something is not used: a package, an attention backend, a small operation."""
     capability: tuple[int, int] | None = None
     """The device's compute capability; None: not read, and taken to be new enough."""
 
@@ -148,8 +152,15 @@ def choose_attention(needs: AttentionNeeds, machine: Machine) -> AttentionChoice
     return AttentionChoice(ATTENTION_BACKENDS[-1], tuple(passed_over))
 
 
+def refusal_of(backend: str) -> str:
+    """Return the name by which a machine's faults say that a backend computes wrongly there."""
+    return f"{backend} attention"
+
+
 def _objection(backend: AttentionBackend, needs: AttentionNeeds, machine: Machine) -> str | None:
     """Why a backend cannot be taken; None: it can."""
+    if (fault := machine.faults.get(refusal_of(backend.name))) is not None:
+        return fault
     for package in ("triton", backend.package):
         if package is not None and package in machine.faults:
             return machine.faults[package]

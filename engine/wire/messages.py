@@ -63,6 +63,18 @@ class LogitsLoss(msgspec.Struct, frozen=True):
     """Share of tokens with an unchanged likeliest successor."""
 
 
+class Proof(msgspec.Struct, frozen=True):
+    """What a self-test has found on a device."""
+
+    key: str
+    """What it holds for, by engine.worker.self_test."""
+    refused: dict[str, str]
+    """Kernels that compute wrongly, with shape and difference; something else serves."""
+    notes: list[str]
+    """Faults of what does not serve."""
+    took_ms: float
+
+
 class GpuSpec(msgspec.Struct, frozen=True):
     """The GPU that a worker computes on."""
 
@@ -81,9 +93,11 @@ class GpuSpec(msgspec.Struct, frozen=True):
     packing: str = "widened"
     """The layout of quantised matrices, from gpu_layout()."""
     faults: dict[str, str] | None = None
-    """Why packages are not used, by name, as the daemon found them; None: the worker tries them."""
+    """Why packages and kernels are not used, as the daemon says; None: the worker tries them."""
     step_tokens: int | None = None
     """Prompt tokens of a step, as an earlier life has timed them; None: it times them."""
+    proofs: list[Proof] = []
+    """Proofs of earlier starts."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
@@ -342,6 +356,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     weights_loss: LogitsLoss | None = None
     kv_loss: LogitsLoss | None = None
     """Measured by one worker; None: not by this one."""
+    proof: Proof | None = None
+    """The proof of its kernels; None: it computes on cores."""
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -26,6 +27,7 @@ from engine.errors import WorkerFailed
 from engine.worker.cuda_faults import cuda_fault
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _ATTRIBUTE_MPS_ENABLED = 133
 """CU_DEVICE_ATTRIBUTE_MPS_ENABLED of cuda.h."""
 _UNSHAREABLE = ("expandable_segments:true", "backend:cudamallocasync")
@@ -56,10 +58,22 @@ class DeviceTime:
         return None if 4 * self.host_waited_ns > self.elapsed_ns else self.elapsed_ns
 
 
+class Card(NamedTuple):
+    """What a proof of kernels depends on."""
+
+    name: str
+    driver: str
+    num_processors: int
+
+
 class Device(Protocol):
     """The interface to a worker's accelerator; tests have one without hardware."""
 
     torch_device: torch.device
+
+    @property
+    def card(self) -> Card | None:
+        """The hardware; None: made up, and nothing is to be proved of it."""
 
     def pinned(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         """Make a host tensor that the device can copy from while the host continues."""
@@ -231,6 +245,13 @@ class CudaDevice:
                 where=str(self.torch_device),
                 hint="raise the limit of locked memory, or serve with transport alias",
             )
+
+    @property
+    def card(self) -> Card:
+        """The GPU, with the driver's version and build."""
+        found = torch.cuda.get_device_properties(self.torch_device)
+        driver = _DRIVER.read_text() if _DRIVER.exists() else ""
+        return Card(found.name, driver, found.multi_processor_count)
 
     @property
     def is_served_by_mps(self) -> bool:

@@ -32,6 +32,7 @@ from engine.wire.messages import (
     MapPool,
     MapShared,
     PoolMade,
+    Proof,
     Ready,
     Setup,
     SharedMemory,
@@ -54,6 +55,7 @@ from engine.worker.model.transformer import Transformer
 from engine.worker.model.weight import Weight
 from engine.worker.model.weights import convert_weights, quantised_weights
 from engine.worker.runner import Runner
+from engine.worker.self_test import proof_of
 from engine.worker.weight_streaming import (
     Progress,
     arena_views,
@@ -96,7 +98,7 @@ def start(
     """
     shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
-    transformer = _transformer(checkpoint, setup, gpu, arena)
+    transformer, proof = _transformer(checkpoint, setup, gpu, arena, device)
     has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
     if shared is not None:
         pool = _mapped_pool(device.map(shared.pool), shared, setup, gpu, transformer)
@@ -131,7 +133,8 @@ def start(
         gpu.step_tokens
         or step_tokens(setup.max_num_batched_tokens, partial(_seconds_of, runner, setup, device)),
         _sharing(gpu, device),
-        notes=[] if transformer.is_paged else [SLOW_ATTENTION],
+        notes=_notes(transformer, proof),
+        proof=proof,
         num_graphs=0 if graphs is None else graphs.num_graphs,
         capture_ms=0.0 if graphs is None else graphs.capture_ms,
         graph_bytes=0 if graphs is None else graph_bytes,
@@ -141,11 +144,24 @@ def start(
 
 
 def _transformer(
-    checkpoint: Checkpoint, setup: Setup, gpu: GpuSpec, arena: torch.Tensor
-) -> Transformer:
-    """Build the model over a filled arena."""
+    checkpoint: Checkpoint, setup: Setup, gpu: GpuSpec, arena: torch.Tensor, device: Device
+) -> tuple[Transformer, Proof | None]:
+    """Build the model over a filled arena, of kernels that compute rightly here."""
+    proof, faults = None, gpu.faults
+    if device.card is not None:
+        proof = proof_of(setup, gpu, checkpoint.config, device)
+        faults = {**(gpu.faults or {}), **proof.refused}
     weights, shape = _views(checkpoint, setup, gpu, arena), (setup.max_model_len, setup.block_size)
-    return Transformer(checkpoint.config, weights, setup.dtype, *shape, faults=gpu.faults)
+    return Transformer(checkpoint.config, weights, setup.dtype, *shape, faults=faults), proof
+
+
+def _notes(transformer: Transformer, proof: Proof | None) -> list[str]:
+    """Say what the operator should know of the kernels."""
+    notes = [] if transformer.is_paged else [SLOW_ATTENTION]
+    if proof is not None:
+        notes += [f"self-test refused {name}: {about}" for name, about in proof.refused.items()]
+        notes += proof.notes
+    return notes
 
 
 def _views(

@@ -7,9 +7,9 @@ import torch
 from engine.wire.sampling import SamplingParams
 from engine.worker.model import triton_ops
 from engine.worker.model.attention import StepBatch, Tiling
-from engine.worker.model.backend import TorchBackend
 from engine.worker.model.paged_step import paged_step
 from engine.worker.model.sampler import NO_DRAW, draw_of
+from engine.worker.model.torch_backend import TorchBackend
 from engine.worker.model.triton_attention import attend_several, attend_single
 from engine.worker.model.triton_sampling import sample_rows
 from tests.engine.draws import drawn

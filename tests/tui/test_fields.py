@@ -65,6 +65,7 @@ INTERNAL = {
         for name in ("how", "at", "num_kept", "num_waiting")
     },
     "starved": "an alert, and the limiting sentence",
+    "workers.num_refused": "status names them, with the reason",
     "workers.cpu_share": "an alert where it is small",
     "devices.kind": "decides which readings there could be",
 }

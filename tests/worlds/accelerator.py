@@ -298,6 +298,7 @@ class FakeDevice:
 
     torch_device = DEVICE
     is_served_by_mps = False
+    card = None
 
     def __init__(self, exported=None):
         self.accelerator = Accelerator()

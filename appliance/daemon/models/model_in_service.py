@@ -19,6 +19,7 @@ from appliance.daemon.models.residents import LoadedModel, Residents
 from appliance.daemon.process.disk_reads import SILENT_S
 from appliance.daemon.serving.service import Service
 from appliance.fleet.boot import BootPlan
+from appliance.fleet.kept_proofs import keep_proofs
 from appliance.fleet.kv_caches import KvCaches
 from appliance.fleet.measuring import LOOK_S, Measuring
 from appliance.fleet.roles_change import RolesChange, change_roles
@@ -60,6 +61,8 @@ class ModelInService:
         """Other models that are loaded; None: only one is served."""
         self._misses = PrefixMisses()
         self._has_workers = False
+        self._kept_proofs: set[str] = set()
+        """Their keys."""
 
     def start(self, plan: BootPlan) -> None:
         """Spawn the workers of a plan, and make their router."""
@@ -203,6 +206,16 @@ class ModelInService:
             await asyncio.sleep(LOOK_S)
             self.measuring.look(is_idle=self.service.is_quiet)
             await self.measuring.save_when_due()
+            await self._keep_proofs()
+
+    async def _keep_proofs(self) -> None:
+        """Write down what self-tests have found, so that the next start repeats none."""
+        told = [worker.ready for worker in self.supervisor.workers.values()]
+        proofs = [ready.proof for ready in told if ready is not None and ready.proof is not None]
+        new = [proof for proof in proofs if proof.key not in self._kept_proofs]
+        if new:
+            self._kept_proofs.update(proof.key for proof in new)
+            await asyncio.to_thread(keep_proofs, self._config().state_dir, new)
 
     def _parked(self, plan: BootPlan) -> LoadedModel | None:
         return None if self.residents is None else self.residents.of_plan(plan)

@@ -229,6 +229,8 @@ class WorkerFrame(msgspec.Struct):
     cpu_share: float | None = None
     """Share of the CPU time that it wanted in the last seconds, 0 to 1; None: it wanted little, or
     the kernel reports no waits."""
+    num_refused: int = 0
+    """Kernels that the self-test found wrong on its GPU; others serve."""
 
 
 class QueueFrame(msgspec.Struct):

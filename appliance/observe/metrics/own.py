@@ -222,6 +222,8 @@ def _workers(frame: Frame) -> Iterator[MetricFamily]:
         ("resident_memory_bytes", "With what it shares.", "rss_bytes", 1.0),
     ):
         yield gauge(f"penstock_worker_{name}", about, _of_field(named, field, scale))
+    refused = _of_field(named, "num_refused")
+    yield gauge("penstock_worker_refused_kernels", "That the self-test found wrong.", refused)
     restarts = _of_field(named, "num_restarts")
     yield counter("penstock_worker_restarts_total", "Restarts of the worker.", restarts)
 

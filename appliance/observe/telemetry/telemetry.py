@@ -280,6 +280,7 @@ class Telemetry:
             cpu_percent=cpu_percent,
             rss_bytes=rss_bytes,
             num_restarts=state.num_restarts,
+            num_refused=state.num_refused,
             loaded_bytes=state.loaded_bytes,
             total_bytes=state.total_bytes,
             cpus_used=list(own.cpus_used),

@@ -1,6 +1,6 @@
 """Choose compiled kernels or torch for attention and a step's small operations.
 
-Owns: the interface between a step and what computes it, torch's side of it, and the choice.
+Owns: the interface between a step and what computes it, and the choice.
 Invariant: the choice is made once, when the model is built, and its name says why it fell back.
 Never: multiplies by weights' matrices.
 """
@@ -8,13 +8,13 @@ Never: multiplies by weights' matrices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.attention_backends import (
+    SMALL_OPERATIONS,
     AttentionNeeds,
     Machine,
     choose_attention,
@@ -22,12 +22,11 @@ from engine.kernels.attention_backends import (
 )
 from engine.kernels.cpu import WIDENED
 from engine.wire.sampling import TokenLogprob
-from engine.worker.model.attention import AttentionPlan, StepBatch, torch_attention, write_kv
+from engine.worker.model.attention import StepBatch
 from engine.worker.model.buffers import Take, fresh
 from engine.worker.model.compiled import CompiledBackend, find_kernels
-from engine.worker.model.draw_rows import RowDraw, draw_by_torch, rate_by_torch
-from engine.worker.model.layers import gated, rms_norm, rotate, split_gates
-from engine.worker.model.sampler import sample_rows
+from engine.worker.model.draw_rows import RowDraw
+from engine.worker.model.torch_backend import TorchBackend
 
 
 class Backend(Protocol):
@@ -133,115 +132,6 @@ class Backend(Protocol):
         """Compute log-probabilities, as engine.worker.model.draw_rows.rate_by_torch does."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchPlan:
-    batch: StepBatch
-    attention: AttentionPlan
-    angles: list[tuple[torch.Tensor, torch.Tensor]]
-    """Cosine and signed sine of the step's positions, for each RoPE of the model."""
-    windows: tuple[_TorchPlan, ...] = ()
-    """The plans of the groups of layers after the first."""
-
-
-class TorchBackend:
-    """Every device and dtype, by torch's own operations."""
-
-    sample_rows = staticmethod(sample_rows)
-    draw = staticmethod(draw_by_torch)
-    rate = staticmethod(rate_by_torch)
-    is_paged = False
-    gated_delta = None
-
-    def __init__(self, name: str = "torch") -> None:
-        self.name = name
-
-    def plan(
-        self,
-        batch: StepBatch,
-        kv: torch.Tensor,
-        tables: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> _TorchPlan:
-        angles = [(cos[batch.positions], sin[batch.positions]) for cos, sin in tables]
-        return self._plan(batch, kv, angles)
-
-    def _plan(
-        self, batch: StepBatch, kv: torch.Tensor, angles: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> _TorchPlan:
-        windows = tuple(self._plan(each, kv, angles) for each in batch.of_windows())
-        return _TorchPlan(batch, AttentionPlan(batch, kv), angles, windows)
-
-    def plan_of(self, plan: _TorchPlan, kv: torch.Tensor) -> _TorchPlan:
-        return self._plan(plan.batch, kv, plan.angles)
-
-    def norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        added: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        """rms_norm of x, after x += scale * added, where something is."""
-        if added is not None:
-            self.add(x, added, scale)
-        return rms_norm(x, weight, eps)
-
-    def add(self, x: torch.Tensor, added: torch.Tensor, scale: float, factor: float = 1.0) -> None:
-        x.add_(added, alpha=scale)
-        if factor != 1:
-            x.mul_(factor)
-
-    def grow(self, queries: torch.Tensor, growth: torch.Tensor) -> None:
-        """Multiply queries by their growth, in place."""
-        queries.mul_(growth)
-
-    def norm_rows(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        rows.copy_(rms_norm(rows, weight, eps))
-
-    def gated(
-        self, gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return gated(gate_up, activation, up)
-
-    split_gates = staticmethod(split_gates)
-
-    def place(
-        self,
-        qkv: torch.Tensor,
-        num_heads: int,
-        rope_index: int | None,
-        kv: torch.Tensor,
-        layer: int,
-        plan: _TorchPlan,
-    ) -> None:
-        end_of_keys = (num_heads + qkv.shape[1]) // 2
-        qk, v = qkv[:, :end_of_keys], qkv[:, end_of_keys:]
-        if rope_index is not None:
-            qk.copy_(rotate(qk, *plan.angles[rope_index]))
-        if v.shape[1]:
-            write_kv(kv, layer, qk[:, num_heads:], v, plan.attention)
-
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        num_heads: int,
-        kv: torch.Tensor,
-        layer: int,
-        plan: _TorchPlan,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,
-        num_kv_heads: int | None = None,
-    ) -> torch.Tensor:
-        how = (scale, window, softcap, sinks)
-        q, own = qkv[:, :num_heads], qkv[:, num_heads:].chunk(2, 1)
-        if num_kv_heads is not None and num_heads == qkv.shape[1]:
-            shape = (num_kv_heads, qkv.shape[2])
-            return torch_attention(q, None, shape, kv, layer, plan.attention, *how)
-        return torch_attention(q, own, own[0].shape[1:], kv, layer, plan.attention, *how)
-
-
 def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
@@ -285,11 +175,13 @@ def _choose_cuda_backend(
     from engine.worker.model.cuda import CudaBackend, DeviceLimits, TritonAttention
     from engine.worker.model.library_attention import flash_attention, torch_varlen_attention
 
+    by_torch = {name: machine.faults[name] for name in SMALL_OPERATIONS if name in machine.faults}
+    title = "; ".join([choice.title, *(f"{name} by torch: {by_torch[name]}" for name in by_torch)])
     if choice.backend.name == "flash":
-        return CudaBackend(choice.title, flash_attention())
+        return CudaBackend(title, flash_attention(), by_torch=by_torch)
     if choice.backend.name == "torch_varlen":
-        return CudaBackend(choice.title, torch_varlen_attention())
+        return CudaBackend(title, torch_varlen_attention(), by_torch=by_torch)
     group_size = config.num_heads // config.num_kv_heads
     limits = DeviceLimits.of(device)
     attention = TritonAttention(group_size, config.head_dim, dtype.itemsize, limits)
-    return CudaBackend(choice.title, attention, attention.queries_per_tile)
+    return CudaBackend(title, attention, attention.queries_per_tile, by_torch)

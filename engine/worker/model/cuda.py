@@ -9,6 +9,7 @@ Never: chooses blocks, keeps anything after the step.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,7 @@ from engine.worker.model.draw_rows import draw_by_torch, rate_by_torch
 from engine.worker.model.layers import gated, split_gates
 from engine.worker.model.library_attention import PagedAttention
 from engine.worker.model.paged_step import PagedStep, paged_step
+from engine.worker.model.torch_backend import TorchBackend, TorchPlan
 from engine.worker.model.triton_attention import attend_several, attend_single
 from engine.worker.model.triton_sampling import sample_rows
 
@@ -42,6 +44,8 @@ class CudaPlan:
     step: PagedStep
     runs: RecordRuns | None = None
     """What the step does to records; None: the model keeps none."""
+    twin: TorchPlan | None = None
+    """The plan by which torch places keys and values; None: a kernel does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +101,31 @@ class CudaBackend:
     Args:
         name: what was chosen, and why not better.
         queries_per_tile: what Triton's attention wants of a plan; 0: another was chosen.
+        by_torch: the small operations that torch computes instead.
     """
 
     sample_rows = staticmethod(sample_rows)
     draw = staticmethod(draw_by_torch)
     rate = staticmethod(rate_by_torch)
     is_paged = True
-    gated_delta = staticmethod(triton_delta.gated_delta)
 
-    def __init__(self, name: str, attention: PagedAttention, queries_per_tile: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        attention: PagedAttention,
+        queries_per_tile: int = 0,
+        by_torch: Collection[str] = (),
+    ) -> None:
         self.name = name
         self._attention = attention
         self._queries_per_tile = queries_per_tile
+        self._twin = TorchBackend()
+        self._is_placed_by_torch = "place" in by_torch
+        for operation in {"norm", "norm_rows", "gated"}.intersection(by_torch):
+            setattr(self, operation, getattr(self._twin, operation))
+        if "draws" in by_torch:
+            self.sample_rows = self._twin.sample_rows
+        self.gated_delta = None if "delta" in by_torch else triton_delta.gated_delta
 
     def plan(
         self,
@@ -117,7 +134,8 @@ class CudaBackend:
         tables: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> CudaPlan:
         step = paged_step(batch, kv.device, self._queries_per_tile)
-        plan = CudaPlan(batch.positions, batch.token_slots, tables, step)
+        twin = self._twin.plan(batch, kv, tables) if self._is_placed_by_torch else None
+        plan = CudaPlan(batch.positions, batch.token_slots, tables, step, twin=twin)
         if batch.device_records is None:
             return plan
         starts, lens = step.query_starts, step.seq_lens
@@ -170,6 +188,9 @@ class CudaBackend:
         layer: int,
         plan: CudaPlan,
     ) -> None:
+        if plan.twin is not None:
+            self._twin.place(qkv, num_heads, rope_index, kv, layer, plan.twin)
+            return
         angles = None if rope_index is None else plan.tables[rope_index]
         triton_ops.place(qkv, num_heads, angles, kv, layer, plan.positions, plan.token_slots)
 

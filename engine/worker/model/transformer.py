@@ -157,7 +157,9 @@ class Transformer:
     def is_capturable(self) -> bool:
         """True if a graph can replay a step: no value is looked at, and little memory kept."""
         layers = range(self.config.num_layers)
-        return self.is_paged and all(self.config.experts_of(layer) is None for layer in layers)
+        has_experts = any(self.config.experts_of(layer) is not None for layer in layers)
+        is_recurrent_by_torch = bool(self._recurrent) and self._backend.gated_delta is None
+        return self.is_paged and not has_experts and not is_recurrent_by_torch
 
     @property
     def is_paged(self) -> bool:

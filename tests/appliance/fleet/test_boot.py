@@ -19,7 +19,13 @@ from appliance.fleet.boot import (
 from appliance.fleet.boot_check import check_plan, dram_forecast
 from engine.checkpoint.weights_layout import packed_layout
 from engine.errors import AlreadyRunning, CheckpointError, ConfigError
-from engine.kernels.attention_backends import this_machine
+from engine.kernels.attention_backends import (
+    SAFE,
+    AttentionNeeds,
+    Machine,
+    choose_attention,
+    this_machine,
+)
 from engine.kernels.attention_needs import triton_fault
 from engine.kernels.cpu import WIDENED, ProductVariants, has_kernels
 from engine.kernels.product_choice import ProductChoice
@@ -197,6 +203,22 @@ def test_on_a_gpu_one_worker_starts_first_and_two_are_tried_once_steps_were_time
     assert plan.placement.is_trial
     assert [setup.gpu.shares for _, setup in plan.workers] == ["maps", "exports"]
     assert plan.roles == "elastic"
+
+
+def test_safe_kernels_are_libraries_and_torch_alone(plan_of, gpu, tiny_llama):
+    ((_, setup),) = plan_of(model=tiny_llama, safe_kernels=True).workers
+    assert setup.gpu.faults.items() >= SAFE.items()
+    assert setup.gpu.packing == "widened"
+    machine = Machine((2, 13), setup.gpu.faults, (9, 0))
+    needs = AttentionNeeds("bfloat16", 64, has_softcap=False)
+    assert choose_attention(needs, replace_faults(machine, "flash_attn")).backend.name == "flash"
+    capped = AttentionNeeds("bfloat16", 64, has_softcap=True, has_sinks=True)
+    assert choose_attention(capped, machine).backend.name == "torch"
+
+
+def replace_faults(machine, *mended):
+    kept = {name: why for name, why in machine.faults.items() if name not in (*mended, "triton")}
+    return replace(machine, faults=kept)
 
 
 def test_a_worker_that_never_decodes_captures_no_steps(plan_of, gpu, tiny_llama):

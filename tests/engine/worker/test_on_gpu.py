@@ -32,7 +32,7 @@ from engine.worker.grammars import Grammars
 from engine.worker.kv_pool import block_shape
 from engine.worker.model import attention
 from engine.worker.model import backend as backend_file
-from engine.worker.model.backend import TorchBackend
+from engine.worker.model.torch_backend import TorchBackend
 from engine.worker.model.transformer import Transformer
 from engine.worker.model.weights import load_weights
 from engine.worker.on_gpu import SLOW_ATTENTION, run_largest_steps

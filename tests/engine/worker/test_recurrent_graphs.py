@@ -18,8 +18,8 @@ from engine.worker.grammars import Grammars
 from engine.worker.graphs import DecodeGraphs
 from engine.worker.kv_pool import block_shape
 from engine.worker.model import transformer as transformer_module
-from engine.worker.model.backend import TorchBackend
 from engine.worker.model.cuda import CudaBackend, DeviceLimits, TritonAttention
+from engine.worker.model.torch_backend import TorchBackend
 from engine.worker.model.transformer import Transformer
 from engine.worker.model.weights import load_weights
 from engine.worker.runner import Runner

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.kernels.cpu import TILES, WIDENED, load_kernels
 from engine.worker.model.attention import AttentionPlan, StepBatch, planes, torch_attention
-from engine.worker.model.backend import TorchBackend
 from engine.worker.model.compiled import CompiledBackend, find_kernels
+from engine.worker.model.torch_backend import TorchBackend
 from tests.engine.references import reference_attention
 from tests.engine.upstream import scaled_dot_product_attention
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_config import ACTIVATIONS
 from engine.kernels.cpu import load_kernels
-from engine.worker.model.backend import TorchBackend
+from engine.worker.model.torch_backend import TorchBackend
 from tests.engine.worker.model.test_attention import LEVELS, backend_of, batch_of
 
 TORCH = TorchBackend()

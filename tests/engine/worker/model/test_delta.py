@@ -12,11 +12,11 @@ import torch
 from engine.checkpoint.checkpoint import expected_shapes
 from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.cpu import load_kernels
-from engine.worker.model.backend import TorchBackend
 from engine.worker.model.compiled import CompiledBackend
 from engine.worker.model.delta import GatedDelta, delta_rule
 from engine.worker.model.linear import choose_linears
 from engine.worker.model.records import RecordBlocks
+from engine.worker.model.torch_backend import TorchBackend
 from engine.worker.model.weight import Weight
 from tests.engine.worker.model.test_attention import batch_of
 from tests.levels import each_level
