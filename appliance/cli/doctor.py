@@ -40,6 +40,9 @@ def doctor(
             help="Also write a file for a bug report, without prompts and keys.", metavar="FILE"
         ),
     ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Also prove this machine's kernels, in seconds.")
+    ] = False,
     output: Output = Format.TABLE,
 ) -> None:
     """Check this machine, the settings, the log and the daemon; say what to fix, and how.
@@ -51,7 +54,10 @@ def doctor(
     if bundle is not None:
         terminal.needs_this_machine("a report", "run it there", host)
     settings = {"model": model, "config": config_file}
-    findings = list(examine(settings, lambda: terminal.client(host)))
+    if self_test:
+        terminal.needs_this_machine("a self-test", "run it there", host)
+    how = {"runs_self_test": self_test}
+    findings = list(examine(settings, lambda: terminal.client(host), **how))
     if bundle is not None:
         from appliance.doctor.bundle import write_bundle
 

@@ -31,6 +31,7 @@ from appliance.doctor.finding import Finding
 from appliance.doctor.gpu_checks import GpuHost, gpu_findings
 from appliance.doctor.hub_models import in_a_sentence
 from appliance.doctor.ports import listening_uids
+from appliance.doctor.self_test import kept_findings, tested
 from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
@@ -39,7 +40,7 @@ from appliance.http.access import AccessPolicy
 from appliance.hub.names import STARTER_FOLDER, HubName, model_name
 from appliance.observe.frame.figures import state_words
 from appliance.observe.log import log_file
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.gguf import find_gguf
 from engine.errors import ConfigError, PenstockError
 from engine.kernels.cpu import has_kernels, load_kernels
@@ -52,12 +53,15 @@ MIN_FREE_BYTES = 1 << 30
 _IF_MEANT = "intended if other machines use it; check which networks reach it and which keys exist"
 
 
-def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> Iterator[Finding]:
+def examine(
+    settings: dict[str, str | None], client: Callable[[], Client], *, runs_self_test: bool = False
+) -> Iterator[Finding]:
     """Yield every finding, in the order in which one would set the machine up.
 
     Args:
         settings: as the flags of serve.
         client: of the daemon that the command would ask.
+        runs_self_test: compute on the device, which takes some seconds.
     """
     state, elsewhere = _state(client), _elsewhere(client)
     here = state if elsewhere is None else PenstockError("it is on another machine")
@@ -75,6 +79,8 @@ def examine(settings: dict[str, str | None], client: Callable[[], Client]) -> It
     yield _reader()
     yield _cores()
     yield from _devices(devices)
+    if isinstance(found, config.ServeConfig):
+        yield from _self_test(found, checkpoint if runs_self_test else None, has_gpus=has_gpus)
     yield from _dynamo()
     for sentence in config.unknown_variables():
         yield Finding("environment", "note", sentence, "`penstock config show` lists the settings")
@@ -125,6 +131,15 @@ def _configuration(settings: dict[str, str | None]) -> config.ServeConfig | Pens
         return client_settings.load_asked(settings)
     except PenstockError as error:
         return error
+
+
+def _self_test(
+    found: config.ServeConfig, checkpoint: Checkpoint | None, *, has_gpus: bool
+) -> Iterator[Finding]:
+    """Yield what self-tests found, and run one for a model if there is one."""
+    yield from kept_findings(found.state_dir)
+    if checkpoint is not None:
+        yield from tested(checkpoint, choose_dtype(found.dtype, checkpoint, has_gpu=has_gpus))
 
 
 def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:

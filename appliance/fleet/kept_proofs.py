@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-from engine.own_files import open_own
 
+from engine.system.own_files import open_own
 from engine.wire.messages import Proof
 
 log = logging.getLogger("penstock")

@@ -16,7 +16,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.kernels.attention_needs import flash_attn_fault, triton_fault
 
 SMALL_OPERATIONS = ("norm", "norm_rows", "gated", "place", "draws", "delta")
-"""Parts of a step on a GPU that have a kernel of ours and a twin in torch."""
+"""Parts of a GPU's step with a kernel and a twin in torch."""
 SAFE = dict.fromkeys((*SMALL_OPERATIONS, "triton attention"), "safe kernels")
 """The faults of a machine on which none of our kernels is to run."""
 _HALVES = ("bfloat16", "float16")

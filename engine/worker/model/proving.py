@@ -86,6 +86,11 @@ class Prover:
                     yield Wrong(operation, f"{num_rows} tokens: {found}")
                     break
 
+    @property
+    def num_steps(self) -> int:
+        """Count the steps of attention."""
+        return sum(len(self._steps(heads)) for heads in self._kinds_of_heads())
+
     def _kinds_of_heads(self) -> list[Heads]:
         """List the kinds of layers, with windows short enough to be passed."""
         config = self.config

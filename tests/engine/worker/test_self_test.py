@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
-from tests.accelerator import FakeDevice
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.layer_heads import LayerHeads
@@ -26,6 +25,7 @@ from engine.worker.self_test import proof_of, proved
 from tests.checkpoints import make_checkpoint
 from tests.engine import upstream
 from tests.engine.gpu_worker import start_alone
+from tests.worlds.accelerator import FakeDevice
 
 CPU = torch.device("cpu")
 NUM_PROCESSORS = upstream.NUM_PROCESSORS
