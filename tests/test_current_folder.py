@@ -82,6 +82,7 @@ ARGUMENTS = {
     "config show": (),
     "keys new": ("name",),
     "keys add": ("name", "--file", "keys"),
+    "keys list": ("--file", "keys"),
     "cache stats": (),
     "cache verify": (),
     "cache clear": (),
