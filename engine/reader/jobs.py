@@ -25,6 +25,7 @@ from engine.text.grammar import (
     lark_grammar,
     regex_grammar,
     validate,
+    with_deep_stack,
 )
 from engine.text.jinja_templates import JinjaTemplate
 from engine.text.read_models import written
@@ -87,10 +88,12 @@ def _calls(schemas: dict[str, Any], syntax: dict[str, str], options: dict[str, A
     return grammar
 
 
-def _mended(schema: dict[str, Any], is_lenient: bool) -> str:
-    """Leave out of a schema what cannot be enforced; the rest, and each place with its reason."""
-    found = mend(schema, is_lenient=is_lenient)
-    return json.dumps([found.schema, found.faults])
+def _mended(schemas: dict[str, dict[str, Any]], lenient: list[str]) -> str:
+    """Leave out of schemas what cannot be enforced; of each the rest, and places with reasons."""
+    found = with_deep_stack(
+        lambda: {name: mend(one, is_lenient=name in lenient) for name, one in schemas.items()}
+    )
+    return json.dumps({name: [one.schema, one.faults] for name, one in found.items()})
 
 
 def _checkpoint(path: bytes) -> bytes:

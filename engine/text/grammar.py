@@ -39,6 +39,8 @@ LIMITS = llguidance.LLParserLimits(
 _RETRY_MS = 1000
 _LONGEST_S = 30.0
 """Hundreds of times what compiling takes: a thread that has not answered has never begun."""
+_DEEP = threading.local()
+"""Whether a thread has a deep stack already."""
 _STACK_SIZE_LOCK = threading.Lock()  # a process has one size for all new threads
 _MAX_ERROR_CHARS = 300
 ANY_OBJECT = {"type": "object"}
@@ -211,6 +213,9 @@ def shorten(error: str) -> str:
 def with_deep_stack(function: Callable[[], R]) -> R:
     """Run a call in a thread of its own: the compiler recurses as deep as a grammar refers.
 
+    Calls within it run there, too: of threads that end one after another the kernel may still hold
+    the stacks, more than the reader may have.
+
     A thread started elsewhere at this moment gets a deep stack, too, which costs only address
     space. `Thread.start` would wait without end for a thread that has no memory to begin, and a
     pool holds a lock meanwhile that all pools of the process need.
@@ -218,9 +223,12 @@ def with_deep_stack(function: Callable[[], R]) -> R:
     Raises:
         Unavailable: the machine has no thread left, or no memory for one.
     """
+    if getattr(_DEEP, "is_here", False):
+        return function()
     outcome: Future[R] = Future()
 
     def run() -> None:
+        _DEEP.is_here = True
         try:
             outcome.set_result(function())
         except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for

@@ -86,11 +86,10 @@ class Tools:
             RequestError: a function must match its schema, and it cannot be enforced.
         """
         schemas, left_out = dict(self.schemas), list[str]()
-        for name, schema in self.schemas.items():
-            if schema is None:
-                continue
+        given = {name: one for name, one in schemas.items() if one is not None}
+        lenient = [name for name in given if name not in self.strict]
+        for name, (kept, faults) in _mended(given, lenient).items():
             must_match = self.is_required or name in self.strict
-            kept, faults = _mended(schema, is_lenient=name not in self.strict)
             places = [".".join(map(str, ("parameters", *path))) for path, _ in faults]
             if must_match and places:
                 why = f"cannot be compiled: function `{name}`, `{places[0]}`: {faults[0][1]}"
@@ -105,15 +104,28 @@ class Tools:
         return replace(self, schemas=schemas)
 
 
-def _mended(
-    schema: Mapping[str, Any], *, is_lenient: bool
-) -> tuple[Mapping[str, Any] | None, list[tuple[list[str | int], str]]]:
-    """Leave out what cannot be enforced; all of a schema that takes too much to read."""
+_Mended = dict[str, tuple[Mapping[str, Any] | None, list[tuple[list[str | int], str]]]]
+"""What is left of each function's schema, and the places left out with reasons."""
+
+
+def _mended(schemas: Mapping[str, Mapping[str, Any]], lenient: list[str]) -> _Mended:
+    """Leave out what cannot be enforced; all of a schema that takes too much to read.
+
+    All are read in one job, as each job waits for an idle core; halves where that takes too much.
+    """
+    if not schemas:
+        return {}
     try:
-        kept, faults = json.loads(READER.read("mended", schema, is_lenient))
+        found: _Mended = json.loads(READER.read("mended", dict(schemas), lenient))
+        return found
     except Unreadable as error:
-        return None, [([], error.what)]
-    return kept, faults
+        names = list(schemas)
+        if len(names) == 1:
+            return {names[0]: (None, [([], error.what)])}
+    half = len(names) // 2
+    parts = (names[:half], names[half:])
+    first, second = (_mended({name: schemas[name] for name in one}, lenient) for one in parts)
+    return first | second
 
 
 def read_tools(body: chats.ChatSettings) -> tuple[Tools | None, list[str]]:

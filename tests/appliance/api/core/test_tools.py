@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 
@@ -13,7 +14,8 @@ from appliance.api.core.tools_in_words import in_words
 from appliance.api.formats.format_choice import OutputFormat
 from appliance.api.formats.tool_format import FORMATS
 from appliance.json.fields import check
-from engine.text.grammar import validate
+from engine.text.grammar import validate, with_deep_stack
+from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says, serving
 from tests.tiny_tokenizers import CHATML, byte_level
@@ -223,3 +225,22 @@ async def test_reasoning_has_a_field_of_its_own(served, appliance):
     assert "".join(one.get("reasoning_content", "") for one in deltas) == "well"
     assert "".join(one.get("content") or "" for one in deltas) == "abc"
     assert not any("reasoning" in one and one.get("content") for one in deltas)
+
+
+def test_the_schemas_of_hundreds_of_tools_are_mended_in_one_job(monkeypatch):
+    """Each job waits for an idle core: beside a busy worker hundreds would take minutes."""
+    jobs = []
+    read = READER.read
+    monkeypatch.setattr(READER, "read", lambda *job: (jobs.append(job[0]), read(*job))[1])
+    odd = {"type": "object", "properties": {"m": {"type": "string", "pattern": "^(?!x)a"}}}
+    functions = [function(f"f{i}") for i in range(300)] + [function("odd", parameters=odd)]
+    mended, left_out = tools(*functions).mended()
+    assert left_out == ("tools.odd.parameters.properties.m.pattern",)
+    assert mended.schemas["odd"]["properties"]["m"] == {"type": "string"}
+    assert mended.schemas["f299"] == SCHEMA
+    assert len(jobs) < 10
+
+
+def test_calls_within_a_deep_stack_stay_there():
+    outer, inner = with_deep_stack(lambda: (get_ident(), with_deep_stack(get_ident)))
+    assert outer == inner != get_ident()
