@@ -144,13 +144,13 @@ def test_nothing_begins_on_a_busy_machine_but_what_somebody_asked_for(daemon):
     for _ in range(4):
         quiet(daemon)
     assert not daemon.deliver(answers=False)
-    assert "waiting" in daemon.measuring.words
+    assert "paused" in daemon.measuring.words
     daemon.measuring.allow_again()
     daemon.measuring.look(is_idle=True)
     quiet(daemon)
     daemon.deliver()
     assert daemon.measuring.frame()["num_unknown"] == 0
-    assert "waiting" not in daemon.measuring.words
+    assert "paused" not in daemon.measuring.words
 
 
 def test_a_slice_beside_other_programs_is_not_learnt_and_the_next_waits_for_quiet(daemon):
