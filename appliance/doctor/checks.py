@@ -31,7 +31,7 @@ from appliance.doctor.finding import Finding
 from appliance.doctor.gpu_checks import GpuHost, gpu_findings
 from appliance.doctor.hub_models import in_a_sentence
 from appliance.doctor.ports import listening_uids
-from appliance.doctor.self_test import kept_findings, tested
+from appliance.doctor.self_test import kept_findings, prove_now
 from appliance.dynamo import runtime
 from appliance.fleet import cgroup_limits
 from appliance.fleet.core_claims import shared_cores, sharing_text
@@ -139,7 +139,7 @@ def _self_test(
     """Yield what self-tests found, and run one for a model if there is one."""
     yield from kept_findings(found.state_dir)
     if checkpoint is not None:
-        yield from tested(checkpoint, choose_dtype(found.dtype, checkpoint, has_gpu=has_gpus))
+        yield from prove_now(checkpoint, choose_dtype(found.dtype, checkpoint, has_gpu=has_gpus))
 
 
 def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:

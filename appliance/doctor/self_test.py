@@ -31,7 +31,7 @@ def kept_findings(state_dir: Path) -> Iterator[Finding]:
             yield Finding("self-test", "note", note, _SEND)
 
 
-def tested(checkpoint: Checkpoint, dtype: str) -> Iterator[Finding]:
+def prove_now(checkpoint: Checkpoint, dtype: str) -> Iterator[Finding]:
     """Run the self-test for a model now, and yield what it finds."""
     command = python_command("-m", "engine.worker.self_test_report")
     try:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from appliance.doctor import self_test
-from appliance.doctor.self_test import kept_findings, tested
+from appliance.doctor.self_test import kept_findings, prove_now
 from appliance.fleet.kept_proofs import keep_proofs
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.wire.messages import Proof
@@ -26,7 +26,7 @@ def test_what_the_newest_start_refused_is_named(tmp_path):
 
 def test_a_self_test_of_this_machine_finds_its_kernels_right(tmp_path):
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path / "one-layer", num_hidden_layers=1))
-    machine, *backends = tested(checkpoint, "float32")
+    machine, *backends = prove_now(checkpoint, "float32")
     assert "float32" in machine.found
     assert len(backends) == 2
     assert {each.verdict for each in (machine, *backends)} == {"ok"}
@@ -39,7 +39,7 @@ def test_a_self_test_of_this_machine_finds_its_kernels_right(tmp_path):
 def test_a_self_test_that_dies_is_bad_and_says_how(script, said, tmp_path, monkeypatch):
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path / "one-layer", num_hidden_layers=1))
     monkeypatch.setattr(self_test, "python_command", lambda *_: [sys.executable, "-c", script])
-    (finding,) = tested(checkpoint, "float32")
+    (finding,) = prove_now(checkpoint, "float32")
     assert finding.verdict == "bad"
     assert said in finding.found
 
