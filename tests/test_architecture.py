@@ -195,3 +195,40 @@ def test_tests_mirror_the_rooms():
         for path in (ROOT / "tests" / package).rglob("test_*.py")
     }
     assert not [folder for folder in tested if not (ROOT / folder / "__init__.py").exists()]
+
+
+BY_HAND = {"st_uid", "st_mode", "O_NOFOLLOW", "open"}
+MAY_BY_HAND = {
+    "engine/system/own_files.py": "the one place",
+    "engine/checkpoint/model_file.py": "models may be anybody's, and links",
+    "engine/worker/model/weights.py": "models",
+    "engine/worker/weight_streaming.py": "models",
+    "appliance/http/access.py": "the owner of a process",
+    "appliance/http/listeners.py": "a folder to lock, and whether a path is a socket",
+    "appliance/http/tls.py": "whether a path is a pipe; the file is read by OpenSSL",
+    "appliance/observe/log/reader.py": "whether a path is a folder; SQLite opens the log",
+    "appliance/observe/log/store.py": "a new file that the user names",
+    "appliance/cli/chat.py": "a person's own history",
+    "appliance/cli/conversation.py": "a new file that the user names",
+    "appliance/cli/record.py": "a new file that the user names",
+    "appliance/doctor/bundle.py": "a new file that the user names",
+    "appliance/cli/install_service.py": "whether others may enter the program's folders",
+    "appliance/daemon/survival/kept_replies.py": "whether a descriptor is a socket",
+    "appliance/cli/terminal.py": "/dev/null",
+    "appliance/daemon/process/limits.py": "/dev/null",
+    "appliance/daemon/process/log_lines.py": "the terminal",
+    "tui/__main__.py": "/dev/null",
+}
+"""Files that open by `os.open`, or look at owners and modes, for a reason other than state."""
+
+
+def test_state_is_opened_and_its_owner_checked_in_one_file():
+    by_hand = {
+        file
+        for file in files()
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Attribute)
+        and node.attr in BY_HAND
+        and (node.attr != "open" or ast.unparse(node) == "os.open")
+    }
+    assert by_hand == MAY_BY_HAND.keys()

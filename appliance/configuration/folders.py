@@ -7,14 +7,13 @@ Invariant: an existing folder stays unchanged; a new one is for its owner and th
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from appliance.configuration import paths
 from appliance.configuration.config import ServeConfig
 from engine.errors import ConfigError, refuse
-from engine.system.own_files import check_own_folder
+from engine.system.own_files import check_own_folder, is_exchangeable_in
 
 _OTHERS = "choose others with --socket and --state-dir"
 
@@ -83,10 +82,9 @@ def _open_to_others(config: ServeConfig) -> Iterator[ConfigError]:
     except OSError as error:
         yield ConfigError(str(error.strerror), where=str(config.state_dir), hint=_OTHERS)
     run_dir = config.socket.parent
-    mode = run_dir.stat().st_mode if run_dir.exists() else 0
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    if run_dir.exists() and is_exchangeable_in(run_dir):
         problem = "other users can replace the socket there"
-        yield ConfigError(problem, where=str(run_dir), hint=f"chmod o-w {run_dir}")
+        yield ConfigError(problem, where=str(run_dir), hint=f"chmod go-w {run_dir}")
 
 
 def _make_folder(folder: Path, mode: int) -> None:

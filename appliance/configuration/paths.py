@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.system.own_files import check_own_socket, check_private_folder, open_file
 
 SYSTEM_CONFIG = Path("/etc/penstock/penstock.toml")
 SYSTEM_SOCKET = Path("/run/penstock/penstock.sock")
@@ -78,11 +78,9 @@ def client_socket(environ: Mapping[str, str]) -> Path:
 
 def socket_of(state_dir: Path) -> str:
     """Return the socket named in the state folder's lock; empty: unknown."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with open(os.open(state_dir / "lock", flags), "rb") as file:
-            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            text = file.read(LOCK_BYTES).decode("utf-8", "replace") if is_file else ""
+        with open(open_file(state_dir / "lock", os.O_RDONLY), "rb") as file:
+            text = file.read(LOCK_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
     return text.strip().partition(" ")[2]
@@ -96,9 +94,8 @@ def is_of_socket(state_dir: Path, path: Path) -> bool:
 
 def is_daemon_alive(state_dir: Path) -> bool:
     """Check whether a daemon holds this state directory; it may not listen yet."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with open(os.open(state_dir / "lock", flags), "rb") as file:
+        with open(open_file(state_dir / "lock", os.O_RDONLY), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -114,11 +111,10 @@ def _told_socket(environ: Mapping[str, str]) -> Path | None:
     """
     path = socket_of(default_state_dir(environ))
     try:
-        status = os.lstat(path)
+        check_own_socket(Path(path))
     except (OSError, ValueError):
         return None
-    is_socket = path.startswith("/") and stat.S_ISSOCK(status.st_mode)
-    return Path(path) if is_socket and status.st_uid in (os.getuid(), 0) else None
+    return Path(path) if path.startswith("/") else None
 
 
 def has_unit() -> bool:
@@ -158,19 +154,14 @@ def check_private(folder: Path) -> None:
 
     Another user could put a socket there and read every prompt.
     """
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+    try:
+        check_private_folder(folder)
+    except OSError as error:
         raise ConfigError(
-            f"it is not a folder of this user (owner uid {status.st_uid})",
+            f"it is not a folder of this user alone: {error.strerror}",
             where=str(folder),
-            hint="remove it, or choose another socket with --socket",
-        )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"other users can enter it (mode {stat.S_IMODE(status.st_mode):04o})",
-            where=str(folder),
-            hint=f"chmod 700 {folder}",
-        )
+            hint=f"chmod 700 {folder}, or choose another socket with --socket",
+        ) from error
 
 
 def _systemd_dir(environ: Mapping[str, str], variable: str) -> Path | None:

@@ -111,10 +111,9 @@ def load_key(state_dir: Path) -> bytes:
     """
     path = state_dir / KEY_NAME
     try:
-        with open(open_own(path, os.O_RDONLY), "rb") as file:
-            is_private = not os.fstat(file.fileno()).st_mode & 0o077
+        with open(open_own(path, os.O_RDONLY, denied=0o077), "rb") as file:
             key = file.read(KEY_BYTES + 1)
-        if is_private and len(key) == KEY_BYTES:
+        if len(key) == KEY_BYTES:
             return key
     except FileNotFoundError:
         return _make_key(path)
@@ -222,7 +221,8 @@ def _digest(file: Path, num_bytes: int) -> str:
 def _remembered(path: Path) -> dict[str, list[object]]:
     """Read the remembered digests; empty if the file cannot be read."""
     try:
-        known = json.loads(path.read_bytes())
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
+            known = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(known, dict):
@@ -238,9 +238,8 @@ def _write_private(path: Path, data: bytes) -> None:
     """Write a file that only this user can read, whole or not at all."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
+    with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(fd)
+        os.fsync(file.fileno())
     new.rename(path)

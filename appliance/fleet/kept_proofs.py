@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.system.own_files import open_own
+from engine.system.own_files import open_file, open_own
 from engine.wire.messages import Proof
 
 log = logging.getLogger("penstock")
@@ -24,7 +24,8 @@ _MOST = 64
 def load_proofs(state_dir: Path) -> list[Proof]:
     """Read the proofs of earlier starts, the oldest first."""
     try:
-        return msgspec.json.decode((state_dir / FILE_NAME).read_bytes(), type=list[Proof])
+        with open(open_file(state_dir / FILE_NAME, os.O_RDONLY), "rb") as file:
+            return msgspec.json.decode(file.read(), type=list[Proof])
     except (OSError, msgspec.MsgspecError):
         return []
 

@@ -42,6 +42,7 @@ from engine.scheduler.offload.slab_files import RESERVE_BYTES, Reclaimed, Slabs,
 from engine.scheduler.offload.staged_disk import StagedDisk
 from engine.scheduler.offload.tier import Tier
 from engine.scheduler.router import Router
+from engine.system.own_files import check_own_folder
 from engine.units import size_text
 
 
@@ -201,8 +202,11 @@ def _problem(folder: Path, there: Path) -> str | None:
     about = str(folder) if there == folder else f"{there}, where {folder} would be made,"
     if not there.is_dir():
         return f"{about} is not a folder"
-    if there == folder and folder.stat().st_uid != os.geteuid():
-        return f"{about} belongs to another user"
+    try:
+        if there == folder:
+            check_own_folder(folder, is_roots_fine=False)
+    except OSError as error:
+        return f"{error.strerror}"
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:

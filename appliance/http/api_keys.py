@@ -7,19 +7,20 @@ Never: shows a key twice, or quotes the file in an error.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import hmac
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.daemon.requests.request import Role
 from engine.errors import ConfigError, UsageError
+from engine.system.own_files import open_own_target
 
 _KEYS_FILE = "`penstock keys add NAME --file FILE` makes one"
 KEY_PREFIX = "penstock-"
@@ -29,6 +30,8 @@ MAX_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _ROLES = {role.name.lower(): role for role in Role}
+_WRITABLE = 0o022
+"""Others could add keys to such a file, even of this user's own group."""
 _FORMAT = "a line is NAME ROLE sha256:HEX; `penstock keys add NAME --file FILE` adds one"
 
 
@@ -68,7 +71,8 @@ def add_key(path: Path, name: str, role: str = "user") -> str:
     """
     key, line = new_key(name, role)
     try:
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "rb+") as file:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        with open(open_own_target(path, flags, denied=_WRITABLE), "rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if any(each.name == name for each in read_keys(path)):
                 hint = "choose another name, or delete its line first"
@@ -88,15 +92,17 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         ConfigError: it cannot be read, others may write to it, or a line is wrong.
     """
     try:
-        with path.open("rb") as file:
-            _check_owner(path, os.fstat(file.fileno()))
+        with open(open_own_target(path, os.O_RDONLY, denied=_WRITABLE), "rb") as file:
             text = file.read(MAX_FILE_BYTES + 1).decode()
     except OSError as error:
-        hint = f"for the unit: chown root:penstock {path}; chmod 640 {path}"
+        hints = {
+            errno.EACCES: f"for the unit: chown root:penstock {path}; chmod 640 {path}",
+            errno.EPERM: f"root or you must own it, alone: chown, or chmod go-w {error.filename}",
+        }
         raise ConfigError(
             f"cannot read the keys: {error.strerror}",
             where=str(path),
-            hint=hint if isinstance(error, PermissionError) else _KEYS_FILE,
+            hint=hints.get(error.errno or 0, _KEYS_FILE),
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("not UTF-8", where=str(path), hint=_FORMAT) from error
@@ -138,24 +144,6 @@ def _parse(fields: list[str]) -> ApiKey:
     if match is None:
         raise ValueError("the hash is not sha256: and 64 lower-case hex digits")
     return ApiKey(name, _ROLES[role], bytes.fromhex(match[1]))
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    """Refuse a key file that other users can write to: they could add keys."""
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError("not a file", where=str(path), hint=_KEYS_FILE)
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(
-            f"the keys belong to another user (uid {status.st_uid})",
-            where=str(path),
-            hint="they must be root's, or of the user who runs the daemon",
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"others may write to the keys (mode {stat.S_IMODE(status.st_mode):04o})",
-            where=str(path),
-            hint=f"chmod go-w {path}",
-        )
 
 
 def key_digest(key: str) -> bytes:

@@ -12,12 +12,15 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 
-def check_own_folder(folder: Path) -> None:
+def check_own_folder(folder: Path, *, is_roots_fine: bool = True) -> None:
     """Refuse a folder in which another user could put a file, or that one could exchange.
+
+    Args:
+        is_roots_fine: False: refuse root's folder too, unless this user is root.
 
     Raises:
         OSError: it is not a folder, or names the folder on the way that is not ours or root's, or
@@ -25,7 +28,28 @@ def check_own_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    check_own_path(folder, os.geteuid())
+    uid = os.geteuid()
+    if not is_roots_fine:
+        _check_owner(folder, folder.stat(), {uid})
+    check_own_path(folder, uid)
+
+
+def check_private_folder(folder: Path) -> None:
+    """Refuse a folder that is a link, not this user's, or that other users can enter.
+
+    Raises:
+        OSError: as check_own_folder(), or for these reasons.
+    """
+    if folder.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a link", str(folder))
+    check_own_folder(folder, is_roots_fine=False)
+    _check_mode(folder, folder.stat(), 0o077)
+
+
+def is_exchangeable_in(folder: Path) -> bool:
+    """Say whether another user could exchange what this user has in a folder."""
+    status = folder.stat()
+    return _is_open(status, os.geteuid()) and not status.st_mode & stat.S_ISVTX
 
 
 def check_own_path(path: Path, uid: int) -> None:
@@ -39,18 +63,21 @@ def check_own_path(path: Path, uid: int) -> None:
         _check(holder, holder.lstat(), uid, is_holder=True)
 
 
-def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_own(path: Path, flags: int, mode: int = 0o600, *, denied: int = 0) -> int:
     """Open a file that this user or root made; follow no link, and wait for no pipe.
 
+    Args:
+        mode: of a new file.
+        denied: bits that its mode may not have.
+
     Raises:
-        OSError: it is something else, or another user's.
+        OSError: it is something else, another user's, or others can write to it.
     """
-    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    truncates = flags & os.O_TRUNC
-    fd = os.open(path, flags & ~os.O_TRUNC | safe, mode)
+    fd = open_file(path, flags & ~os.O_TRUNC, mode)
     try:
         check_own_file(path, os.fstat(fd))
-        if truncates:
+        _check_mode(path, os.fstat(fd), denied)
+        if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
     except OSError:
         os.close(fd)
@@ -58,20 +85,56 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
     return fd
 
 
+def open_own_target(path: Path, flags: int, mode: int = 0o600, *, denied: int = 0) -> int:
+    """Open as open_own() does, but through links and folders that no other user could change.
+
+    Raises:
+        OSError: as open_own(), or another user could exchange the file.
+    """
+    for holder in _holders(path):
+        _check(holder, holder.lstat(), os.geteuid(), is_holder=True)
+    return open_own(Path(os.path.realpath(path)), flags, mode, denied=denied)
+
+
+def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file of any user; follow no link, and wait for no pipe.
+
+    Raises:
+        OSError: it is something else.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EPERM, "it is not a file", str(path))
+    return fd
+
+
 def check_own_file(path: Path, status: os.stat_result) -> None:
     """Refuse, by a status without following links, what open_own() would refuse.
 
     Raises:
-        OSError: it is no file, or another user's.
+        OSError: it is no file, another user's, or others can write to it.
     """
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EPERM, "it is not a file", str(path))
-    _check_owner(path, status, os.geteuid())
+    _check(path, status, os.geteuid())
+
+
+def check_own_socket(path: Path) -> None:
+    """Refuse what is no socket of this user or root; clients may write to it.
+
+    Raises:
+        OSError: it is not there, is no socket, or is another user's.
+    """
+    status = path.lstat()
+    if not stat.S_ISSOCK(status.st_mode):
+        raise OSError(errno.EPERM, "it is not a socket", str(path))
+    _check_owner(path, status, {0, os.geteuid()})
 
 
 def _check(folder: Path, status: os.stat_result, uid: int, *, is_holder: bool = False) -> None:
     if not (is_holder and status.st_uid == _outer_uid()):
-        _check_owner(folder, status, uid)
+        _check_owner(folder, status, {0, uid})
     if stat.S_ISLNK(status.st_mode):
         return  # the mode of its folder tells which users can replace it
     is_sticky = is_holder and status.st_mode & stat.S_ISVTX
@@ -82,8 +145,14 @@ def _check(folder: Path, status: os.stat_result, uid: int, *, is_holder: bool = 
         raise PermissionError(errno.EPERM, about, str(folder))
 
 
-def _check_owner(path: Path, status: os.stat_result, uid: int) -> None:
-    if status.st_uid not in (0, uid):
+def _check_mode(path: Path, status: os.stat_result, denied: int) -> None:
+    if status.st_mode & denied:
+        about = f"too many users can use {path} (mode {stat.S_IMODE(status.st_mode):04o})"
+        raise PermissionError(errno.EPERM, about, str(path))
+
+
+def _check_owner(path: Path, status: os.stat_result, uids: Collection[int]) -> None:
+    if status.st_uid not in uids:
         about = f"{path} belongs to another user (uid {status.st_uid})"
         raise PermissionError(errno.EPERM, about, str(path))
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from engine.errors import ConfigError, PenstockError
-from engine.system.own_files import open_own
+from engine.system.own_files import open_file, open_own
 
 SIGNAL = signal.SIGUSR1
 FILE_NAME = "stacks"
@@ -45,9 +45,7 @@ def wait_for_signal(state_dir: Path) -> int:
 def daemon_pid(state_dir: Path) -> int | None:
     """Return the pid of the daemon that holds the folder; None: no daemon."""
     try:
-        # a pipe in its place would block
-        fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as lock:
+        with open(open_file(state_dir / "lock", os.O_RDONLY), "rb") as lock:
             pid = int(lock.read(20).split()[0])
     except (OSError, ValueError, IndexError):
         return None
@@ -97,7 +95,7 @@ def _answer(path: Path, before: int) -> str:
         time.sleep(_POLL_S)
         if (grown := path.stat().st_size) != size:
             size, settled_at = grown, now + _SETTLED_S
-    with path.open("rb") as file:
+    with open(open_file(path, os.O_RDONLY), "rb") as file:
         file.seek(before)
         return file.read(size - before).decode(errors="replace")
 

@@ -26,7 +26,7 @@ from engine.scheduler.offload.records import (
     read_record,
     read_slab,
 )
-from engine.system.own_files import check_own_folder, open_own
+from engine.system.own_files import check_own_folder, open_file, open_own
 
 _NAME = re.compile(r"slab-(\d{6,15})\.kv")
 _LOCK = "lock"
@@ -95,7 +95,7 @@ def survey(folder: Path) -> Iterator[tuple[Path, SlabContents | None]]:
     It only reads, without a lock: a running daemon's folder may have changed since.
     """
     for number, path in sorted(slab_paths(folder)):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_file(path, os.O_RDONLY)
         try:
             head = head_of(fd, number)
             yield path, None if head is None else contents_of(fd, head)
@@ -106,7 +106,7 @@ def survey(folder: Path) -> Iterator[tuple[Path, SlabContents | None]]:
 def check_records(path: Path, contents: SlabContents) -> Iterator[bool]:
     """Read each of a slab's records; say whether all are intact."""
     head = contents.head
-    with path.open("rb") as file:
+    with open(open_file(path, os.O_RDONLY), "rb") as file:
         for index, record in contents.records:
             file.seek(head.offset(index))
             data = file.read(HEADER_BYTES + record.num_bytes)
@@ -221,12 +221,8 @@ def make_private(folder: Path) -> None:
         OSError: it cannot be made, belongs to another user, or holds other files.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    check_own_folder(folder)
-    stat = folder.stat()
-    if stat.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
+    check_own_folder(folder, is_roots_fine=False)
     if not (folder / _LOCK).is_file() and any(folder.iterdir()):
         about = "the folder holds other files; the cache needs its own"
         raise FileExistsError(errno.EEXIST, about, str(folder))
-    if stat.st_mode & 0o077:
-        folder.chmod(0o700)
+    folder.chmod(0o700)

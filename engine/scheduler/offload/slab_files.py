@@ -43,6 +43,7 @@ from engine.scheduler.offload.records import (
     seal_record,
     seal_slab,
 )
+from engine.system.own_files import open_own
 from engine.units import size_text
 
 SLAB_BYTES = 64 << 20
@@ -158,7 +159,7 @@ class OtherSlabs:
 
 def _erase_old(path: Path, head: SlabHead, oldest_s: int) -> SlabContents:
     """Erase a slab's blocks stored before a time, and return the others; raises OSError."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_own(path, os.O_RDWR)
     try:
         contents = contents_of(fd, head)
         old = [index for index, record in contents.records if record.stored_at_s < oldest_s]
@@ -411,16 +412,15 @@ class Slabs:
 
     def open_file(self, path: Path, flags: int) -> int:
         """Open a file in the folder, with direct I/O if possible."""
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         if self.is_direct:
             try:
-                return os.open(path, flags | os.O_DIRECT, 0o600)
+                return open_own(path, flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.is_direct = False
                 flags &= ~os.O_EXCL  # the failed attempt may have made the file
-        return os.open(path, flags, 0o600)
+        return open_own(path, flags)
 
     # Records
 

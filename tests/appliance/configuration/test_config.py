@@ -528,6 +528,18 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     assert refused.value.where == str(path)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder to a group")
+def test_a_group_that_could_exchange_the_socket_is_refused(machine: Path) -> None:
+    found = load({"socket": str(machine / "run" / "p.sock")}, {})
+    (machine / "run").chmod(0o750)
+    os.chown(machine / "run", -1, 60001)
+    check_directories(found, {})
+    (machine / "run").chmod(0o770)
+    with pytest.raises(ConfigError, match="replace the socket") as refused:
+        check_directories(found, {})
+    assert refused.value.where == str(machine / "run")
+
+
 def test_folders_that_cannot_be_made_are_all_told_and_none_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     flags = {"socket": str(tmp_path / "file" / "p.sock"), "state_dir": str(tmp_path / "a" / "b")}

@@ -281,8 +281,8 @@ def test_other_bytes_are_noticed_where_no_time_tells(tmp_path, monkeypatch):
     def fstat(fd):
         seen = stat_of(fd)
         same = {"st_mtime_ns": times.st_mtime_ns, "st_ctime_ns": times.st_ctime_ns}
-        rest = {name: getattr(seen, name) for name in ("st_dev", "st_ino", "st_size", "st_mode")}
-        return SimpleNamespace(**rest | same)
+        names = [name for name in dir(seen) if name.startswith("st_")]
+        return SimpleNamespace(**{name: getattr(seen, name) for name in names} | same)
 
     stat_of = os.fstat
     monkeypatch.setattr(cache_identity.os, "fstat", fstat)

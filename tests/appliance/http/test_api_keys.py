@@ -112,6 +112,29 @@ def test_a_file_that_others_may_write_is_refused(write):
     assert read_keys(write("", 0o644)) == ()
 
 
+def test_keys_that_others_could_exchange_are_refused_and_get_no_key(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    path = folder / "keys"
+    add_key(path, "a")
+    before = path.read_bytes()
+    folder.chmod(0o777)
+    for use in (read_keys, lambda path: add_key(path, "b")):
+        with pytest.raises(ConfigError, match="mode 0777"):
+            use(path)
+    assert path.read_bytes() == before
+
+
+def test_keys_are_found_through_a_link_and_a_pipe_is_not_waited_for(write, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(write("").name)
+    add_key(link, "a")
+    assert [key.name for key in read_keys(tmp_path / "api-keys")] == ["a"]
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError):
+        read_keys(tmp_path / "pipe")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_file_of_someone_else_is_refused(write):
     path = write("")

@@ -6,12 +6,22 @@ import grp
 import os
 import pwd
 import shutil
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from engine.system.own_files import check_own_folder, check_own_path, open_own
+from engine.system.own_files import (
+    check_own_folder,
+    check_own_path,
+    check_own_socket,
+    check_private_folder,
+    is_exchangeable_in,
+    open_file,
+    open_own,
+    open_own_target,
+)
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -90,9 +100,80 @@ def test_a_folder_that_is_none_is_no_permission_problem(folder):
         check_own_folder(folder / "missing")
 
 
+@AS_ROOT
+def test_roots_folder_is_not_another_users_own(folder, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    check_own_folder(folder)
+    with pytest.raises(PermissionError):
+        check_own_folder(folder, is_roots_fine=False)
+    os.chown(folder, 1234, -1)
+    check_own_folder(folder, is_roots_fine=False)
+
+
+@pytest.mark.parametrize("mode", [0o710, 0o701, 0o750, 0o704])
+def test_a_private_folder_is_entered_by_nobody_else_and_is_no_link(folder, tmp_path, mode):
+    folder.chmod(0o700)
+    check_private_folder(folder)
+    (tmp_path / "link").symlink_to(folder)
+    for wrong in (tmp_path / "link", tmp_path / "missing"):
+        with pytest.raises(NotADirectoryError):
+            check_private_folder(wrong)
+    folder.chmod(mode)
+    with pytest.raises(PermissionError):
+        check_private_folder(folder)
+
+
+def test_only_in_a_sticky_folder_may_others_write_beside_a_socket(folder):
+    assert not is_exchangeable_in(folder)
+    for mode, is_exchangeable in ((0o702, True), (0o1777, False), (0o750, False)):
+        folder.chmod(mode)
+        assert is_exchangeable_in(folder) == is_exchangeable
+
+
+@pytest.mark.parametrize(("mode", "denied"), [(0o602, 0), (0o666, 0), (0o640, 0o077)])
+def test_a_file_that_too_many_can_use_is_neither_read_nor_emptied(folder, mode, denied):
+    path = folder / "file"
+    path.write_text("text")
+    path.chmod(mode)
+    for flags in (os.O_RDONLY, NEW):
+        with pytest.raises(PermissionError):
+            open_own(path, flags, denied=denied)
+    assert path.read_text() == "text"
+
+
+def test_a_named_file_is_opened_through_links_that_no_other_user_can_change(folder, tmp_path):
+    (folder / "..data").mkdir()
+    (folder / "..data" / "keys").write_text("text")
+    (folder / "keys").symlink_to("..data/keys")
+    with open(open_own_target(folder / "keys", os.O_RDONLY)) as file:
+        assert file.read() == "text"
+    for wrong in (folder, folder / "..data"):
+        before = wrong.stat().st_mode
+        wrong.chmod(0o777)
+        with pytest.raises(PermissionError) as refused:
+            open_own_target(folder / "keys", os.O_RDONLY)
+        assert refused.value.filename == str(wrong)
+        wrong.chmod(before)
+
+
+@AS_ROOT
+def test_a_told_socket_is_ours_or_roots(folder):
+    path = folder / "s"
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+        path.chmod(0o666)
+        check_own_socket(path)
+        os.chown(path, NOBODY, -1)
+        with pytest.raises(PermissionError):
+            check_own_socket(path)
+    with pytest.raises(PermissionError):
+        check_own_socket(folder)
+
+
 @pytest.mark.parametrize("flags", [os.O_RDONLY, NEW])
+@pytest.mark.parametrize("open_it", [open_own, open_file])
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder", "dangling link"])
-def test_what_is_no_file_is_not_opened_and_its_target_stays(folder, kind, flags):
+def test_what_is_no_file_is_not_opened_and_its_target_stays(folder, kind, open_it, flags):
     path, victim = folder / "requests.open.new", folder / "victim"
     victim.write_text("precious")
     if kind == "fifo":
@@ -102,7 +183,7 @@ def test_what_is_no_file_is_not_opened_and_its_target_stays(folder, kind, flags)
     else:
         path.symlink_to(victim if kind == "link" else folder / "missing")
     with pytest.raises(OSError, match=r".+"):
-        os.close(open_own(path, flags))
+        os.close(open_it(path, flags))
     assert victim.read_text() == "precious"
     assert not (folder / "missing").exists()
 
