@@ -8,12 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.chat_files import read_chat_template, template_in_metadata
+from engine.checkpoint.chat_files import (
+    TEMPLATE_FILES,
+    read_chat_template,
+    read_text,
+    template_in_metadata,
+)
 from engine.checkpoint.checkpoint import Checkpoint, weight_files
 from engine.checkpoint.gguf import GgufModel, find_gguf, models_in
-from engine.checkpoint.token_files import read_token_files
+from engine.checkpoint.token_files import ADDED_FILE, SPECIAL_FILES, read_token_files
 
 _SAMPLING = "generation_config.json"
+_OPTIONAL = tuple(dict.fromkeys((_SAMPLING, *SPECIAL_FILES, ADDED_FILE, *TEMPLATE_FILES)))
 _ALL_IN_ONE = ("config", "weights", "tokenizer", "special_tokens", "sampling")
 
 
@@ -28,8 +34,9 @@ def sources(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         template = template_in_metadata(GgufModel.open(gguf).metadata, gguf)
         named = dict.fromkeys(_ALL_IN_ONE, f"{gguf.name}, metadata")
         named["weights"] = ", ".join(sorted(path.name for path in checkpoint.files))
-        others = () if template is None else template.others
-        return _page(named, None if template is None else template.place, list(others))
+        others = [] if template is None else list(template.others)
+        place = None if template is None else template.place
+        return _page(named, place, others + _unknown_ends(checkpoint))
     template = read_chat_template(folder)
     tokens = read_token_files(folder)
     listing, files = weight_files(folder)
@@ -39,13 +46,28 @@ def sources(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         "weights": files[0].name if len(files) == 1 else f"{len(files)} files of {listing.name}",
         "tokenizer": "tokenizer.json",
         "special_tokens": ", ".join(dict.fromkeys(["tokenizer.json", *beside])),
-        "sampling": _SAMPLING if (folder / _SAMPLING).exists() else "the usual",
+        "sampling": _SAMPLING if _has_words(folder / _SAMPLING) else "the usual",
     }
     unread = [path.name for path in models_in(folder)]
     if len(files) == 1 and (index := folder / f"{files[0].name}.index.json").exists():
         unread.append(index.name)
     unread += list(template.others) if template is not None else []
-    return _page(named, None if template is None else template.place, unread + tokens.differing())
+    there = [name for name in _OPTIONAL if (folder / name).exists()]
+    unread += [f"{name}, which is empty" for name in there if not _has_words(folder / name)]
+    unread += _unknown_ends(checkpoint) + tokens.differing()
+    return _page(named, None if template is None else template.place, unread)
+
+
+def _unknown_ends(checkpoint: Checkpoint) -> list[str]:
+    """List the ids of end tokens that no token has."""
+    return [
+        f"{place}: eos_token_id {', '.join(map(str, ids))}"
+        for place, ids in checkpoint.config.unknown_ends.items()
+    ]
+
+
+def _has_words(path: Path) -> bool:
+    return path.exists() and read_text(path).strip() != ""
 
 
 def _page(named: dict[str, str], template: str | None, unused: list[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from appliance.hub.cache import INDEX, SINGLE
 from appliance.hub.names import HubName, is_quantised_as
 from engine.checkpoint.gguf import parts_of
+from engine.checkpoint.token_files import tokenizer_hint
 from engine.errors import CheckpointError
 from engine.units import size_text
 
@@ -104,7 +105,10 @@ def weight_files(repository: Repository, names: Sequence[str] | None = None) -> 
     for required in _REQUIRED:
         if required not in files and not repository.gguf:
             what = f"the repository has no {required}"
-            raise CheckpointError(what, where=str(repository.name), hint=_instead(repository))
+            has_weights = SINGLE in files or INDEX in files
+            is_tokenizer = required == "tokenizer.json" and has_weights
+            hint = tokenizer_hint(files) if is_tokenizer else _instead(repository)
+            raise CheckpointError(what, where=str(repository.name), hint=hint)
     if SINGLE in files:
         return [files[SINGLE]]
     if INDEX in files:

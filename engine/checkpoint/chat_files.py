@@ -51,15 +51,18 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file's JSON object; empty: there is no such file.
+    """Read a file's JSON object; empty: there is no such file, or nothing in it.
 
     Raises:
         CheckpointError: it cannot be read, or is no object.
     """
     if not os.path.lexists(path):
         return {}
+    text = read_text(path)
+    if not text.strip():
+        return {}
     try:
-        values = json.loads(read_text(path))
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read it: {error}", where=str(path)) from error
     if not isinstance(values, dict):

@@ -92,10 +92,10 @@ class JsonKeys:
         return value
 
     def token_ids(self, key: str, default: Any) -> tuple[int, ...]:
-        """Read one token id, a list of them, or null for none."""
+        """Read one token id, a list of them, or null for none; a file may also say -1 for none."""
         value = self.get(key, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        if any(type(token_id) is not int for token_id in ids):
             raise self.bad(key, "a token id or a list of them")
         return tuple(dict.fromkeys(ids))
 

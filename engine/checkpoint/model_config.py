@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.checkpoint.chat_files import read_object
 from engine.checkpoint.delta_config import GatedDeltaConfig
 from engine.checkpoint.end_tokens import end_tokens
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE, FAMILY_BY_NAME, reason
@@ -133,6 +134,8 @@ class ModelConfig:
     """The tokens that end a reply, of all files that say one."""
     end_sources: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The same by the place that says so."""
+    unknown_ends: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ids that a place says and no token has, such as -1 for none."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -149,24 +152,33 @@ class ModelConfig:
             each.path.name: each.token_ids("eos_token_id", None) for each in (generation, own)
         }
         usual = {} if _states_ends(keys, own) else {keys.path.name: stated.pop(keys.path.name)}
-        return cls._from_keys(keys, generation)._ended_by(end_tokens(folder, stated) or usual)
+        return cls._from_keys(keys, generation)._ended_by(end_tokens(folder, stated), usual)
 
     @classmethod
     def from_gguf(cls, model: GgufModel) -> ModelConfig:
         """Read a GGUF file's metadata."""
         keys = JsonKeys(config_keys(model), model.path)
         config = cls._from_keys(keys, JsonKeys(sampling_keys(model), model.path))
-        return config._ended_by({"metadata": keys.token_ids("eos_token_id", None)})
+        return config._ended_by({"metadata": keys.token_ids("eos_token_id", None)}, {})
 
-    def _ended_by(self, by_place: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-        """Add the tokens that end a reply, without ids that no step can draw."""
-        drawn = {
-            place: tuple(one for one in ids if one < self.vocab_size)
+    def _ended_by(
+        self, by_place: Mapping[str, tuple[int, ...]], usual: Mapping[str, tuple[int, ...]]
+    ) -> ModelConfig:
+        """Add the tokens that end a reply, the usual ones if no place has any."""
+        said = self._ids(by_place, is_known=True) or self._ids(usual, is_known=True)
+        ids = dict.fromkeys(one for each in said.values() for one in each)
+        unknown = self._ids(by_place, is_known=False)
+        return replace(self, eos_token_ids=tuple(ids), end_sources=said, unknown_ends=unknown)
+
+    def _ids(
+        self, by_place: Mapping[str, tuple[int, ...]], *, is_known: bool
+    ) -> dict[str, tuple[int, ...]]:
+        """Choose the ids that a step can draw, or the others."""
+        chosen = {
+            place: tuple(one for one in ids if (0 <= one < self.vocab_size) is is_known)
             for place, ids in by_place.items()
         }
-        said = {place: ids for place, ids in drawn.items() if ids}
-        ids = dict.fromkeys(one for each in said.values() for one in each)
-        return replace(self, eos_token_ids=tuple(ids), end_sources=said)
+        return {place: ids for place, ids in chosen.items() if ids}
 
     @classmethod
     def _from_keys(cls, file_keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -226,7 +238,7 @@ class ModelConfig:
             logit_divisor=keys.number("logits_scaling", 1 / keys.number("output_multiplier", 1.0)),
             stored_dtype=_stated_dtype(file_keys, family),
             sampling=sampling_defaults(generation),
-            bos_token_id=next(iter(keys.token_ids("bos_token_id", None)), None),
+            bos_token_id=next((i for i in keys.token_ids("bos_token_id", None) if i >= 0), None),
         )
 
     def in_groups(self) -> ModelConfig:
@@ -499,7 +511,7 @@ def _stated_dtype(keys: JsonKeys, family: Family) -> str | None:
 
 def _generation(folder: Path) -> JsonKeys:
     path = folder / "generation_config.json"
-    return JsonKeys.from_file(path) if path.exists() else JsonKeys({}, path)
+    return JsonKeys(read_object(path) if path.exists() else {}, path)
 
 
 def _states_ends(file_keys: JsonKeys, keys: JsonKeys) -> bool:

@@ -18,8 +18,12 @@ from typing import Any
 from engine.checkpoint.chat_files import read_object, read_text
 from engine.errors import CheckpointError
 
-_CONFIG, _ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
+_CONFIG, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
 SPECIAL_FILES = (_CONFIG, "special_tokens_map.json")
+_OTHER_TOKENIZERS = frozenset(
+    {"tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json", "merges.txt"}
+    | {"spiece.model", "sentencepiece.bpe.model", "spm.model", "vocab.txt", "tiktoken.model"}
+)
 _ADDED = '"added_tokens"'
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
@@ -28,6 +32,16 @@ def token_text(value: object) -> str | None:
     """Return the text of a special token, which may be an object with its content."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None
+
+
+def tokenizer_hint(names: Iterable[str]) -> str:
+    """Say what makes tokenizer.json out of the tokenizer's files that there are."""
+    found = sorted(
+        name for name in names if name in _OTHER_TOKENIZERS or name.endswith(".tiktoken")
+    )
+    if not found:
+        return "save the checkpoint with a fast tokenizer (transformers: save_pretrained)"
+    return f"make it of {', '.join(found)} (transformers: AutoTokenizer, save_pretrained)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +125,10 @@ def read_token_files(folder: Path) -> TokenFiles:
     marks |= set(_more_specials(files.values()))
     legacy = [
         AddedToken(text, token_id, text in marks, {"normalized": False})
-        for text, token_id in read_object(folder / _ADDED_FILE).items()
+        for text, token_id in read_object(folder / ADDED_FILE).items()
         if text and type(token_id) is int and token_id >= 0
     ]
-    listed = {_ADDED_FILE: tuple(legacy), _CONFIG: tuple(_decoder_entries(decoder))}
+    listed = {ADDED_FILE: tuple(legacy), _CONFIG: tuple(_decoder_entries(decoder))}
     listed = {file: each for file, each in listed.items() if each}
     own = {
         content: token["id"]

@@ -28,7 +28,7 @@ from engine.checkpoint.chat_files import (
 )
 from engine.checkpoint.gguf import GgufModel, find_gguf
 from engine.checkpoint.model_file import read_model_text
-from engine.checkpoint.token_files import TokenFiles, read_token_files
+from engine.checkpoint.token_files import TokenFiles, read_token_files, tokenizer_hint
 from engine.errors import CheckpointError, RequestError, reading_model
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import read_tokenizer, special_tokens
@@ -80,7 +80,7 @@ class TokenizerFiles:
             raise CheckpointError(
                 "there is no tokenizer.json",
                 where=str(where),
-                hint="save the checkpoint with a fast tokenizer (transformers: save_pretrained)",
+                hint=tokenizer_hint(path.name for path in folder.glob("*")),
             )
         text = read_model_text(where)
         with _refusals(where):

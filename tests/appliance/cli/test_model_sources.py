@@ -53,6 +53,19 @@ def test_where_files_disagree_what_is_not_used_is_named(folder):
     assert tokens.startswith("tokenizer_config.json: bos_token is '<s>'")
 
 
+def test_what_says_nothing_is_not_used(folder):
+    write(folder, "config.json", eos_token_id=-1)
+    (folder / "generation_config.json").write_text("")
+    (folder / "special_tokens_map.json").write_text(" ")
+    page = told(folder)
+    assert page["sampling"] == "the usual"
+    assert page["not_used"].split("; ") == [
+        "generation_config.json, which is empty",
+        "special_tokens_map.json, which is empty",
+        "config.json: eos_token_id -1",
+    ]
+
+
 def test_weights_without_the_usual_name_are_named(folder):
     (folder / "model.safetensors").rename(folder / "odd")
     assert told(folder)["weights"] == "odd"
@@ -63,4 +76,5 @@ def test_all_of_a_gguf_file_is_in_it(folder, tmp_path):
     page = told(path)
     assert {page[part] for part in ("config", "tokenizer", "sampling")} == {"t.gguf, metadata"}
     assert (page["weights"], page["chat_template"]) == ("t.gguf", "metadata")
-    assert page["not_used"] == "metadata, 'rag'"
+    beyond = "metadata: eos_token_id 267, 269"  # the config's vocabulary is shorter than the file's
+    assert page["not_used"] == f"metadata, 'rag'; {beyond}"

@@ -52,6 +52,7 @@ def test_the_parts_that_the_index_names() -> None:
         (repository(*SMALL, "pytorch_model.bin"), ["no weights", "pytorch_model"]),
         (repository("tokenizer.json", "model.safetensors"), ["no config.json"]),
         (repository("config.json", "model.safetensors"), ["no tokenizer.json"]),
+        (repository("config.json", INDEX, "tekken.json"), ["no tokenizer.json", "of tekken.json"]),
         (repository("m-Q4_K_M.gguf", "m-Q8_0.gguf"), ["m-Q8_0.gguf", "o/n:Q4_K_M"]),
         (repository("m-Q8_0.gguf", file="Q4_K_M"), ["no quantisation 'Q4_K_M'", "m-Q8_0.gguf"]),
     ],

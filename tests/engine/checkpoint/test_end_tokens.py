@@ -87,6 +87,42 @@ def test_ids_of_all_files_end_a_reply_and_each_is_told_with_its_file(folder):
     }
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_id_that_no_token_has_ends_nothing_and_is_told(folder, file):
+    change(folder, file, eos_token_id=[-1, 300], bos_token_id=-1)
+    config = ModelConfig.from_folder(folder)
+    assert config.eos_token_ids == (296,)
+    assert config.unknown_ends == {file: (-1, 300)}
+    if file == "config.json":
+        assert config.bos_token_id is None
+
+
+def test_the_usual_end_holds_where_the_only_id_is_none(folder):
+    values = json.loads((folder / "config.json").read_text())
+    del values["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(values))
+    change(folder, "generation_config.json", eos_token_id=-1)
+    assert ModelConfig.from_folder(folder).end_sources == {"config.json": (2,)}
+
+
+@pytest.mark.parametrize("value", ["", " \n", BOM])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "generation_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "processor_config.json",
+    ],
+)
+def test_a_file_with_nothing_in_it_is_absent(folder, file, value):
+    (folder / file).write_text(value, encoding="utf-8")
+    Tokenizer.from_folder(folder)
+    assert Checkpoint.open(folder).config.eos_token_ids == (296,)
+
+
 @pytest.mark.parametrize("is_listed", [True, False], ids=["added token", "ordinary token"])
 def test_a_glm_reply_ends_where_the_next_turn_would_begin(folder, is_listed):
     rename(folder, {298: "<|user|>", 299: "<|observation|>"}, is_listed)

@@ -228,7 +228,7 @@ def test_kv_block_bytes_cover_all_layers(tmp_path):
         (LLAMA | {"rms_norm_eps": None}, "rms_norm_eps"),
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         (LLAMA | {"eos_token_id": "</s>"}, "eos_token_id"),
-        (LLAMA | {"eos_token_id": [1, -1]}, "eos_token_id"),
+        (LLAMA | {"eos_token_id": [1, 1.5]}, "eos_token_id"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (LLAMA | {"rope_scaling": [1]}, "rope_scaling"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),

@@ -163,6 +163,24 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     assert error.value.where == str(folder / name)
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        ["tokenizer.model"],
+        ["tekken.json"],
+        ["merges.txt", "vocab.json"],
+        ["spiece.model"],
+        ["qwen.tiktoken"],
+    ],
+)
+def test_other_files_of_a_tokenizer_are_named_where_tokenizer_json_is_missing(tmp_path, others):
+    for name in (*others, "config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert f"of {', '.join(others)} (" in caught.value.hint
+
+
 def test_merges_without_the_prefix_that_their_model_cuts_off_are_refused(tmp_path):
     """`tokenizers` would cut a letter in two, and end the process when it tells of that."""
     path = save(byte_level(), tmp_path) / "tokenizer.json"
