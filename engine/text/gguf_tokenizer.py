@@ -233,6 +233,9 @@ def _marks(model: GgufModel, tokens: list[str], kinds: Iterable[int]) -> frozens
         for token, kind in zip(tokens, kinds, strict=True)
         if kind == _NORMAL and _MARK.fullmatch(token) and token in template
     }
+    begin = model.integer("tokenizer.ggml.bos_token_id")
+    if begin is not None and begin < len(tokens) and _MARK.fullmatch(tokens[begin]):
+        named.add(tokens[begin])  # templates write it by its variable
     return end_marks(tokens) | named | _BEGIN_MARKS.intersection(tokens)
 
 

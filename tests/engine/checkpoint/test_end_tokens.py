@@ -277,6 +277,28 @@ def test_a_mark_of_a_gguf_file_is_a_control_token_whatever_its_type(made, tmp_pa
     assert read_tokenizer(GgufModel.open(path)).token_to_id("<|im_end|>") == 299
 
 
+@pytest.mark.parametrize("kind", [1, 6])
+def test_the_token_that_a_gguf_file_says_begins_a_text_is_whole_whatever_its_type(
+    made, tmp_path, kind
+):
+    plain = write_gguf(made, tmp_path / "plain.gguf")
+    metadata = GgufModel.open(plain).metadata
+    begin = metadata["tokenizer.ggml.bos_token_id"]
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    tokens[begin] = text = "<|begin|>"
+    kinds = list(metadata["tokenizer.ggml.token_type"])
+    kinds[begin] = kind
+    path = write_gguf(
+        made,
+        tmp_path / "m.gguf",
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__token_type=kinds,
+    )
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer.encode(f"h{text}h", add_special_tokens=False)[1:-1] == [begin]
+    assert tokenizer.special_id(text) == begin
+
+
 def test_a_file_is_what_its_first_bytes_say(made, tmp_path):
     blob = tmp_path / "sha256-0123abcd"
     write_gguf(made, blob)
