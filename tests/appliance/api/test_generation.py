@@ -29,6 +29,26 @@ async def test_a_streamed_chat_has_openais_shape(served, appliance):
     assert all("usage" not in chunk for chunk in chunks)
 
 
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/messages", CHAT | {"max_tokens": 2}),
+        ("/v1/responses", {"input": "a"}),
+        ("/api/chat", CHAT),
+        ("/api/generate", {"prompt": "a"}),
+    ],
+)
+async def test_no_proxy_may_hold_a_stream_back(served, path, body):
+    reply = await served.http.post(path, json=body | {"stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-accel-buffering"] == "no"
+
+
 async def test_a_stream_of_many_prompts_keeps_their_indexes_apart(served):
     reply = await served.complete(prompt=["a", "b", "c"], stream=True, max_tokens=6)
     texts = {0: "", 1: "", 2: ""}
