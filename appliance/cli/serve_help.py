@@ -20,7 +20,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("tool_parser", "reasoning_parser", "min_stay", "keep_resident", "keep_alive"),
     ),
     "Workers and devices": (
-        *("roles", "place", "devices", "transport", "eager", "slo_ttft_ms", "slo_itl_ms"),
+        *("roles", "place", "devices", "transport", "eager", "safe_kernels"),
+        *("slo_ttft_ms", "slo_itl_ms"),
     ),
     "Caches": (*("prefix_cache", "cache_isolation", "dram_cache", "ssd_cache", "ssd_dir"),),
     "Network and access": (

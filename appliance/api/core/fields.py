@@ -193,13 +193,11 @@ class CompletionRequest(Generated, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
 
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-
-
 class ChatMessage(Struct, kw_only=True):
     """A message of any role; what other servers may have written into it is read with care."""
 
-    role: Role
+    role: str
+    """`system`, `user`, `assistant`, `tool`, or as another API has it."""
     content: Any = None
     """A text, or a list of parts of any API."""
     name: str | None = None

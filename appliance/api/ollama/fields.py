@@ -15,7 +15,6 @@ from appliance.api.core.fields import (
     Fraction,
     Function,
     Penalty,
-    Role,
     Seed,
     Stops,
     StopText,
@@ -56,7 +55,7 @@ class _Generating(Struct, kw_only=True):
 
 
 class OllamaMessage(Struct):
-    role: Role
+    role: str
     content: Any = None
     thinking: Any = None
     reasoning: Any = None

@@ -220,7 +220,7 @@ ROWS = [
     (CHAT, {"tools": [{"type": "function"}]}, MISSING, "tools[0].name"),
     (CHAT, {"tools": [function("a b")]}, VALUE, "tools[0].function.name"),
     (CHAT, {"tools": [function("ab\n")]}, VALUE, "tools[0].function.name"),
-    (CHAT, {"tools": [function(parameters=[])]}, TYPE, "tools[0].function.parameters"),
+    (CHAT, {"tools": [function(parameters=3)]}, TYPE, "tools[0].function.parameters"),
     (CHAT, {"tools": [function(strict=1)]}, TYPE, "tools[0].function.strict"),
     (CHAT, {"functions": [{"name": "a b"}]}, VALUE, "functions[0].name"),
     (CHAT, {"tool_choice": "required"}, VALUE, "tool_choice"),

@@ -110,7 +110,7 @@ def test_serve_takes_its_settings_from_a_file_that_is_named(
 def test_serve_has_a_flag_for_every_setting_that_says_what_it_is(environ: dict[str, str]) -> None:
     from appliance.configuration.settings import SETTINGS
 
-    shown = " ".join(penstock(environ, "serve", "--help").stdout.split())
+    shown = " ".join(penstock(environ, "serve", "--help-all").stdout.split())
     for name, setting in SETTINGS.items():
         assert f"--{name.replace('_', '-')} " in shown
         assert setting.about[1:] in shown

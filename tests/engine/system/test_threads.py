@@ -1,6 +1,7 @@
 """A thread runs, or its starter learns that it does not."""
 
-from threading import Event, Thread
+import time
+from threading import Event, Thread, get_ident
 
 import pytest
 
@@ -41,3 +42,11 @@ def test_a_machine_without_threads_is_told(monkeypatch):
     with pytest.raises(PenstockError) as refused:
         threads.start(Thread(name="rows"))
     assert isinstance(refused.value.__cause__, RuntimeError)
+
+
+def test_the_time_of_a_thread_grows_while_it_computes():
+    thread = get_ident()
+    clock = time.pthread_getcpuclockid(thread)
+    before_s = threads.thread_time_s(thread, clock)
+    sum(range(100_000))
+    assert threads.thread_time_s(thread, clock) > before_s
