@@ -111,15 +111,16 @@ def _replay(options: argparse.Namespace, *, is_ascii: bool) -> int:
 
 
 def _set_missing_size() -> None:
-    """Make a terminal that reports no rows or columns, as serial ones do, one of 80x24.
+    """Make a terminal that reports no rows or columns, or absurdly many, one of 80x24.
 
-    Textual and Rich assume different sizes for it, and would redraw without end.
+    Serial ones do. Textual and Rich assume different sizes for it, and would redraw without end.
     """
     terminal = sys.__stdout__.fileno() if sys.__stdout__ else -1
     with contextlib.suppress(OSError, termios.error):  # no terminal
         rows, columns = termios.tcgetwinsize(terminal)
-        if not rows or not columns:
-            termios.tcsetwinsize(terminal, (rows or 24, columns or 80))
+        size = (rows if 0 < rows <= _WIDEST else 24, columns if 0 < columns <= _WIDEST else 80)
+        if size != (rows, columns):
+            termios.tcsetwinsize(terminal, size)
 
 
 _WIDEST = 1000
