@@ -28,6 +28,9 @@ from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling import SamplingParams
 
+MAX_TRUNCATED = 1 << 20
+"""Characters or tokens of a prompt of which the end alone is computed; all of it is tokenized."""
+
 NO_SEED = (None, -1)
 """Front ends send -1 for a new seed with each request."""
 
@@ -251,7 +254,13 @@ class Ask:
 
         Raises:
             PromptTooLong: it is longer than the context.
+            RequestError: it is too long to be tokenized, though only its end is wanted.
         """
+        if self.truncate is not None:
+            if len(prompt) > MAX_TRUNCATED:
+                what = "characters" if isinstance(prompt, str) else "tokens"
+                raise invalid_value(self._prompt_param, f"has more than {MAX_TRUNCATED} {what}")
+            return
         per_token = max_token_chars if isinstance(prompt, str) else 1
         if len(prompt) > max_model_len * per_token:
             num_tokens = -(-len(prompt) // per_token)

@@ -47,7 +47,8 @@ NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=1e-6, le=2)]
+"""A smaller one makes infinity of logits."""
 Word = Annotated[str, Meta(min_length=1)]
 StopText = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 """An empty one, which front ends send for none, stops nothing."""
@@ -193,11 +194,13 @@ class CompletionRequest(Generated, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
 class ChatMessage(Struct, kw_only=True):
     """A message of any role; what other servers may have written into it is read with care."""
 
-    role: str
-    """`system`, `user`, `assistant`, `tool`, or as another API has it."""
+    role: Role
     content: Any = None
     """A text, or a list of parts of any API."""
     name: str | None = None

@@ -128,7 +128,7 @@ def _token_ids(
     ask: Ask, prompts: list[str | list[int]], tokenizer: Tokenizer, model: ModelInfo
 ) -> list[list[int]]:
     """Tokenize the prompts, refusing what is too long before that costs time."""
-    for prompt in prompts if ask.truncate is None else ():
+    for prompt in prompts:
         ask.check_length(prompt, tokenizer.max_token_chars, model.max_model_len)
     ids = [
         tokenizer.encode(prompt, not ask.is_chat) if isinstance(prompt, str) else prompt

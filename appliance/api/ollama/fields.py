@@ -15,6 +15,7 @@ from appliance.api.core.fields import (
     Fraction,
     Function,
     Penalty,
+    Role,
     Seed,
     Stops,
     StopText,
@@ -55,7 +56,7 @@ class _Generating(Struct, kw_only=True):
 
 
 class OllamaMessage(Struct):
-    role: str
+    role: Role
     content: Any = None
     thinking: Any = None
     reasoning: Any = None

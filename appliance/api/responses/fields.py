@@ -15,6 +15,7 @@ from appliance.api.core.fields import (
     JsonFormat,
     LimitOrRoom,
     NumLogprobs,
+    Role,
     Salt,
     Sampled,
     Schema,
@@ -33,7 +34,7 @@ class Item(Struct):
     """An item of a conversation; what other servers may have put into it is read with care."""
 
     type: str | None = None
-    role: str | None = None
+    role: Role | None = None
     content: Any = None
     """A message's text, or a list of parts of any API."""
     name: str | None = None

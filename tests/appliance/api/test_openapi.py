@@ -192,8 +192,18 @@ def check_taken(case, reply, validator) -> None:
     if is_valid and reply.status_code == 400:
         assert NOT_SAID_BY_SCHEMAS.search(reply.text), (case.body, case.query, reply.text)
     if not is_valid and validator is not None:
-        wrong = [one.message for one in validator.iter_errors(body)] if is_json else "not JSON"
-        assert reply.status_code != 200, f"{wrong}\n{reply.text}"
+        wrong = _unpardoned(validator, body) if is_json else ["not JSON"]
+        assert reply.status_code != 200 or not wrong, f"{wrong}\n{reply.text}"
+
+
+def _unpardoned(validator, body) -> list[str]:
+    """Leave out what earlier messages have of other APIs, which refuses no request."""
+
+    def is_past(path) -> bool:
+        return len(path) > 1 and path[0] == "messages" and path[1] < len(body["messages"]) - 1
+
+    errors = validator.iter_errors(body)
+    return [error.message for error in errors if not is_past(error.instance_path)]
 
 
 def validator_of(operation) -> jsonschema_rs.Draft202012Validator | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.api.core.ask import MAX_TRUNCATED
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import events, says
 from tests.tiny_tokenizers import CHATML, byte_level
@@ -48,6 +49,8 @@ async def test_a_prompt_is_cut_to_its_last_tokens(served, appliance):
     await served.complete(prompt="x" * 500, truncate_prompt_tokens=-1, max_tokens=4)
     assert appliance.submitted[-1].sequences[0].num_prompt_tokens == 60
     assert (await served.complete(prompt="x" * 500, max_tokens=4)).status_code == 400
+    endless = await served.complete(prompt="x" * (MAX_TRUNCATED + 1), truncate_prompt_tokens=1)
+    assert (endless.status_code, endless.json()["error"]["param"]) == (400, "prompt")
 
 
 async def test_prompts_have_logprobs_of_their_own(served, appliance):
