@@ -341,6 +341,7 @@ def read_message(
         content = value.get("refusal") or _transcript(value.get("audio"))
     if images := value.get("images"):
         texts = content if isinstance(content, list) else [content]
+        images = images if isinstance(images, list) else [images]
         content = [*({"type": "image"} for _ in images), *filter(None, texts)]
     name = "tool_calls" if value.get("tool_calls") else "function_call"  # OpenAI's older form
     calls = (

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 
+from appliance.api.core.chat_messages import read_messages
+from appliance.api.core.fields import ChatMessage
+from appliance.api.ollama.fields import OllamaMessage
+from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.appliance.api_server import says, serving
 from tests.tiny_tokenizers import byte_level
@@ -416,3 +421,20 @@ async def test_thoughts_that_a_template_does_not_read_are_named(tmp_path):
         answer = {"role": "assistant", "content": "yes", "reasoning": "THOUGHT"}
         reply = await served.chat(messages=[USER, answer, USER], max_tokens=1)
     assert reply.headers["x-penstock-ignored"] == "messages.reasoning_content"
+
+
+ODD = [True, 3, "x", [], {}, [True], [[1]], {"a": 1}, [{"type": 3}], [None], [{"function": True}]]
+ODD += [[{"function": {"name": 3}}], {"name": True, "arguments": 3}, [{"type": "text", "text": 3}]]
+
+
+@pytest.mark.parametrize("kind", [ChatMessage, OllamaMessage])
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "ctx"])
+@pytest.mark.parametrize(
+    "name", ["role", "content", "parts", "images", "tool_calls", "audio", "thinking"]
+)
+def test_no_value_of_an_earlier_message_is_more_than_a_refusal(kind, role, name):
+    user = {"role": "user", "content": "a"}
+    for odd in ODD:
+        past = {"role": role, "content": "hi", name: odd}
+        with contextlib.suppress(RequestError):
+            read_messages([user, past, user], kind, may_be_empty=True)
