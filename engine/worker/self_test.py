@@ -46,27 +46,22 @@ def proved(prover: Prover, choose: Choose, faults: Mapping[str, str], key: str) 
     twin = TorchBackend()
     twins = {wrong.operation: wrong for wrong in _faults_of(prover, twin)}
     refused: dict[str, str] = {}
-    while True:
-        backend = choose({**faults, **refused})
-        if isinstance(backend, TorchBackend):
-            _end_if_wrong(twins.values())
-            break
+    while not isinstance(backend := choose({**faults, **refused}), TorchBackend):
         wrong = _tried(partial(prover.attention, backend))
         if wrong is None:
             break
         refused[refusal_of(backend.name.partition(" ")[0].rstrip(";"))] = wrong.about
-    if not isinstance(backend, TorchBackend):
+    notes: list[str] = []
+    if isinstance(backend, TorchBackend):
+        _end_if_wrong(twins.values())
+    else:
         found = {wrong.operation: wrong for wrong in prover.small(backend)}
         _end_if_wrong([wrong for name, wrong in found.items() if name in twins])
         refused |= {name: wrong.about for name, wrong in found.items()}
-    notes = (
-        []
-        if isinstance(backend, TorchBackend)
-        else [
+        notes = [
             f"self-test: torch's {name} is wrong here, {wrong.about}"
             for name, wrong in twins.items()
         ]
-    )
     took_ms = (time.monotonic() - started_s) * 1e3
     return Proof(key, refused, notes, took_ms)
 
