@@ -259,6 +259,8 @@ def test_a_thousand_jobs_leave_nothing_behind(reader):
         while process.children():
             time.sleep(0.01)
         render(reader, "")
+        while process.status() != psutil.STATUS_SLEEPING:  # it answers before it closes the job
+            time.sleep(0.01)
         return process.num_fds(), len(os.listdir("/proc/self/fd"))
 
     before_bytes, before = process.memory_info().rss, num_held()
