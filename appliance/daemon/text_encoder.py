@@ -1,0 +1,56 @@
+"""Define what the API needs of a model that makes vectors or scores of whole texts.
+
+`Appliance.text_encoders` has them by served name; it is empty where none is served.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+
+class TextEncoder(Protocol):
+    """Compute one vector, or one score, for each text on the prefill workers."""
+
+    @property
+    def name(self) -> str:
+        """The name that clients ask for."""
+
+    @property
+    def kind(self) -> Literal["embedding", "rerank"]:
+        """Whether it makes vectors or scores."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest text, or pair of texts."""
+
+    @property
+    def num_dimensions(self) -> int | None:
+        """Numbers in a vector; None: it makes scores."""
+
+    @property
+    def prompts(self) -> Mapping[str, str]:
+        """Texts to put before a text, by the names that sentence-transformers knows them by."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Encode a text, with the model's special tokens."""
+
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        """Encode a query and a document for a score, with the model's special tokens."""
+
+    async def compute(
+        self, owner: str, texts: Sequence[Sequence[int]]
+    ) -> list[array[float]]:
+        """Compute a float32 vector for each text, or one number: its score before the sigmoid.
+
+        Vectors are normalised where the model's files say so. Cancelling it drops what waits.
+
+        Args:
+            owner: the queue is shared fairly between owners.
+            texts: token ids; each has 1 to `max_tokens`.
+
+        Raises:
+            RequestError: a text is empty or too long, or its result is no number.
+            Unavailable: no worker computes it.
+        """
