@@ -44,6 +44,8 @@ class ServeConfig:
     socket: Path
     state_dir: Path
     model: Path | HubName | None = None
+    embedding_model: Path | HubName | None = None
+    rerank_model: Path | HubName | None = None
     dtype: str = "auto"
     weights: str = "stored"
     kv_dtype: str = "auto"

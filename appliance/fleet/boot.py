@@ -11,10 +11,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from appliance.api.formats.format_choice import output_format_of
 from appliance.configuration.config import ServeConfig
@@ -33,6 +35,7 @@ from appliance.fleet.placement import (
 from appliance.fleet.placer import Placer, this_inventory
 from appliance.fleet.profile_store import Known
 from appliance.fleet.scopes import devices_name, gpus_name, machine_scope, model_scope
+from appliance.fleet.text_models import LoadedTexts, TextModel, load_texts, read_text_models
 from appliance.fleet.weights_plan import (
     WeightsPlan,
     check_weights,
@@ -50,7 +53,7 @@ from engine.profile.facts import Profile
 from engine.profile.prompt_steps import MIXTURE_STEP_TOKENS, STEP_TOKENS, choose_prompt_steps
 from engine.scheduler.cache.block_pool import MIN_RECORDS
 from engine.scheduler.cache.published_blocks import PoolShape
-from engine.scheduler.cache.topology import DRAM
+from engine.scheduler.cache.topology import DRAM, PREFILL
 from engine.scheduler.offload.cache_memory import CacheMemory
 from engine.scheduler.offload.staged_disk import num_slots_for
 from engine.scheduler.routing.step_times import place_of
@@ -108,6 +111,8 @@ class BootPlan:
     """Measured step times of the model; None: nothing is stored."""
     step_sizes: tuple[int, ...] = ()
     """Step sizes to choose from for prompts, the default first."""
+    texts: tuple[LoadedTexts, ...] = ()
+    """Models of whole texts that the prefill workers hold, too."""
 
     def close(self) -> None:
         """Close the shared memory; the workers have ended or never began."""
@@ -168,6 +173,8 @@ class PlacedModel(NamedTuple):
     """What the operator should know of the placement."""
     free_bytes: int
     """The free memory that it was placed by."""
+    text_models: tuple[TextModel, ...] = ()
+    """Models of whole texts beside it."""
 
 
 def place(
@@ -206,7 +213,10 @@ def predict_place(
     inventory = this_inventory()
     if free_bytes is None:
         free_bytes = inventory.memory_bytes
-    inventory = replace(inventory, memory_bytes=free_bytes + freed_bytes)
+    text_models = read_text_models(config, model_id)
+    reserved_bytes = sum(each.num_bytes for each in text_models) * len(config.place.prefill)
+    room_bytes = max(free_bytes + freed_bytes - reserved_bytes, 0)
+    inventory = replace(inventory, memory_bytes=room_bytes)
 
     def known(gpus: Sequence[Gpu], serving_dtype: str) -> Profile:
         devices = gpus_name([gpu.uuid for gpu in gpus], inventory.driver)
@@ -229,9 +239,8 @@ def predict_place(
     if max_len < wanted_len:
         limit = "model's maximum context" if max_len == own_len else "capacity of the KV pools"
         notes.append(f"Model length lowered from {wanted_len} to {max_len} tokens, the {limit}.")
-    return PlacedModel(
-        model_id, checkpoint, dtype, placement, num_arena_blocks, tuple(notes), free_bytes
-    )
+    about = tuple(notes), free_bytes, text_models
+    return PlacedModel(model_id, checkpoint, dtype, placement, num_arena_blocks, *about)
 
 
 def _model_id(config: ServeConfig, folder: Path) -> str:
@@ -273,6 +282,9 @@ def make_plan(
         kept_pools = None
     pools, pool_fds = _pools(placement, kept_pools, placed.free_bytes)
     workers, fds = _setups(config, checkpoint, dtype, placement, weights, pools, arena)
+    has_gpu = any(worker.gpu is not None for worker in placement.workers)
+    texts = load_texts(placed.text_models, has_gpu=has_gpu)
+    workers = _with_texts(workers, texts, placement.topology.playing(PREFILL))
     roles = "elastic" if config.roles == "auto" else config.roles
     return BootPlan(
         model_id,
@@ -298,6 +310,7 @@ def make_plan(
         kept_pools=kept_pools,
         known=known,
         step_sizes=sizes,
+        texts=texts,
     )
 
 
@@ -389,6 +402,19 @@ def _setups(
         )
         workers.append((plan, setup))
     return workers, fds
+
+
+def _with_texts(
+    workers: list[tuple[WorkerPlan, Setup]],
+    texts: Sequence[LoadedTexts],
+    holders: Collection[str],
+) -> list[tuple[WorkerPlan, Setup]]:
+    """Give the workers of prompts the models of texts."""
+    specs = [each.spec for each in texts]
+    return [
+        (plan, msgspec.structs.replace(setup, text_models=specs if plan.name in holders else []))
+        for plan, setup in workers
+    ]
 
 
 def make_cache_memory(config: ServeConfig) -> CacheMemory:

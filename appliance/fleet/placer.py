@@ -132,7 +132,7 @@ class Placer:
         """Choose one dtype for all GPUs; the oldest decides."""
         return given or choose_dtype(
             self._config.dtype,
-            self._checkpoint,
+            self._checkpoint.stored_dtype,
             has_gpu=bool(gpus),
             capability=min((gpu.capability for gpu in gpus if gpu.capability), default=None),
         )

@@ -298,7 +298,7 @@ def _experts_shapes(
 
 def choose_dtype(
     requested: str,
-    checkpoint: Checkpoint,
+    stored_dtype: str,
     cpu_flags: Collection[str] | None = None,
     *,
     has_gpu: bool = False,
@@ -308,7 +308,7 @@ def choose_dtype(
 
     Args:
         requested: `auto`, `float32`, `bfloat16` or `float16`.
-        checkpoint: on a CPU float32 checkpoints stay float32 under `auto`.
+        stored_dtype: on a CPU float32 checkpoints stay float32 under `auto`.
         cpu_flags: as in /proc/cpuinfo, which is read if None.
         has_gpu: it is served on GPUs.
         capability: of the GPU; before 8.0 they multiply float16 and no bfloat16; None: not known.
@@ -322,7 +322,7 @@ def choose_dtype(
         return "float16" if capability is not None and capability < (8, 0) else "bfloat16"
     flags = _cpu_flags() if cpu_flags is None else cpu_flags
     has_bfloat16 = "amx_bf16" in flags or "avx512_bf16" in flags
-    return "bfloat16" if has_bfloat16 and checkpoint.stored_dtype != "float32" else "float32"
+    return "bfloat16" if has_bfloat16 and stored_dtype != "float32" else "float32"
 
 
 def weight_files(folder: Path) -> tuple[Path, list[Path]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.checkpoint.checkpoint import Checkpoint, weight_files
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.text_model import Kind, TextModelConfig
 from engine.errors import Unreadable, reading_model
 from engine.text.call_syntax import CallSyntax
 from engine.text.calls_grammar import calls_grammar
@@ -111,6 +112,10 @@ def _config(path: bytes) -> bytes:
         return written(ModelConfig.from_folder(folder))
 
 
+def _text_model(path: bytes, kind: Kind) -> bytes:
+    return written(TextModelConfig.from_folder(Path(os.fsdecode(path)), kind))
+
+
 def _tokenizer(path: bytes, has_chats: bool) -> bytes:
     """Read a tokenizer's files, and build and use it once, within this process's limits."""
     files = TokenizerFiles.read(Path(os.fsdecode(path)), has_chats=has_chats)
@@ -126,6 +131,7 @@ JOBS: dict[str, Callable[..., str | bytes]] = {
     "mended": _mended,
     "checkpoint": _checkpoint,
     "config": _config,
+    "text_model": _text_model,
     "weight_names": _weight_names,
     "tokenizer": _tokenizer,
 }

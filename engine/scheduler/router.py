@@ -511,6 +511,11 @@ class Router:
         self.roles.switch(roles)
         self.dispatch(now_ns)
 
+    def set_text_workers(self, workers: frozenset[str]) -> None:
+        """Leave the cores to workers that compute whole texts, as to those with prompts."""
+        self.roles.text_workers = workers
+        self.roles.settle(self.at.held())
+
     def set_targets(self, slo: Slo) -> None:
         """Choose pairs of workers by these targets from now on."""
         self.roles.slo = slo

@@ -19,6 +19,7 @@ import msgspec
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.families import FAMILY_BY_ARCHITECTURE
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.text_model import Kind, TextModelConfig
 from engine.errors import CheckpointError, Overran
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer, TokenizerFiles
@@ -42,6 +43,15 @@ def read_config(path: Path) -> ModelConfig:
         CheckpointError: as read_checkpoint().
     """
     return _with_family(_CONFIG.decode(_read("config", path)))
+
+
+def read_text_model(path: Path, kind: Kind) -> TextModelConfig:
+    """Read a model of whole texts, as TextModelConfig.from_folder() does.
+
+    Raises:
+        CheckpointError: as read_checkpoint().
+    """
+    return _TEXT_MODEL.decode(_read("text_model", path, kind))
 
 
 def read_weight_names(path: Path) -> list[str]:
@@ -74,7 +84,9 @@ def _with_family(config: ModelConfig) -> ModelConfig:
     return replace(config, family=FAMILY_BY_ARCHITECTURE[config.family.architecture])
 
 
-def written(read: Checkpoint | ModelConfig | TokenizerFiles | list[str]) -> bytes:
+def written(
+    read: Checkpoint | ModelConfig | TextModelConfig | TokenizerFiles | list[str],
+) -> bytes:
     """Write what was read of a model's files."""
     return _ENCODER.encode(read)
 
@@ -100,5 +112,6 @@ def _as_path(kind: type, value: Any) -> Path:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_bytes)
 _CHECKPOINT = msgspec.msgpack.Decoder(Checkpoint, dec_hook=_as_path)
 _CONFIG = msgspec.msgpack.Decoder(ModelConfig, dec_hook=_as_path)
+_TEXT_MODEL = msgspec.msgpack.Decoder(TextModelConfig, dec_hook=_as_path)
 _NAMES = msgspec.msgpack.Decoder(list[str])
 _FILES = msgspec.msgpack.Decoder(TokenizerFiles, dec_hook=_as_path)

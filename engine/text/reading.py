@@ -35,7 +35,7 @@ YIELDING_S = 0.5
 """How long a job may wait for idle cores; then it begins again, and gets a share of busy ones."""
 LONGEST_S = 60.0
 """Many times what a job may compute: a process that has not answered is stopped or starved."""
-MODEL_JOBS = frozenset(("checkpoint", "config", "weight_names", "tokenizer"))
+MODEL_JOBS = frozenset(("checkpoint", "config", "text_model", "weight_names", "tokenizer"))
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_TIME", "TZ", "LD_LIBRARY_PATH")
 _PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
 """All of it that the process gets: no keys and no tokens."""

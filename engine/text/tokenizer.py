@@ -192,6 +192,15 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Encode two texts as one, with the ids that the post-processor adds around each."""
+        if len(first) + len(second) > MAX_HELD_LENGTH:
+            (encoding,) = self._backend.encode_batch_fast([(first, second)])
+        else:
+            encoding = self._backend.encode(first, second)
+        ids: list[int] = encoding.ids
+        return ids
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids; ids outside the vocabulary are silent."""
         ids = [token_id for token_id in token_ids if token_id < self.vocab_size]

@@ -3,7 +3,7 @@
 Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
 command that names blocks is answered after the worker's last touch of them: Admit, with whatever
 Extends it, by the entry of a step that has `released` set, Copy by Copied, pair by pair, and
-MeasureSteps by StepsMeasured. MapPool without memory is answered by Unmapped.
+MeasureSteps by StepsMeasured. ComputeTexts is answered by TextsComputed. MapPool without memory is answered by Unmapped.
 UseCores, which names cores, is answered by CoresUsed.
 
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.
@@ -13,6 +13,7 @@ Never: carries tensors; KV moves through shared memory, or stays where it is on 
 from __future__ import annotations
 
 from itertools import chain
+from typing import Literal
 
 import msgspec
 
@@ -111,6 +112,18 @@ class SharedMemory(msgspec.Struct, frozen=True):
     """The bytes after the pool that the exporter wrote in this life."""
 
 
+class TextModelSpec(msgspec.Struct, frozen=True):
+    """A model that makes vectors or scores of whole texts, beside the served one."""
+
+    name: str
+    model_dir: str
+    kind: Literal["embedding", "rerank"]
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    compared: list[int] | None = None
+    """The ids of `yes` and `no`, if the score compares them."""
+
+
 class Setup(msgspec.Struct, tag=True, frozen=True):
     """First message to a worker: everything it needs to load. Answered by WeightsLoaded."""
 
@@ -143,6 +156,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """Whether layers with windows have blocks of their own, by ModelConfig.in_groups()."""
     measures_kv: bool = False
     """Whether Ready must report the KV dtype's effect on the logits."""
+    text_models: list[TextModelSpec] = []
+    """Models that ComputeTexts may name."""
 
     @property
     def pool_dtype(self) -> str:
@@ -315,6 +330,15 @@ class StopMeasuring(msgspec.Struct, tag=True, frozen=True):
     """End MeasureSteps at the next layer, as any command does. Not answered."""
 
 
+class ComputeTexts(msgspec.Struct, tag=True, frozen=True):
+    """Compute a vector or a score for each text, between steps. Answered by TextsComputed."""
+
+    batch_id: int
+    model: str
+    texts: list[list[int]]
+    """Token ids, at least one each."""
+
+
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
     """Weights read so far by this worker; sent a few times a second.
 
@@ -464,6 +488,16 @@ class StepsMeasured(msgspec.Struct, tag=True, frozen=True):
     """Shapes left out: half a layer of them would delay a request."""
 
 
+class TextsComputed(msgspec.Struct, tag=True, frozen=True):
+    """ComputeTexts has ended."""
+
+    batch_id: int
+    started_ns: int
+    ended_ns: int
+    results: list[bytes]
+    """Float32 numbers of each text; empty: some are not finite."""
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The worker must exit; what, where and hint are for the operator."""
 
@@ -484,6 +518,7 @@ Command = (
     | UseCores
     | MeasureSteps
     | StopMeasuring
+    | ComputeTexts
 )
 Report = (
     LoadingProgress
@@ -497,4 +532,5 @@ Report = (
     | CoresUsed
     | StepsMeasured
     | Failed
+    | TextsComputed
 )

@@ -35,6 +35,8 @@ from engine.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.kernels.cpu import ProductVariants
     from engine.worker.affinity import NodeMemory
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from engine.worker.model.transformer import Transformer
     from engine.worker.model.weight import Weight
     from engine.worker.speculation import Speculation
+    from engine.worker.text_batches import TextBatches
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -89,6 +92,8 @@ def main() -> int:
 
 
 def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoReturn:
+    import torch
+
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.worker.affinity import NodeMemory, use_cores
     from engine.worker.copying import probe
@@ -108,6 +113,7 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
     weights, variants, is_measurer = _loaded(checkpoint, setup, near, progress)
+    texts = _texts(channel, setup, progress, torch.device("cpu"), beats)
     channel.send(WeightsLoaded())
     channel.expect(WeightsComplete)
     pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
@@ -140,6 +146,7 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
         own_cores=setup.cpus,
         pages=PagesAhead(pool),
         speculation=speculation,
+        texts=texts,
     )
     alive, model = progress.heartbeat, (transformer, checkpoint)
     loss = weights_loss(*model, setup.dtype, alive) if is_measurer else None
@@ -162,6 +169,24 @@ def _speculation(transformer: Transformer, setup: Setup) -> tuple[Speculation | 
     if not transformer.rewrites_records:
         return None, ["Speculation: off (recurrent layers without Triton)"]
     return Speculation(config.vocab_size, setup.block_size, setup.max_drafted), []
+
+
+def _texts(
+    channel: WorkerChannel,
+    setup: Setup,
+    progress: _Progress,
+    device: torch.device,
+    beats: Beats | None = None,
+) -> TextBatches | None:
+    """Load the models of texts; None: there are none."""
+    from engine.worker.text_batches import TextBatches
+    from engine.worker.text_models import load_text_models
+
+    if not setup.text_models:
+        return None
+    models = load_text_models(setup.text_models, device, progress)
+    progress.heartbeat()
+    return TextBatches(models, channel.send, None if beats is None else beats.beat)
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars:
@@ -221,6 +246,7 @@ def _serve_on_gpu(
 
     device = CudaDevice(gpu.uuid)
     with finished_at_the_end(device):
+        texts = _texts(channel, setup, progress, device.torch_device)  # before the pool takes the rest
         started = start(
             channel, setup, gpu, checkpoint, device, grammars, progress, progress.heartbeat
         )
@@ -229,6 +255,7 @@ def _serve_on_gpu(
         worker = StepLoop(
             channel,
             started.runner,
+            texts=texts,
             pools=started.pools,
             eos_token_ids=checkpoint.config.eos_token_ids,
             max_num_batched_tokens=started.ready.max_num_batched_tokens

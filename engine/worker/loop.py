@@ -28,6 +28,7 @@ from engine.wire.messages import (
     Admit,
     Begun,
     Command,
+    ComputeTexts,
     Copy,
     CoresUsed,
     Extend,
@@ -49,6 +50,7 @@ from engine.worker.measuring import StepMeasuring
 from engine.worker.plan import is_chunk, plan
 from engine.worker.runner import Launched, Runner, Sampled
 from engine.worker.speculation import Speculation
+from engine.worker.text_batches import TextBatches
 from engine.worker.worker_request import WorkerRequest
 
 MIN_COPYING_NS = 5_000_000
@@ -85,6 +87,7 @@ class StepLoop:
         use_cores: Callable[[list[int]], None] = use_cores,
         pages: PagesAhead | None = None,
         speculation: Speculation | None = None,
+        texts: TextBatches | None = None,
     ) -> None:
         self._channel = channel
         self._runner = runner
@@ -96,6 +99,7 @@ class StepLoop:
         self._pages = pages
         self._use_cores = use_cores
         self._speculation = speculation
+        self._texts = texts
         self._own_cores = frozenset(own_cores or ())
         self._given = self._used = own_cores or []
         """The cores it may use, then the cores it uses."""
@@ -118,7 +122,7 @@ class StepLoop:
         """Loop until the channel closes (raises ChannelClosed)."""
         while True:
             is_idle = self._is_parked or not self._with_room()
-            has_more = self._flight is not None or self._copier.has_work
+            has_more = self._flight is not None or self._copier.has_work or self._has_texts
             waits = is_idle and not has_more
             if waits and self._pages is not None and not self._is_parked:
                 while not self._channel.has_commands() and self._pages.make_next():
@@ -128,6 +132,17 @@ class StepLoop:
             for command in self._channel.receive(wait=waits):
                 self._apply(command)
             self.step()
+            if self._texts is not None and self._has_texts:
+                self._texts.compute(self._is_awaited)
+
+    @property
+    def _has_texts(self) -> bool:
+        return self._texts is not None and self._texts.has_work and not self._is_parked
+
+    def _is_awaited(self) -> bool:
+        """Say whether texts must wait for a step or a command."""
+        is_due = self._flight is not None or bool(self._with_room()) or self._copier.has_work
+        return is_due or self._channel.has_commands()
 
     def step(self) -> None:
         """Run one step: plan, launch, collect, send; then start copying the filled blocks."""
@@ -339,6 +354,9 @@ class StepLoop:
                 self._copier.remap(pool, opened)
             case MeasureSteps():
                 self._channel.send(self._measuring.measure(command))
+            case ComputeTexts():
+                assert self._texts is not None, "it holds no model of texts"
+                self._texts.take(command)
             case StopMeasuring():
                 pass  # its arrival has ended what was measured
             case UseCores(cpus):

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -31,7 +31,9 @@ from appliance.daemon.requests.request import (
 )
 from appliance.daemon.requests.row import LogRow, frame_of_row
 from appliance.daemon.serving.closed_requests import ClosedRequests
+from appliance.daemon.serving.text_computing import TextComputing
 from appliance.daemon.survival.keeper_channel import keeper_problem
+from appliance.daemon.text_encoder import TextEncoder
 from appliance.devices.machine import Devices
 from appliance.fleet.boot import BootPlan, model_info
 from appliance.fleet.cache_identity import make_hasher
@@ -40,6 +42,7 @@ from appliance.fleet.measuring import Measuring
 from appliance.fleet.roles_change import RolesChange, change_roles, roles_frame
 from appliance.fleet.supervisor import Supervisor
 from appliance.fleet.swaps import IncomingRequest, Swaps
+from appliance.fleet.text_models import GPU_STEP_TOKENS, STEP_TOKENS, TextWorkers
 from appliance.json.lines import encode_line
 from appliance.observe.frame.figures import things
 from appliance.observe.frame.late_frames import SurvivedFrame
@@ -52,12 +55,13 @@ from appliance.observe.telemetry.frames import Frames, ServiceState
 from appliance.observe.telemetry.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.scheduler.cache.hashes import PrefixHasher
+from engine.scheduler.cache.topology import PREFILL
 from engine.scheduler.router import Router
 from engine.scheduler.sequences.sequence import Phase, Sequence
 from engine.text.reading import READER
 from engine.text.tokenizer import Tokenizer
 from engine.wire.finish_reason import FinishReason
-from engine.wire.messages import Begun, Copied, CoresUsed, PoolMade, Report, Stepped
+from engine.wire.messages import Begun, Copied, CoresUsed, PoolMade, Report, Stepped, TextsComputed
 from engine.wire.sampling import TokenLogprob
 
 log = logging.getLogger("penstock")
@@ -106,6 +110,8 @@ class Service:
         most = plan.placement.max_num_batched_tokens
         self.deadlines = Deadlines(router, supervisor, most, self._live, self.event)
         self.availability = Availability(supervisor, self.deadlines)
+        self.texts = TextComputing(self._begin_texts, self._texts_moved)
+        self._serve_texts(plan)
         self._closed = ClosedRequests(request_log)
         self._last_seq_id, self._num_checked = 0, -1
         self._next_reader_event_s = 0.0
@@ -121,6 +127,27 @@ class Service:
         with contextlib.suppress(Unavailable):  # they are then counted from now on
             self._telemetry.today.go_on_from(request_log.usage(today))
         self._frames.make(self._standing())
+
+    @property
+    def text_encoders(self) -> Mapping[str, TextEncoder]:
+        """The models of whole texts, by name."""
+        return self.texts.encoders
+
+    def _serve_texts(self, plan: BootPlan) -> None:
+        placement = plan.placement
+        has_gpu = any(worker.gpu is not None for worker in placement.workers)
+        workers = TextWorkers(self._supervisor, placement.topology.playing(PREFILL))
+        self.texts.serve(plan.texts, workers, GPU_STEP_TOKENS if has_gpu else STEP_TOKENS)
+
+    def _begin_texts(self) -> None:
+        """Raise Unavailable if no texts are taken now; end what is measured otherwise."""
+        self.check_available()
+        if self._measuring is not None:
+            self._measuring.stop()
+
+    def _texts_moved(self, workers: frozenset[str]) -> None:
+        self._router.set_text_workers(workers)
+        self.deadlines.text_workers = workers
 
     def continue_from(
         self, survived: SurvivedFrame | None, kept: Callable[[], list[RequestFrame]]
@@ -166,6 +193,7 @@ class Service:
         self._frames.change_model(plan, model_info(plan, text), router, workers)
         self.deadlines.change_model(router, workers, plan.placement.max_num_batched_tokens)
         self.availability.change_model(workers)
+        self._serve_texts(plan)
 
     def begin(self, measuring: Measuring) -> None:
         """Take requests from now on; what is measured while there are none ends for each."""
@@ -177,7 +205,8 @@ class Service:
     @property
     def is_quiet(self) -> bool:
         """True while all workers are ready and no request is live."""
-        return self.idle.is_set() and self.not_ready_reason() is None and not self.degraded_reason()
+        is_idle = self.idle.is_set() and self.texts.is_idle
+        return is_idle and self.not_ready_reason() is None and not self.degraded_reason()
 
     def check_available(self) -> None:
         """Raise Unavailable while loading or draining, or when no worker can come back."""
@@ -391,6 +420,8 @@ class Service:
             num_cores = report.num_cores or self._router.num_cores(worker)
             self._energy.stepped(worker, report, num_cores)
             self._router.stepped(worker, report, now_ns)
+        elif isinstance(report, TextsComputed):
+            self.texts.computed(worker, report)
         elif isinstance(report, Begun):
             self._router.begun(report)
         elif isinstance(report, Copied):
@@ -405,6 +436,7 @@ class Service:
         """Note that a worker takes work, for the first time or again."""
         state = self._supervisor.workers[worker]
         self._router.worker_ready(worker, time.monotonic_ns(), state.probes)
+        self.texts.pump()
         self.event("info", "worker.ready", f"worker {worker} is ready (pid {state.pid})")
         self.make_frame()
 
@@ -413,11 +445,14 @@ class Service:
         trouble = self._supervisor.workers[worker].trouble
         self.event("error", "worker.died", "; ".join(filter(None, (about, trouble))))
         self._router.worker_died(worker, time.monotonic_ns())
+        self.texts.worker_died(worker)
         self.make_frame()
 
     def worker_lost(self, about: str) -> None:
         """Handle a worker that cannot restart; end all requests if it was the last."""
         self.event("error", "worker.lost", about)
+        if self.texts.is_lost:
+            self.texts.end_all(Unavailable(about, code="engine_dead"))
         if self._supervisor.is_lost:
             error = Unavailable(about, code="engine_dead")
             for request in list(self._live.values()):
@@ -470,7 +505,9 @@ class Service:
 
         Replies that are complete, to clients that do not read them, are waited for `grace_s`.
         """
-        while not all(request.is_finished for request in self._live.values()):
+        while not (
+            self.texts.is_idle and all(request.is_finished for request in self._live.values())
+        ):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.idle.wait(), DRAIN_CHECK_S)
         with contextlib.suppress(TimeoutError):
@@ -482,6 +519,7 @@ class Service:
         Args:
             but_kept: only the requests that end with the daemon.
         """
+        self.texts.end_all(Unavailable("the daemon is stopping", code="draining"))
         for request_id, request in list(self._live.items()):
             if not (but_kept and request.inbox.is_kept):
                 self.cancel(request_id, "drain")

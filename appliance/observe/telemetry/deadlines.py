@@ -71,6 +71,8 @@ class Deadlines:
         self._watchdog = Watchdog()
         self._marks: dict[int, _StageMark] = {}
         self._looked_ns = time.monotonic_ns()
+        self.text_workers: frozenset[str] = frozenset()
+        """Workers that owe vectors or scores of texts."""
         self.max_queue_wait_s = 0.0
         """The setting; 0: no limit."""
 
@@ -123,7 +125,7 @@ class Deadlines:
         name = state.plan.name
         # a worker that has loaded its part may wait for others, which are watched themselves
         is_loading = state.state == "loading" and not self._supervisor.waits_for_others(name)
-        is_owing = state.state == "ready" and now.owes
+        is_owing = state.state == "ready" and (now.owes or name in self.text_workers)
         has_work = is_loading or (is_owing and not now.is_parked)
         num_signs, step_ms = state.num_reports + state.num_beats, None
         if has_work and not is_loading:

@@ -94,6 +94,8 @@ class Roles:
         self.ready_workers: set[str] = set()
         self.stalled: frozenset[str] = frozenset()
         """Ready, but without progress: they get nothing new until they are heard of again."""
+        self.text_workers: frozenset[str] = frozenset()
+        """Workers with batches of whole texts, which are no sequences."""
         self._roles = "colocated" if topology.is_colocated else roles
         self._max_step_tokens = max_num_batched_tokens
         self._times: dict[str, StepTimes] = {}
@@ -321,6 +323,9 @@ class Roles:
         there = [sequence for sequence in running if sequence.worker is not None]
         busy = {sequence.worker for sequence in there if sequence.worker is not None}
         kinds = {PROMPT_MS if s.phase is Phase.PREFILLING else DECODE_MS for s in there}
+        if self.text_workers:
+            busy |= self.text_workers
+            kinds.add(PROMPT_MS)
         gains = not self._borrowers.isdisjoint(kinds or {PROMPT_MS})
         idle = [name for name in cores.own if name not in busy]
         is_quiet = len(idle) == len(cores.own)

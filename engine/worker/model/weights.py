@@ -13,13 +13,14 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.tensor_info import TensorInfo
 from engine.checkpoint.weights_layout import (
     AS_STORED,
     PanelsLayout,
@@ -104,7 +105,7 @@ def quantised_weights(
         share: (index, count) of the part to fill; None if it is filled.
         progress: called with (bytes done, bytes to do).
     """
-    stored = _map_files(checkpoint, _ignore)
+    stored = map_files(checkpoint.tensors, _ignore)
     rest = layout_views(layout.rest, dtype, memory[layout.rest_offset :])
     if share is not None:
         convert_weights(checkpoint, rest, _ignore, share)
@@ -144,7 +145,7 @@ def convert_weights(
         progress: called with (bytes done, bytes to do), at most ten times a second and at the end.
         share: (index, count) of the part to fill.
     """
-    stored = _map_files(checkpoint, _ignore)
+    stored = map_files(checkpoint.tensors, _ignore)
     rows_by_name = {name: view.view(len(view), -1) for name, view in views.items()}
     pieces = list(_pieces(rows_by_name, *share))
     total = sum(rows_by_name[name][first:end].nbytes for name, first, end in pieces)
@@ -165,14 +166,19 @@ def _mapped(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str,
     return {
         name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
         for name, values in (
-            (name, stored.values) for name, stored in _map_files(checkpoint, progress).items()
+            (name, stored.values) for name, stored in map_files(checkpoint.tensors, progress).items()
         )
     }
 
 
-def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
+def map_files(tensors: Mapping[str, TensorInfo], progress: Progress) -> dict[str, Stored]:
+    """Map the files of tensors; return these by the same names.
+
+    Args:
+        progress: called with (bytes mapped, bytes to map).
+    """
     end_by_file: dict[Path, int] = {}
-    for tensor in checkpoint.tensors.values():
+    for tensor in tensors.values():
         for piece in tensor.pieces.values():
             end_by_file[piece.file] = max(piece.end, end_by_file.get(piece.file, 0))
     total_bytes, mapped_bytes = sum(end_by_file.values()), 0
@@ -190,7 +196,7 @@ def _map_files(checkpoint: Checkpoint, progress: Progress) -> dict[str, Stored]:
                 for role, piece in tensor.pieces.items()
             },
         )
-        for name, tensor in checkpoint.tensors.items()
+        for name, tensor in tensors.items()
     }
 
 

@@ -156,7 +156,7 @@ def test_the_hubs_cache_says_itself_what_its_files_should_be(
 def in_memory(path: Path) -> int:
     """Bytes of a quantised file's weights, as the workers hold them."""
     checkpoint = Checkpoint.open(path)
-    layout = panels_layout(checkpoint, choose_dtype("auto", checkpoint))
+    layout = panels_layout(checkpoint, choose_dtype("auto", checkpoint.stored_dtype))
     assert layout is not None
     return layout.num_bytes
 

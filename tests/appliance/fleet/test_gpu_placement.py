@@ -207,8 +207,8 @@ def test_what_cannot_be_is_refused(checkpoint):
 
 
 def test_on_a_gpu_the_dtype_is_bfloat16_unless_it_is_asked_for(checkpoint):
-    assert choose_dtype("auto", checkpoint, has_gpu=True) == "bfloat16"
-    assert choose_dtype("float32", checkpoint, has_gpu=True) == "float32"
+    assert choose_dtype("auto", checkpoint.stored_dtype, has_gpu=True) == "bfloat16"
+    assert choose_dtype("float32", checkpoint.stored_dtype, has_gpu=True) == "float32"
 
 
 class FakeNvml:

@@ -283,11 +283,11 @@ def test_a_garbage_header_is_an_error_not_a_crash(tmp_path_factory, garbage):
 def test_auto_serves_bfloat16_only_where_it_is_native(folder, shapes, stored, flags, chosen):
     shard(folder / "model.safetensors", shapes, stored)
     checkpoint = Checkpoint.open(folder)
-    assert choose_dtype("auto", checkpoint, flags) == chosen
-    assert choose_dtype("float16", checkpoint, flags) == "float16"
-    assert choose_dtype("auto", checkpoint) in ("float32", "bfloat16")
+    assert choose_dtype("auto", checkpoint.stored_dtype, flags) == chosen
+    assert choose_dtype("float16", checkpoint.stored_dtype, flags) == "float16"
+    assert choose_dtype("auto", checkpoint.stored_dtype) in ("float32", "bfloat16")
     with pytest.raises(ConfigError, match="int8"):
-        choose_dtype("int8", checkpoint, flags)
+        choose_dtype("int8", checkpoint.stored_dtype, flags)
 
 
 def test_files_in_the_serving_dtype_need_no_arena(folder, shapes):

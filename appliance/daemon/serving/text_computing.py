@@ -1,0 +1,248 @@
+"""Have whole texts computed on the prefill workers, in batches beside their steps.
+
+Owns: the texts of open calls, and which batches each worker has.
+Invariant: each text's result is given once; what a dead worker had is sent again, and a text that
+ends worker after worker fails alone.
+Never: waits for a worker; computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, Protocol
+
+from appliance.daemon.text_encoder import TextEncoder
+from appliance.fleet.text_models import LoadedTexts
+from engine.errors import RequestError, Unavailable
+from engine.scheduler.text_queue import TextQueue, WaitingText
+from engine.wire.messages import Command, ComputeTexts, TextsComputed
+
+MAX_BATCHES = 2
+"""Of a worker at once: the next is there when one ends, and few wait behind a chat."""
+MAX_DEATHS = 3
+"""Of workers with the same text, which then is to blame: from the second on it was alone."""
+
+
+class TextWorkers(Protocol):
+    """The workers that hold models of texts."""
+
+    def ready(self) -> list[str]:
+        """List those that take batches now."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether none of them can come back."""
+
+    def send(self, worker: str, command: Command) -> None:
+        """Send a command."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call's results as they come."""
+
+    results: list[array[float]]
+    num_left: int
+    done: asyncio.Future[list[array[float]]]
+
+
+class TextComputing:
+    """All that is asked of models of texts.
+
+    Args:
+        check_available: raises if nothing is taken now.
+        on_change: called with the workers that have batches, whenever these change.
+    """
+
+    def __init__(
+        self,
+        check_available: Callable[[], None],
+        on_change: Callable[[frozenset[str]], None],
+    ) -> None:
+        self._check_available, self._on_change = check_available, on_change
+        self.queue = TextQueue()
+        self.encoders: Mapping[str, TextEncoder] = {}
+        """By name."""
+        self._workers: TextWorkers | None = None
+        self._batch_tokens = 0
+        self._calls: dict[WaitingText, tuple[_Call, int]] = {}
+        """Each text's call and its place there."""
+        self._open: dict[str, dict[int, list[WaitingText]]] = {}
+        """Each worker's batches by number."""
+        self._batch_ids = count(1)
+        self._busy: frozenset[str] = frozenset()
+        self.num_texts = self.num_tokens = 0
+        """Computed so far."""
+
+    def serve(
+        self, texts: Sequence[LoadedTexts], workers: TextWorkers, batch_tokens: int
+    ) -> None:
+        """Compute by these models on these workers from now on; what was under way begins again.
+
+        Args:
+            batch_tokens: of a batch, at most; a longer text is alone.
+        """
+        self.encoders = {one.model.name: _Encoder(one, self) for one in texts}
+        for worker in list(self._open):
+            self._take_back(worker)
+        self._workers, self._batch_tokens = workers, batch_tokens
+        self.pump()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._calls
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no worker can compute texts any more."""
+        return self._workers is not None and self._workers.is_lost
+
+    async def compute(
+        self, model: str, owner: str, texts: Sequence[Sequence[int]]
+    ) -> list[array[float]]:
+        """Compute texts as TextEncoder.compute() does."""
+        self._check_available()
+        if self.is_lost:
+            raise Unavailable("no worker is left that computes texts", code="engine_dead")
+        if not texts:
+            return []
+        call = _Call(
+            [array("f")] * len(texts), len(texts), asyncio.get_running_loop().create_future()
+        )
+        waiting = [WaitingText(model, owner, list(ids)) for ids in texts]
+        self.queue.push(waiting)
+        self._calls |= {text: (call, place) for place, text in enumerate(waiting)}
+        self.pump()
+        try:
+            return await call.done
+        finally:
+            for text in waiting:
+                text.is_dropped = True
+                self._calls.pop(text, None)
+
+    def computed(self, worker: str, report: TextsComputed) -> None:
+        """Take a batch's results."""
+        batch = self._open.get(worker, {}).pop(report.batch_id, None)
+        if batch is None:  # of a model that was swapped out meanwhile
+            return
+        for text, result in zip(batch, report.results, strict=True):
+            self.num_texts += 1
+            self.num_tokens += len(text.token_ids)
+            self._give(text, result)
+        self.pump()
+
+    def worker_died(self, worker: str) -> None:
+        """Send a dead worker's batches again; a text that was alone at several deaths fails."""
+        for text in self._take_back(worker):
+            text.num_deaths += 1
+            if text.num_deaths >= MAX_DEATHS:
+                text.is_dropped = True
+                what = f"{text.num_deaths} workers died while computing a text"
+                error = RequestError(what, code="worker_died", status=500, kind="server_error")
+                self._fail(text, error)
+        self.pump()
+
+    def end_all(self, error: RequestError) -> None:
+        """End every open call with an error."""
+        for text in list(self._calls):
+            self._fail(text, error)
+
+    def pump(self) -> None:
+        """Send batches to workers with room for one, the one with fewest first."""
+        ready = [] if self._workers is None else self._workers.ready()
+        for worker in ready:
+            self._open.setdefault(worker, {})
+        while ready and self._workers is not None:
+            worker = min(ready, key=lambda name: len(self._open[name]))
+            if len(self._open[worker]) >= MAX_BATCHES:
+                break
+            batch = self.queue.next_batch(self._batch_tokens)
+            if not batch:
+                break
+            batch.sort(key=lambda text: len(text.token_ids))  # equal lengths are computed as one
+            number = next(self._batch_ids)
+            self._open[worker][number] = batch
+            texts = [text.token_ids for text in batch]
+            self._workers.send(worker, ComputeTexts(number, batch[0].model, texts))
+        busy = frozenset(name for name, batches in self._open.items() if batches)
+        if busy != self._busy:
+            self._busy = busy
+            self._on_change(busy)
+
+    def _take_back(self, worker: str) -> list[WaitingText]:
+        """Queue what a worker has not answered again, and return it."""
+        texts = [text for batch in self._open.pop(worker, {}).values() for text in batch]
+        texts = [text for text in texts if not text.is_dropped]
+        self.queue.put_back(texts)
+        return texts
+
+    def _give(self, text: WaitingText, result: bytes) -> None:
+        found = self._calls.pop(text, None)
+        if found is None:
+            return
+        call, place = found
+        if not result:
+            what = f"the model's result for text {place} is not a number"
+            self._end(call, RequestError(what, code="not_finite", status=500, kind="server_error"))
+            return
+        call.results[place] = array("f", result)
+        call.num_left -= 1
+        if not call.num_left and not call.done.done():
+            call.done.set_result(call.results)
+
+    def _fail(self, text: WaitingText, error: RequestError) -> None:
+        found = self._calls.pop(text, None)
+        if found is not None:
+            self._end(found[0], error)
+
+    @staticmethod
+    def _end(call: _Call, error: RequestError) -> None:
+        if not call.done.done():
+            call.done.set_exception(error)
+
+
+_JUDGE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that "
+    "answer the query\n<Query>: ",
+    "\n<Document>: ",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+"""What Qwen3-Reranker is asked, around a query and a document; as its makers publish it."""
+
+
+class _Encoder:
+    """One model, as the API sees it; see TextEncoder."""
+
+    def __init__(self, texts: LoadedTexts, computing: TextComputing) -> None:
+        self._config, self._tokenizer = texts.model.config, texts.tokenizer
+        self._computing = computing
+        self.name = texts.model.name
+        self.kind: Literal["embedding", "rerank"] = self._config.kind
+        self.max_tokens = self._config.max_tokens
+        self.num_dimensions = self._config.num_dimensions if self.kind == "embedding" else None
+        self.prompts = self._config.prompts
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text.lower() if self._config.lowers_case else text)
+
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        if not self._config.compares_tokens:
+            return self._tokenizer.encode_pair(query, document)
+        before, between, after = _JUDGE
+        asked = f"{before}{query}{between}{document}{after}"
+        return self._tokenizer.encode(asked, add_special_tokens=False)
+
+    async def compute(self, owner: str, texts: Sequence[Sequence[int]]) -> list[array[float]]:
+        for place, ids in enumerate(texts):
+            if not 1 <= len(ids) <= self.max_tokens:
+                what = f"text {place} has {len(ids)} tokens; the model takes 1 to {self.max_tokens}"
+                raise RequestError(what, code="text_too_long" if ids else "text_empty")
+        if self._computing.encoders.get(self.name) is not self:
+            raise Unavailable("the model was swapped out", code="model_loading")
+        return await self._computing.compute(self.name, owner, texts)

@@ -1,0 +1,133 @@
+"""Plan the models of whole texts that the prefill workers hold beside the served model.
+
+Owns: their names, and the memory that is set aside for them.
+Invariant: what cannot be served is an error here, before a worker exists.
+Never: loads weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from appliance.configuration.config import ServeConfig
+from appliance.fleet.model_files import model_folder
+from appliance.fleet.supervisor import MAX_FAILED_STARTS, Supervisor
+from appliance.hub.names import HubName, model_name
+from engine.checkpoint.checkpoint import choose_dtype
+from engine.checkpoint.text_model import TextModelConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.text.read_models import read_text_model, read_tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import TextModelSpec
+
+STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+"""Tokens of a batch of texts; a chat waits for a part of a layer of it."""
+_ANSWERS = ("yes", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """A model that can be served here."""
+
+    name: str
+    """The hub's name of the model, or its folder's."""
+    folder: Path
+    config: TextModelConfig
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a worker's weights and, at most, of what a step computes with."""
+        return self.config.num_bytes + self.config.scratch_bytes(STEP_TOKENS, "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTexts:
+    """A planned model with its tokenizer."""
+
+    model: TextModel
+    tokenizer: Tokenizer
+    spec: TextModelSpec
+
+
+class TextWorkers:
+    """The workers that hold models of texts.
+
+    Args:
+        supervisor: of all workers.
+        names: of these.
+    """
+
+    def __init__(self, supervisor: Supervisor, names: Sequence[str]) -> None:
+        self._workers = {name: supervisor.workers[name] for name in names}
+        self.send = supervisor.send
+
+    def ready(self) -> list[str]:
+        """List those that take batches now."""
+        return [name for name, worker in self._workers.items() if worker.state == "ready"]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether none of them can come back."""
+        starts = (worker.num_failed_starts for worker in self._workers.values())
+        return all(number >= MAX_FAILED_STARTS for number in starts)
+
+
+def read_text_models(config: ServeConfig, served: str) -> tuple[TextModel, ...]:
+    """Read the models that the settings name.
+
+    Args:
+        served: the name of the model beside which they are.
+
+    Raises:
+        ConfigError: one of them is not served, or has the name of another.
+    """
+    wanted: tuple[tuple[Literal["embedding", "rerank"], Path | HubName | None], ...] = (
+        ("embedding", config.embedding_model),
+        ("rerank", config.rerank_model),
+    )
+    models: list[TextModel] = []
+    for kind, asked in wanted:
+        if asked is None:
+            continue
+        folder = model_folder(asked)
+        found = read_text_model(folder, kind)
+        name = model_name(asked if isinstance(asked, HubName) else folder)
+        _check_name(f"{kind}_model", name, {served, *config.models, *(model.name for model in models)})
+        models.append(TextModel(name, folder, found))
+    return tuple(models)
+
+
+def _check_name(where: str, name: str, others: Collection[str]) -> None:
+    if name in others:
+        what = f"another model is called {name}, too"
+        raise ConfigError(what, where=where, hint="rename one of the folders")
+
+
+def load_texts(models: Sequence[TextModel], *, has_gpu: bool) -> tuple[LoadedTexts, ...]:
+    """Read the models' tokenizers, and choose what they compute in.
+
+    Args:
+        has_gpu: their workers compute on GPUs.
+
+    Raises:
+        CheckpointError: a tokenizer cannot be served, or lacks the answers that a score compares.
+    """
+    return tuple(_load(model, has_gpu=has_gpu) for model in models)
+
+
+def _load(model: TextModel, *, has_gpu: bool) -> LoadedTexts:
+    config = model.config
+    tokenizer = read_tokenizer(config.folder, has_chats=False)
+    compared = None
+    if config.compares_tokens:
+        encoded = [tokenizer.encode(answer, add_special_tokens=False) for answer in _ANSWERS]
+        if any(len(ids) != 1 for ids in encoded):
+            what = "the answers yes and no are not a token each"
+            raise CheckpointError(what, where=str(config.folder))
+        compared = [ids[0] for ids in encoded]
+    dtype = choose_dtype("auto", config.stored_dtype, has_gpu=has_gpu)
+    spec = TextModelSpec(model.name, str(model.folder), config.kind, dtype, compared)
+    return LoadedTexts(model, tokenizer, spec)

@@ -1,0 +1,212 @@
+"""List the families of models that make vectors or scores of whole texts, as rows of differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HalfNorms:
+    """The norms of half a layer, by their tensors' names; None: there is none."""
+
+    before: str | None = None
+    """Of its input."""
+    after: str | None = None
+    """Of its output."""
+    joined: str | None = None
+    """Of the sum of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStep:
+    """A product that what was pooled goes through, its activation, and a norm."""
+
+    name: str
+    activation: str | None = None
+    norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextFamily:
+    """How one family names its tensors and settings, and what its layers do."""
+
+    architectures: tuple[str, ...]
+    """Of models that make vectors; as config.json names them."""
+    classifiers: tuple[str, ...]
+    """Of models with a head that makes scores."""
+    prefixes: tuple[str, ...]
+    """What the names of tensors may begin with, depending on how they were saved."""
+    words: str
+    layer: str
+    """A layer's names begin with this and its number."""
+    qkv: tuple[str, ...]
+    output: str
+    gate_up: tuple[str, ...]
+    """The products before the activation; two halves, of which one is the gate, if `is_gated`."""
+    down: str
+    attention_norms: HalfNorms
+    mlp_norms: HalfNorms
+    norm: str
+    """`layer`, `rms`, or `rms_from_1` with weights that are stored less 1."""
+    eps: tuple[str, float]
+    """The key of what norms add to variances, and its default."""
+    activation: tuple[str, str]
+    """The key of the activation, and its default."""
+    has_bias: bool = False
+    """Whether each product and norm has a bias; False: those that have one stored."""
+    is_gated: bool = False
+    is_causal: bool = False
+    embedding_norm: str | None = None
+    final_norm: str | None = None
+    positions: str | None = None
+    """The table of learned positions; None: queries and keys are turned."""
+    counts_from_padding: bool = False
+    """Whether the first position is the padding token's id + 1."""
+    token_types: str | None = None
+    qk_norms: tuple[str, str] | None = None
+    """Of each head of queries and keys."""
+    theta: tuple[str, float] | None = None
+    """The key of the rotation's base, and its default."""
+    local_theta: tuple[str, float] | None = None
+    """The same for layers with windows."""
+    window: str | None = None
+    """The key of the tokens that layers with windows read, half of them on each side."""
+    every: tuple[str, int, int] | None = None
+    """The key of how often a layer reads all tokens, its default, and the first such layer."""
+    scales_words: bool = False
+    """Whether embeddings are multiplied by the root of their size."""
+    scale_key: str | None = None
+    """The key of what queries are scaled by the root of; None: a head's size."""
+    pooling: str = "mean"
+    """How vectors are pooled where the folder does not say; the classifier's, too."""
+    classifier_pooling: str = "cls"
+    pooling_key: str | None = None
+    """The key that may change how the classifier pools."""
+    head: tuple[HeadStep, ...] = ()
+    """Of a classifier."""
+    must_be_on: tuple[str, ...] = ()
+    must_be_off: tuple[str, ...] = ()
+    """Keys that are served with one value only; absent is off."""
+
+
+_BERT_LAYER = {
+    "words": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "layer": "encoder.layer.",
+    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "output": "attention.output.dense",
+    "gate_up": ("intermediate.dense",),
+    "down": "output.dense",
+    "attention_norms": HalfNorms(joined="attention.output.LayerNorm"),
+    "mlp_norms": HalfNorms(joined="output.LayerNorm"),
+    "norm": "layer",
+    "eps": ("layer_norm_eps", 1e-12),
+    "activation": ("hidden_act", "gelu"),
+    "has_bias": True,
+    "must_be_off": ("is_decoder",),
+}
+_DECODER_LAYER = {
+    "prefixes": ("model.",),
+    "words": "embed_tokens",
+    "layer": "layers.",
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": "self_attn.o_proj",
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": "mlp.down_proj",
+    "is_gated": True,
+    "eps": ("rms_norm_eps", 1e-6),
+    "final_norm": "norm",
+    "qk_norms": ("self_attn.q_norm", "self_attn.k_norm"),
+}
+
+TEXT_FAMILIES = (
+    TextFamily(
+        architectures=("BertModel", "BertForMaskedLM"),
+        classifiers=("BertForSequenceClassification",),
+        prefixes=("bert.",),
+        head=(HeadStep("pooler.dense", "tanh"), HeadStep("classifier")),
+        **_BERT_LAYER,  # type: ignore[arg-type]
+    ),
+    TextFamily(
+        architectures=(
+            "RobertaModel",
+            "RobertaForMaskedLM",
+            "XLMRobertaModel",
+            "XLMRobertaForMaskedLM",
+            "CamembertModel",
+        ),
+        classifiers=(
+            "RobertaForSequenceClassification",
+            "XLMRobertaForSequenceClassification",
+            "CamembertForSequenceClassification",
+        ),
+        prefixes=("roberta.",),
+        counts_from_padding=True,
+        head=(HeadStep("classifier.dense", "tanh"), HeadStep("classifier.out_proj")),
+        **_BERT_LAYER,  # type: ignore[arg-type]
+    ),
+    TextFamily(
+        architectures=("ModernBertModel", "ModernBertForMaskedLM"),
+        classifiers=("ModernBertForSequenceClassification",),
+        prefixes=("model.",),
+        words="embeddings.tok_embeddings",
+        embedding_norm="embeddings.norm",
+        layer="layers.",
+        qkv=("attn.Wqkv",),
+        output="attn.Wo",
+        gate_up=("mlp.Wi",),
+        down="mlp.Wo",
+        attention_norms=HalfNorms(before="attn_norm"),
+        mlp_norms=HalfNorms(before="mlp_norm"),
+        norm="layer",
+        eps=("norm_eps", 1e-5),
+        activation=("hidden_activation", "gelu"),
+        is_gated=True,
+        final_norm="final_norm",
+        theta=("global_rope_theta", 160_000.0),
+        local_theta=("local_rope_theta", 10_000.0),
+        window="local_attention",
+        every=("global_attn_every_n_layers", 3, 0),
+        pooling_key="classifier_pooling",
+        head=(HeadStep("head.dense", "gelu", "head.norm"), HeadStep("classifier")),
+    ),
+    TextFamily(
+        architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+        classifiers=("Qwen3ForSequenceClassification",),
+        attention_norms=HalfNorms(before="input_layernorm"),
+        mlp_norms=HalfNorms(before="post_attention_layernorm"),
+        norm="rms",
+        activation=("hidden_act", "silu"),
+        is_causal=True,
+        theta=("rope_theta", 10_000.0),
+        pooling="lasttoken",
+        classifier_pooling="lasttoken",
+        head=(HeadStep("score"),),
+        must_be_off=("use_sliding_window",),
+        **_DECODER_LAYER,  # type: ignore[arg-type]
+    ),
+    TextFamily(
+        architectures=("Gemma3TextModel",),
+        classifiers=(),
+        attention_norms=HalfNorms("input_layernorm", "post_attention_layernorm"),
+        mlp_norms=HalfNorms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        norm="rms_from_1",
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        theta=("rope_theta", 1_000_000.0),
+        local_theta=("rope_local_base_freq", 10_000.0),
+        window="sliding_window",
+        every=("_sliding_window_pattern", 6, 5),
+        scales_words=True,
+        scale_key="query_pre_attn_scalar",
+        must_be_on=("use_bidirectional_attention",),
+        must_be_off=("attn_logit_softcapping",),
+        **_DECODER_LAYER,  # type: ignore[arg-type]
+    ),
+)
+TEXT_FAMILY_BY_ARCHITECTURE = {
+    name: family
+    for family in TEXT_FAMILIES
+    for name in (*family.architectures, *family.classifiers)
+}

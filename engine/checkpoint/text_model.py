@@ -1,0 +1,442 @@
+"""Read a model that makes vectors or scores of whole texts, from its folder and its parts' folders.
+
+Owns: which of sentence-transformers' modules are served, and how the parts' tensors are called.
+Invariant: every tensor of TextModelConfig is there, with the shape that the configuration asks for.
+Never: reads tensor data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.checkpoint.checkpoint import weight_files
+from engine.checkpoint.json_keys import JsonKeys
+from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.model_file import read_model_text
+from engine.checkpoint.safetensors_header import read_header
+from engine.checkpoint.tensor_info import TensorInfo
+from engine.checkpoint.text_families import (
+    TEXT_FAMILY_BY_ARCHITECTURE,
+    HeadStep,
+    TextFamily,
+)
+from engine.errors import CheckpointError, reading_model
+
+Kind = Literal["embedding", "rerank"]
+
+ACTIVATIONS_OF_TEXTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+_POOLINGS = ("cls", "mean", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
+_MODE_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
+LINEAR = "linear"
+"""What a part's folder calls its product."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayer:
+    """How one layer turns queries and keys, and how far it reads."""
+
+    theta: float | None
+    """The base of the rotation; None: positions are learned."""
+    window: int | None
+    """Tokens that it reads on each side; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextModelConfig:
+    """A model of whole texts: shape, pooling, head, and where its tensors lie."""
+
+    folder: Path
+    """Of the tokenizer and the weights."""
+    kind: Kind
+    family: TextFamily
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    activation: str
+    eps: float
+    scale: float
+    """What products of queries and keys are multiplied by."""
+    max_tokens: int
+    """Tokens of the longest text."""
+    first_position: int
+    num_token_types: int
+    layers: tuple[TextLayer, ...]
+    pooling: tuple[str, ...]
+    """Ways whose results lie side by side."""
+    head: tuple[HeadStep, ...]
+    is_normalized: bool
+    compares_tokens: bool
+    """Whether the score is by how much `yes` is likelier than `no` as the next token."""
+    lowers_case: bool
+    """Whether texts are put in lower case before they are tokenized."""
+    prompts: Mapping[str, str]
+    tensors: Mapping[str, TensorInfo]
+    """By names without what they may begin with; biases that are not stored are absent."""
+
+    @property
+    def num_dimensions(self) -> int:
+        """Numbers of a vector; 1: a score."""
+        if self.compares_tokens:
+            return 1
+        if self.head:
+            return self.tensors[f"{self.head[-1].name}.weight"].shape[0]
+        return self.hidden_size * len(self.pooling)
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the table of words, which is that of the others."""
+        return self.tensors[f"{self.family.words}.weight"].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights as stored."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def scratch_bytes(self, step_tokens: int, dtype: str) -> int:
+        """Count what one step computes with, whose longest may be a single text."""
+        num_tokens = max(step_tokens, self.max_tokens)
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        row = 3 * self.hidden_size + heads
+        inner = step_tokens * 3 * self.intermediate_size
+        return (num_tokens * row + inner) * DTYPE_BYTES[dtype]
+
+    @classmethod
+    def from_folder(cls, folder: Path, kind: Kind) -> TextModelConfig:
+        """Read a folder in the format of transformers or sentence-transformers.
+
+        Raises:
+            CheckpointError: it is not served; `where` names the file.
+        """
+        with reading_model(folder):
+            return _read(folder, kind)
+
+
+def _read(folder: Path, kind: Kind) -> TextModelConfig:
+    modules = _Modules.read(folder) if kind == "embedding" else _Modules(folder, folder)
+    keys = JsonKeys.from_file(modules.base / "config.json")
+    family, architecture = _family(keys)
+    is_classifier = architecture in family.classifiers
+    if kind == "embedding" and is_classifier:
+        raise keys.bad("architectures", "a model that makes vectors; it makes scores")
+    compares_tokens = kind == "rerank" and family.is_causal and not is_classifier
+    if kind == "rerank" and not (is_classifier or compares_tokens):
+        raise keys.bad("architectures", "a model that makes scores; it makes vectors")
+    _check_switches(keys, family)
+    config = _shape(keys, family, kind, modules)
+    if is_classifier:
+        pooling = keys.get(family.pooling_key or "", family.classifier_pooling)
+        if pooling not in _POOLINGS:
+            raise keys.bad(str(family.pooling_key), f"one of {', '.join(_POOLINGS)}")
+        config = replace(config, head=family.head, pooling=(pooling,))
+    if compares_tokens:
+        config = replace(config, pooling=("lasttoken",), compares_tokens=True)
+    return replace(config, tensors=_tensors(config, modules))
+
+
+def _family(keys: JsonKeys) -> tuple[TextFamily, str]:
+    names = keys.get("architectures", None) or []
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name in TEXT_FAMILY_BY_ARCHITECTURE:
+            return TEXT_FAMILY_BY_ARCHITECTURE[name], name
+    served = sorted(TEXT_FAMILY_BY_ARCHITECTURE)
+    raise keys.bad("architectures", f"one of {', '.join(served)}")
+
+
+def _check_switches(keys: JsonKeys, family: TextFamily) -> None:
+    for key in family.must_be_on:
+        if not keys.get(key, None):
+            raise keys.bad(key, "true")
+    for key in family.must_be_off:
+        if keys.get(key, None):
+            raise keys.bad(key, "off")
+    kind = keys.get("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise keys.bad("position_embedding_type", "absolute")
+
+
+def _shape(
+    keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules
+) -> TextModelConfig:
+    hidden, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    head_dim = keys.integer("head_dim", hidden // num_heads)
+    activation = keys.get(*family.activation)
+    if activation not in ACTIVATIONS_OF_TEXTS:
+        raise keys.bad(family.activation[0], f"one of {', '.join(ACTIVATIONS_OF_TEXTS)}")
+    positions = keys.integer("max_position_embeddings")
+    first = 0
+    if family.counts_from_padding:
+        padding = keys.get("pad_token_id", 1)
+        if type(padding) is not int or not 0 <= padding < positions - 1:
+            raise keys.bad("pad_token_id", "a token id below max_position_embeddings")
+        first = padding + 1
+    scale_of = head_dim if family.scale_key is None else keys.number(family.scale_key)
+    longest = positions - first
+    return TextModelConfig(
+        folder=modules.base,
+        kind=kind,
+        family=family,
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=keys.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        intermediate_size=keys.integer("intermediate_size"),
+        activation=activation,
+        eps=keys.number(*family.eps),
+        scale=scale_of**-0.5,
+        max_tokens=min(longest, modules.max_tokens or longest),
+        first_position=first,
+        num_token_types=keys.integer("type_vocab_size", 2) if family.token_types else 0,
+        layers=_layers(keys, family),
+        pooling=modules.pooling or (family.pooling,),
+        head=modules.head,
+        is_normalized=modules.is_normalized,
+        compares_tokens=False,
+        lowers_case=modules.lowers_case,
+        prompts=modules.prompts,
+        tensors={},
+    )
+
+
+def _layers(keys: JsonKeys, family: TextFamily) -> tuple[TextLayer, ...]:
+    numbers = range(keys.integer("num_hidden_layers"))
+    if family.theta is None:
+        return tuple(TextLayer(None, None) for _ in numbers)
+    theta = _theta(keys, "full_attention", *family.theta)
+    if family.every is None or family.local_theta is None or family.window is None:
+        return tuple(TextLayer(theta, None) for _ in numbers)
+    local = TextLayer(
+        _theta(keys, "sliding_attention", *family.local_theta), keys.integer(family.window) // 2
+    )
+    kinds = keys.get("layer_types", None)
+    if kinds is None:
+        key, default, first = family.every
+        own = key if key in keys.values else key.removeprefix("_")
+        every = keys.integer(own, default)
+        full = {number for number in numbers if number % every == first % every}
+    elif isinstance(kinds, list) and len(kinds) == len(numbers):
+        full = {number for number in numbers if kinds[number] == "full_attention"}
+    else:
+        raise keys.bad("layer_types", "a kind for each layer")
+    return tuple(TextLayer(theta, None) if number in full else local for number in numbers)
+
+
+def _theta(keys: JsonKeys, layer_kind: str, key: str, default: float) -> float:
+    """Read the base of a rotation, which must be of the plain kind."""
+    rope = keys.section("rope_parameters")
+    nested = rope.section(layer_kind) if layer_kind in rope.values else rope
+    for section in (nested, keys.section("rope_scaling")):
+        if section.get("rope_type", section.get("type", "default")) != "default":
+            raise section.bad("rope_type", "default")
+    return nested.number("rope_theta") if "rope_theta" in nested.values else keys.number(key, default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """What sentence-transformers' files say beside the model's."""
+
+    root: Path
+    base: Path
+    """Of the model itself: the same, or a folder in it."""
+    pooling: tuple[str, ...] = ()
+    head: tuple[HeadStep, ...] = ()
+    is_normalized: bool = False
+    max_tokens: int | None = None
+    lowers_case: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    dense: tuple[str, ...] = ()
+    """The folders of the head's products."""
+
+    @classmethod
+    def read(cls, folder: Path) -> _Modules:
+        """Read modules.json and what it names; without it, a plain folder."""
+        where = folder / "modules.json"
+        if not os.path.lexists(where):
+            return cls(folder, folder)
+        found = cls(folder, folder, prompts=_prompts(folder))
+        for kind, path in _listed(where):
+            match kind:
+                case "Transformer":
+                    base = folder / path
+                    most, lowers_case = _limits(base)
+                    found = replace(found, base=base, max_tokens=most, lowers_case=lowers_case)
+                case "Pooling":
+                    found = replace(found, pooling=_pooling(folder / path))
+                case "Dense" if not found.is_normalized:
+                    step = HeadStep(f"{path}.{LINEAR}", _dense_activation(folder / path))
+                    found = replace(found, head=(*found.head, step), dense=(*found.dense, path))
+                case "Normalize":
+                    found = replace(found, is_normalized=True)
+                case _:
+                    what = f"the module {kind} is not served"
+                    hint = "served: Transformer, Pooling, Dense, Normalize, in this order"
+                    raise CheckpointError(what, where=str(where), hint=hint)
+        return found
+
+
+def _listed(where: Path) -> Iterator[tuple[str, str]]:
+    """Yield each module's kind and folder, which lies in the model's or is that."""
+    try:
+        entries = json.loads(read_model_text(where))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"not valid JSON: {error}", where=str(where)) from None
+    for entry in entries if isinstance(entries, list) else [None]:
+        kind, path = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (0, 0)
+        is_plain = isinstance(path, str) and path in ("", Path(path).name) and path != ".."
+        if not isinstance(kind, str) or not is_plain:
+            what = "not a list of modules, each with a type and the name of a folder"
+            raise CheckpointError(what, where=str(where))
+        yield kind.rpartition(".")[2], str(path)
+
+
+def _limits(base: Path) -> tuple[int | None, bool]:
+    """Read how long a text may be, and whether it is put in lower case."""
+    where = base / "sentence_bert_config.json"
+    if not os.path.lexists(where):
+        return None, False
+    keys = JsonKeys.from_file(where)
+    is_limited = keys.get("max_seq_length", None) is not None
+    most = keys.integer("max_seq_length") if is_limited else None
+    return most, keys.flag("do_lower_case", False)
+
+
+def _prompts(folder: Path) -> dict[str, str]:
+    where = folder / "config_sentence_transformers.json"
+    if not os.path.lexists(where):
+        return {}
+    keys = JsonKeys.from_file(where)
+    found: dict[str, Any] = keys.section("prompts").values
+    if not all(isinstance(text, str) for text in found.values()):
+        raise keys.bad("prompts", "a text for each name")
+    return found
+
+
+def _pooling(folder: Path) -> tuple[str, ...]:
+    keys = JsonKeys.from_file(folder / "config.json")
+    if not keys.flag("include_prompt", True):
+        raise keys.bad("include_prompt", "true")
+    if (mode := keys.get("pooling_mode", None)) is not None:
+        modes = tuple(mode) if isinstance(mode, list) else (mode,)
+    else:
+        modes = tuple(name for key, name in _MODE_KEYS.items() if keys.flag(key))
+    if not modes or any(mode not in _POOLINGS for mode in modes):
+        raise keys.bad("pooling_mode", f"one of {', '.join(_POOLINGS)}")
+    return modes
+
+
+def _dense_activation(folder: Path) -> str | None:
+    keys = JsonKeys.from_file(folder / "config.json")
+    named = str(keys.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = named.rpartition(".")[2]
+    if name not in _DENSE_ACTIVATIONS:
+        raise keys.bad("activation_function", f"one of {', '.join(_DENSE_ACTIVATIONS)}")
+    return _DENSE_ACTIVATIONS[name]
+
+
+def _tensors(config: TextModelConfig, modules: _Modules) -> dict[str, TensorInfo]:
+    """Find each tensor in the files, and check its shape."""
+    stored = _stored(modules.base, config.family.prefixes)
+    for path in modules.dense:
+        found = _stored(modules.root / path, ())
+        stored |= {f"{path}.{name}": tensor for name, tensor in found.items()}
+    tensors = {}
+    for name, shape, is_needed in _expected(config):
+        tensor = stored.get(name)
+        if tensor is None and not is_needed:
+            continue
+        if tensor is None:
+            raise CheckpointError(f"tensor {name} is missing", where=str(modules.base))
+        wanted = tuple(actual if size < 0 else size for size, actual in zip(shape, tensor.shape))
+        if tensor.shape != wanted or len(shape) != len(tensor.shape):
+            what = f"tensor {name} has shape {tensor.shape}, but config.json asks for {shape}"
+            raise CheckpointError(what, where=str(tensor.file))
+        if tensor.dtype not in DTYPE_BYTES:
+            what = f"tensor {name} is stored as {tensor.dtype}"
+            hint = f"supported: {', '.join(DTYPE_BYTES)}"
+            raise CheckpointError(what, where=str(tensor.file), hint=hint)
+        tensors[name] = replace(tensor, name=name)
+    return tensors
+
+
+def _stored(folder: Path, prefixes: tuple[str, ...]) -> dict[str, TensorInfo]:
+    found = {}
+    for path in weight_files(folder)[1]:
+        for tensor in read_header(path)[1]:
+            name = tensor.name
+            for prefix in prefixes:
+                name = name.removeprefix(prefix)
+            name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+            found[name.replace("LayerNorm.beta", "LayerNorm.bias")] = tensor
+    return found
+
+
+_Expected = tuple[str, tuple[int, ...], bool]
+"""A tensor's name and shape (-1: any size), and whether it must be there."""
+
+
+def _expected(config: TextModelConfig) -> Iterator[_Expected]:
+    family, hidden = config.family, config.hidden_size
+    yield f"{family.words}.weight", (config.vocab_size, hidden), True
+    if family.positions is not None:
+        yield f"{family.positions}.weight", (-1, hidden), True
+    if family.token_types is not None:
+        yield f"{family.token_types}.weight", (config.num_token_types, hidden), True
+    yield from _norm(config, family.embedding_norm)
+    for number in range(len(config.layers)):
+        yield from _layer(config, number)
+    yield from _norm(config, family.final_norm)
+    if config.compares_tokens:
+        yield "lm_head.weight", (config.vocab_size, hidden), False
+    size = hidden * len(config.pooling)
+    for step in config.head:
+        is_last = config.kind == "rerank" and step is config.head[-1]
+        rows = 1 if is_last else -1 if config.kind == "embedding" else hidden
+        yield f"{step.name}.weight", (rows, -1 if config.kind == "embedding" else size), True
+        yield f"{step.name}.bias", (rows,), False
+        yield from _norm(config, step.norm)
+
+
+def _layer(config: TextModelConfig, number: int) -> Iterator[_Expected]:
+    family, hidden, before = config.family, config.hidden_size, f"{config.family.layer}{number}."
+    q_size, kv_size = (num * config.head_dim for num in (config.num_heads, config.num_kv_heads))
+    sizes = (q_size, kv_size, kv_size) if len(family.qkv) == 3 else (q_size + 2 * kv_size,)
+    inner = config.intermediate_size * (2 if family.is_gated else 1) // len(family.gate_up)
+    products = [*((name, size, hidden) for name, size in zip(family.qkv, sizes, strict=True))]
+    products += [(family.output, hidden, q_size)]
+    products += [(name, inner, hidden) for name in family.gate_up]
+    products += [(family.down, hidden, config.intermediate_size)]
+    for name, rows, depth in products:
+        yield f"{before}{name}.weight", (rows, depth), True
+        yield f"{before}{name}.bias", (rows,), family.has_bias
+    for name in family.qk_norms or ():
+        yield f"{before}{name}.weight", (config.head_dim,), True
+    for norms in (family.attention_norms, family.mlp_norms):
+        for norm in (norms.before, norms.after, norms.joined):
+            # the first layer's input has been normed already in some families
+            is_needed = not (number == 0 and norm == "attn_norm")
+            yield from _norm(config, norm, before, is_needed=is_needed)
+
+
+def _norm(
+    config: TextModelConfig, name: str | None, before: str = "", *, is_needed: bool = True
+) -> Iterator[_Expected]:
+    if name is not None:
+        yield f"{before}{name}.weight", (config.hidden_size,), is_needed
+        yield f"{before}{name}.bias", (config.hidden_size,), config.family.has_bias

@@ -1,0 +1,288 @@
+"""Compute vectors or scores of whole texts, a part of a layer at a time.
+
+Owns: the mathematics of TextModelConfig's families, in plain torch but for the products.
+Invariant: between two parts nothing is half done, and keys and values live for one layer.
+Never: knows requests; keeps anything of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its name everywhere
+
+from engine.checkpoint.text_families import HalfNorms, HeadStep
+from engine.checkpoint.text_model import TextLayer, TextModelConfig
+from engine.worker.model.linear import Linear, Linears
+from engine.worker.model.text_attention import Reach, Run, attend, runs_of
+from engine.worker.model.weight import Weight, embedded
+
+PART_ROWS = 512
+"""Tokens that a part computes; a CPU's matrix products come within 10 % of their best rate."""
+
+Weights = dict[str, Weight]
+Norm = Callable[[torch.Tensor], torch.Tensor]
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, each [num_rows, 1, head_dim]."""
+
+_ACTIVATIONS: dict[str | None, Norm] = {
+    None: lambda x: x,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+class TextTransformer:
+    """One model of whole texts.
+
+    Args:
+        weights: by the names of the configuration's tensors.
+        dtype: what is computed in.
+        linears: multiply its matrices.
+        device: of the weights.
+        compared: token ids of `yes` and `no`, if the score compares them.
+    """
+
+    def __init__(
+        self,
+        config: TextModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        linears: Linears,
+        device: torch.device,
+        compared: tuple[int, int] | None = None,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        family = config.family
+        self._words = weights[f"{family.words}.weight"]
+        self._tables = [
+            None if name is None else weights[f"{name}.weight"].values.to(dtype)
+            for name in (family.positions, family.token_types)
+        ]
+        make = _Makes(config, weights, linears, dtype)
+        self._embedding_norm = make.norm(family.embedding_norm)
+        self._layers = [
+            _Layer(make, number, layer) for number, layer in enumerate(config.layers)
+        ]
+        self._final_norm = make.norm(family.final_norm)
+        self._head = [make.head_step(step) for step in config.head]
+        self._compared = None
+        if compared is not None:
+            rows = weights.get("lm_head.weight", self._words)
+            yes, no = embedded(rows, torch.tensor(compared, device=device), torch.float32)
+            self._compared = yes - no
+
+    def compute(self, texts: list[list[int]]) -> Iterator[torch.Tensor | None]:
+        """Yield None after each part, at last the vectors or scores, float32 [texts, numbers].
+
+        Args:
+            texts: of at least one token and at most the configuration's number.
+        """
+        lengths = [len(text) for text in texts]
+        runs = runs_of(lengths, PART_ROWS)
+        places = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+        x = self._embedded(texts, places)
+        yield None
+        turns = {
+            theta: self._turns(theta, places)
+            for theta in {layer.theta for layer in self.config.layers}
+            if theta is not None
+        }
+        for layer in self._layers:
+            for part in layer.compute(x, runs, turns.get(layer.theta)):
+                x = x if part is None else part
+                yield None
+        yield self._pooled(x, lengths)
+
+    def _embedded(self, texts: list[list[int]], places: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        ids = torch.tensor(list(chain.from_iterable(texts)), device=self.device)
+        x = embedded(self._words, ids, self.dtype)
+        if config.family.scales_words:
+            x = x * torch.tensor(config.hidden_size**0.5, dtype=self.dtype, device=self.device)
+        positions, token_types = self._tables
+        if token_types is not None:
+            kinds = torch.tensor(self._token_types(texts), device=self.device)
+            x = x + F.embedding(kinds, token_types)
+        if positions is not None:
+            x = x + F.embedding(places + config.first_position, positions)
+        return self._embedding_norm(x)
+
+    def _token_types(self, texts: list[list[int]]) -> list[int]:
+        """Return 1 for what follows a pair's first separator, which is the last token of all."""
+        if self.config.kind == "embedding" or self.config.num_token_types < 2:
+            return [0] * sum(map(len, texts))
+        kinds = []
+        for text in texts:
+            first = text.index(text[-1]) + 1
+            kinds += [0] * first + [1] * (len(text) - first)
+        return kinds
+
+    def _turns(self, theta: float, places: torch.Tensor) -> Turns:
+        dim = self.config.head_dim
+        pace = 1.0 / (theta ** (torch.arange(0, dim, 2, device=self.device).float() / dim))
+        angles = places[:, None].float() * pace
+        angles = torch.cat((angles, angles), -1)[:, None]
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def _pooled(self, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        modes = self.config.pooling
+        if set(modes) <= {"cls", "lasttoken"}:  # the norm of the rows that are taken
+            ends = torch.tensor(lengths, device=self.device).cumsum(0)
+            starts = ends - torch.tensor(lengths, device=self.device)
+            rows = [self._final_norm(x[starts if mode == "cls" else ends - 1]) for mode in modes]
+            pooled = torch.cat(rows, -1).float()
+        else:
+            whole = self._final_norm(x).float().split(lengths)
+            pooled = torch.stack(
+                [torch.cat([_pool(text, mode) for mode in modes]) for text in whole]
+            )
+        if self._compared is not None:
+            return (pooled @ self._compared)[:, None]
+        for step in self._head:
+            pooled = step(pooled.to(self.dtype)).float()
+        return F.normalize(pooled, dim=-1) if self.config.is_normalized else pooled
+
+
+class _Makes:
+    """Makes the parts of a model of its weights."""
+
+    def __init__(
+        self, config: TextModelConfig, weights: Weights, linears: Linears, dtype: torch.dtype
+    ) -> None:
+        self.config, self._weights = config, weights
+        self._linears, self._dtype = linears, dtype
+
+    def linear(self, names: list[str]) -> Linear:
+        has_bias = f"{names[0]}.bias" in self._weights
+        return self._linears.make(self._weights, names, has_bias=has_bias)
+
+    def norm(self, name: str | None) -> Norm:
+        """Return the norm whose weights have this name; without weights, what changes nothing."""
+        stored = None if name is None else self._weights.get(f"{name}.weight")
+        if stored is None:
+            return _ACTIVATIONS[None]
+        eps, kind = self.config.eps, self.config.family.norm
+        weight = stored.values.to(self._dtype)
+        if kind == "layer":
+            of_bias = self._weights.get(f"{name}.bias")
+            bias = None if of_bias is None else of_bias.values.to(self._dtype)
+            return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
+        if kind == "rms":
+            return lambda x: weight * _normed(x, eps).to(x.dtype)
+        more = 1.0 + weight.float()
+        return lambda x: (more * _normed(x, eps)).to(x.dtype)
+
+    def head_step(self, step: HeadStep) -> Norm:
+        linear, norm = self.linear([step.name]), self.norm(step.norm)
+        activation = _ACTIVATIONS[step.activation]
+        return lambda x: norm(activation(linear(x, 0)))
+
+
+class _Layer:
+    """One layer of a model."""
+
+    def __init__(self, make: _Makes, number: int, layer: TextLayer) -> None:
+        config, family = make.config, make.config.family
+        before = f"{family.layer}{number}."
+        self.theta, self._config = layer.theta, config
+        self._reach = Reach(family.is_causal, layer.window)
+        self._qkv = make.linear([f"{before}{name}" for name in family.qkv])
+        self._qk_norms = [make.norm(f"{before}{name}") for name in family.qk_norms or ()]
+        self._output = make.linear([f"{before}{family.output}"])
+        self._gate_up = make.linear([f"{before}{name}" for name in family.gate_up])
+        self._down = make.linear([f"{before}{family.down}"])
+        self._activation = _ACTIVATIONS[config.activation]
+        self._attention_norms = _norms(make, family.attention_norms, before)
+        self._mlp_norms = _norms(make, family.mlp_norms, before)
+
+    def compute(
+        self, x: torch.Tensor, runs: list[Run], turns: Turns | None
+    ) -> Iterator[torch.Tensor | None]:
+        """Yield None after each part, at last the layer's result [num_rows, hidden_size]."""
+        config, pieces = self._config, []
+        for first in range(0, len(x), PART_ROWS):
+            rows = slice(first, first + PART_ROWS)
+            at = None if turns is None else (turns[0][rows], turns[1][rows])
+            pieces.append(self._projected(x[rows], at))
+            yield None
+        q, k, v = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
+        found, first = [], 0
+        for heads in attend(q, k, v, runs, self._reach, scale=config.scale, max_rows=PART_ROWS):
+            found.append(heads)
+            first += len(heads)
+            if first % PART_ROWS == 0:
+                yield None
+        heads = found[0] if len(found) == 1 else torch.cat(found)
+        done = []
+        for first in range(0, len(x), PART_ROWS):
+            rows = slice(first, first + PART_ROWS)
+            done.append(self._joined(x[rows], heads[rows]))
+            yield None
+        yield done[0] if len(done) == 1 else torch.cat(done)
+
+    def _projected(self, x: torch.Tensor, turns: Turns | None) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values, each [rows, heads, head_dim]."""
+        config, (before, _, _) = self._config, self._attention_norms
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        sizes = [count * config.head_dim for count in counts]
+        parts = self._qkv(before(x), 0).split(sizes, -1)
+        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
+        if self._qk_norms:
+            q, k = (norm(each) for norm, each in zip(self._qk_norms, (q, k), strict=True))
+        if turns is not None:
+            q, k = _turned(q, turns), _turned(k, turns)
+        return q, k, v
+
+    def _joined(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """Add attention to rows, and what the feed-forward part makes of them."""
+        _, after, joined = self._attention_norms
+        x = joined(x + after(self._output(heads, 0)))
+        before, after, joined = self._mlp_norms
+        inner = self._gate_up(before(x), 0)
+        if self._config.family.is_gated:
+            gate, up = inner.chunk(2, -1)
+            inner = self._activation(gate) * up
+        else:
+            inner = self._activation(inner)
+        return joined(x + after(self._down(inner, 0)))
+
+
+def _norms(make: _Makes, norms: HalfNorms, before: str) -> tuple[Norm, Norm, Norm]:
+    names = (norms.before, norms.after, norms.joined)
+    first, second, third = (make.norm(None if n is None else f"{before}{n}") for n in names)
+    return first, second, third
+
+
+def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+def _turned(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
+    cos, sin = turns
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat((-second, first), -1) * sin
+
+
+def _pool(rows: torch.Tensor, mode: str) -> torch.Tensor:
+    """Pool a text's rows [num_tokens, hidden_size] into one."""
+    match mode:
+        case "cls":
+            return rows[0]
+        case "lasttoken":
+            return rows[-1]
+        case "max":
+            return rows.amax(0)
+        case "mean":
+            return rows.mean(0)
+        case "mean_sqrt_len_tokens":
+            return rows.sum(0) / len(rows) ** 0.5
+    shares = torch.arange(1, len(rows) + 1, device=rows.device, dtype=rows.dtype)
+    return shares @ rows / shares.sum()

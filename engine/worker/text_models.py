@@ -1,0 +1,78 @@
+"""Load the models of whole texts that a worker holds beside the served one.
+
+Owns: the form of their weights in memory: as stored, or packed for the kernels.
+Never: reads a tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.text_model import TextModelConfig
+from engine.kernels.cpu import ProductVariants
+from engine.kernels.product_choice import products_here
+from engine.wire.messages import TextModelSpec
+from engine.worker.model.linear import Linears, choose_linears
+from engine.worker.model.text_transformer import TextTransformer
+from engine.worker.model.weight import Weight, packed_in_pairs
+from engine.worker.model.weights import map_files
+
+Progress = Callable[[int, int], None]
+
+
+def load_text_models(
+    specs: list[TextModelSpec], device: torch.device, progress: Progress
+) -> dict[str, TextTransformer]:
+    """Load the models by name.
+
+    Args:
+        device: where they compute.
+        progress: called with (bytes done, bytes to do).
+    """
+    return {spec.name: _load(spec, device, progress) for spec in specs}
+
+
+def _load(spec: TextModelSpec, device: torch.device, progress: Progress) -> TextTransformer:
+    config = TextModelConfig.from_folder(Path(spec.model_dir), spec.kind)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    linears = choose_linears(device.type, dtype)
+    variants = None
+    if linears.kernels is not None and dtype == torch.bfloat16:
+        variants = products_here().variants
+        linears = replace(linears, variants=variants)
+    stored = {name: each.values for name, each in map_files(config.tensors, progress).items()}
+    multiplied = _multiplied(config)
+    weights = {
+        name: _weight(values, linears, variants if name in multiplied else None, dtype, device)
+        for name, values in stored.items()
+    }
+    compared = None if spec.compared is None else tuple(spec.compared)
+    return TextTransformer(config, weights, dtype, linears, device, compared)
+
+
+def _multiplied(config: TextModelConfig) -> set[str]:
+    """Name the matrices of products; the others are tables."""
+    family = config.family
+    tables = {family.words, family.positions, family.token_types, "lm_head"}
+    return {
+        name
+        for name, tensor in config.tensors.items()
+        if len(tensor.shape) == 2 and name.removesuffix(".weight") not in tables
+    }
+
+
+def _weight(
+    values: torch.Tensor,
+    linears: Linears,
+    variants: ProductVariants | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weight:
+    if linears.kernels is None:  # torch multiplies values of one dtype
+        return Weight.plain(values.to(device, dtype))
+    weight = Weight.plain(values)
+    return weight if variants is None else packed_in_pairs(weight)
