@@ -1,0 +1,189 @@
+"""Vectors and scores are transformers' own, whatever is computed beside a text and in what parts."""
+
+import random
+
+import pytest
+import torch
+
+from engine.errors import CheckpointError
+from engine.wire.messages import TextModelSpec
+from engine.worker import text_models
+from engine.worker.model import text_transformer
+from engine.worker.model.linear import Linears
+from engine.worker.text_models import load_text_models
+from tests.text_checkpoints import (
+    CLS,
+    EMBEDDING_FAMILIES,
+    RERANK_FAMILIES,
+    SEP,
+    VOCABULARY,
+    add_modules,
+    hidden_states,
+    load_text_oracle,
+    make_text_checkpoint,
+    score,
+)
+
+LENGTHS = (1, 2, 9, 9, 9, 33, 70, 200)
+YES, NO = 40, 41
+
+
+def a_text(length, seed=0):
+    draw = random.Random(f"{length} {seed}")
+    return [draw.randrange(5, VOCABULARY) for _ in range(length)]
+
+
+def a_pair(length, seed=0):
+    return [CLS, *a_text(length // 3 + 1, seed), SEP, *a_text(length, seed), SEP]
+
+
+def load(folder, kind="embedding", dtype="float32", compared=None):
+    spec = TextModelSpec("it", str(folder), kind, dtype, compared)
+    return load_text_models([spec], torch.device("cpu"), lambda done, total: None)["it"]
+
+
+def computed(model, texts):
+    with torch.inference_mode():
+        *parts, found = model.compute(texts)
+    assert all(part is None for part in parts)
+    return found
+
+
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    made = {}
+
+    def make(family, kind="embedding"):
+        if (family, kind) not in made:
+            folder = make_text_checkpoint(tmp_path_factory.mktemp("text") / family, family, kind)
+            made[family, kind] = folder, load_text_oracle(folder, family, kind)
+        return made[family, kind]
+
+    return make
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def products(request, monkeypatch):
+    if request.param == "torch":
+        chosen = Linears("torch", None)
+        monkeypatch.setattr(text_models, "choose_linears", lambda *_: chosen)
+
+
+@pytest.mark.parametrize("max_rows", [512, 16])
+@pytest.mark.parametrize("family", EMBEDDING_FAMILIES)
+def test_vectors_equal_transformers_alone_and_in_batches(
+    family, max_rows, checkpoint, products, monkeypatch
+):
+    monkeypatch.setattr(text_transformer, "PART_ROWS", max_rows)
+    folder, oracle = checkpoint(family)
+    model = load(folder)
+    texts = [a_text(length, seed) for seed, length in enumerate(LENGTHS)]
+    states = [hidden_states(oracle, text) for text in texts]
+    is_last = family == "qwen3"
+    wanted = [each[-1] if is_last else each.mean(0) for each in states]
+    together = computed(model, texts)
+    for text, alone, own in zip(texts, wanted, together, strict=True):
+        assert error(own, alone) < 1e-5
+        assert error(computed(model, [text])[0], alone) < 1e-5
+
+
+@pytest.mark.parametrize("family", EMBEDDING_FAMILIES)
+def test_vectors_in_bfloat16_point_where_transformers_do(family, checkpoint, tmp_path, products):
+    _, oracle = checkpoint(family)
+    folder = make_text_checkpoint(tmp_path / family, family, dtype="bfloat16")
+    model = load(folder, dtype="bfloat16")
+    texts = [a_text(length) for length in LENGTHS]
+    for text, own in zip(texts, computed(model, texts), strict=True):
+        state = hidden_states(oracle, text)
+        wanted = state[-1] if family == "qwen3" else state.mean(0)
+        assert torch.cosine_similarity(own, wanted, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("family", RERANK_FAMILIES)
+def test_scores_equal_transformers_after_the_sigmoid(family, checkpoint, products):
+    folder, oracle = checkpoint(family, "rerank")
+    compared = (YES, NO) if family == "qwen3" else None
+    model = load(folder, "rerank", compared=list(compared) if compared else None)
+    pairs = [a_pair(length, seed) for seed, length in enumerate(LENGTHS)]
+    found = computed(model, pairs)
+    assert found.shape == (len(pairs), 1)
+    for pair, own in zip(pairs, found[:, 0], strict=True):
+        wanted = torch.tensor(score(oracle, pair, compared=compared))
+        assert torch.sigmoid(own) == pytest.approx(float(torch.sigmoid(wanted)), rel=1e-5)
+        assert float(own) == pytest.approx(float(wanted), rel=1e-4, abs=1e-5)
+
+
+POOLINGS = {
+    "cls": lambda rows: rows[0],
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.amax(0),
+    "lasttoken": lambda rows: rows[-1],
+    "mean_sqrt_len_tokens": lambda rows: rows.sum(0) / len(rows) ** 0.5,
+    "weightedmean": lambda rows: (
+        (rows * torch.arange(1, len(rows) + 1)[:, None]).sum(0)
+        / torch.arange(1, len(rows) + 1).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_a_folders_pooling_dense_layers_and_norm_are_done(mode, tmp_path):
+    folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
+    add_modules(folder, pooling={"pooling_mode": mode}, dense=(80, 48))
+    oracle, model = load_text_oracle(folder, "bert"), load(folder)
+    text = a_text(20)
+    wanted = POOLINGS[mode](hidden_states(oracle, text))
+    from safetensors.torch import load_file
+
+    for place in ("2_Dense", "3_Dense"):
+        tensors = load_file(folder / place / "model.safetensors")
+        wanted = torch.tanh(tensors["linear.weight"] @ wanted + tensors["linear.bias"])
+    own = computed(model, [text])[0]
+    assert model.config.num_dimensions == len(own) == 48
+    assert error(own, wanted / wanted.norm()) < 1e-5
+
+
+def test_older_files_say_each_mode_of_pooling_and_several_lie_side_by_side(tmp_path):
+    folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
+    modes = {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
+    add_modules(folder, pooling=modes, is_normalized=False, max_seq_length=64)
+    states = hidden_states(load_text_oracle(folder, "bert"), a_text(20))
+    model = load(folder)
+    wanted = torch.cat((states[0], states.amax(0)))
+    assert model.config.num_dimensions == 128
+    assert model.config.max_tokens == 64
+    assert model.config.prompts == {"query": "query: ", "document": ""}
+    assert error(computed(model, [a_text(20)])[0], wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda keys: keys.update(architectures=["T5EncoderModel"]),
+        lambda keys: keys.update(hidden_act="swish7"),
+        lambda keys: keys.update(num_hidden_layers=5),
+        lambda keys: keys.update(hidden_size=128),
+        lambda keys: keys.update(position_embedding_type="relative_key"),
+        lambda keys: keys.update(is_decoder=True),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(change, tmp_path):
+    import json
+
+    folder = make_text_checkpoint(tmp_path / "it", "bert", num_hidden_layers=1)
+    where = folder / "config.json"
+    keys = json.loads(where.read_text())
+    change(keys)
+    where.write_text(json.dumps(keys))
+    with pytest.raises(CheckpointError):
+        load(folder)
+
+
+def test_a_model_of_the_other_kind_is_refused(checkpoint):
+    for kind, other in (("embedding", "rerank"), ("rerank", "embedding")):
+        with pytest.raises(CheckpointError):
+            load(checkpoint("bert", kind)[0], other)
