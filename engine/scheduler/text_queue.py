@@ -11,8 +11,14 @@ Never: knows workers, or reads a clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from engine.errors import QueueFull
+
+MAX_TEXTS = 256
+"""Of a batch: their vectors are one message."""
+RETRY_MS = 1000
 
 
 @dataclass(eq=False, slots=True)
@@ -36,12 +42,23 @@ class TextQueue:
         self._charged: dict[str, float] = {}
         self.weights: Mapping[str, float] = {}
         """Weights by owner; the default is 1."""
+        self.max_tokens = 1 << 20
+        """Tokens that may wait; one call's may be more while nothing waits."""
 
     def __bool__(self) -> bool:
         return any(not text.is_dropped for texts in self._waiting.values() for text in texts)
 
-    def push(self, texts: Iterable[WaitingText]) -> None:
-        """Queue texts behind their owners' others."""
+    def push(self, texts: list[WaitingText]) -> None:
+        """Queue all of a call's texts behind their owners' others, or none.
+
+        Raises:
+            QueueFull: too many tokens wait.
+        """
+        waiting = [text for each in self._waiting.values() for text in each if not text.is_dropped]
+        num_tokens = sum(len(text.token_ids) for text in (*waiting, *texts))
+        if waiting and num_tokens > self.max_tokens:
+            what = f"texts of {num_tokens:,} tokens would wait, at most {self.max_tokens:,} may"
+            raise QueueFull(what, retry_after_ms=RETRY_MS)
         for text in texts:
             self._of(text.owner).append(text)
 
@@ -51,13 +68,13 @@ class TextQueue:
             self._of(text.owner).appendleft(text)
 
     def next_batch(self, max_tokens: int) -> list[WaitingText]:
-        """Take out texts of one model, of so many tokens together; a longer text is alone.
+        """Take out some texts of one model, of so many tokens together; a longer text is alone.
 
         A text that a worker has died with is alone, too: it may be to blame.
         """
         batch: list[WaitingText] = []
         num_tokens = 0
-        while (text := self._next()) is not None:
+        while len(batch) < MAX_TEXTS and (text := self._next()) is not None:
             num_tokens += len(text.token_ids)
             is_alone = text.num_deaths > 0 or (bool(batch) and batch[0].num_deaths > 0)
             if batch and (num_tokens > max_tokens or text.model != batch[0].model or is_alone):

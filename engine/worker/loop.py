@@ -131,9 +131,13 @@ class StepLoop:
                 self._device_free_ns = None
             for command in self._channel.receive(wait=waits):
                 self._apply(command)
-            self.step()
-            if self._texts is not None and self._has_texts:
-                self._texts.compute(self._is_awaited)
+            self.turn()
+
+    def turn(self) -> None:
+        """Run one step, and compute texts until something else is due, a part at least."""
+        self.step()
+        if self._texts is not None and self._has_texts:
+            self._texts.compute(self._is_awaited)
 
     @property
     def _has_texts(self) -> bool:

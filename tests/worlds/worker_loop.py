@@ -7,6 +7,7 @@ import msgspec
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import Report
 from engine.worker.loop import StepLoop
+from engine.worker.text_batches import TextBatches
 
 
 def reports_in(sock, at_least=0):
@@ -40,6 +41,7 @@ class Harness:
         own_cores=None,
         pages=None,
         speculation=None,
+        texts=None,
     ):
         self.runner = runner
         self.pool = pool
@@ -49,6 +51,7 @@ class Harness:
         self.sockets = socket.socketpair()
         daemon, worker = self.sockets
         self.daemon, self.channel = WorkerChannel(daemon), WorkerChannel(worker)
+        self.batches = None if texts is None else TextBatches(texts, self.channel.send, None)
         self.worker = StepLoop(
             self.channel,
             runner,
@@ -60,6 +63,7 @@ class Harness:
             use_cores=self.cores.append,
             pages=pages,
             speculation=speculation,
+            texts=self.batches,
         )
 
     def tell(self, *commands):
@@ -69,6 +73,11 @@ class Harness:
     def step(self):
         """One step; the reports that it sent."""
         self.worker.step()
+        return self.reported()
+
+    def turn(self):
+        """A turn of the loop after its commands: a step, and texts; the reports that it sent."""
+        self.worker.turn()
         return self.reported()
 
     def step_all(self, count):

@@ -144,6 +144,8 @@ class Service:
         self.check_available()
         if self._measuring is not None:
             self._measuring.stop()
+        queue = self._router.queue
+        self.texts.queue.weights, self.texts.queue.max_tokens = queue.weights, queue.max_tokens
 
     def _texts_moved(self, workers: frozenset[str]) -> None:
         self._router.set_text_workers(workers)
