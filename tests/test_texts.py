@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 from functools import partial
 
@@ -135,7 +136,8 @@ def test_texts_are_computed_by_the_prefill_worker_and_survive_its_death(config, 
         assert torch.sigmoid(torch.tensor(found[0])) == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_two_models_of_one_name_are_refused(config, folders):
+def test_two_models_of_one_name_are_refused(config, folders, tmp_path):
+    twin = shutil.copytree(folders[1], tmp_path / folders[0].name)
     with pytest.raises(ConfigError) as error:
-        make_plan(config(model=folders[0]))
-    assert error.value.where
+        make_plan(config(rerank_model=twin))
+    assert error.value.where == "rerank_model"

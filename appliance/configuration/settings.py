@@ -57,6 +57,14 @@ SETTINGS: Mapping[str, Setting] = {
         "model to serve: a folder, a GGUF file, owner/name on the hub or a short name; "
         "default: the built-in starter model",
     ),
+    "embedding_model": Setting(
+        a_model,
+        "model beside it that makes vectors of texts, named like model (docs/models.md)",
+    ),
+    "rerank_model": Setting(
+        a_model,
+        "model beside it that scores pairs of texts, named like model (docs/models.md)",
+    ),
     "dtype": Setting(
         one_of("auto", "float32", "bfloat16", "float16"),
         "dtype to compute in: auto, float32, bfloat16 or float16",

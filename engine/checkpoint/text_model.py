@@ -363,16 +363,44 @@ def _tensors(config: TextModelConfig, modules: _Modules) -> dict[str, TensorInfo
             continue
         if tensor is None:
             raise CheckpointError(f"tensor {name} is missing", where=str(modules.base))
-        wanted = tuple(actual if size < 0 else size for size, actual in zip(shape, tensor.shape))
-        if tensor.shape != wanted or len(shape) != len(tensor.shape):
-            what = f"tensor {name} has shape {tensor.shape}, but config.json asks for {shape}"
-            raise CheckpointError(what, where=str(tensor.file))
+        if not _fits(tensor.shape, shape):
+            raise _misshapen(tensor, shape)
         if tensor.dtype not in DTYPE_BYTES:
             what = f"tensor {name} is stored as {tensor.dtype}"
             hint = f"supported: {', '.join(DTYPE_BYTES)}"
             raise CheckpointError(what, where=str(tensor.file), hint=hint)
         tensors[name] = replace(tensor, name=name)
+    _check_sizes(config, tensors)
     return tensors
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    is_of_size = all(size in (-1, own) for own, size in zip(shape, wanted, strict=False))
+    return len(shape) == len(wanted) and is_of_size
+
+
+def _misshapen(tensor: TensorInfo, shape: tuple[int, ...]) -> CheckpointError:
+    what = f"tensor {tensor.name} has shape {tensor.shape}, but config.json asks for {shape}"
+    return CheckpointError(what, where=str(tensor.file))
+
+
+def _check_sizes(config: TextModelConfig, tensors: Mapping[str, TensorInfo]) -> None:
+    """Check the sizes that follow from other tensors: products read as far as these say."""
+    size = config.hidden_size * len(config.pooling)
+    for step in config.head:
+        weight, bias = (tensors.get(f"{step.name}.{part}") for part in ("weight", "bias"))
+        assert weight is not None
+        rows = weight.shape[0]
+        if weight.shape[1] != size:
+            raise _misshapen(weight, (rows, size))
+        if bias is not None and bias.shape != (rows,):
+            raise _misshapen(bias, (rows,))
+        size = rows
+    if config.family.positions is not None:
+        table = tensors[f"{config.family.positions}.weight"]
+        needed = config.first_position + config.max_tokens
+        if table.shape[0] < needed:
+            raise _misshapen(table, (needed, config.hidden_size))
 
 
 def _stored(folder: Path, prefixes: tuple[str, ...]) -> dict[str, TensorInfo]:
@@ -404,11 +432,9 @@ def _expected(config: TextModelConfig) -> Iterator[_Expected]:
     yield from _norm(config, family.final_norm)
     if config.compares_tokens:
         yield "lm_head.weight", (config.vocab_size, hidden), False
-    size = hidden * len(config.pooling)
     for step in config.head:
-        is_last = config.kind == "rerank" and step is config.head[-1]
-        rows = 1 if is_last else -1 if config.kind == "embedding" else hidden
-        yield f"{step.name}.weight", (rows, -1 if config.kind == "embedding" else size), True
+        rows = 1 if config.kind == "rerank" and step is config.head[-1] else -1
+        yield f"{step.name}.weight", (rows, -1), True
         yield f"{step.name}.bias", (rows,), False
         yield from _norm(config, step.norm)
 

@@ -184,8 +184,7 @@ def _texts(
 
     if not setup.text_models:
         return None
-    models = load_text_models(setup.text_models, device, progress)
-    progress.heartbeat()
+    models = load_text_models(setup.text_models, device, progress.heartbeat)
     return TextBatches(models, channel.send, None if beats is None else beats.beat)
 
 

@@ -21,22 +21,20 @@ from engine.worker.model.text_transformer import TextTransformer
 from engine.worker.model.weight import Weight, packed_in_pairs
 from engine.worker.model.weights import map_files
 
-Progress = Callable[[int, int], None]
-
 
 def load_text_models(
-    specs: list[TextModelSpec], device: torch.device, progress: Progress
+    specs: list[TextModelSpec], device: torch.device, alive: Callable[[], None]
 ) -> dict[str, TextTransformer]:
     """Load the models by name.
 
     Args:
         device: where they compute.
-        progress: called with (bytes done, bytes to do).
+        alive: called after each part.
     """
-    return {spec.name: _load(spec, device, progress) for spec in specs}
+    return {spec.name: _load(spec, device, alive) for spec in specs}
 
 
-def _load(spec: TextModelSpec, device: torch.device, progress: Progress) -> TextTransformer:
+def _load(spec: TextModelSpec, device: torch.device, alive: Callable[[], None]) -> TextTransformer:
     config = TextModelConfig.from_folder(Path(spec.model_dir), spec.kind)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     linears = choose_linears(device.type, dtype)
@@ -44,12 +42,13 @@ def _load(spec: TextModelSpec, device: torch.device, progress: Progress) -> Text
     if linears.kernels is not None and dtype == torch.bfloat16:
         variants = products_here().variants
         linears = replace(linears, variants=variants)
-    stored = {name: each.values for name, each in map_files(config.tensors, progress).items()}
+    stored = {name: each.values for name, each in map_files(config.tensors, _ignore).items()}
     multiplied = _multiplied(config)
     weights = {
         name: _weight(values, linears, variants if name in multiplied else None, dtype, device)
         for name, values in stored.items()
     }
+    alive()
     compared = None if spec.compared is None else tuple(spec.compared)
     return TextTransformer(config, weights, dtype, linears, device, compared)
 
@@ -76,3 +75,7 @@ def _weight(
         return Weight.plain(values.to(device, dtype))
     weight = Weight.plain(values)
     return weight if variants is None else packed_in_pairs(weight)
+
+
+def _ignore(_done: int, _total: int) -> None:
+    """Drop the progress: mapping takes no time."""

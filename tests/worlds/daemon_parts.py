@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import IO
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from appliance.api.core.appliance import Readings
 from appliance.api.formats.format_choice import output_format_of
 from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
+from appliance.daemon.text_encoder import TextEncoder
 from appliance.fleet.roles_change import RolesChange
 from appliance.observe.frame.histograms import Histograms
 from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
@@ -38,6 +40,7 @@ class FakeAppliance:
     """
 
     swaps = None
+    text_encoders: Mapping[str, TextEncoder] = MappingProxyType({})
     cache_contents: CacheContents | None = None
 
     def __init__(

@@ -5,10 +5,12 @@ Invariant: an implementation runs on the daemon's loop.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Protocol
 
 from appliance.daemon.requests.request import ModelInfo, Peer, Request
+from appliance.daemon.text_encoder import TextEncoder
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.swaps import Swaps
 from appliance.observe.frame.histograms import Histograms
@@ -39,6 +41,10 @@ class Appliance(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of that model."""
+
+    @property
+    def text_encoders(self) -> Mapping[str, TextEncoder]:
+        """The models that make vectors or scores of whole texts, by name."""
 
     @property
     def hasher(self) -> PrefixHasher | None:

@@ -13,7 +13,9 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,6 +23,7 @@ import msgspec
 from appliance.api.core.appliance import Readings
 from appliance.daemon.requests.row import frame_of_row
 from appliance.daemon.survival.keeper_channel import notify
+from appliance.daemon.text_encoder import TextEncoder
 from appliance.hub.cache import download_text, hub_cache
 from appliance.hub.names import HubName
 from appliance.json.lines import encode_line
@@ -130,6 +133,7 @@ class Fetching:
     # What the api asks
 
     swaps = None
+    text_encoders: Mapping[str, TextEncoder] = MappingProxyType({})
     hasher: PrefixHasher | None = None
     cache_contents = None
     max_per_request = max_tokens_per_request = 0

@@ -243,6 +243,9 @@ class _Encoder:
             if not 1 <= len(ids) <= self.max_tokens:
                 what = f"text {place} has {len(ids)} tokens; the model takes 1 to {self.max_tokens}"
                 raise RequestError(what, code="text_too_long" if ids else "text_empty")
+            if not 0 <= min(ids) <= max(ids) < self._config.vocab_size:
+                what = f"text {place} has a token that the model does not know"
+                raise RequestError(what, code="unknown_token")
         if self._computing.encoders.get(self.name) is not self:
             raise Unavailable("the model was swapped out", code="model_loading")
         return await self._computing.compute(self.name, owner, texts)

@@ -39,7 +39,7 @@ def a_pair(length, seed=0):
 
 def load(folder, kind="embedding", dtype="float32", compared=None):
     spec = TextModelSpec("it", str(folder), kind, dtype, compared)
-    return load_text_models([spec], torch.device("cpu"), lambda done, total: None)["it"]
+    return load_text_models([spec], torch.device("cpu"), lambda: None)["it"]
 
 
 def computed(model, texts):
