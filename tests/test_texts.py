@@ -1,4 +1,4 @@
-"""Real workers hold a model of texts beside the chat model, and compute with it, also after a kill."""
+"""Real workers hold models of texts beside the chat model and compute with them."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""List the families of models that make vectors or scores of whole texts, as rows of differences."""
+"""List the families of models that make vectors or scores of texts, as rows of differences."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Commands (daemon to worker) are imperatives, reports (worker to daemon) are past facts. Every
 command that names blocks is answered after the worker's last touch of them: Admit, with whatever
 Extends it, by the entry of a step that has `released` set, Copy by Copied, pair by pair, and
-MeasureSteps by StepsMeasured. ComputeTexts is answered by TextsComputed. MapPool without memory is answered by Unmapped.
+MeasureSteps by StepsMeasured. ComputeTexts is answered by TextsComputed, and MapPool without memory
+by Unmapped.
 UseCores, which names cores, is answered by CoresUsed.
 
 Invariant: (seq_id, generation) identifies an admit; a worker never sees block ids it may not touch.

@@ -41,6 +41,8 @@ INTERNAL = {
     "totals.cached_tokens": "of ended requests; shown are those of all that were placed",
     "totals.reader_failures": "an event tells of each kind; the status page and /metrics count",
     "totals.reader_restarts": "likewise",
+    "totals.texts": "for /metrics: no request of the console's list",
+    "totals.text_tokens": "likewise",
     "totals.log_rows_lost": "an alert of the daemon when it is not 0",
     "requests.computed_tokens": "as a share while it is prefilled",
     "latency.ttft_over_usual": "an alert of the daemon when it is large",

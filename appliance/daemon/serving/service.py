@@ -560,6 +560,8 @@ class Service:
         self._totals.has_prefix_cache = self.hasher is not None
         self._totals.reader_failures = dict(READER.failures)
         self._totals.reader_restarts = READER.num_restarts
+        self._totals.texts = self.texts.num_texts
+        self._totals.text_tokens = self.texts.num_tokens
         live, reason = list(self._live.values()), self.not_ready_reason() or self.degraded_reason()
         kept, survived = self.kept(), self._survived
         if survived is not None:

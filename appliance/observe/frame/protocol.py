@@ -414,6 +414,9 @@ class TotalsFrame(msgspec.Struct):
     """Templates and grammars that took too much to read, by of what."""
     reader_restarts: int = 0
     """Restarts of the process that reads them."""
+    texts: int = 0
+    """Texts of which a vector or a score was computed, then their tokens."""
+    text_tokens: int = 0
 
 
 class ResidentFrame(msgspec.Struct):

@@ -90,6 +90,8 @@ def _requests(frame: Frame) -> Iterator[MetricFamily]:
     )
     yield counter("penstock_prompt_tokens_total", "Of answered prompts.", totals.prompt_tokens)
     yield counter("penstock_output_tokens_total", "Generated.", totals.output_tokens)
+    yield counter("penstock_texts_total", "Vectors and scores computed.", totals.texts)
+    yield counter("penstock_text_tokens_total", "Of these texts.", totals.text_tokens)
     placed = (name.partition(" ") for name in totals.routes)
     yield counter(
         "penstock_placements_total",

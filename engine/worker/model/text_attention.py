@@ -48,7 +48,7 @@ class Reach:
         return low, min(high, end) if self.is_causal else high
 
     def mask(self, start: int, end: int, length: int, device: torch.device) -> torch.Tensor | None:
-        """Return who reads whom, bool [queries, keys]; None: all read all, or it is_causal alone."""
+        """Return who reads whom, bool [queries, keys]; None: all do, but for what is_causal says."""
         low, high = self.of(start, end, length)
         is_plain = self.window is None or high - low <= self.window + 1
         if is_plain and (not self.is_causal or start == 0):

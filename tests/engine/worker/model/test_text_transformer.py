@@ -1,4 +1,4 @@
-"""Vectors and scores are transformers' own, whatever is computed beside a text and in what parts."""
+"""Vectors and scores are transformers' own, whatever is computed beside a text."""
 
 import random
 
