@@ -13,7 +13,15 @@ from tests.checkpoints import use_one_thread
 
 VOCABULARY = 300
 CLS, SEP = 2, 3
-EMBEDDING_FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert", "qwen3", "gemma3_text")
+EMBEDDING_FAMILIES = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "modernbert",
+    "nomic_bert",
+    "qwen3",
+    "gemma3_text",
+)
 RERANK_FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert", "qwen3", "qwen3_classifier")
 _TINY = {
     "vocab_size": VOCABULARY,

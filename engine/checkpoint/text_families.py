@@ -87,6 +87,10 @@ class TextFamily:
     must_be_on: tuple[str, ...] = ()
     must_be_off: tuple[str, ...] = ()
     """Keys that are served with one value only; absent is off."""
+    must_be_1: tuple[str, ...] = ()
+    """Keys of shares; absent is 1."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Keys, each with another that may be there in its place."""
 
 
 _BERT_LAYER = {
@@ -171,6 +175,38 @@ TEXT_FAMILIES = (
         every=("global_attn_every_n_layers", 3, 0),
         pooling_key="classifier_pooling",
         head=(HeadStep("head.dense", "gelu", "head.norm"), HeadStep("classifier")),
+    ),
+    TextFamily(
+        architectures=("NomicBertModel",),
+        classifiers=(),
+        prefixes=("bert.", "nomic_bert."),
+        words="embeddings.word_embeddings",
+        token_types="embeddings.token_type_embeddings",
+        embedding_norm="emb_ln",
+        layer="encoder.layers.",
+        qkv=("attn.Wqkv",),
+        output="attn.out_proj",
+        gate_up=("mlp.fc12", "mlp.fc11"),
+        down="mlp.fc2",
+        attention_norms=HalfNorms(joined="norm1"),
+        mlp_norms=HalfNorms(joined="norm2"),
+        norm="layer",
+        eps=("layer_norm_eps", 1e-12),
+        activation=("hidden_act", "silu"),
+        is_gated=True,
+        theta=("rope_theta", 1000.0),
+        must_be_off=("prenorm", "causal", "rotary_emb_interleaved", "rotary_scaling_factor"),
+        must_be_1=("rotary_emb_fraction",),
+        aliases=(
+            ("hidden_size", "n_embd"),
+            ("num_attention_heads", "n_head"),
+            ("num_hidden_layers", "n_layer"),
+            ("intermediate_size", "n_inner"),
+            ("max_position_embeddings", "n_positions"),
+            ("layer_norm_eps", "layer_norm_epsilon"),
+            ("hidden_act", "activation_function"),
+            ("rope_theta", "rotary_emb_base"),
+        ),
     ),
     TextFamily(
         architectures=("Qwen3ForCausalLM", "Qwen3Model"),

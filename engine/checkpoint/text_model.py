@@ -30,7 +30,7 @@ from engine.errors import CheckpointError, reading_model
 
 Kind = Literal["embedding", "rerank"]
 
-ACTIVATIONS_OF_TEXTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+ACTIVATIONS_OF_TEXTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swiglu")
 _POOLINGS = ("cls", "mean", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
 _MODE_KEYS = {
     "pooling_mode_cls_token": "cls",
@@ -138,6 +138,9 @@ def _read(folder: Path, kind: Kind) -> TextModelConfig:
     compares_tokens = kind == "rerank" and family.is_causal and not is_classifier
     if kind == "rerank" and not (is_classifier or compares_tokens):
         raise keys.bad("architectures", "a model that makes scores; it makes vectors")
+    for name, other in family.aliases:
+        if name not in keys.values and other in keys.values:
+            keys.values[name] = keys.values[other]
     _check_switches(keys, family)
     config = _shape(keys, family, kind, modules)
     if is_classifier:
@@ -166,6 +169,9 @@ def _check_switches(keys: JsonKeys, family: TextFamily) -> None:
     for key in family.must_be_off:
         if keys.get(key, None):
             raise keys.bad(key, "off")
+    for key in family.must_be_1:
+        if keys.get(key, 1) != 1:
+            raise keys.bad(key, "1")
     kind = keys.get("position_embedding_type", "absolute")
     if kind != "absolute":
         raise keys.bad("position_embedding_type", "absolute")

@@ -34,6 +34,7 @@ _ACTIVATIONS: dict[str | None, Norm] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "silu": F.silu,
+    "swiglu": F.silu,  # as a gate's, by another name
     "tanh": torch.tanh,
 }
 
