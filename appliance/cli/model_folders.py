@@ -102,7 +102,11 @@ def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed]:
 
 def _need_of(checkpoint: Checkpoint) -> fits.MemoryNeed:
     """Estimate the memory to serve it from its tensors rather than its config.json."""
-    packed = panels_layout(checkpoint, choose_dtype("auto", checkpoint.stored_dtype)) if has_kernels() else None
+    packed = (
+        panels_layout(checkpoint, choose_dtype("auto", checkpoint.stored_dtype))
+        if has_kernels()
+        else None
+    )
     num_bytes = None if packed is None else packed.num_bytes
     return fits.need_of(_as_stored(checkpoint), num_bytes)
 

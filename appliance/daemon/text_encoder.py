@@ -39,9 +39,7 @@ class TextEncoder(Protocol):
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         """Encode a query and a document for a score, with the model's special tokens."""
 
-    async def compute(
-        self, owner: str, texts: Sequence[Sequence[int]]
-    ) -> list[array[float]]:
+    async def compute(self, owner: str, texts: Sequence[Sequence[int]]) -> list[array[float]]:
         """Compute a float32 vector for each text, or one number: its score before the sigmoid.
 
         Vectors are normalised where the model's files say so. Cancelling it drops what waits.

@@ -139,7 +139,9 @@ def _self_test(
     """Yield what self-tests found, and run one for a model if there is one."""
     yield from kept_findings(found.state_dir)
     if checkpoint is not None:
-        yield from prove_now(checkpoint, choose_dtype(found.dtype, checkpoint.stored_dtype, has_gpu=has_gpus))
+        yield from prove_now(
+            checkpoint, choose_dtype(found.dtype, checkpoint.stored_dtype, has_gpu=has_gpus)
+        )
 
 
 def _checkpoint(found: config.ServeConfig) -> Checkpoint | None:

@@ -95,7 +95,9 @@ def read_text_models(config: ServeConfig, served: str) -> tuple[TextModel, ...]:
         folder = model_folder(asked)
         found = read_text_model(folder, kind)
         name = model_name(asked if isinstance(asked, HubName) else folder)
-        _check_name(f"{kind}_model", name, {served, *config.models, *(model.name for model in models)})
+        _check_name(
+            f"{kind}_model", name, {served, *config.models, *(model.name for model in models)}
+        )
         models.append(TextModel(name, folder, found))
     return tuple(models)
 

@@ -63,6 +63,8 @@ class TextFamily:
     counts_from_padding: bool = False
     """Whether the first position is the padding token's id + 1."""
     token_types: str | None = None
+    marks_pairs: bool = False
+    """Whether the second text of a pair is of another type."""
     qk_norms: tuple[str, str] | None = None
     """Of each head of queries and keys."""
     theta: tuple[str, float] | None = None
@@ -130,6 +132,7 @@ TEXT_FAMILIES = (
         architectures=("BertModel", "BertForMaskedLM"),
         classifiers=("BertForSequenceClassification",),
         prefixes=("bert.",),
+        marks_pairs=True,
         head=(HeadStep("pooler.dense", "tanh"), HeadStep("classifier")),
         **_BERT_LAYER,  # type: ignore[arg-type]
     ),

@@ -8,7 +8,6 @@ Never: reads tensor data.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -177,9 +176,7 @@ def _check_switches(keys: JsonKeys, family: TextFamily) -> None:
         raise keys.bad("position_embedding_type", "absolute")
 
 
-def _shape(
-    keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules
-) -> TextModelConfig:
+def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) -> TextModelConfig:
     hidden, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     head_dim = keys.integer("head_dim", hidden // num_heads)
     activation = keys.get(*family.activation)
@@ -251,7 +248,9 @@ def _theta(keys: JsonKeys, layer_kind: str, key: str, default: float) -> float:
     for section in (nested, keys.section("rope_scaling")):
         if section.get("rope_type", section.get("type", "default")) != "default":
             raise section.bad("rope_type", "default")
-    return nested.number("rope_theta") if "rope_theta" in nested.values else keys.number(key, default)
+    return (
+        nested.number("rope_theta") if "rope_theta" in nested.values else keys.number(key, default)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,9 @@ def _serve_on_gpu(
 
     device = CudaDevice(gpu.uuid)
     with finished_at_the_end(device):
-        texts = _texts(channel, setup, progress, device.torch_device)  # before the pool takes the rest
+        texts = _texts(
+            channel, setup, progress, device.torch_device
+        )  # before the pool takes the rest
         started = start(
             channel, setup, gpu, checkpoint, device, grammars, progress, progress.heartbeat
         )

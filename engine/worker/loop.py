@@ -364,13 +364,16 @@ class StepLoop:
             case StopMeasuring():
                 pass  # its arrival has ended what was measured
             case UseCores(cpus):
-                self._is_parked = not cpus
-                if cpus:
-                    self._use_cores(cpus)
-                    self._given = self._used = cpus
-                self._channel.send(CoresUsed(cpus))
+                self._take_cores(cpus)
             case _:
                 raise TypeError(f"unexpected {type(command).__name__} while running")
+
+    def _take_cores(self, cpus: list[int]) -> None:
+        self._is_parked = not cpus
+        if cpus:
+            self._use_cores(cpus)
+            self._given = self._used = cpus
+        self._channel.send(CoresUsed(cpus))
 
     def _extend(self, extension: Extension) -> None:
         """Add blocks to a table, unless its sequence has ended or was admitted again."""

@@ -68,8 +68,7 @@ class TextBatches:
         is_number = torch.isfinite(found).all(-1).tolist()
         rows = found.cpu().numpy()
         results = [
-            row.tobytes() if is_good else b""
-            for row, is_good in zip(rows, is_number, strict=True)
+            row.tobytes() if is_good else b"" for row, is_good in zip(rows, is_number, strict=True)
         ]
         ended_ns = time.monotonic_ns()
         self._send(TextsComputed(batch.batch_id, self._started_ns, ended_ns, results))

@@ -78,9 +78,7 @@ class TextComputing:
         self.num_texts = self.num_tokens = 0
         """Computed so far."""
 
-    def serve(
-        self, texts: Sequence[LoadedTexts], workers: TextWorkers, batch_tokens: int
-    ) -> None:
+    def serve(self, texts: Sequence[LoadedTexts], workers: TextWorkers, batch_tokens: int) -> None:
         """Compute by these models on these workers from now on; what was under way begins again.
 
         Args:

@@ -68,9 +68,7 @@ class TextTransformer:
         ]
         make = _Makes(config, weights, linears, dtype)
         self._embedding_norm = make.norm(family.embedding_norm)
-        self._layers = [
-            _Layer(make, number, layer) for number, layer in enumerate(config.layers)
-        ]
+        self._layers = [_Layer(make, number, layer) for number, layer in enumerate(config.layers)]
         self._final_norm = make.norm(family.final_norm)
         self._head = [make.head_step(step) for step in config.head]
         self._compared = None
@@ -117,7 +115,9 @@ class TextTransformer:
 
     def _token_types(self, texts: list[list[int]]) -> list[int]:
         """Return 1 for what follows a pair's first separator, which is the last token of all."""
-        if self.config.kind == "embedding" or self.config.num_token_types < 2:
+        config = self.config
+        marks_pairs = config.family.marks_pairs and config.num_token_types > 1
+        if config.kind == "embedding" or not marks_pairs:
             return [0] * sum(map(len, texts))
         kinds = []
         for text in texts:

@@ -166,7 +166,8 @@ def _mapped(checkpoint: Checkpoint, dtype: str, progress: Progress) -> dict[str,
     return {
         name: Weight.plain(values.to(getattr(torch, dtype)) if values.dim() == 1 else values)
         for name, values in (
-            (name, stored.values) for name, stored in map_files(checkpoint.tensors, progress).items()
+            (name, stored.values)
+            for name, stored in map_files(checkpoint.tensors, progress).items()
         )
     }
 

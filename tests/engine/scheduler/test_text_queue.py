@@ -15,9 +15,7 @@ def batches(queue, max_tokens=16):
         yield batch
 
 
-texts = st.builds(
-    text, st.sampled_from("abc"), st.integers(1, 40), st.sampled_from(("m", "n"))
-)
+texts = st.builds(text, st.sampled_from("abc"), st.integers(1, 40), st.sampled_from(("m", "n")))
 
 
 @given(st.lists(texts, max_size=40), st.integers(1, 64))

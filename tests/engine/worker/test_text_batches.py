@@ -25,7 +25,7 @@ class FakeTextModel:
             self.num_parts += 1
             yield None
         lengths = [float("nan") if len(text) == 13 else len(text) for text in texts]
-        yield torch.tensor(lengths)[:, None]
+        yield torch.tensor(lengths, dtype=torch.float32)[:, None]
 
 
 class FakeRunner:
