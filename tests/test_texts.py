@@ -52,6 +52,7 @@ class Workers:
 
     def __init__(self, config):
         self.plan = make_plan(config)
+        self.has_computed = asyncio.Event()
         self.computing = TextComputing(lambda: None, lambda _workers: None)
         self.supervisor = Supervisor(
             self.plan.workers,
@@ -65,6 +66,7 @@ class Workers:
     def _reported(self, worker, report):
         if isinstance(report, TextsComputed):
             self.computing.computed(worker, report)
+            self.has_computed.set()
 
     async def __aenter__(self):
         self.supervisor.spawn_all()
@@ -117,8 +119,7 @@ def test_texts_are_computed_by_the_prefill_worker_and_survive_its_death(config, 
                     rerank.compute("b", pairs),
                 )
             ]
-            while not computing.num_texts:
-                await asyncio.sleep(0.005)
+            await workers.has_computed.wait()
             os.kill(prefill.pid, signal.SIGKILL)
             first, second, scores = await asyncio.wait_for(asyncio.gather(*calls), 120)
             assert prefill.num_restarts == 1

@@ -65,7 +65,7 @@ class TextWorkers:
         self.send = supervisor.send
 
     def ready(self) -> list[str]:
-        """List those that take batches now."""
+        """List the workers that take batches now."""
         return [name for name, worker in self._workers.items() if worker.state == "ready"]
 
     @property

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HalfNorms:
-    """The norms of half a layer, by their tensors' names; None: there is none."""
+    """The norms of half a layer, by their tensors' names; None: no such norm."""
 
     before: str | None = None
-    """Of its input."""
+    """Norms its input."""
     after: str | None = None
-    """Of its output."""
+    """Norms its output."""
     joined: str | None = None
-    """Of the sum of both."""
+    """Norms the sum of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class TextFamily:
     """How one family names its tensors and settings, and what its layers do."""
 
     architectures: tuple[str, ...]
-    """Of models that make vectors; as config.json names them."""
+    """Models that make vectors, as config.json names them."""
     classifiers: tuple[str, ...]
-    """Of models with a head that makes scores."""
+    """Models with a head that makes scores."""
     prefixes: tuple[str, ...]
     """What the names of tensors may begin with, depending on how they were saved."""
     words: str
@@ -53,7 +53,7 @@ class TextFamily:
     activation: tuple[str, str]
     """The key of the activation, and its default."""
     has_bias: bool = False
-    """Whether each product and norm has a bias; False: those that have one stored."""
+    """Whether every product and norm has a bias; False: only where a bias is stored."""
     is_gated: bool = False
     is_causal: bool = False
     embedding_norm: str | None = None
@@ -66,15 +66,15 @@ class TextFamily:
     marks_pairs: bool = False
     """Whether the second text of a pair is of another type."""
     qk_norms: tuple[str, str] | None = None
-    """Of each head of queries and keys."""
+    """Norms of each head of queries, and of keys."""
     theta: tuple[str, float] | None = None
     """The key of the rotation's base, and its default."""
     local_theta: tuple[str, float] | None = None
     """The same for layers with windows."""
     window: str | None = None
-    """The key of the tokens that layers with windows read, half of them on each side."""
+    """The key of the size of windows, of which half lies on each side."""
     every: tuple[str, int, int] | None = None
-    """The key of how often a layer reads all tokens, its default, and the first such layer."""
+    """The key of the distance between full layers, its default, and the first full layer."""
     scales_words: bool = False
     """Whether embeddings are multiplied by the root of their size."""
     scale_key: str | None = None

@@ -59,7 +59,7 @@ class TextModelConfig:
     """A model of whole texts: shape, pooling, head, and where its tensors lie."""
 
     folder: Path
-    """Of the tokenizer and the weights."""
+    """The folder of the tokenizer and the weights."""
     kind: Kind
     family: TextFamily
     vocab_size: int
@@ -82,12 +82,12 @@ class TextModelConfig:
     head: tuple[HeadStep, ...]
     is_normalized: bool
     compares_tokens: bool
-    """Whether the score is by how much `yes` is likelier than `no` as the next token."""
+    """Whether the score compares the logits of `yes` and `no` as the next token."""
     lowers_case: bool
     """Whether texts are put in lower case before they are tokenized."""
     prompts: Mapping[str, str]
     tensors: Mapping[str, TensorInfo]
-    """By names without what they may begin with; biases that are not stored are absent."""
+    """The tensors by name, without the family's prefixes; optional ones may be absent."""
 
     @property
     def num_dimensions(self) -> int:
@@ -259,7 +259,7 @@ class _Modules:
 
     root: Path
     base: Path
-    """Of the model itself: the same, or a folder in it."""
+    """The model's own folder: the root, or a folder in it."""
     pooling: tuple[str, ...] = ()
     head: tuple[HeadStep, ...] = ()
     is_normalized: bool = False

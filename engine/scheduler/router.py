@@ -512,9 +512,13 @@ class Router:
         self.dispatch(now_ns)
 
     def set_text_workers(self, workers: frozenset[str]) -> None:
-        """Leave the cores to workers that compute whole texts, as to those with prompts."""
+        """Leave their cores to workers that compute whole texts."""
         self.roles.text_workers = workers
         self.roles.settle(self.at.held())
+
+    def text_limits(self) -> tuple[Mapping[str, float], int]:
+        """Return owners' weights, and the tokens of texts that may wait."""
+        return self.queue.weights, self.queue.max_tokens
 
     def set_targets(self, slo: Slo) -> None:
         """Choose pairs of workers by these targets from now on."""

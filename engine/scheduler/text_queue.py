@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from engine.errors import QueueFull
 
 MAX_TEXTS = 256
-"""Of a batch: their vectors are one message."""
+"""The most texts of a batch: their vectors are one message."""
 RETRY_MS = 1000
 
 
@@ -31,7 +31,7 @@ class WaitingText:
     num_deaths: int = field(default=0, kw_only=True)
     """Workers that died with it in their batches."""
     is_dropped: bool = field(default=False, kw_only=True)
-    """Nobody waits for it any more."""
+    """Its call has ended."""
 
 
 class TextQueue:
@@ -63,12 +63,12 @@ class TextQueue:
             self._of(text.owner).append(text)
 
     def put_back(self, texts: list[WaitingText]) -> None:
-        """Queue texts again whose batch has been lost, before their owners' others."""
+        """Queue the texts of a lost batch again, before their owners' others."""
         for text in reversed(texts):
             self._of(text.owner).appendleft(text)
 
     def next_batch(self, max_tokens: int) -> list[WaitingText]:
-        """Take out some texts of one model, of so many tokens together; a longer text is alone.
+        """Take out texts of one model, up to `max_tokens` together; a longer text is alone.
 
         A text that a worker has died with is alone, too: it may be to blame.
         """

@@ -92,8 +92,6 @@ def main() -> int:
 
 
 def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoReturn:
-    import torch
-
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.worker.affinity import NodeMemory, use_cores
     from engine.worker.copying import probe
@@ -113,7 +111,6 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
         _serve_on_gpu(channel, setup, setup.gpu, checkpoint, grammars, progress)
     near = NodeMemory(setup.node)
     weights, variants, is_measurer = _loaded(checkpoint, setup, near, progress)
-    texts = _texts(channel, setup, progress, torch.device("cpu"), beats)
     channel.send(WeightsLoaded())
     channel.expect(WeightsComplete)
     pool = map_pool(setup.pool, config, setup.block_size, setup.pool_dtype)
@@ -146,7 +143,7 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
         own_cores=setup.cpus,
         pages=PagesAhead(pool),
         speculation=speculation,
-        texts=texts,
+        texts=_texts(channel, setup, progress, beats),
     )
     alive, model = progress.heartbeat, (transformer, checkpoint)
     loss = weights_loss(*model, setup.dtype, alive) if is_measurer else None
@@ -175,16 +172,18 @@ def _texts(
     channel: WorkerChannel,
     setup: Setup,
     progress: _Progress,
-    device: torch.device,
-    beats: Beats | None = None,
+    beats: Beats | None,
+    device: torch.device | None = None,
 ) -> TextBatches | None:
-    """Load the models of texts; None: there are none."""
+    """Load the models of texts; return None if there are none."""
+    import torch
+
     from engine.worker.text_batches import TextBatches
     from engine.worker.text_models import load_text_models
 
     if not setup.text_models:
         return None
-    models = load_text_models(setup.text_models, device, progress.heartbeat)
+    models = load_text_models(setup.text_models, device or torch.device("cpu"), progress.heartbeat)
     return TextBatches(models, channel.send, None if beats is None else beats.beat)
 
 

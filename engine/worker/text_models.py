@@ -49,8 +49,7 @@ def _load(spec: TextModelSpec, device: torch.device, alive: Callable[[], None]) 
         for name, values in stored.items()
     }
     alive()
-    compared = None if spec.compared is None else tuple(spec.compared)
-    return TextTransformer(config, weights, dtype, linears, device, compared)
+    return TextTransformer(config, weights, dtype, linears, device, spec.compared)
 
 
 def _multiplied(config: TextModelConfig) -> set[str]:

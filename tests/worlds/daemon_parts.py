@@ -14,7 +14,7 @@ import msgspec
 from appliance.api.core.appliance import Readings
 from appliance.api.formats.format_choice import output_format_of
 from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
-from appliance.daemon.text_encoder import TextEncoder
+from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.fleet.roles_change import RolesChange
 from appliance.observe.frame.histograms import Histograms
 from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery

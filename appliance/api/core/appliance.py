@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import IO, Protocol
 
 from appliance.daemon.requests.request import ModelInfo, Peer, Request
-from appliance.daemon.text_encoder import TextEncoder
+from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.swaps import Swaps
 from appliance.observe.frame.histograms import Histograms

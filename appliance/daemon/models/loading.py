@@ -22,8 +22,8 @@ import msgspec
 
 from appliance.api.core.appliance import Readings
 from appliance.daemon.requests.row import frame_of_row
+from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.daemon.survival.keeper_channel import notify
-from appliance.daemon.text_encoder import TextEncoder
 from appliance.hub.cache import download_text, hub_cache
 from appliance.hub.names import HubName
 from appliance.json.lines import encode_line

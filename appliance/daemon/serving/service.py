@@ -30,10 +30,10 @@ from appliance.daemon.requests.request import (
     TokensEmitted,
 )
 from appliance.daemon.requests.row import LogRow, frame_of_row
+from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.daemon.serving.closed_requests import ClosedRequests
 from appliance.daemon.serving.text_computing import TextComputing
 from appliance.daemon.survival.keeper_channel import keeper_problem
-from appliance.daemon.text_encoder import TextEncoder
 from appliance.devices.machine import Devices
 from appliance.fleet.boot import BootPlan, model_info
 from appliance.fleet.cache_identity import make_hasher
@@ -144,8 +144,7 @@ class Service:
         self.check_available()
         if self._measuring is not None:
             self._measuring.stop()
-        queue = self._router.queue
-        self.texts.queue.weights, self.texts.queue.max_tokens = queue.weights, queue.max_tokens
+        self.texts.queue.weights, self.texts.queue.max_tokens = self._router.text_limits()
 
     def _texts_moved(self, workers: frozenset[str]) -> None:
         self._router.set_text_workers(workers)

@@ -15,23 +15,23 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, Protocol
 
-from appliance.daemon.text_encoder import TextEncoder
+from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.fleet.text_models import LoadedTexts
 from engine.errors import RequestError, Unavailable
 from engine.scheduler.text_queue import TextQueue, WaitingText
 from engine.wire.messages import Command, ComputeTexts, TextsComputed
 
 MAX_BATCHES = 2
-"""Of a worker at once: the next is there when one ends, and few wait behind a chat."""
+"""The most batches that a worker has at once: the next one is there when one ends."""
 MAX_DEATHS = 3
-"""Of workers with the same text, which then is to blame: from the second on it was alone."""
+"""A text that this often was in a dying worker's batch fails; after the first time it is alone."""
 
 
 class TextWorkers(Protocol):
     """The workers that hold models of texts."""
 
     def ready(self) -> list[str]:
-        """List those that take batches now."""
+        """List the workers that take batches now."""
 
     @property
     def is_lost(self) -> bool:

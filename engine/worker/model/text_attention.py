@@ -37,9 +37,9 @@ class Reach:
     """Which tokens of its text each token reads."""
 
     is_causal: bool
-    """None behind it."""
+    """Whether it reads no token behind it."""
     window: int | None
-    """So many on each side; None: all."""
+    """The number of tokens on each side; None: all."""
 
     def of(self, start: int, end: int, length: int) -> tuple[int, int]:
         """Return the first and the end of what the tokens [start, end) read."""
@@ -48,7 +48,7 @@ class Reach:
         return low, min(high, end) if self.is_causal else high
 
     def mask(self, start: int, end: int, length: int, device: torch.device) -> torch.Tensor | None:
-        """Return who reads whom, bool [queries, keys]; None: all do, but for what is_causal says."""
+        """Mark the keys that each query reads, bool [queries, keys]; None: no mask is needed."""
         low, high = self.of(start, end, length)
         is_plain = self.window is None or high - low <= self.window + 1
         if is_plain and (not self.is_causal or start == 0):

@@ -57,7 +57,7 @@ class TextTransformer:
         dtype: torch.dtype,
         linears: Linears,
         device: torch.device,
-        compared: tuple[int, int] | None = None,
+        compared: list[int] | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         family = config.family
@@ -88,13 +88,10 @@ class TextTransformer:
         places = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         x = self._embedded(texts, places)
         yield None
-        turns = {
-            theta: self._turns(theta, places)
-            for theta in {layer.theta for layer in self.config.layers}
-            if theta is not None
-        }
+        thetas = {layer.theta for layer in self.config.layers}
+        turns = {theta: self._turns(theta, places) for theta in thetas if theta is not None}
         for layer in self._layers:
-            for part in layer.compute(x, runs, turns.get(layer.theta)):
+            for part in layer.compute(x, runs, turns):
                 x = x if part is None else part
                 yield None
         yield self._pooled(x, lengths)
@@ -140,12 +137,12 @@ class TextTransformer:
             rows = [self._final_norm(x[starts if mode == "cls" else ends - 1]) for mode in modes]
             pooled = torch.cat(rows, -1).float()
         else:
-            whole = self._final_norm(x).float().split(lengths)
+            whole = torch.split(self._final_norm(x).float(), lengths)
             pooled = torch.stack(
                 [torch.cat([_pool(text, mode) for mode in modes]) for text in whole]
             )
         if self._compared is not None:
-            return (pooled @ self._compared)[:, None]
+            return torch.matmul(pooled, self._compared)[:, None]
         for step in self._head:
             pooled = step(pooled.to(self.dtype)).float()
         return F.normalize(pooled, dim=-1) if self.config.is_normalized else pooled
@@ -204,10 +201,11 @@ class _Layer:
         self._mlp_norms = _norms(make, family.mlp_norms, before)
 
     def compute(
-        self, x: torch.Tensor, runs: list[Run], turns: Turns | None
+        self, x: torch.Tensor, runs: list[Run], turns_by_theta: dict[float, Turns]
     ) -> Iterator[torch.Tensor | None]:
         """Yield None after each part, at last the layer's result [num_rows, hidden_size]."""
         config, pieces = self._config, []
+        turns = None if self.theta is None else turns_by_theta[self.theta]
         for first in range(0, len(x), PART_ROWS):
             rows = slice(first, first + PART_ROWS)
             at = None if turns is None else (turns[0][rows], turns[1][rows])
@@ -233,8 +231,8 @@ class _Layer:
         config, (before, _, _) = self._config, self._attention_norms
         counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         sizes = [count * config.head_dim for count in counts]
-        parts = self._qkv(before(x), 0).split(sizes, -1)
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
+        parts = torch.split(self._qkv(before(x), 0), sizes, -1)
+        q, k, v = (part.reshape(len(x), -1, config.head_dim) for part in parts)
         if self._qk_norms:
             q, k = (norm(each) for norm, each in zip(self._qk_norms, (q, k), strict=True))
         if turns is not None:
@@ -286,4 +284,4 @@ def _pool(rows: torch.Tensor, mode: str) -> torch.Tensor:
         case "mean_sqrt_len_tokens":
             return rows.sum(0) / len(rows) ** 0.5
     shares = torch.arange(1, len(rows) + 1, device=rows.device, dtype=rows.dtype)
-    return shares @ rows / shares.sum()
+    return torch.matmul(shares, rows) / shares.sum()
