@@ -71,9 +71,7 @@ class Workers:
     async def __aenter__(self):
         self.supervisor.spawn_all()
         await self.supervisor.run()
-        holders = [plan.name for plan, setup in self.plan.workers if setup.text_models]
-        workers = TextWorkers(self.supervisor, holders)
-        self.computing.serve(self.plan.texts, workers, 512)
+        self.computing.serve(self.plan.texts, TextWorkers(self.supervisor), 512)
         return self
 
     async def __aexit__(self, *_error):

@@ -56,12 +56,12 @@ class TextWorkers:
     """The workers that hold models of texts.
 
     Args:
-        supervisor: of all workers.
-        names: of these.
+        supervisor: has these and the others.
     """
 
-    def __init__(self, supervisor: Supervisor, names: Sequence[str]) -> None:
-        self._workers = {name: supervisor.workers[name] for name in names}
+    def __init__(self, supervisor: Supervisor) -> None:
+        workers = supervisor.workers
+        self._workers = {name: one for name, one in workers.items() if one.setup.text_models}
         self.send = supervisor.send
 
     def ready(self) -> list[str]:

@@ -244,9 +244,8 @@ def _serve_on_gpu(
 
     device = CudaDevice(gpu.uuid)
     with finished_at_the_end(device):
-        texts = _texts(
-            channel, setup, progress, device.torch_device
-        )  # before the pool takes the rest
+        # before the pool takes the rest of the memory
+        texts = _texts(channel, setup, progress, None, device.torch_device)
         started = start(
             channel, setup, gpu, checkpoint, device, grammars, progress, progress.heartbeat
         )

@@ -55,7 +55,6 @@ from appliance.observe.telemetry.frames import Frames, ServiceState
 from appliance.observe.telemetry.telemetry import Telemetry
 from engine.errors import InvariantViolated, QueueFull, RequestError, Unavailable
 from engine.scheduler.cache.hashes import PrefixHasher
-from engine.scheduler.cache.topology import PREFILL
 from engine.scheduler.router import Router
 from engine.scheduler.sequences.sequence import Phase, Sequence
 from engine.text.reading import READER
@@ -134,9 +133,8 @@ class Service:
         return self.texts.encoders
 
     def _serve_texts(self, plan: BootPlan) -> None:
-        placement = plan.placement
-        has_gpu = any(worker.gpu is not None for worker in placement.workers)
-        workers = TextWorkers(self._supervisor, placement.topology.playing(PREFILL))
+        has_gpu = any(worker.gpu is not None for worker in plan.placement.workers)
+        workers = TextWorkers(self._supervisor)
         self.texts.serve(plan.texts, workers, GPU_STEP_TOKENS if has_gpu else STEP_TOKENS)
 
     def _begin_texts(self) -> None:

@@ -204,10 +204,16 @@ class TextComputing:
 
 
 _JUDGE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
-    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that "
-    "answer the query\n<Query>: ",
+    "".join(
+        (
+            "<|im_start|>system\n",
+            "Judge whether the Document meets the requirements based on the Query ",
+            "and the Instruct provided. ",
+            'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+            "<Instruct>: Given a web search query, ",
+            "retrieve relevant passages that answer the query\n<Query>: ",
+        )
+    ),
     "\n<Document>: ",
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )

@@ -7,6 +7,7 @@ Never: knows requests; keeps anything of a text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -282,6 +283,6 @@ def _pool(rows: torch.Tensor, mode: str) -> torch.Tensor:
         case "mean":
             return rows.mean(0)
         case "mean_sqrt_len_tokens":
-            return rows.sum(0) / len(rows) ** 0.5
+            return rows.sum(0) / math.sqrt(len(rows))
     shares = torch.arange(1, len(rows) + 1, device=rows.device, dtype=rows.dtype)
     return torch.matmul(shares, rows) / shares.sum()

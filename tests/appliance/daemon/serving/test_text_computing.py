@@ -29,6 +29,10 @@ class FakeTextWorkers:
         self.sent = [each for each in self.sent if each[0] != worker]
         return taken
 
+    def take_all(self):
+        taken, self.sent = self.sent, []
+        return taken
+
 
 def answer(command):
     results = [array("f", [len(ids)]).tobytes() for ids in command.texts]
@@ -64,8 +68,7 @@ async def settle():
 async def serve_all(computing, workers):
     await settle()
     while workers.sent:
-        for worker, command in [*workers.sent]:
-            workers.take(worker)
+        for worker, command in workers.take_all():
             computing.computed(worker, answer(command))
         await settle()
 
@@ -126,8 +129,7 @@ def test_a_text_that_ends_worker_after_worker_fails_alone(computing, workers):
         deaths = 0
         while not bad.done():
             await settle()
-            for worker, command in [*workers.sent]:
-                workers.take(worker)
+            for worker, command in workers.take_all():
                 if [5] * 8 in command.texts:
                     deaths += 1
                     computing.worker_died(worker)
@@ -148,7 +150,7 @@ def test_no_number_fails_its_call_alone(computing, workers):
     async def scenario():
         bad, good = ask(computing, [2]), ask(computing, [3], owner="b")
         await settle()
-        for worker, command in [*workers.sent]:
+        for worker, command in workers.take_all():
             report = answer(command)
             results = [
                 b"" if len(ids) == 2 else one
