@@ -21,7 +21,7 @@ from engine.checkpoint.text_model import TextModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.text.read_models import read_text_model, read_tokenizer
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import TextModelSpec
+from engine.wire.messages import Command, TextModelSpec
 
 STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
 """Tokens of a batch of texts; a chat waits for a part of a layer of it."""
@@ -62,7 +62,11 @@ class TextWorkers:
     def __init__(self, supervisor: Supervisor) -> None:
         workers = supervisor.workers
         self._workers = {name: one for name, one in workers.items() if one.setup.text_models}
-        self.send = supervisor.send
+        self._supervisor = supervisor
+
+    def send(self, worker: str, command: Command) -> None:
+        """Send a command."""
+        self._supervisor.send(worker, command)
 
     def ready(self) -> list[str]:
         """List the workers that take batches now."""
