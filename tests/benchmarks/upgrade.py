@@ -3,10 +3,14 @@
 usage: python -m tests.benchmarks.upgrade OLD.whl NEW.whl MODEL [--kill-worker] [-- OPTIONS]
 
 Installs the old wheel into a folder, serves MODEL from it, begins a stream of each kind. Then it
-puts the new wheel in that folder's place, kills a worker of the old daemon if asked to, asks for a
-restart (`penstock restart`'s signal), and reads all replies to their ends. Last it stops the new
-daemon, whose keeper is still the old one. Exit code 1 if a reply differs from the
-undisturbed one or has not exactly one row, or if the keeper does not end with 0.
+puts the new wheel in that folder's place, asks for a restart (`penstock restart`'s signal), and
+reads all replies to their ends. Last it stops the new daemon, whose keeper is still the old one.
+Exit code 1 if a reply differs from the undisturbed one or has not exactly one row, or if the keeper
+does not end with 0.
+
+With --kill-worker a worker of the old daemon is killed between the new wheel and the restart. The
+same kill without an upgrade, of the old daemon before and of the new one after, is the control: a
+reply that differs there too differs by the kill.
 
 A wheel of another commit: `git archive COMMIT | tar x -C FOLDER`, then `PENSTOCK_BUILD_KERNELS=all
 pip wheel --no-deps FOLDER`. Minutes, for it compiles the kernels twice: no part of the suite.
@@ -20,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,6 +46,46 @@ def modules_run(daemon: Daemon) -> set[str]:
     return {line[line.index("-m") + 1] for line in lines if "-m" in line}
 
 
+def kill_worker(daemon: Daemon) -> None:
+    name = daemon.state()["workers"][-1]["name"]
+    os.kill(pid := daemon.worker_pid(name), signal.SIGKILL)
+    daemon.wait_for(lambda: daemon.worker_pid(name) != pid and daemon.is_ready())
+
+
+def upgrade(daemon: Daemon, site: Path, new: Path, *, has_killed: bool) -> None:
+    site.rename(site.with_name("old"))
+    new.rename(site)
+    pid = daemon.pid
+    if has_killed:
+        kill_worker(daemon)
+        print("the old daemon's worker runs again, started as", *modules_run(daemon))
+    os.kill(pid, signal.SIGUSR2)
+
+
+class Comparison:
+    """Streams of each kind, and those that read otherwise when something happens to them."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.calm = {name: said(Stream(daemon, name).read().received) for name in BODIES}
+        self.num_asked, self.is_equal = len(BODIES), True
+
+    def disturb(self, about: str, act: Callable[[], None]) -> None:
+        """Begin the streams, let it happen, read all to their ends, and compare."""
+        streams = [Stream(self.daemon, name) for name in BODIES]
+        with ThreadPoolExecutor(len(streams)) as pool:
+            ends = [pool.submit(one.read) for one in streams]
+            self.daemon.wait_for(lambda: all(one.has_begun for one in streams))
+            num_open = sum(not one.has_ended for one in streams)
+            act()
+            for end in ends:
+                end.result()
+        self.num_asked += len(streams)
+        wrong = [one.name for one in streams if said(one.received) != self.calm[one.name]]
+        self.is_equal &= not wrong
+        print(f"{about}: {len(streams)} streams, {num_open} open, wrong: {wrong or 'none'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("old", type=Path)
@@ -56,35 +101,23 @@ def main() -> None:
         options = [each for each in options if each != "--"]
         daemon = Daemon(Path(folder) / "d", *options, model=args.model.resolve(), env=env)
         daemon.wait_ready()
-        calm = {name: said(Stream(daemon, name).read().received) for name in BODIES}
+        compared = Comparison(daemon)
         before, started_as = daemon.pid, modules_run(daemon)
-        streams = [Stream(daemon, name) for name in BODIES]
-        with ThreadPoolExecutor(len(streams)) as pool:
-            ends = [pool.submit(one.read) for one in streams]
-            daemon.wait_for(lambda: all(one.has_begun for one in streams))
-            site.rename(site.with_name("old"))
-            new.rename(site)
-            num_open = sum(not one.has_ended for one in streams)
-            if args.kill_worker:
-                name = daemon.state()["workers"][-1]["name"]
-                os.kill(pid := daemon.worker_pid(name), signal.SIGKILL)
-                daemon.wait_for(lambda: daemon.worker_pid(name) != pid and daemon.is_ready())
-                print("the old daemon's worker runs again, started as", *modules_run(daemon))
-            os.kill(before, signal.SIGUSR2)
-            for end in ends:
-                end.result()
+        if args.kill_worker:
+            compared.disturb("old, its worker killed", lambda: kill_worker(daemon))
+        compared.disturb("upgrade", lambda: upgrade(daemon, site, new, has_killed=args.kill_worker))
         daemon.wait_for(lambda: daemon.pid not in (before, daemon.process.pid))
         daemon.wait_ready()
-        wrong = [one.name for one in streams if said(one.received) != calm[one.name]]
-        daemon.wait_for(lambda: num_rows(daemon)[0] >= 2 * len(BODIES))
-        rows, num_ids = num_rows(daemon)
         print(f"started as {sorted(started_as)} before, {sorted(modules_run(daemon))} after")
-        print(f"{len(streams)} streams, {num_open} open at the upgrade, wrong: {wrong or 'none'}")
-        print(f"{rows} rows of {num_ids} requests, {2 * len(BODIES)} asked")
+        if args.kill_worker:
+            compared.disturb("new, its worker killed", lambda: kill_worker(daemon))
+        daemon.wait_for(lambda: num_rows(daemon)[0] >= compared.num_asked)
+        rows, num_ids = num_rows(daemon)
+        print(f"{rows} rows of {num_ids} requests, {compared.num_asked} asked")
         daemon.assert_all_free()
         status = daemon.stop()
         print(f"the old keeper ended with {status}")
-    sys.exit(bool(wrong) or not rows == num_ids == 2 * len(BODIES) or status != 0)
+    sys.exit(not compared.is_equal or not rows == num_ids == compared.num_asked or status != 0)
 
 
 if __name__ == "__main__":
