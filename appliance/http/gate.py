@@ -27,6 +27,7 @@ from appliance.daemon.survival.keeper_channel import BUSY_LOOP
 from appliance.http.access import AccessPolicy, Credentials
 from appliance.http.api_keys import key_digest
 from appliance.http.body_encoding import body_decoder
+from appliance.http.bursts import Bursts
 from appliance.http.cross_origin import (
     allowed_origin,
     header_values,
@@ -92,6 +93,7 @@ class Gate:
         """Bytes of incomplete bodies, by owner."""
         self.decoding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """The turn of each owner whose compressed bodies are being read."""
+        self.bursts = Bursts()
         self.is_open = asyncio.Event()
         """Until it is set, requests that change something wait; reads pass."""
         self._app = app
@@ -239,6 +241,7 @@ class _Body:
                 self._count(max(self._num_bytes - UNCOUNTED_BYTES, 0))
             else:
                 self.settle()
+                await self._gate.bursts.begin(self._owner)
         return message
 
     def settle(self) -> None:
