@@ -7,8 +7,8 @@ from these sources before is kept. Without a C compiler the install succeeds, an
 """
 
 import os
-import platform
 import shutil
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha1
 from importlib.util import module_from_spec, spec_from_file_location
@@ -28,6 +28,8 @@ COMMON = [
     "-fno-trapping-math",
     "-fvisibility=hidden",
 ]
+STABLE_ABI = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"Py_LIMITED_API": "0x030B0000"}
+"""The macro for modules that any Python from 3.11 on loads, but one without the lock."""
 X86_LEVELS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")]
@@ -39,7 +41,9 @@ X86_LEVELS["amx"] = [*X86_LEVELS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 
 def levels() -> dict[str, list[str]]:
     """Return the compiler's flags for each level that this architecture can have."""
-    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    is_x86 = sysconfig.get_platform().endswith(
+        "x86_64"
+    )  # of what is built for, not of this machine
     return {"portable": []} | (X86_LEVELS if is_x86 else {})
 
 
@@ -58,10 +62,12 @@ class BuildLevels(build_ext):
         """Build `portable`, which knows what this machine runs, then the other wanted levels."""
         by_level = {ext.name.rpartition("._")[2]: ext for ext in self.extensions}
         self.build_ids = {ext.name: self.build_id(ext) for ext in self.extensions}
-        for ext in self.extensions:  # what was made of older sources must not be loaded
-            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
-            if self.in_source and not self.is_current(ext):
-                self.file_in_source(ext).unlink(missing_ok=True)
+        # Python's own libraries, and where they lay on the machine that built it, are none of ours
+        self.compiler.linker_so = [
+            word for word in self.compiler.linker_so if not word.startswith(("-L", "-Wl,-rpath"))
+        ]
+        for ext in self.extensions:
+            self.remove_stale(ext)
         with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as self.pool:
             if self.wanted == "all":
                 for finish in [self.start(ext) for ext in self.extensions]:
@@ -73,6 +79,20 @@ class BuildLevels(build_ext):
     def file_in_source(self, ext: Extension) -> Path:
         """Return where an editable install has the module."""
         return FOLDER / Path(self.get_ext_filename(ext.name)).name
+
+    def remove_stale(self, ext: Extension) -> None:
+        """Remove modules of older sources, which must not be loaded.
+
+        Also those named for one version of Python, which Python prefers to the stable ABI's.
+        """
+        pattern = f"{ext.name.rpartition('.')[2]}.*.so"
+        stale = set(Path(self.get_ext_fullpath(ext.name)).parent.glob(pattern))
+        if self.in_source:
+            stale |= set(FOLDER.glob(pattern))
+            if self.is_current(ext):
+                stale.discard(self.file_in_source(ext))
+        for file in stale:
+            file.unlink()
 
     def build_id(self, ext: Extension) -> str:
         """Return a hash of all that the module is made of, which its file will contain."""
@@ -124,13 +144,15 @@ class BuildLevels(build_ext):
 
 if __name__ == "__main__":
     setup(
+        options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
         cmdclass={"build_ext": BuildLevels},
         ext_modules=[
             Extension(
                 f"engine.kernels._{level}",
                 sources=sorted(str(path) for path in FOLDER.glob("*.c")),
                 depends=sorted(str(path) for path in FOLDER.glob("*.h")),
-                define_macros=[("LEVEL", level)],
+                define_macros=[("LEVEL", level), *STABLE_ABI.items()],
+                py_limited_api=bool(STABLE_ABI),
                 extra_compile_args=COMMON + flags,
                 extra_link_args=["-pthread"],
                 optional=True,

@@ -7,6 +7,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -107,9 +109,29 @@ def test_after_a_change_no_level_of_older_sources_is_left(toy: Toy) -> None:
     assert toy.in_place() == NATIVE
 
 
-def test_a_wheel_has_all_levels(toy: Toy) -> None:
+def test_a_wheel_has_all_levels_by_the_stable_abi(toy: Toy) -> None:
     assert toy.build("wheel") == ALL
     assert toy.in_place() == set()
+    (wheel,) = (toy.folder / "dist").iterdir()
+    assert "-cp311-abi3-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        modules = {name for name in archive.namelist() if name.endswith(".so")}
+    assert modules == {f"engine/kernels/_{level}.abi3.so" for level in ALL}
+
+
+def test_a_module_named_for_one_python_which_it_would_prefer_is_removed(toy: Toy) -> None:
+    toy.build("editable")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for folder in (toy.kernels, *toy.folder.glob("build/lib*/engine/kernels")):
+        (folder / f"_avx512{suffix}").touch()
+    toy.build("wheel")
+    assert (toy.kernels / f"_avx512{suffix}").exists()  # a wheel leaves the source folder alone
+    (wheel,) = (toy.folder / "dist").glob("toy-1-cp311-abi3-*")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(suffix)]
+    toy.build("editable")
+    assert not (toy.kernels / f"_avx512{suffix}").exists()
+    assert toy.in_place() == NATIVE
 
 
 def test_where_the_compiler_lacks_a_level_the_next_best_is_built(toy: Toy) -> None:
@@ -120,3 +142,9 @@ def test_where_the_compiler_lacks_a_level_the_next_best_is_built(toy: Toy) -> No
 def test_without_a_compiler_the_install_succeeds_without_kernels(toy: Toy) -> None:
     assert toy.build("editable", CC="/nowhere/cc") == set()
     assert toy.in_place() == set()
+
+
+def test_a_wheel_for_another_machine_has_its_levels(toy: Toy) -> None:
+    assert toy.build("wheel", _PYTHON_HOST_PLATFORM="linux-aarch64") == {"portable"}
+    (wheel,) = (toy.folder / "dist").iterdir()
+    assert wheel.name.endswith("-linux_aarch64.whl")

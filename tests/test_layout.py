@@ -6,10 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.levels import each_level
+from tests.release.packages import ABSOLUTE
 
 ROOT = Path(__file__).parents[1]
 FILES = {"pyproject.toml", "README.md"}
@@ -58,3 +62,32 @@ def test_a_wheel_leaves_the_top_level_to_its_packages(wheel: zipfile.Path) -> No
     # site-packages/systemd belongs to systemd's own Python library.
     folders = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
     assert folders == FOLDERS - {"tests", "systemd"}
+
+
+def test_a_wheel_is_for_every_python_from_3_11_on_and_has_the_one_version(
+    wheel: zipfile.Path,
+) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    name, python, abi, _ = wheel.root.filename.rpartition("/")[2].split("-", 1)[1].split("-")
+    assert (name, python, abi) == (version, "cp311", "abi3")
+    files = {path.name for path in (wheel / f"penstock-{version}.dist-info/licenses").iterdir()}
+    assert files == {"LICENSE"}
+
+
+def test_a_wheel_has_every_file_of_its_packages(wheel: zipfile.Path) -> None:
+    tracked = {
+        str(path.relative_to(ROOT))
+        for package in FOLDERS - {"tests", "systemd"}
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in {".pyc", ".so", ".c", ".h"}
+    }
+    carried = {n for n in wheel.root.namelist() if ".dist-info/" not in n and n[-1] != "/"}
+    linked = {name for name in tracked | carried if name.startswith("appliance/systemd/")}
+    assert carried - linked == tracked - linked
+
+
+@each_level
+def test_kernels_have_the_stable_abi_and_no_folder_of_the_building_machine(level: str) -> None:
+    (module,) = (ROOT / "engine/kernels").glob(f"_{level}.*.so")
+    assert module.name == f"_{level}.abi3.so"
+    assert ABSOLUTE.findall(module.read_bytes()) == []

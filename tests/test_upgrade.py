@@ -1,6 +1,7 @@
-"""What version 0.1 has left behind is opened by this one: its settings, its recordings.
+"""What earlier versions have left behind is opened by this one: settings, recordings, log, caches.
 
-The files in fixtures/v0.1 were made by that version's own code, and are not made anew.
+The files in fixtures/vX.Y were made by that version's own code, from 0.2 on by
+`python -m tests.release.state`, and are not made anew.
 """
 
 from __future__ import annotations
@@ -15,15 +16,25 @@ from pathlib import Path
 from appliance.configuration.client_settings import explain
 from appliance.configuration.config import load
 from appliance.configuration.sources import DEFAULT
+from appliance.daemon.survival.journal import Journal
+from appliance.fleet.profile_store import ProfileStore
 from appliance.observe.frame.protocol import Frame
+from appliance.observe.log.log_file import open_log
+from appliance.observe.log.query import RowQuery
+from appliance.observe.log.reader import read_rows
+from engine.scheduler.offload.files import check_records, survey
+from engine.scheduler.offload.slab_files import Slabs
+from tests.journals import BATCH, HEAD, REQUEST
 from tui.replay import Replay
 
-OLD = Path(__file__).parent / "fixtures" / "v0.1"
+FIXTURES = Path(__file__).parent / "fixtures"
+OLD = FIXTURES / "v0.1"
+KEPT = FIXTURES / "v0.2"
 
 
-def unpacked(name: str, folder: Path) -> Path:
+def unpacked(name: str, folder: Path, version: Path = OLD) -> Path:
     path = folder / name
-    path.write_bytes(gzip.decompress((OLD / f"{name}.gz").read_bytes()))
+    path.write_bytes(gzip.decompress((version / f"{name}.gz").read_bytes()))
     return path
 
 
@@ -69,3 +80,51 @@ def test_programs_of_an_old_daemon_are_found_by_their_old_names(tmp_path):
     assert (code, "engine.worker " in said, "--channel-fd" in said) == (0, True, True)
     code, said = run("appliance.models.hub", "a/b", HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     assert (code, "error" in said) == (1, True)
+
+
+def test_the_log_of_0_2_has_its_rows(tmp_path):
+    path = unpacked("requests.db", tmp_path, KEPT)
+    open_log(path).close()
+    rows = read_rows(path, RowQuery())
+    assert len(rows) >= 2
+    assert {(row["finish_reason"], row["completion_tokens"]) for row in rows} == {("length", 4)}
+
+
+def test_a_recording_of_0_2_plays(tmp_path):
+    replay = Replay(unpacked("recording.penstock", tmp_path, KEPT))
+    frames = [view.frame for view in replay.views()]
+    replay.close()
+    assert replay.num_damaged == 0
+    assert frames
+    assert all(isinstance(frame, Frame) for frame in frames)
+
+
+def test_the_profile_of_0_2_has_its_facts(tmp_path):
+    unpacked("profile.db", tmp_path, KEPT)
+    store = ProfileStore(tmp_path)
+    assert {row.key.what for row in store.rows()} >= {"prompt_ms"}
+    assert store.is_readable
+
+
+def test_the_ssd_cache_of_0_2_has_its_blocks(tmp_path):
+    tmp_path.chmod(0o700)
+    (name,) = (file.stem for file in KEPT.glob("slab-*.kv.gz"))
+    unpacked(name, tmp_path, KEPT).chmod(0o600)
+    ((path, found),) = survey(tmp_path)
+    assert list(check_records(path, found)) == [True] * len(found.records)
+    sizes = {record.num_bytes for _, record in found.records}
+    slabs = Slabs(tmp_path, sizes.pop(), found.head.fingerprint, 64 << 20, 0, found.head.model)
+    (opened,) = slabs.open()
+    slabs.close()
+    assert opened.records == found.records
+    assert found.records
+
+
+def test_the_journal_of_0_2_is_continued():
+    fd = os.memfd_create("journal")
+    os.write(fd, (KEPT / "journal").read_bytes())
+    journal = Journal(fd)
+    assert (journal.head, journal.request) == (HEAD, b"".join(REQUEST))
+    assert journal.draw(int) == "before it was admitted"
+    assert list(journal.batches) == [BATCH]
+    journal.close()

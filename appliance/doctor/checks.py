@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from appliance.devices.machine import Devices
 from appliance.doctor.finding import Finding
 from appliance.doctor.gpu_checks import GpuHost, gpu_findings
 from appliance.doctor.hub_models import in_a_sentence
+from appliance.doctor.packages import packages
 from appliance.doctor.ports import listening_uids
 from appliance.doctor.self_test import kept_findings, prove_now
 from appliance.dynamo import runtime
@@ -67,13 +67,13 @@ def examine(
     here = state if elsewhere is None else PenstockError("it is on another machine")
     if elsewhere is not None:
         yield elsewhere
-    yield _packages()
+    devices = Devices.of_machine()
+    has_gpus = bool(devices.num_gpus)
+    yield packages(has_gpus=has_gpus)
     found = _configuration(settings)
     checkpoint = None if isinstance(found, PenstockError) else _checkpoint(found)
     is_bitwise = isinstance(found, config.ServeConfig) and found.exact == "bitwise"
     yield _kernels(checkpoint, is_bitwise=is_bitwise)
-    devices = Devices.of_machine()
-    has_gpus = bool(devices.num_gpus)
     if not isinstance(found, PenstockError) and (why := _no_speculation(found, has_gpus=has_gpus)):
         yield Finding("speculation", "ok", f"off ({why})")
     yield _reader()
@@ -163,15 +163,6 @@ def _model_bytes(checkpoint: Checkpoint | None) -> tuple[int | None, int | None]
 
 def _bad(check: str, error: PenstockError) -> Finding:
     return Finding(check, "bad", str(error), error.hint)
-
-
-def _packages() -> Finding:
-    try:
-        versions = [f"{name} {metadata.version(name)}" for name in ("penstock", "torch")]
-    except metadata.PackageNotFoundError as error:
-        hint = "install it: pip install -e ."
-        return Finding("packages", "bad", f"{error.name} is not installed", hint)
-    return Finding("packages", "ok", ", ".join(versions))
 
 
 def _reader() -> Finding:

@@ -10,6 +10,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 /* Types of elements, as in cpu.py; INT8 are codes, whose scales lie elsewhere. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 16 };

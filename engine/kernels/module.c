@@ -186,7 +186,7 @@ static PyObject *replay(PyObject *module, PyObject *calls)
     (void)module;
     if (!PyBytes_Check(calls))
         return PyErr_Format(PyExc_TypeError, "expected bytes");
-    const char *next = PyBytes_AS_STRING(calls), *end = next + PyBytes_GET_SIZE(calls);
+    const char *next = PyBytes_AsString(calls), *end = next + PyBytes_Size(calls);
     int status = 0;
     Py_BEGIN_ALLOW_THREADS;
     while (next < end && status == 0) {

@@ -14,6 +14,17 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+
+#if defined(__GLIBC__) && defined(__x86_64__)
+#define FIRST_GLIBC "GLIBC_2.2.5"
+#elif defined(__GLIBC__) && defined(__aarch64__)
+#define FIRST_GLIBC "GLIBC_2.17"
+#endif
+#ifdef FIRST_GLIBC
+/* glibc 2.34 gave these two a second version, without which a wheel runs wherever torch does. */
+__asm__(".symver pthread_create, pthread_create@" FIRST_GLIBC);
+__asm__(".symver pthread_detach, pthread_detach@" FIRST_GLIBC);
+#endif
 #if defined(__x86_64__)
 #define pause_briefly() __builtin_ia32_pause()
 #else

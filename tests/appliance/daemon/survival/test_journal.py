@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 
 from appliance.daemon.survival import journal as journals
-from appliance.daemon.survival.journal import End, Foreign, Head, Journal, Tokens, current, drawn
+from appliance.daemon.survival.journal import Foreign, Journal, current, drawn
 from engine.errors import Unavailable
-from engine.wire.sampling import TokenLogprob
+from tests.journals import BATCH, HEAD, REQUEST
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "journal-of-version-0"
 """As the version before wrote it: its head has other fields after the first two."""
-HEAD = Head(journals.VERSION, b"event: error", b": ping", "tiny", (0, 0, 7, (0, 4)))
-BATCH = [
-    Tokens(0, [5, 6], [TokenLogprob(-0.5, [5], [-0.5])] * 2, 0, None, None),
-    Tokens(1, [], [], 1, None, End("error", "no way on", True, None, {"what": "x", "status": 503})),
-]
 
 
 @pytest.fixture
@@ -45,13 +40,13 @@ def left(data: bytes) -> Journal:
 
 def test_the_next_daemon_draws_and_takes_what_this_one_did(journal):
     assert journal.draw(lambda: "before it was admitted") == "before it was admitted"
-    journal.open(HEAD, [b"POST / HTTP/1.1\r\n\r\n", b"body"])
+    journal.open(HEAD, REQUEST)
     assert journal.draw(max, 3, 4) == 4
     journal.took([])
     journal.took(BATCH)
     journal.flush()
     second = left(bytes_of(journal))
-    assert (second.head, second.request) == (HEAD, b"POST / HTTP/1.1\r\n\r\nbody")
+    assert (second.head, second.request) == (HEAD, b"".join(REQUEST))
     assert second.is_replay
     assert not journal.is_replay
     assert [second.draw(min, 1, 2) for _ in range(3)] == ["before it was admitted", 4, 1]

@@ -1,0 +1,34 @@
+"""Check the installed packages, and whether gigabytes of them are of no use here."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from appliance.doctor.finding import Finding
+from engine.units import size_text
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_OF_CUDA = re.compile(r"(nvidia|cuda)[-_](?!ml[-_])|triton$", re.I)
+_MIN_BYTES = 1 << 30
+
+
+def packages(*, has_gpus: bool) -> Finding:
+    """Name the versions, and the size of CUDA's libraries where no GPU needs them."""
+    try:
+        versions = [f"{name} {metadata.version(name)}" for name in ("penstock", "torch")]
+    except metadata.PackageNotFoundError as error:
+        hint = "install it: pip install -e ."
+        return Finding("packages", "bad", f"{error.name} is not installed", hint)
+    about = ", ".join(versions)
+    if not has_gpus and (unused := cuda_bytes()) >= _MIN_BYTES:
+        about += f"; no GPU is found, and CUDA's libraries take {size_text(unused)}"
+        hint = f"to save that, install into a new environment with --extra-index-url {CPU_INDEX}"
+        return Finding("packages", "note", about, hint)
+    return Finding("packages", "ok", about)
+
+
+def cuda_bytes() -> int:
+    """Add up the files of the packages that torch needs for CUDA alone, as they were installed."""
+    found = [each for each in metadata.distributions() if _OF_CUDA.match(each.name or "")]
+    return sum(file.size or 0 for each in found for file in each.files or ())
