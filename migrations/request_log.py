@@ -13,6 +13,12 @@ from sqlite_utils import Database, Migrations
 
 migration = Migrations("request_log")
 FIRST = "m014_speculation"
+JOINED = (
+    "m001_first_schema", "m002_users", "m003_routes", "m004_energy", "m005_frames", "m006_pauses",
+    "m007_cached_tokens", "m008_restores", "m009_legs", "m010_output_offset",
+    "m011_unknown_tokens", "m012_changes", "m013_cache_miss",
+)  # fmt: skip
+"""The steps before it: a version before 0.2 that misses one calls the log damaged, not newer."""
 
 _RUNS = """
 CREATE TABLE runs (
@@ -181,6 +187,10 @@ def first(db: Database) -> None:
         " WHERE http_status >= 400 OR finish_reason IN ('error', 'abort')",
     ):
         db.conn.execute(statement)
+    db.conn.executemany(
+        "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES (?, ?, '')",
+        [(migration.name, name) for name in JOINED],
+    )
 
 
 # Some rows a minute at most, whatever floods: refusals are counted by caller and reason before.

@@ -22,7 +22,7 @@ from appliance.observe.frame.protocol import Frame
 from appliance.observe.log.log_file import open_log
 from appliance.observe.log.query import RowQuery
 from appliance.observe.log.reader import read_rows
-from engine.scheduler.offload.files import check_records, survey
+from engine.scheduler.offload.files import check_records, lock, make_private, survey
 from engine.scheduler.offload.slab_files import Slabs
 from tests.journals import BATCH, HEAD, REQUEST
 from tui.replay import Replay
@@ -107,9 +107,9 @@ def test_the_profile_of_0_2_has_its_facts(tmp_path):
 
 
 def test_the_ssd_cache_of_0_2_has_its_blocks(tmp_path):
-    tmp_path.chmod(0o700)
-    (name,) = (file.stem for file in KEPT.glob("slab-*.kv.gz"))
-    unpacked(name, tmp_path, KEPT).chmod(0o600)
+    make_private(tmp_path)
+    os.close(lock(tmp_path))
+    unpacked("slab-000000.kv", tmp_path, KEPT).chmod(0o600)
     ((path, found),) = survey(tmp_path)
     assert list(check_records(path, found)) == [True] * len(found.records)
     sizes = {record.num_bytes for _, record in found.records}

@@ -21,7 +21,7 @@ from tests.checkpoints import make_checkpoint
 from tests.daemons import Daemon
 from tests.journals import BATCH, HEAD, REQUEST
 
-PROMPT = "one two three four " * 20
+PROMPT = "one two three four " * 7
 
 
 def write_journal(path: Path) -> None:

@@ -74,11 +74,6 @@ def test_a_log_of_the_fourteenth_step_is_copied_and_brought_up_with_its_rows(
 ) -> None:
     caplog.set_level("INFO", "penstock.request_log")
     before_clients(path)
-    with closing(sqlite3.connect(path)) as db, db:  # as the versions recorded it that made it
-        db.execute(
-            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
-            " VALUES ('request_log', 'm013_cache_miss', '')"
-        )
     open_log(path).close()
     (found,) = read_rows(path, RowQuery())
     assert (found["id"], found["user"], found["client"]) == ("a", "uid:8", None)
@@ -102,6 +97,16 @@ def test_a_log_from_before_the_fourteenth_step_is_kept_beside_a_new_one(
         remove_backups(path, time.time() + 60)
         assert kept.exists()
         assert caplog.text.count(name) == 1
+
+
+def test_a_new_log_names_every_step_of_before_0_2_which_then_calls_it_newer(path: Path) -> None:
+    open_log(path).close()
+    steps = "SELECT name FROM _sqlite_migrations"
+    named = {name for (name,) in query(path, steps)}
+    old = path.with_name("old.db")
+    old.write_bytes(gzip.decompress((FIXTURES / "v0.1" / "requests.db.gz").read_bytes()))
+    assert {name for (name,) in query(old, steps)} <= named
+    assert {name[:4] for name in named} >= {f"m{number:03}" for number in range(1, 15)}
 
 
 @pytest.mark.parametrize("kind", ["before-m002_users", "damaged-1", "damaged-1-wal"])

@@ -217,8 +217,7 @@ def test_a_log_without_frames_says_so_until_a_new_one_is_made(path: Path) -> Non
     open_log(path).close()
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("DROP TABLE frames")
-        db.execute("DELETE FROM _sqlite_migrations WHERE name = 'm015_clients'")
-        db.execute("UPDATE _sqlite_migrations SET name = 'm004_energy'")
+        db.execute("DELETE FROM _sqlite_migrations WHERE name > 'm004_energy'")
     target = path.with_name("recording")
     target.touch()
     with pytest.raises(PenstockError, match="no such table") as caught:
