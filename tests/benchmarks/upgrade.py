@@ -8,9 +8,10 @@ reads all replies to their ends. Last it stops the new daemon, whose keeper is s
 Exit code 1 if a reply differs from the undisturbed one or has not exactly one row, or if the keeper
 does not end with 0.
 
-With --kill-worker a worker of the old daemon is killed between the new wheel and the restart. The
-same kill without an upgrade, of the old daemon before and of the new one after, is the control: a
-reply that differs there too differs by the kill.
+With --kill-worker a worker of the old daemon is killed between the new wheel and the restart. There
+are three controls: the same kill without an upgrade, of the old daemon before and of the new one
+after, each beside its own undisturbed replies; and the new daemon's undisturbed replies beside the
+old one's. A reply that differs there too differs by the kill, or by the version.
 
 A wheel of another commit: `git archive COMMIT | tar x -C FOLDER`, then `PENSTOCK_BUILD_KERNELS=all
 pip wheel --no-deps FOLDER`. Minutes, for it compiles the kernels twice: no part of the suite.
@@ -67,8 +68,18 @@ class Comparison:
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
-        self.calm = {name: said(Stream(daemon, name).read().received) for name in BODIES}
-        self.num_asked, self.is_equal = len(BODIES), True
+        self.num_asked, self.is_equal = 0, True
+        self.calm = self.undisturbed()
+
+    def undisturbed(self) -> dict[str, object]:
+        self.num_asked += len(BODIES)
+        return {name: said(Stream(self.daemon, name).read().received) for name in BODIES}
+
+    def begin_anew(self) -> None:
+        """Compare with this version's replies from now on; say which are other than before."""
+        before, self.calm = self.calm, self.undisturbed()
+        changed = [name for name in BODIES if before[name] != self.calm[name]]
+        print(f"undisturbed replies that the new version changes: {changed or 'none'}")
 
     def disturb(self, about: str, act: Callable[[], None]) -> None:
         """Begin the streams, let it happen, read all to their ends, and compare."""
@@ -110,6 +121,7 @@ def main() -> None:
         daemon.wait_ready()
         print(f"started as {sorted(started_as)} before, {sorted(modules_run(daemon))} after")
         if args.kill_worker:
+            compared.begin_anew()
             compared.disturb("new, its worker killed", lambda: kill_worker(daemon))
         daemon.wait_for(lambda: num_rows(daemon)[0] >= compared.num_asked)
         rows, num_ids = num_rows(daemon)

@@ -158,7 +158,7 @@ class OpenReply:
         inbox = self._request.inbox
         try:
             while self._num_open:
-                emitted = await inbox.take(patience_s)
+                emitted = await inbox.next_batch(patience_s)
                 ready = self._take(emitted)
                 if ready or not emitted:
                     yield ready

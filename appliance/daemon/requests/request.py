@@ -121,7 +121,7 @@ class Inbox:
         self._emitted.append(emitted)
         self._wake()
 
-    async def take(self, patience_s: float | None = None) -> list[TokensEmitted]:
+    async def next_batch(self, patience_s: float | None = None) -> list[TokensEmitted]:
         """Take all emitted tokens; wait for the first, at most `patience_s`."""
         if not self._emitted:
             loop = asyncio.get_running_loop()

@@ -46,7 +46,7 @@ class JournaledInbox(Inbox):
         """Say whether the keeper has the journal."""
         return self._journal.fd >= 0
 
-    async def take(self, patience_s: float | None = None) -> list[TokensEmitted]:
+    async def next_batch(self, patience_s: float | None = None) -> list[TokensEmitted]:
         """Take a dead daemon's next batch, or all emitted tokens; record them."""
         if self._journal.batches:
             self._num_replayed += 1
@@ -56,7 +56,7 @@ class JournaledInbox(Inbox):
         if patience_s is not None:
             patience_s = max(patience_s - self._journal.silent_s, 0.0)
             self._journal.silent_s = 0.0
-        emitted = await super().take(patience_s)
+        emitted = await super().next_batch(patience_s)
         self._journal.took([self._tokens_of(each) for each in emitted])
         return emitted
 

@@ -70,7 +70,7 @@ async def test_every_sequence_has_its_tokens_in_order_and_one_end(kept):
     assert not request.is_finished
     await kept.run()
     outputs, ends = {}, []
-    for emitted in await request.inbox.take():
+    for emitted in await request.inbox.next_batch():
         assert emitted.sequence.index not in ends, "tokens after the end"
         outputs.setdefault(emitted.sequence.index, []).extend(emitted.token_ids)
         if emitted.is_last:
@@ -138,12 +138,12 @@ async def test_a_cancel_ends_each_sequence_once_and_names_who_asked_first(kept):
     assert not kept.appliance.cancel(request.request_id, "her"), "nothing of it is live"
     assert not kept.appliance.cancel("cmpl-none", "him")
     assert request.cancelled_by == "him"
-    emitted = await request.inbox.take()
+    emitted = await request.inbox.next_batch()
     assert sorted(one.sequence.index for one in emitted) == [0, 1]
     assert {one.sequence.finish_reason for one in emitted} == {FinishReason.ABORT}
     assert all(one.is_last and not one.token_ids for one in emitted)
     await kept.run()
-    assert not await request.inbox.take(patience_s=0.0), "nothing follows"
+    assert not await request.inbox.next_batch(patience_s=0.0), "nothing follows"
 
 
 async def test_a_sequence_that_is_stopped_keeps_what_counts_and_says_no_more(kept):
@@ -153,7 +153,7 @@ async def test_a_sequence_that_is_stopped_keeps_what_counts_and_says_no_more(kep
     assert sequence.finish_reason is FinishReason.STOP
     assert sequence.output_token_ids == []
     await kept.run()
-    assert not await request.inbox.take(patience_s=0.0)
+    assert not await request.inbox.next_batch(patience_s=0.0)
     assert request.is_finished
 
 

@@ -29,12 +29,12 @@ async def test_all_that_has_come_is_taken_at_once_and_in_order():
     inbox, sent = Inbox(), [emitted(token_id) for token_id in range(3)]
     for one in sent:
         inbox.put_nowait(one)
-    assert await inbox.take() == sent
+    assert await inbox.next_batch() == sent
 
 
 async def test_who_waits_is_woken_once_for_what_comes_together():
     inbox, sent = Inbox(), [emitted(token_id) for token_id in range(3)]
-    taken = asyncio.create_task(inbox.take())
+    taken = asyncio.create_task(inbox.next_batch())
     await asyncio.sleep(0)
     for one in sent:
         inbox.put_nowait(one)
@@ -43,10 +43,10 @@ async def test_who_waits_is_woken_once_for_what_comes_together():
 
 async def test_patience_ends_with_nothing_each_time_it_runs_out():
     inbox = Inbox()
-    assert await inbox.take(0.01) == []
-    assert await inbox.take(0.01) == []
+    assert await inbox.next_batch(0.01) == []
+    assert await inbox.next_batch(0.01) == []
     inbox.put_nowait(emitted(7))
-    assert len(await inbox.take(0.01)) == 1
+    assert len(await inbox.next_batch(0.01)) == 1
 
 
 async def test_patience_begins_anew_with_each_wait(monkeypatch):
@@ -54,12 +54,12 @@ async def test_patience_begins_anew_with_each_wait(monkeypatch):
     clock, calls = [0.0], []
     monkeypatch.setattr(loop, "time", lambda: clock[0])
     monkeypatch.setattr(loop, "call_later", lambda *call: calls.append(call) or asyncio.Event())
-    waits = asyncio.ensure_future(inbox.take(10.0))
+    waits = asyncio.ensure_future(inbox.next_batch(10.0))
     await asyncio.sleep(0)
     clock[0] = 6.0
     inbox.put_nowait(emitted(1))
     await waits
-    waits = asyncio.ensure_future(inbox.take(10.0))
+    waits = asyncio.ensure_future(inbox.next_batch(10.0))
     await asyncio.sleep(0)
     (_, look, patience_s) = calls.pop()
     clock[0] = 10.0
@@ -74,18 +74,18 @@ async def test_patience_begins_anew_with_each_wait(monkeypatch):
 
 async def test_a_cancelled_wait_loses_nothing():
     inbox = Inbox()
-    waits = asyncio.create_task(inbox.take())
+    waits = asyncio.create_task(inbox.next_batch())
     await asyncio.sleep(0)
     waits.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waits
     inbox.put_nowait(emitted(1))
-    assert len(await inbox.take()) == 1
+    assert len(await inbox.next_batch()) == 1
 
 
 async def test_nothing_fires_once_it_is_closed():
     inbox = Inbox()
-    waits = asyncio.create_task(inbox.take(0.01))
+    waits = asyncio.create_task(inbox.next_batch(0.01))
     await asyncio.sleep(0)
     inbox.close()
     await asyncio.sleep(0.05)

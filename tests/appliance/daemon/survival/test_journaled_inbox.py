@@ -36,7 +36,7 @@ async def test_a_continued_reply_keeps_its_stages_and_has_one_first_token(machin
     journal.open(HEAD, [b"request"])
     for index in range(num_tokens):
         step(machine, "decode" if index else "prefill")
-        await first.inbox.take(1)
+        await first.inbox.next_batch(1)
     journal.flush()
     histograms = machine.service.readings().histograms
     before = histograms.ttft_s.total, histograms.itl_s.total
@@ -61,6 +61,6 @@ async def test_the_silence_between_two_daemons_counts_once_until_the_next_ping(m
     journal = Journal()
     request = submit(machine, journal)
     journal.silent_s = 600.0
-    assert await asyncio.wait_for(request.inbox.take(600), 60) == []
+    assert await asyncio.wait_for(request.inbox.next_batch(600), 60) == []
     assert journal.silent_s == 0
     journal.close()
