@@ -216,6 +216,8 @@ def _problem(folder: Path, there: Path) -> str | None:
 
 CLOSE_S = 2.0
 _DAY_S = 86_400
+READS = "stored blocks are being read"
+"""Why the cache is not in use while it is opened."""
 STAGED_PATIENCE = CopyDeadlines(load_ms=1000, store_s=30)
 """Workers copy, possibly after a step; a hung disk is noticed later."""
 
@@ -266,7 +268,7 @@ class SsdCache:
         self.folder = config.ssd_folder
         self.tier: Tier | None = None
         self.slabs: Slabs | None = None
-        self.reason = "it is being opened"
+        self.reason = READS
         """Why the cache is not in use."""
         self.is_off = False
         """True if the cache will not be opened any more."""
@@ -343,7 +345,7 @@ class SsdCache:
         return frame_of(tier, str(self.folder), num_damaged, self.slabs.others.shares)
 
     def _waits(self, about: str) -> None:
-        self.reason = f"it is being opened: {about}"
+        self.reason = about
         self._tell("warning", "ssd.slow", about)
 
     def _off(self, reason: str, *, is_wanted: bool = True) -> None:
@@ -432,7 +434,7 @@ class SsdCache:
 
     async def close(self) -> None:
         """Close the folder; a thread stuck in the disk holds it until the process exits."""
-        self.reason = "it is being opened"
+        self.reason = READS
         has_ended = self._disk is None or await asyncio.to_thread(self._disk.close, CLOSE_S)
         await asyncio.sleep(0)  # what the threads have reported comes first
         self.tier = self._disk = self._staged = None
