@@ -9,8 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from tests import golden
 from tests.benchmarks import console_captures
 from tests.tui import frames
+from tests.tui.screen import console_at
 from tui.widgets import overview
 
 ROOT = Path(__file__).parents[2]
@@ -33,3 +35,11 @@ async def test_captures_of_recorded_frames_are_written_as_text_svg_and_png(tmp_p
     for path in written:
         start = path.read_bytes()[:4]
         assert start == {".svg": b"<svg", ".png": b"\x89PNG", ".txt": b" pen"}[path.suffix]
+
+
+async def test_pictures_of_the_documentation_show_what_is_drawn_today():
+    async with console_at(120, 40, console_captures.synthetic()) as (console, pilot):
+        for page in ("overview", "requests", "kv", "handoff", "events"):
+            console.main.go_to(page)
+            await pilot.pause()
+            golden.check(ROOT / "docs" / f"{page}-120x40.svg", console_captures.drawn(console))
