@@ -71,6 +71,10 @@ class BodyTurns:
         )
         self.large = Turns("large-body", NUM_THREADS)
 
+    def of(self, num_bytes: int) -> Turns:
+        """Choose the threads for a body of that size."""
+        return self.large if num_bytes > MAX_SMALL_BYTES else self.small
+
 
 async def generate(http: HttpRequest, endpoint: Endpoint) -> Reply | Response:
     """Decode, prepare and admit what a body asks; the reply responds when starlette calls it.
@@ -158,7 +162,7 @@ async def _decoded_and_prepared(
         return asked, prepare(appliance, asked.ask, user)
 
     if len(body) > MAX_INLINE_BYTES:
-        return await (turns.large if len(body) > MAX_SMALL_BYTES else turns.small).run(http, both)
+        return await turns.of(len(body)).run(http, both)
     asked = decode(http, endpoint, body)
     if _is_quick(asked.ask):
         return asked, prepare(appliance, asked.ask, user)

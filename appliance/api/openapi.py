@@ -62,6 +62,7 @@ _ERRORS = {
     Dialect.OPENAI: "Error",
     Dialect.ANTHROPIC: "AnthropicError",
     Dialect.OLLAMA: "OllamaError",
+    Dialect.COHERE: "CohereError",
 }
 _LOG_QUERY = {
     "since": WHEN,
@@ -70,6 +71,7 @@ _LOG_QUERY = {
     "after": whole(0, 10**MAX_DIGITS - 1),
 }
 _STATUS = shape({"status": STRING})
+_ANY_MODEL: Json = {"anyOf": [ref("Model"), ref("TextModel")]}
 _CANCELLED = shape({"id": STRING, "status": {"const": "cancelled"}})
 
 
@@ -83,6 +85,11 @@ def _generates(name: str, summary: str, reply: str, body: str, media: str = EVEN
 def _takes(name: str, summary: str, reply: str, body: Json) -> Operation:
     """Describe a POST that answers a question about a body."""
     return Operation(name, summary, ref(reply), body=body, errors=(404, *_WITH_BODY))
+
+
+def _computes(name: str, summary: str, reply: str, body: str) -> Operation:
+    """Describe a POST that computes vectors or scores."""
+    return Operation(name, summary, ref(reply), body=ref(body), errors=_GENERATING)
 
 
 def _may_be_missing(name: str, summary: str, reply: Json) -> Operation:
@@ -175,6 +182,30 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         )
         for (method, path), hint in NOT_HERE.items()
     },
+    ("POST", "/v1/embeddings"): _computes(
+        "createEmbeddings", "Make vectors of texts.", "Embeddings", "EmbeddingsRequest"
+    ),
+    ("POST", "/v1/rerank"): _computes(
+        "rerank", "Sort documents by how well they answer a query.", "Ranking", "RerankRequest"
+    ),
+    ("POST", "/v2/rerank"): _computes(
+        "rerankCohere", "The same, as Cohere's clients ask it.", "Ranking", "RerankRequest"
+    ),
+    ("POST", "/v1/score"): _computes(
+        "score", "Score pairs of texts, as vLLM's API does.", "Scores", "ScoreRequest"
+    ),
+    ("POST", "/api/embed"): _computes(
+        "ollamaEmbed",
+        "Make vectors of texts, as Ollama's API does.",
+        "OllamaVectors",
+        "OllamaEmbedRequest",
+    ),
+    ("POST", "/api/embeddings"): _computes(
+        "ollamaEmbeddings",
+        "Make a vector of one text, as Ollama's older API does.",
+        "OllamaVector",
+        "OllamaEmbeddingsRequest",
+    ),
     ("POST", "/tokenize"): _takes(
         "tokenize",
         "Turn a text, or the prompt that a chat becomes, into token ids.",
@@ -185,10 +216,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "detokenize", "Turn token ids into text.", "Text", ref("DetokenizeRequest")
     ),
     ("GET", "/v1/models"): Operation(
-        "listModels", "The one model that is served.", listing(ref("Model"))
+        "listModels", "The models that a request may name.", listing(_ANY_MODEL)
     ),
     ("GET", "/v1/models/{id}"): _may_be_missing(
-        "getModel", "A model by its id, in which slashes may be encoded.", ref("Model")
+        "getModel", "A model by its id, in which slashes may be encoded.", _ANY_MODEL
     ),
     ("GET", "/api/v0/models"): Operation(
         "lmStudioModels",

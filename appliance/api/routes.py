@@ -23,11 +23,12 @@ from appliance.api.edge import ApiApplication
 from appliance.api.endpoints import ENDPOINTS
 from appliance.api.generation import BodyTurns, generating_routes
 from appliance.api.ollama.models import ollama_routes
-from appliance.api.openai.replies import model_object, other_model_object
+from appliance.api.openai.replies import model_object, other_model_object, text_model_object
 from appliance.api.openapi import document
 from appliance.api.operator.cache import cache_routes, metrics
 from appliance.api.operator.handlers import control_routes, log_routes, switch_roles
 from appliance.api.responses.store import ResponseStore, memory_routes
+from appliance.api.texts.serving import text_routes
 from appliance.api.tokenize import tokenize_routes
 from appliance.observe.frame.protocol import FRAME_VERSION
 from engine.errors import Unavailable
@@ -41,6 +42,7 @@ def build_app(appliance: Appliance) -> ApiApplication:
             *generating_routes(),
             *memory_routes(),
             *tokenize_routes(),
+            *text_routes(),
             *ollama_routes(),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
@@ -71,6 +73,7 @@ async def models(http: Request) -> Response:
     listed += [
         other_model_object(name, is_loaded=_is_resident(appliance, name)) for name in served.others
     ]
+    listed += [text_model_object(one, served) for one in appliance.text_encoders.values()]
     return json_response({"object": "list", "data": listed})
 
 
@@ -86,6 +89,17 @@ async def lm_studio_models(http: Request) -> Response:
         for state in (
             "loaded" if name == served.model_id or _is_resident(appliance, name) else "not-loaded",
         )
+    ]
+    listed += [
+        {
+            "id": one.name,
+            "object": "model",
+            "type": {"embedding": "embeddings", "rerank": "rerank"}[one.kind],
+            "publisher": "penstock",
+            "state": "loaded",
+            "max_context_length": one.max_tokens,
+        }
+        for one in appliance.text_encoders.values()
     ]
     return json_response({"object": "list", "data": listed})
 
@@ -114,6 +128,8 @@ async def model(http: Request) -> Response:
     served = appliance.model
     if asked in served.others:
         return json_response(other_model_object(asked, is_loaded=_is_resident(appliance, asked)))
+    if (encoder := appliance.text_encoders.get(asked.removesuffix(":latest"))) is not None:
+        return json_response(text_model_object(encoder, served))
     if not served.is_called(asked):
         raise model_not_found(asked, served)
     return json_response(model_object(served))

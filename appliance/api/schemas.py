@@ -38,6 +38,13 @@ from appliance.api.schema_words import (
     shape,
     whole,
 )
+from appliance.api.texts.fields import (
+    EmbeddingsRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from appliance.api.tokenize import (
     DetokenizeRequest,
     TokenizeChat,
@@ -63,6 +70,7 @@ _BODIES = [
     *(MessagesRequest, CountTokensRequest, Turn, ClientTool),
     *(OllamaChatRequest, OllamaMessage, OllamaGenerateRequest, OllamaModelRequest),
     *(OllamaPullRequest, OllamaTool),
+    *(EmbeddingsRequest, RerankRequest, ScoreRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest),
     *(TokenizePrompt, TokenizeContent, TokenizeChat, DetokenizeRequest, RolesRequest),
 ]
 TOKENIZE: Json = {"anyOf": [ref("TokenizePrompt"), ref("TokenizeContent"), ref("TokenizeChat")]}
@@ -140,6 +148,17 @@ REPLIES: Json = {
         {"parameters": STRING},
     ),
     "OllamaError": shape({"error": STRING}),
+    "OllamaVectors": shape(
+        {
+            "model": STRING,
+            "embeddings": items(items(NUMBER)),
+            "total_duration": COUNT,
+            "load_duration": COUNT,
+            "prompt_eval_count": COUNT,
+        }
+    ),
+    "OllamaVector": shape({"embedding": items(NUMBER)}),
+    "CohereError": shape({"id": STRING, "message": STRING}),
 }
 
 
@@ -172,7 +191,50 @@ _REPLY: Json = {
     "system_fingerprint": STRING,
 }
 
+_TEXTS_USAGE: Json = shape({"prompt_tokens": COUNT, "total_tokens": COUNT})
+_SHARE: Json = {"type": "number", "minimum": 0, "maximum": 1}
+
 _REPLIES: Json = {
+    "Embeddings": shape(
+        {
+            "object": {"const": "list"},
+            "model": STRING,
+            "data": items(
+                shape(
+                    {
+                        "object": {"const": "embedding"},
+                        "index": COUNT,
+                        "embedding": {"anyOf": [items(NUMBER), STRING]},
+                    }
+                )
+            ),
+            "usage": _TEXTS_USAGE,
+        }
+    ),
+    "Ranking": shape(
+        {
+            "id": STRING,
+            "model": STRING,
+            "results": items(
+                shape(
+                    {"index": COUNT, "relevance_score": _SHARE},
+                    {"document": shape({"text": STRING})},
+                )
+            ),
+            "usage": _TEXTS_USAGE,
+            "meta": OBJECT,
+        }
+    ),
+    "Scores": shape(
+        {
+            "id": STRING,
+            "object": {"const": "list"},
+            "created": COUNT,
+            "model": STRING,
+            "data": items(shape({"object": {"const": "score"}, "index": COUNT, "score": _SHARE})),
+            "usage": _TEXTS_USAGE,
+        }
+    ),
     "Completion": shape(
         {
             **_REPLY,
@@ -277,6 +339,18 @@ _REPLIES: Json = {
             },
         },
         {"note": STRING, "root": STRING, "tool_parser": STRING, "reasoning_parser": STRING},
+    ),
+    "TextModel": shape(
+        {
+            "id": STRING,
+            "object": {"const": "model"},
+            "created": COUNT,
+            "owned_by": STRING,
+            "max_model_len": COUNT,
+            "kind": one_of("embedding", "rerank"),
+            "prompts": items(STRING),
+        },
+        {"num_dimensions": COUNT},
     ),
     "Error": shape(
         {

@@ -42,7 +42,7 @@ from appliance.fleet.weights_plan import (
     plan_weights,
 )
 from appliance.fleet.worker_counts import STARTED_TWO
-from appliance.hub.facts import ModelFacts, facts_of
+from appliance.hub.facts import ModelFacts, facts_of, facts_of_texts
 from appliance.hub.names import STARTER_FOLDER, HubName, model_name
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
@@ -555,6 +555,7 @@ def model_info(plan: BootPlan, tokenizer: Tokenizer) -> ModelInfo:
         reasoning_parser=plan.reasoning_parser,
         folder=str(plan.checkpoint.folder),
         others=plan.others,
+        text_models={one.model.name: facts_of_texts(one.model.config) for one in plan.texts},
         facts=facts,
         has_records=plan.placement.record_blocks > 0,
     )

@@ -5,11 +5,13 @@ Invariant: every value is read from the files; nothing is guessed from a name.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # reading checkpoints costs every verb of the CLI 20 ms
     from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.text_model import TextModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class ModelFacts:
     file_format: str
     """`safetensors` or `gguf`."""
     family: str
-    """The `model_type` of config.json."""
+    """The `model_type` of config.json; of a model of texts, its architecture."""
     size_bytes: int
     """Bytes of its weights, as stored."""
     num_parameters: int
@@ -52,4 +54,23 @@ def facts_of(checkpoint: Checkpoint) -> ModelFacts:
         num_kv_heads=config.num_kv_heads,
         vocab_size=config.vocab_size,
         modified=int(min(file.stat().st_mtime for file in checkpoint.files)),
+    )
+
+
+def facts_of_texts(config: TextModelConfig) -> ModelFacts:
+    """Take the facts from the configuration of a model of whole texts."""
+    tensors = config.tensors.values()
+    return ModelFacts(
+        file_format="safetensors",
+        family=config.family.architectures[0].removesuffix("Model").lower(),
+        size_bytes=config.num_bytes,
+        num_parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        dtype=config.stored_dtype,
+        context_length=config.max_tokens,
+        hidden_size=config.hidden_size,
+        num_layers=len(config.layers),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        vocab_size=config.vocab_size,
+        modified=int(min(file.stat().st_mtime for file in {tensor.file for tensor in tensors})),
     )

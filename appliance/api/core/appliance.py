@@ -11,6 +11,7 @@ from typing import IO, Protocol
 
 from appliance.daemon.requests.request import ModelInfo, Peer, Request
 from appliance.daemon.requests.text_encoder import TextEncoder
+from appliance.daemon.requests.text_request import TextRequest
 from appliance.fleet.roles_change import RolesChange
 from appliance.fleet.swaps import Swaps
 from appliance.observe.frame.histograms import Histograms
@@ -126,6 +127,12 @@ class Appliance(Protocol):
 
     def measure(self) -> dict[str, object]:
         """Allow measuring once more; return the progress. Raises as measurement()."""
+
+    def open_texts(self, request: TextRequest) -> None:
+        """Show an accepted request for vectors or scores, until it is closed."""
+
+    def close_texts(self, request: TextRequest, http_status: int) -> None:
+        """Write its log row: the reply is about to be sent, or its client is gone."""
 
     def close(self, request: Request, http_status: int) -> None:
         """Write the log row: the last reply has been sent, or its client is gone."""

@@ -17,11 +17,12 @@ class Dialect(Enum):
     OPENAI = "/"
     ANTHROPIC = "/v1/messages"
     OLLAMA = "/api"
+    COHERE = "/v2"
 
 
 def dialect_of(path: str) -> Dialect:
     """Find the API that a path belongs to; OpenAI's where no other does."""
-    for dialect in (Dialect.ANTHROPIC, Dialect.OLLAMA):
+    for dialect in (Dialect.ANTHROPIC, Dialect.OLLAMA, Dialect.COHERE):
         if path == dialect.value or path.startswith(dialect.value + "/"):
             return dialect
     return Dialect.OPENAI
@@ -44,6 +45,8 @@ def error_body(dialect: Dialect, error: RequestError, request_id: str = "") -> d
     message = f"{error.what}; {error.hint}" if error.hint else error.what
     if dialect is Dialect.OLLAMA:
         return {"error": message}
+    if dialect is Dialect.COHERE:
+        return {"id": request_id, "message": message}
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
         told = {"type": kind, "message": message}

@@ -26,6 +26,13 @@ def check_model(asked: object, model: ModelInfo) -> None:
 
 def model_not_found(asked: str, model: ModelInfo) -> RequestError:
     """Another model was asked for than the one that is served."""
+    if asked.removesuffix(":latest") in model.text_models:
+        return RequestError(
+            f"`{asked}` writes no text; `{model.model_id}` does",
+            code="wrong_model",
+            param="model",
+            hint="POST /v1/embeddings makes vectors, /v1/rerank scores",
+        )
     if asked.removesuffix(":latest") in model.others:
         what = f"`{asked}` is not served now, `{model.model_id}` is; a request that generates swaps"
     else:

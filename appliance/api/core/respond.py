@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
@@ -21,7 +20,13 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.api.core.ask import Ask
 from appliance.api.core.stream import Delta, OpenReply, PromptEcho
-from appliance.api.core.wire import UNBUFFERED, appliance_of, arrival_of, error_response
+from appliance.api.core.wire import (
+    UNBUFFERED,
+    appliance_of,
+    arrival_of,
+    error_response,
+    ignored_header,
+)
 from appliance.daemon.requests.request import CLIENT_CLOSED_REQUEST, FAILED, HUNG_UP, Request
 from appliance.daemon.survival.journal import Differs, drawn
 from engine.errors import RequestError, Unavailable
@@ -30,8 +35,6 @@ from engine.wire.finish_reason import FinishReason
 KEEP_ALIVE_S = 10.0
 MAX_INLINE_LOGPROBS = 2048
 """Replies that tell more of them at once are written in a thread."""
-MAX_IGNORED = 20
-"""Names in the header that tells which fields had no effect."""
 
 _log = logging.getLogger(__name__)
 
@@ -196,11 +199,7 @@ class Reply:
 
     def headers(self) -> dict[str, str]:
         """Return the headers beyond every reply's."""
-        names = self._ask.ignored[:MAX_IGNORED]
-        if not names:
-            return {}
-        clean = [re.sub(r"[^A-Za-z0-9_.-]", "", name)[:64] for name in names]
-        return {"x-penstock-ignored": ", ".join(filter(None, clean))}
+        return ignored_header(self._ask.ignored)
 
     def _failure(self, deltas: list[Delta]) -> RequestError | None:
         """Why there is no proper end; a cancel by its own id is one, with reason `abort`."""

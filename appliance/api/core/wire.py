@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -30,6 +30,7 @@ from engine.errors import Forbidden, RequestError
 
 UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 """The headers of a reply in parts: nginx and other proxies pass each part on as it comes."""
+_MAX_IGNORED = 20
 _KEY = "arrival"
 """Under which the scope's state has it; nothing else is passed on there."""
 
@@ -139,6 +140,14 @@ def error_response(http: Request, error: RequestError) -> Response:
         headers["retry-after-ms"] = str(error.retry_after_ms)
     body = error_body(dialect_of(http.scope["path"]), error, headers["x-request-id"])
     return json_response(body, status=error.status, headers=headers)
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Make the header that names the fields without effect; none: no header."""
+    if not names:
+        return {}
+    clean = [re.sub(r"[^A-Za-z0-9_.-]", "", name)[:64] for name in names[:_MAX_IGNORED]]
+    return {"x-penstock-ignored": ", ".join(filter(None, clean))}
 
 
 def reply_headers(http: Request) -> dict[str, str]:

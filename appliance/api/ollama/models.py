@@ -21,7 +21,7 @@ from appliance.api.core.model_choice import check_model
 from appliance.api.core.prompts import infill_of
 from appliance.api.core.wire import appliance_of, json_response, require, streamed
 from appliance.api.ollama import fields as bodies
-from appliance.daemon.requests.request import Role
+from appliance.daemon.requests.request import ModelInfo, Role
 from appliance.hub.facts import ModelFacts
 from appliance.hub.names import HubName, a_model
 from appliance.json.fields import Json, check, decode_object, invalid_value
@@ -90,7 +90,7 @@ async def show_version(http: HttpRequest) -> Response:
 async def tags(http: HttpRequest) -> Response:
     """List the served model, and the models that a request may name instead."""
     model = appliance_of(http).model
-    known = {model.model_id: model.facts, **model.others}
+    known = {model.model_id: model.facts, **model.others, **model.text_models}
     return json_response({"models": [_listed(name, facts) for name, facts in known.items()]})
 
 
@@ -115,7 +115,13 @@ async def running(http: HttpRequest) -> Response:
         | {"size": one.num_bytes, "size_vram": 0, "expires_at": one.expires_at or NEVER}
         for one in parked
     ]
-    return json_response({"models": [told, *others]})
+    texts = [
+        _listed(name, facts)
+        | {"size": facts.size_bytes, "size_vram": 0, "expires_at": NEVER}
+        | {"context_length": facts.context_length}
+        for name, facts in model.text_models.items()
+    ]
+    return json_response({"models": [told, *others, *texts]})
 
 
 async def show(http: HttpRequest) -> Response:
@@ -126,6 +132,8 @@ async def show(http: HttpRequest) -> Response:
     name = asked.name if asked.model is None else asked.model
     if name is not None and (plain := name.removesuffix(":latest")) in model.others:
         return json_response(_shown(plain, model.others[plain], None) | {"template": ""})
+    if name is not None and (plain := name.removesuffix(":latest")) in model.text_models:
+        return json_response(_text_model_shown(plain, model, appliance))
     check_model(name, model)
     template = appliance.tokenizer.chat_template
     told = _shown(model.model_id, model.facts, model.max_model_len)
@@ -135,6 +143,15 @@ async def show(http: HttpRequest) -> Response:
         "capabilities": _capabilities(appliance),
     }
     return json_response(told)
+
+
+def _text_model_shown(name: str, model: ModelInfo, appliance: Appliance) -> Json:
+    """Describe a model of texts; Ollama has a word for those that make vectors alone."""
+    encoder, facts = appliance.text_encoders[name], model.text_models[name]
+    told = _shown(name, facts, encoder.max_tokens)
+    if encoder.num_dimensions is not None:
+        told["model_info"][f"{facts.family}.embedding_length"] = encoder.num_dimensions
+    return told | {"template": "", "capabilities": [encoder.kind]}
 
 
 def _capabilities(appliance: Appliance) -> list[str]:
@@ -231,7 +248,8 @@ class _Pulls:
         model = appliance_of(http).model
         asked, is_stream = body.model or body.name or "", body.stream is not False
         plain = asked.removesuffix(":latest")
-        if plain == model.model_id or model.others.get(plain) is not None:
+        is_beside = plain in model.text_models or model.others.get(plain) is not None
+        if plain == model.model_id or is_beside:
             lines = _is_here()
         else:
             require(http, Role.OPERATOR)

@@ -21,6 +21,7 @@ from appliance.api.core.wire import error_object
 from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.logprobs import Json, chat_logprobs, completion_logprobs, prompt_logprobs
 from appliance.daemon.requests.request import ModelInfo, Request
+from appliance.daemon.requests.text_encoder import TextEncoder
 from appliance.json.lines import encode_line
 from appliance.observe.frame.protocol import iso_time
 from engine.errors import RequestError
@@ -360,4 +361,25 @@ def model_object(model: ModelInfo) -> Json:
             name: {"value": value, "source": "model" if name in model.sampling else "default"}
             for name, value in model.sampling_in_force.items()
         },
+    }
+
+
+def text_model_object(encoder: TextEncoder, model: ModelInfo) -> Json:
+    """Write a model of texts as an entry of /v1/models.
+
+    Args:
+        model: the one beside which it is served, which knows its files.
+    """
+    facts = model.text_models.get(encoder.name)
+    return {
+        "id": encoder.name,
+        "object": "model",
+        "type": "model",
+        "display_name": encoder.name,
+        "created": facts.modified if facts else 0,
+        "owned_by": "penstock",
+        "max_model_len": encoder.max_tokens,
+        "kind": encoder.kind,
+        "num_dimensions": encoder.num_dimensions,
+        "prompts": list(encoder.prompts),
     }

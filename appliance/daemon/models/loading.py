@@ -146,6 +146,7 @@ class Fetching:
 
     model = tokenizer = property(_refuse)
     check_available = next_seq_id = submit = stop_sequence = close = cancel = _refuse
+    open_texts = close_texts = _refuse
     drain = resume = set_roles = measurement = measure = _refuse
     refused = check_room = queue_place = owner_of = request_frame = degraded_reason = _nothing
 

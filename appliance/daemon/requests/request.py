@@ -302,6 +302,9 @@ class ModelInfo:
     others: Mapping[str, ModelFacts | None] = field(default_factory=dict)
     """Models that a request may name instead; each is swapped in when one does. None: its files
     are not on this machine yet."""
+    text_models: Mapping[str, ModelFacts] = field(default_factory=dict)
+    """Models beside it that make vectors or scores of texts, which are asked at paths of their
+    own."""
     facts: ModelFacts | None = None
     """What the model's files say of it; None: they are still being fetched."""
     has_records: bool = False
@@ -310,6 +313,8 @@ class ModelInfo:
     def is_called(self, name: str) -> bool:
         """Say whether a client's name for a model means this one."""
         plain = name.removesuffix(":latest")  # which Ollama's clients add
+        if plain in self.text_models:  # also where an alias is any text
+            return False
         is_own = self.model_id in (plain, plain.removesuffix(".gguf"))  # or its file's name
         return is_own or any(fnmatchcase(plain, one) for one in self.aliases)
 

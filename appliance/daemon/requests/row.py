@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from appliance.daemon.requests.request import Peer, Request
+from appliance.daemon.requests.text_request import TextRequest
 from appliance.observe.frame.latency import in_order
 from appliance.observe.frame.protocol import RequestFrame, computed_at_end
 from engine.scheduler.sequences.sequence import Sequence
@@ -182,10 +183,18 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
                 "key_name": peer.key,
                 "http_status": http_status,
                 "recoveries": 0,
-                "t_tokenized_us": 0,
+                "t_tokenized_us": int(1e3 * (frame.tokenize_ms or 0.0)),
                 "t_finished_us": int(1e3 * frame.age_ms),
             }
         )
+
+    @classmethod
+    def from_texts(cls, request: TextRequest, now_ns: int, *, http_status: int) -> LogRow:
+        """Build the row of a request for vectors or scores: a prompt without an answer."""
+        frame, client_rid = request.frame(now_ns), request.client_request_id
+        row = cls.of_waiting(frame, request.peer, client_rid, http_status)
+        ended_us = None if request.finished_ns is None else row.t_finished_us
+        return msgspec.structs.replace(row, t_started_us=row.t_tokenized_us, t_finished_us=ended_us)
 
 
 def kept_frame(row: LogRow, num_tokens: int | None, now: float) -> RequestFrame:

@@ -31,7 +31,9 @@ from appliance.daemon.requests.request import (
 )
 from appliance.daemon.requests.row import LogRow, frame_of_row
 from appliance.daemon.requests.text_encoder import TextEncoder
+from appliance.daemon.requests.text_request import TextRequest
 from appliance.daemon.serving.closed_requests import ClosedRequests
+from appliance.daemon.serving.open_texts import OpenTexts
 from appliance.daemon.serving.text_computing import TextComputing
 from appliance.daemon.survival.keeper_channel import keeper_problem
 from appliance.devices.machine import Devices
@@ -112,6 +114,7 @@ class Service:
         self.texts = TextComputing(self._begin_texts, self._texts_moved)
         self._serve_texts(plan)
         self._closed = ClosedRequests(request_log)
+        self._open_texts = OpenTexts(request_log, self._closed, self._totals, self._telemetry.today)
         self._last_seq_id, self._num_checked = 0, -1
         self._next_reader_event_s = 0.0
         self._refusals_logged_s = 0.0
@@ -245,6 +248,14 @@ class Service:
         self.idle.clear()
         self._totals.accepted += 1
 
+    def open_texts(self, request: TextRequest) -> None:
+        """Show a request for vectors or scores until it is closed."""
+        self._open_texts.open(request)
+
+    def close_texts(self, request: TextRequest, http_status: int) -> None:
+        """Close such a request after its reply, or after its client disconnected."""
+        self._open_texts.close(request, http_status)
+
     def refused(self, peer: Peer, error: RequestError) -> None:
         """Count a request that was answered with an error, and has no row."""
         self._telemetry.refusals.count(peer, error, time.monotonic())
@@ -296,13 +307,16 @@ class Service:
         """Name of the peer whose live request it is; None if the id is not live."""
         if (request := self._live.get(request_id)) is not None:
             return request.peer.name
+        if (owner := self._open_texts.owner_of(request_id)) is not None:
+            return owner
         return None if self.swaps is None else self.swaps.owner_of(request_id)
 
     def cancel(self, request_id: str, by: str) -> bool:
         """Abort every unfinished sequence of a live request; False if the id is not live."""
         request = self._live.get(request_id)
         if request is None or request.is_finished:
-            return self.swaps is not None and self.swaps.cancel(request_id, by)
+            is_ended = self._open_texts.cancel(request_id, by)
+            return is_ended or (self.swaps is not None and self.swaps.cancel(request_id, by))
         request.cancelled_by = request.cancelled_by or by
         for sequence in request.sequences:
             self._router.abort(sequence, FinishReason.ABORT, time.monotonic_ns())
@@ -477,7 +491,8 @@ class Service:
 
     @property
     def drain_status(self) -> str:
-        return f"{len(self._live)} running" if self._live else "nothing running"
+        num_running = len(self._live) + len(self._open_texts)
+        return f"{num_running} running" if num_running else "nothing running"
 
     def stop_accepting(
         self, by: str = "a signal", again: str = "", *, takes_stragglers: bool = False
@@ -490,7 +505,8 @@ class Service:
                 crosses the signal is refused; new connections wait for the next daemon.
         """
         self.availability.stop(takes_stragglers=takes_stragglers)
-        hint = f". {again} ends them now" if again and self._live else ""
+        is_busy = bool(self._live or self._open_texts)
+        hint = f". {again} ends them now" if again and is_busy else ""
         self._tell_of_drain(f"Stopping ({by}); {self.drain_status}{hint}", by)
 
     def _tell_of_drain(self, about: str, by: str) -> None:
@@ -504,9 +520,8 @@ class Service:
 
         Replies that are complete, to clients that do not read them, are waited for `grace_s`.
         """
-        while not (
-            self.texts.is_idle and all(request.is_finished for request in self._live.values())
-        ):
+        await self._open_texts.idle.wait()
+        while not all(request.is_finished for request in self._live.values()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.idle.wait(), DRAIN_CHECK_S)
         with contextlib.suppress(TimeoutError):
@@ -564,7 +579,8 @@ class Service:
         if survived is not None:
             survived = msgspec.structs.replace(survived, num_waiting=len(kept))
         lost = self._log.rows_lost
-        return ServiceState(reason, live, self._totals, lost, self.swaps, kept, survived)
+        texts = self._open_texts.frames(time.monotonic_ns())
+        return ServiceState(reason, live, self._totals, lost, self.swaps, kept, survived, texts)
 
     def _check_when_idle(self) -> None:
         if not self._router.is_idle or self._num_checked == self._totals.accepted:

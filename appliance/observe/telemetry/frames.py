@@ -75,6 +75,8 @@ class ServiceState:
     kept: list[RequestFrame] = field(default_factory=list)
     """Requests of the previous daemon that wait for the model to be loaded."""
     survived: SurvivedFrame | None = None
+    texts: list[RequestFrame] = field(default_factory=list)
+    """Open requests for vectors and scores, the oldest first."""
 
 
 class Frames:
@@ -213,7 +215,7 @@ class Frames:
     ) -> list[RequestFrame]:
         waiting = [] if standing.swaps is None else standing.swaps.requests(now_ns)
         live = [self._request(request, snapshot, now_ns) for request in standing.live[:most]]
-        return [*standing.kept, *live, *waiting][:most]
+        return [*standing.kept, *live, *standing.texts, *waiting][:most]
 
     def _request(self, request: Request, snapshot: Snapshot | None, now_ns: int) -> RequestFrame:
         frame = request_frame(request, snapshot, now_ns)

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 
 from appliance.daemon.requests.request import Request
+from appliance.daemon.requests.text_request import TextRequest
 from appliance.fleet.worker_state import WorkerState
 from appliance.observe.frame.histograms import Histograms
 from appliance.observe.frame.latency import stages
@@ -87,7 +88,7 @@ class Today:
         names = ("requests", "errors", "prompt_tokens", "completion_tokens")
         self.frame = TodayFrame(_midnight(day), *(int(sums.get(name) or 0) for name in names))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request | TextRequest) -> None:
         """Count a request that has ended."""
         frame = self.at(utc_now())
         frame.requests += 1

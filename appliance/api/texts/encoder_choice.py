@@ -1,0 +1,60 @@
+"""Find the model of texts that a client means; a chat model makes no vectors, nor the other way.
+
+Never: swaps a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from appliance.daemon.requests.request import ModelInfo
+from appliance.daemon.requests.text_encoder import TextEncoder
+from appliance.json.fields import invalid_type
+from engine.errors import RequestError
+
+_SETTINGS = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
+_MAKES = {"embedding": "makes vectors", "rerank": "scores pairs of texts"}
+
+
+def choose_encoder(
+    asked: object,
+    kind: Literal["embedding", "rerank"],
+    encoders: Mapping[str, TextEncoder],
+    served: ModelInfo,
+) -> TextEncoder:
+    """Find the served model of a kind by its name; no name, and an alias, mean the one there is.
+
+    Raises:
+        RequestError: 404 `model_not_found`, or 400 `wrong_model` for one of another kind.
+    """
+    if asked is not None and not isinstance(asked, str):
+        raise invalid_type("model", "a string", asked)
+    name = (asked or "").removesuffix(":latest")
+    found = next((one for one in encoders.values() if one.kind == kind), None)
+    if found is None:
+        raise _not_found(f"no model that {_MAKES[kind]} is served", f"serve {_SETTINGS[kind]} NAME")
+    if name in ("", found.name):
+        return found
+    if name in encoders or name in (served.model_id, *served.others):
+        does = _MAKES[encoders[name].kind] if name in encoders else "writes text"
+        raise RequestError(
+            f"`{name[:200]}` {does}; here `{found.name}` is to be asked",
+            code="wrong_model",
+            param="model",
+        )
+    if served.is_called(name):
+        return found
+    what = f"the model `{name[:200]}` does not exist here; `{found.name}` {_MAKES[kind]}"
+    raise _not_found(what)
+
+
+def _not_found(what: str, hint: str = "") -> RequestError:
+    return RequestError(
+        what,
+        code="model_not_found",
+        param="model",
+        status=404,
+        kind="not_found_error",
+        hint=hint,
+    )

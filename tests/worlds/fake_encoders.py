@@ -1,0 +1,75 @@
+"""A model of texts that computes on the loop, and a vector and a score that tests can foretell."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Literal
+
+from engine.errors import QueueFull
+from engine.text.tokenizer import Tokenizer
+
+DIMENSIONS = 8
+
+
+class FakeEncoder:
+    """A TextEncoder: a vector counts the tokens by their ids modulo DIMENSIONS.
+
+    A score is the number of the document's tokens that the query has, less 2.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        kind: Literal["embedding", "rerank"],
+        *,
+        name: str = "",
+        max_tokens: int = 64,
+    ) -> None:
+        self.name = name or f"fake/tiny-{kind}"
+        self.kind = kind
+        self.max_tokens = max_tokens
+        self.num_dimensions = DIMENSIONS if kind == "embedding" else None
+        self.prompts = {"query": "query: "} if kind == "embedding" else {}
+        self.gate = asyncio.Event()
+        """Nothing is computed until it is set."""
+        self.gate.set()
+        self.asked: list[tuple[str, list[list[int]]]] = []
+        """Owners and their texts, in order."""
+        self.num_dropped = 0
+        self.is_full = False
+        self.failure: Exception | None = None
+        self._tokenizer = tokenizer
+        self._end = tokenizer.special_id("<|end|>")
+
+    def tokenize(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text), self._end]
+
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        return [*self.tokenize(query), *self._tokenizer.encode(document, False), self._end]
+
+    async def compute(self, owner: str, texts: Sequence[Sequence[int]]) -> list[array[float]]:
+        if self.is_full:
+            raise QueueFull("texts wait", retry_after_ms=1000)
+        assert all(1 <= len(ids) <= self.max_tokens for ids in texts)
+        self.asked.append((owner, [list(ids) for ids in texts]))
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.num_dropped += 1
+            raise
+        if self.failure is not None:
+            raise self.failure
+        return [self.vector(ids) if self.kind == "embedding" else self.score(ids) for ids in texts]
+
+    def vector(self, ids: Sequence[int]) -> array[float]:
+        counts = [0.0] * DIMENSIONS
+        for token_id in ids:
+            counts[token_id % DIMENSIONS] += 1.0
+        return array("f", counts)
+
+    def score(self, ids: Sequence[int]) -> array[float]:
+        border = list(ids).index(self._end)
+        query, document = set(ids[1:border]), ids[border + 1 : -1]
+        return array("f", [sum(one in query for one in document) - 2.0])
