@@ -15,6 +15,7 @@ from appliance.api.core.appliance import Readings
 from appliance.api.formats.format_choice import output_format_of
 from appliance.daemon.requests.request import ModelInfo, Peer, Request, TokensEmitted
 from appliance.daemon.requests.text_encoder import TextEncoder
+from appliance.daemon.requests.text_request import TextRequest
 from appliance.fleet.roles_change import RolesChange
 from appliance.observe.frame.histograms import Histograms
 from appliance.observe.log.query import EventQuery, RowQuery, Span, UsageQuery
@@ -86,6 +87,11 @@ class FakeAppliance:
         """Log-probability of each token of a sequence, by its index."""
         self.live: dict[str, Request] = {}
         self.submitted: list[Request] = []
+        self.open_texts_now: list[TextRequest] = []
+        self.has_texts = asyncio.Event()
+        """Set from the first of them on."""
+        self.closed_texts: list[tuple[TextRequest, int]] = []
+        """Requests for vectors and scores, and their HTTP statuses, in order."""
         self.closed: list[tuple[str, int]] = []
         """Request ids and HTTP statuses, in order."""
         self.events: list[tuple[str, str, str]] = []
@@ -204,6 +210,14 @@ class FakeAppliance:
             self._finish(sequence, FinishReason.ABORT)
             request.inbox.put_nowait(TokensEmitted(sequence, [], [], True))
         return True
+
+    def open_texts(self, request: TextRequest) -> None:
+        self.open_texts_now.append(request)
+        self.has_texts.set()
+
+    def close_texts(self, request: TextRequest, http_status: int) -> None:
+        self.open_texts_now.remove(request)  # a second close raises
+        self.closed_texts.append((request, http_status))
 
     def close(self, request: Request, http_status: int) -> None:
         assert request.is_finished, "closed while a sequence runs"

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Literal
 
-from engine.errors import QueueFull
+from engine.errors import QueueFull, RequestError
 from engine.text.tokenizer import Tokenizer
 
 DIMENSIONS = 8
@@ -53,9 +53,12 @@ class FakeEncoder:
         if self.is_full:
             raise QueueFull("texts wait", retry_after_ms=1000)
         assert all(1 <= len(ids) <= self.max_tokens for ids in texts)
+        if not all(0 <= one < self._tokenizer.vocab_size for ids in texts for one in ids):
+            raise RequestError("a token that the model does not know", code="unknown_token")
         self.asked.append((owner, [list(ids) for ids in texts]))
         try:
             await self.gate.wait()
+            await asyncio.sleep(0.001)
         except asyncio.CancelledError:
             self.num_dropped += 1
             raise

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from appliance.api.texts import fields, replies
 from appliance.api.texts.ask import (
@@ -26,9 +27,13 @@ from engine.errors import RequestError
 
 TO_THE_END = -1
 """Cut texts to what the model takes."""
-Vectors = Sequence[array[float]]
-Write = Callable[[Vectors, TextRequest], Json]
-"""Writes a reply, given the vectors or scores."""
+
+
+class Write(Protocol):
+    """Writes a reply."""
+
+    def __call__(self, computed: Sequence[array[float]], request: TextRequest, /) -> Json:
+        """Write it, given the vectors or scores."""
 
 
 def embeddings(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]:
@@ -44,7 +49,7 @@ def embeddings(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]:
     )
     is_base64 = asked.encoding_format == "base64"
 
-    def write(computed: Vectors, request: TextRequest) -> Json:
+    def write(computed: Sequence[array[float]], request: TextRequest) -> Json:
         vectors = [replies.vector_of(one, dimensions, is_unit=False) for one in computed]
         return replies.embeddings_reply(
             request.model, vectors, texts.num_tokens, is_base64=is_base64
@@ -65,7 +70,7 @@ def rerank(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]:
         document_tokens=asked.max_tokens_per_doc,
     )
 
-    def write(computed: Vectors, request: TextRequest) -> Json:
+    def write(computed: Sequence[array[float]], request: TextRequest) -> Json:
         return replies.rerank_reply(
             request.request_id,
             request.model,
@@ -96,7 +101,7 @@ def score(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]:
         cut=asked.truncate_prompt_tokens,
     )
 
-    def write(computed: Vectors, request: TextRequest) -> Json:
+    def write(computed: Sequence[array[float]], request: TextRequest) -> Json:
         scores = [replies.relevance(raw) for raw in computed]
         now = int(time.time())
         return replies.score_reply(request.request_id, request.model, scores, pairs.num_tokens, now)
@@ -112,7 +117,7 @@ def ollama_embed(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]:
     cut = None if asked.truncate is False else TO_THE_END
     texts = tokenize_texts(encoder, inputs, "input", cut=cut)
 
-    def write(computed: Vectors, request: TextRequest) -> Json:
+    def write(computed: Sequence[array[float]], request: TextRequest) -> Json:
         vectors = [replies.vector_of(one, dimensions, is_unit=True) for one in computed]
         took_ns = time.monotonic_ns() - request.arrived_ns
         return replies.ollama_embed_reply(request.model, vectors, texts.num_tokens, took_ns)
@@ -126,7 +131,7 @@ def ollama_embeddings(body: Json, encoder: TextEncoder) -> tuple[TextAsk, Write]
     prompts = [asked.prompt] if asked.prompt else []
     texts = tokenize_texts(encoder, prompts, "prompt", cut=TO_THE_END)
 
-    def write(computed: Vectors, request: TextRequest) -> Json:
+    def write(computed: Sequence[array[float]], request: TextRequest) -> Json:
         return {"embedding": replies.numbers(computed[0]) if computed else []}
 
     return texts, write

@@ -28,6 +28,7 @@ from tests.appliance.peers import ALICE, BOB, client_of
 from tests.tiny_tokenizers import CHATML, byte_level
 from tests.tui.frames import busy
 from tests.worlds.daemon_parts import FakeAppliance
+from tests.worlds.fake_encoders import FakeEncoder
 
 CHECKS = [
     checks.not_a_server_error,
@@ -53,6 +54,8 @@ NOT_SAID_BY_SCHEMAS = re.compile(
     "|tool_choice.* is required|the role assistant only|`tools\\[|input\\[|instructions\\["
     "|content.* must be|content.* is required|content.* is not supported|leaves out `"
     "|names no item|needs `store`|images` are not"
+    "|context length is|as many as the model's vectors|the model has no prompts|must be one of"
+    "|it may have one, or as many|does not know"
 )
 """Why a body may be refused that satisfies its schema."""
 
@@ -64,6 +67,8 @@ class TrueAppliance(FakeAppliance):
         tokenizer = Tokenizer(byte_level(), chat_template=CHATML)
         ends = (tokenizer.special_id("<|end|>"),)
         super().__init__(tokenizer, eos_token_ids=ends)
+        encoders = (FakeEncoder(tokenizer, "embedding"), FakeEncoder(tokenizer, "rerank"))
+        self.text_encoders = {one.name: one for one in encoders}
         self._log_path = log_path
         log = start(log_path)
         log.event("warning", "worker.died", "it died", "ann")
