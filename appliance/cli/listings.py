@@ -129,6 +129,12 @@ KEYS = (
     TableColumn("ROLE", "role"),
 )
 
+RANKING = (
+    TableColumn("SCORE", "score", lambda value: f"{value:.4f}"),
+    TableColumn("LINE", "line", count),
+    TableColumn("TEXT", "text"),
+)
+
 CHECKSUMS = (
     TableColumn("FILE", "file"),
     TableColumn("SIZE", "size_bytes", size),

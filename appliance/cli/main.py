@@ -30,6 +30,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Talk and serve": {
         "run": "run",
         "chat": "chat",
+        "embed": "texts",
+        "rerank": "texts",
         "serve": "serve",
         "stop": "control",
         "demo": "demo",

@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.api.formats.format_choice import output_format_of
+from appliance.cli import text_model_folders
 from appliance.cli.model_sources import sources
+from appliance.cli.text_model_folders import read_any_model
 from appliance.hub import cache, fits
 from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
 from engine.checkpoint.gguf import models_in
 from engine.checkpoint.model_config import DTYPE_BYTES, ModelConfig
+from engine.checkpoint.text_model import TextModelConfig
 from engine.checkpoint.weights_layout import panels_layout
 from engine.errors import CheckpointError
 from engine.kernels.cpu import has_kernels
-from engine.text.read_models import read_checkpoint, read_tokenizer
+from engine.text.read_models import read_tokenizer
 
 SUMS_FILE = "SHA256SUMS"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -63,10 +66,14 @@ def describe(found: FoundModel) -> dict[str, Any]:
     """Describe a folder for `models list`."""
     unknown = dict.fromkeys(("family", "num_parameters", "dtype", "max_model_len"))
     try:
-        checkpoint = read_checkpoint(found.folder)
+        model = read_any_model(found.folder)
     except CheckpointError as error:
         return {**_place(found), **unknown, "size_bytes": None, "problem": error.what}
-    return {**_place(found), **_basics(checkpoint), "problem": None}
+    if isinstance(model, TextModelConfig):
+        about = text_model_folders.basics(model)
+    else:
+        about = _basics(model)
+    return {**_place(found), **about, "problem": None}
 
 
 def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed]:
@@ -75,7 +82,10 @@ def detail(found: FoundModel) -> tuple[dict[str, Any], fits.MemoryNeed]:
     Raises:
         CheckpointError: it cannot be served.
     """
-    checkpoint = read_checkpoint(found.folder)
+    checkpoint = read_any_model(found.folder)
+    if isinstance(checkpoint, TextModelConfig):
+        about, need = text_model_folders.detail(checkpoint)
+        return {**_place(found), **about}, need
     config = checkpoint.config
     tokenizer = read_tokenizer(found.folder)
     about = {
@@ -123,7 +133,10 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: it cannot be served.
     """
-    return sorted(read_checkpoint(folder).files)
+    model = read_any_model(folder)
+    if isinstance(model, TextModelConfig):
+        return sorted({tensor.file for tensor in model.tensors.values()})
+    return sorted(model.files)
 
 
 def sha256(path: Path, on_read: Callable[[int], None]) -> str:

@@ -6,20 +6,18 @@ Never: overwrites a file; takes the text of a prompt.
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from appliance.cli import activity, terminal
+from appliance.cli.new_file import appearing
 from appliance.cli.terminal import Host
 from appliance.client.calls import Client, DaemonUnreachable, ReplyError
 from appliance.observe.frame.figures import things
-from engine.errors import FileError, RequestError, UsageError
+from engine.errors import RequestError, UsageError
 from engine.printable import printable
 
 DEFAULT_SINCE = "30m"
@@ -43,7 +41,7 @@ def record(
     asked = {"since": since, "until": until}
     query = {name: value for name, value in asked.items() if value is not None}
     client = terminal.client(host, timeout_s=BUILD_TIMEOUT_S)
-    with _appearing(file) as unfinished:
+    with appearing(file, "the recording") as unfinished:
         try:
             _download(client, query, unfinished)
         except DaemonUnreachable as error:
@@ -86,27 +84,3 @@ def _summary(path: Path) -> str:
     counts = ((num_frames, "frame"), (num_requests, "request"), (num_events, "event"))
     held = ", ".join(things(number, noun) for number, noun in counts)
     return f"{printable(first)} to {printable(last)}: {held}"
-
-
-@contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """Make a private file beside the path, renamed to it when the block succeeds.
-
-    Raises:
-        FileError: the path exists, or nothing can be written there.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    hint = "name a new file in a folder that you can write to"
-    try:
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        yield unfinished
-        with unfinished.open("rb") as written:
-            os.fsync(written.fileno())
-        os.rename(unfinished, path)
-    except OSError as error:
-        raise FileError("cannot write the recording", error, where=str(path), hint=hint) from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()

@@ -233,6 +233,7 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
 
 
+_BAR_CELLS = 24
 PAUSE_S = 0.2
 PAUSE_WITHOUT_TERMINAL_S = 10.0
 
@@ -251,6 +252,17 @@ class ProgressLine:
         line = f"{self._verb} {size(done_bytes)} of {size(total_bytes)} at {size(bytes_per_s)}/s"
         if bytes_per_s > 0 and done_bytes < total_bytes:
             line += f", {duration((total_bytes - done_bytes) / bytes_per_s * 1000)} left"
+        self.say(line)
+
+    def share(self, num_done: int, num_all: int, noun: str, elapsed_s: float) -> None:
+        """Show how many things are done, as a bar where there is a terminal."""
+        line = f"{num_done:,} of {num_all:,} {noun}"
+        if self._is_terminal:
+            cells = _BAR_CELLS * num_done // num_all
+            line = f"[{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {line}"
+        if num_done:
+            left_ms = (num_all - num_done) / num_done * elapsed_s * 1000
+            line += f", {num_done / elapsed_s:,.0f}/s, {duration(left_ms)} left"
         self.say(line)
 
     def say(self, text: str) -> None:

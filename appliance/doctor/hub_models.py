@@ -18,7 +18,8 @@ from appliance.hub import cache, fits, hub_http
 from appliance.hub import download as hub
 from appliance.hub.names import HubName
 from engine.checkpoint.model_config import ModelConfig
-from engine.text.read_models import read_config
+from engine.checkpoint.text_model import TextModelConfig
+from engine.text.read_models import read_any_config
 from engine.units import size_text
 
 
@@ -63,8 +64,12 @@ def on_hub(name: HubName, where: Sequence[fits.ServingPlace]) -> dict[str, Any]:
     else:
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             config = _config(repository, Path(folder))
-        need = fits.need_of_files(config, about["size_bytes"])
-        about |= described(config, need)
+        if isinstance(config, TextModelConfig):
+            need = fits.MemoryNeed(None, about["size_bytes"], None, config.max_tokens)
+            about |= {"kind": config.kind, "max_model_len": config.max_tokens}
+        else:
+            need = fits.need_of_files(config, about["size_bytes"])
+            about |= described(config, need)
     files = [(file.path, file.size_bytes) for file in repository.gguf]
     return about | {"fits": fits.rows(need, where, files)}
 
@@ -91,8 +96,8 @@ def in_a_sentence(name: HubName) -> str:
     )
 
 
-def _config(repository: hub_http.Repository, folder: Path) -> ModelConfig:
+def _config(repository: hub_http.Repository, folder: Path) -> ModelConfig | TextModelConfig:
     for path in ("config.json", "generation_config.json"):
         if path in repository.files:
             fetched = hub.fetch(repository, repository.files[path], folder, lambda num_bytes: None)
-    return read_config(fetched.parent)
+    return read_any_config(fetched.parent)

@@ -52,7 +52,7 @@ from appliance.hub import cache
 from appliance.hub.hub_http import RemoteFile, Repository, small_files, weight_files
 from appliance.hub.names import HubName, a_model
 from engine.errors import ConfigError, PenstockError
-from engine.text.read_models import read_config
+from engine.text.read_models import read_any_config
 from engine.units import size_text
 
 logging.set_verbosity(logging.ERROR)  # what goes wrong is said here
@@ -368,7 +368,7 @@ def pull(name: HubName, root: Path, on_progress: OnProgress) -> Path:
     _check_room(root, repository, [*few, *weights])
     if few:
         _fetch_all(repository, few, root, lambda progress: None)
-        read_config(folder)  # before downloading gigabytes of an unsupported model
+        read_any_config(folder)  # before downloading gigabytes of an unsupported model
         if cache.INDEX in {file.path for file in few}:
             weights = weight_files(repository, cache.weight_names(folder))
     _fetch_all(repository, weights, root, on_progress)

@@ -1,8 +1,9 @@
 """List short names of well-known open models, such as `qwen3:0.6b`.
 
-Each is an instruction-tuned model of a supported family, published on the hub under that name. A
-name without a tag means the most usual size. The table [short_names] of the configuration adds
-more. `model_aliases` differs: it names the served model for clients.
+Each is an instruction-tuned model of a supported family, or one that makes vectors or scores of
+texts, published on the hub under that name. A name without a tag means the most usual size. The
+table [short_names] of the configuration adds more. `model_aliases` differs: it names the served
+model for clients.
 
 Never: imports anything.
 """
@@ -68,5 +69,27 @@ SHORT_NAMES: Mapping[str, str] = {
     "smollm3:3b": "HuggingFaceTB/SmolLM3-3B",
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "tinyllama:1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    # models of texts: vectors, and scores
+    "all-minilm": "sentence-transformers/all-MiniLM-L6-v2",
+    "all-minilm:22m": "sentence-transformers/all-MiniLM-L6-v2",
+    "all-minilm:33m": "sentence-transformers/all-MiniLM-L12-v2",
+    "bge-reranker": "BAAI/bge-reranker-v2-m3",
+    "bge-small": "BAAI/bge-small-en-v1.5",
+    "bge-base": "BAAI/bge-base-en-v1.5",
+    "bge-large": "BAAI/bge-large-en-v1.5",
+    "embeddinggemma": "google/embeddinggemma-300m",
+    "embeddinggemma:300m": "google/embeddinggemma-300m",
+    "mxbai-embed-large": "mixedbread-ai/mxbai-embed-large-v1",
+    "mxbai-embed-large:335m": "mixedbread-ai/mxbai-embed-large-v1",
+    "nomic-embed-text": "nomic-ai/nomic-embed-text-v1.5",
+    "nomic-embed-text:v1.5": "nomic-ai/nomic-embed-text-v1.5",
+    "qwen3-embedding": "Qwen/Qwen3-Embedding-0.6B",
+    "qwen3-embedding:0.6b": "Qwen/Qwen3-Embedding-0.6B",
+    "qwen3-embedding:4b": "Qwen/Qwen3-Embedding-4B",
+    "qwen3-embedding:8b": "Qwen/Qwen3-Embedding-8B",
+    "qwen3-reranker": "Qwen/Qwen3-Reranker-0.6B",
+    "qwen3-reranker:0.6b": "Qwen/Qwen3-Reranker-0.6B",
+    "qwen3-reranker:4b": "Qwen/Qwen3-Reranker-4B",
+    "qwen3-reranker:8b": "Qwen/Qwen3-Reranker-8B",
 }
 """Hub names by the short names that users type, in lower case."""

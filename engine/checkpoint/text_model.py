@@ -117,17 +117,21 @@ class TextModelConfig:
         return (num_tokens * row + inner) * DTYPE_BYTES[dtype]
 
     @classmethod
-    def from_folder(cls, folder: Path, kind: Kind) -> TextModelConfig:
+    def from_folder(cls, folder: Path, kind: Kind, *, has_weights: bool = True) -> TextModelConfig:
         """Read a folder in the format of transformers or sentence-transformers.
+
+        Args:
+            has_weights: False: they are not there yet, and no tensor is named.
 
         Raises:
             CheckpointError: it is not served; `where` names the file.
         """
         with reading_model(folder):
-            return _read(folder, kind)
+            config, modules = _read(folder, kind)
+            return replace(config, tensors=_tensors(config, modules)) if has_weights else config
 
 
-def _read(folder: Path, kind: Kind) -> TextModelConfig:
+def _read(folder: Path, kind: Kind) -> tuple[TextModelConfig, _Modules]:
     modules = _Modules.read(folder) if kind == "embedding" else _Modules(folder, folder)
     keys = JsonKeys.from_file(modules.base / "config.json")
     family, architecture = _family(keys)
@@ -149,7 +153,7 @@ def _read(folder: Path, kind: Kind) -> TextModelConfig:
         config = replace(config, head=family.head, pooling=(pooling,))
     if compares_tokens:
         config = replace(config, pooling=("lasttoken",), compares_tokens=True)
-    return replace(config, tensors=_tensors(config, modules))
+    return config, modules
 
 
 def _family(keys: JsonKeys) -> tuple[TextFamily, str]:

@@ -112,8 +112,9 @@ def _config(path: bytes) -> bytes:
         return written(ModelConfig.from_folder(folder))
 
 
-def _text_model(path: bytes, kind: Kind) -> bytes:
-    return written(TextModelConfig.from_folder(Path(os.fsdecode(path)), kind))
+def _text_model(path: bytes, kind: Kind, has_weights: bool) -> bytes:
+    folder = Path(os.fsdecode(path))
+    return written(TextModelConfig.from_folder(folder, kind, has_weights=has_weights))
 
 
 def _tokenizer(path: bytes, has_chats: bool) -> bytes:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -45,13 +46,36 @@ def read_config(path: Path) -> ModelConfig:
     return _with_family(_CONFIG.decode(_read("config", path)))
 
 
-def read_text_model(path: Path, kind: Kind) -> TextModelConfig:
+def read_text_model(path: Path, kind: Kind, *, has_weights: bool = True) -> TextModelConfig:
     """Read a model of whole texts, as TextModelConfig.from_folder() does.
 
     Raises:
         CheckpointError: as read_checkpoint().
     """
-    return _TEXT_MODEL.decode(_read("text_model", path, kind))
+    return _TEXT_MODEL.decode(_read("text_model", path, kind, has_weights))
+
+
+def read_any_config(path: Path) -> ModelConfig | TextModelConfig:
+    """Read the configuration of a chat model, or of one of texts, whose weights may be absent.
+
+    Raises:
+        CheckpointError: it is neither; why it is no chat model.
+    """
+    try:
+        return read_config(path)
+    except CheckpointError:
+        texts = find_text_model(path, has_weights=False)
+        if texts is None:
+            raise
+        return texts
+
+
+def find_text_model(path: Path, *, has_weights: bool = True) -> TextModelConfig | None:
+    """Read a folder as a model of whole texts of either kind; None: it is none."""
+    for kind in get_args(Kind):
+        with suppress(CheckpointError):
+            return read_text_model(path, kind, has_weights=has_weights)
+    return None
 
 
 def read_weight_names(path: Path) -> list[str]:
