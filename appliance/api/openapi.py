@@ -189,7 +189,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "rerank", "Sort documents by how well they answer a query.", "Ranking", "RerankRequest"
     ),
     ("POST", "/v2/rerank"): _computes(
-        "rerankCohere", "The same, as Cohere's clients ask it.", "Ranking", "RerankRequest"
+        "rerankCohere",
+        "Sort documents by relevance, as Cohere's API does.",
+        "Ranking",
+        "RerankRequest",
     ),
     ("POST", "/v1/score"): _computes(
         "score", "Score pairs of texts, as vLLM's API does.", "Scores", "ScoreRequest"

@@ -28,7 +28,7 @@ from appliance.api.openapi import document
 from appliance.api.operator.cache import cache_routes, metrics
 from appliance.api.operator.handlers import control_routes, log_routes, switch_roles
 from appliance.api.responses.store import ResponseStore, memory_routes
-from appliance.api.texts.serving import text_routes
+from appliance.api.text_requests import text_routes
 from appliance.api.tokenize import tokenize_routes
 from appliance.observe.frame.protocol import FRAME_VERSION
 from engine.errors import Unavailable

@@ -35,6 +35,8 @@ config = typer.Typer(
 
 _UNSET = {
     "model": "the built-in starter model",
+    "embedding_model": "none",
+    "rerank_model": "none",
     "max_model_len": "default: the model's limit, or what the KV cache holds",
     "default_max_tokens": "default: the context left",
     "kv_memory": "default: from the free memory",

@@ -16,7 +16,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("weights", "config_file", "check_config", "help_all", "help"),
     ),
     "Model": (
-        *("dtype", "kv_dtype", "exact", "speculate", "default_max_tokens", "model_aliases"),
+        *("embedding_model", "rerank_model", "dtype", "kv_dtype", "exact", "speculate"),
+        *("default_max_tokens", "model_aliases"),
         *("tool_parser", "reasoning_parser", "min_stay", "keep_resident", "keep_alive"),
     ),
     "Workers and devices": (

@@ -71,7 +71,7 @@ def read_any_config(path: Path) -> ModelConfig | TextModelConfig:
 
 
 def find_text_model(path: Path, *, has_weights: bool = True) -> TextModelConfig | None:
-    """Read a folder as a model of whole texts of either kind; None: it is none."""
+    """Read a folder as a model of whole texts of either kind; None: it is not one."""
     for kind in get_args(Kind):
         with suppress(CheckpointError):
             return read_text_model(path, kind, has_weights=has_weights)

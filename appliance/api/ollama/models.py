@@ -146,7 +146,7 @@ async def show(http: HttpRequest) -> Response:
 
 
 def _text_model_shown(name: str, model: ModelInfo, appliance: Appliance) -> Json:
-    """Describe a model of texts; Ollama has a word for those that make vectors alone."""
+    """Describe a model of texts; Ollama knows those that make vectors, as `embedding`."""
     encoder, facts = appliance.text_encoders[name], model.text_models[name]
     told = _shown(name, facts, encoder.max_tokens)
     if encoder.num_dimensions is not None:

@@ -13,7 +13,7 @@ from appliance.api.core.fields import Word
 from appliance.json.fields import INT64_MAX, Json
 
 MAX_TEXTS = 2048
-"""Of one body, on every API; OpenAI's limit of inputs."""
+"""Maximum texts per body, on every API: OpenAI's limit of inputs."""
 MAX_DIMENSIONS = 1 << 16
 
 Dimensions = Annotated[int, Meta(ge=1, le=MAX_DIMENSIONS)]

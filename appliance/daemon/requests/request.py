@@ -303,8 +303,7 @@ class ModelInfo:
     """Models that a request may name instead; each is swapped in when one does. None: its files
     are not on this machine yet."""
     text_models: Mapping[str, ModelFacts] = field(default_factory=dict)
-    """Models beside it that make vectors or scores of texts, which are asked at paths of their
-    own."""
+    """Models beside it that make vectors or scores of texts."""
     facts: ModelFacts | None = None
     """What the model's files say of it; None: they are still being fetched."""
     has_records: bool = False

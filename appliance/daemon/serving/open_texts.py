@@ -55,12 +55,12 @@ class OpenTexts:
             self.idle.set()
 
     def owner_of(self, request_id: str) -> str | None:
-        """Name the peer of an open request; None if the id is none's."""
+        """Name the peer of an open request; None if the id is not open."""
         request = self._open.get(request_id)
         return None if request is None else request.peer.name
 
     def cancel(self, request_id: str, by: str) -> bool:
-        """Drop what an open request waits for; False if the id is none's."""
+        """Drop what an open request waits for; False if the id is not open."""
         request = self._open.get(request_id)
         if request is None:
             return False
