@@ -146,7 +146,7 @@ async def show(http: HttpRequest) -> Response:
 
 
 def _text_model_shown(name: str, model: ModelInfo, appliance: Appliance) -> Json:
-    """Describe a model of texts; Ollama knows those that make vectors, as `embedding`."""
+    """Describe a model that makes vectors or scores."""
     encoder, facts = appliance.text_encoders[name], model.text_models[name]
     told = _shown(name, facts, encoder.max_tokens)
     if encoder.num_dimensions is not None:

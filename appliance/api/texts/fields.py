@@ -69,7 +69,7 @@ class RerankRequest(Struct, kw_only=True):
     truncate_prompt_tokens: Cut | None = None
 
 
-Sides = Word | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+Sides = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class ScoreRequest(Struct, kw_only=True):
