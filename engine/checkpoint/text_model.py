@@ -40,6 +40,8 @@ _MODE_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
+MAX_LAYERS = 1024
+"""Published models have fewer than 100."""
 LINEAR = "linear"
 """What a part's folder calls its product."""
 
@@ -182,7 +184,12 @@ def _check_switches(keys: JsonKeys, family: TextFamily) -> None:
 
 def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) -> TextModelConfig:
     hidden, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    num_kv_heads = keys.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise keys.bad("num_key_value_heads", f"a divisor of {num_heads}")
     head_dim = keys.integer("head_dim", hidden // num_heads)
+    if family.theta is not None and head_dim % 2:
+        raise keys.bad("head_dim", "even, as rotations need")
     activation = keys.get(*family.activation)
     if activation not in ACTIVATIONS_OF_TEXTS:
         raise keys.bad(family.activation[0], f"one of {', '.join(ACTIVATIONS_OF_TEXTS)}")
@@ -202,7 +209,7 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
         vocab_size=keys.integer("vocab_size"),
         hidden_size=hidden,
         num_heads=num_heads,
-        num_kv_heads=keys.integer("num_key_value_heads", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=keys.integer("intermediate_size"),
         activation=activation,
@@ -223,7 +230,7 @@ def _shape(keys: JsonKeys, family: TextFamily, kind: Kind, modules: _Modules) ->
 
 
 def _layers(keys: JsonKeys, family: TextFamily) -> tuple[TextLayer, ...]:
-    numbers = range(keys.integer("num_hidden_layers"))
+    numbers = range(keys.integer("num_hidden_layers", maximum=MAX_LAYERS))
     if family.theta is None:
         return tuple(TextLayer(None, None) for _ in numbers)
     theta = _theta(keys, "full_attention", *family.theta)

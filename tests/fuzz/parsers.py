@@ -33,6 +33,7 @@ from appliance.observe.frame.protocol import Frame
 from appliance.observe.frame.recording import FramePacker, template_of
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import GgufModel
+from engine.checkpoint.text_model import TextModelConfig
 from engine.errors import ChannelClosed, CheckpointError, PenstockError
 from engine.scheduler.offload.files import check_records, survey
 from engine.scheduler.offload.records import (
@@ -44,7 +45,7 @@ from engine.scheduler.offload.records import (
     seal_slab,
 )
 from engine.text.jinja_templates import JinjaTemplate
-from engine.text.read_models import read_checkpoint, read_tokenizer
+from engine.text.read_models import read_checkpoint, read_text_model, read_tokenizer
 from engine.text.tokenizer import TRIAL_TEXT, Tokenizer, TokenizerFiles
 from engine.wire.channel import DaemonChannel, WorkerChannel, frame
 from engine.wire.messages import (
@@ -70,6 +71,7 @@ from tests.benchmarks.hostile import GENERATING, body_of
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.recordings import frame_at, make_recording, request_row
+from tests.text_checkpoints import add_modules, make_text_checkpoint
 from tests.tui.frames import busy
 from tests.worlds.daemon_parts import FakeAppliance
 from tui.feed import FeedIncompatible
@@ -207,6 +209,23 @@ def _gguf() -> Parser:
 
     fragments = [struct.pack("<Q", 1 << bits) for bits in (16, 28, 33, 40, 62)]
     return Parser(parse, [head], (PenstockError,), fragments=fragments, is_measured=True)
+
+
+def _file_of_texts(file: str) -> Parser:
+    """Read a model of whole texts of which one file is changed."""
+    folder = make_text_checkpoint(scratch() / f"texts-{file.replace('/', '-')}", "modernbert")
+    add_modules(folder, dense=(8,), max_seq_length=64)
+
+    def parse(data: bytes) -> None:
+        (folder / file).write_bytes(data)
+        if zlib.crc32(data) % APART == 0:
+            here, there = TextModelConfig.from_folder, read_text_model
+            read = [functools.partial(one, kind="embedding") for one in (here, there)]
+            assert _outcome(read[0], folder) == _outcome(read[1], folder)
+        TextModelConfig.from_folder(folder, "embedding")
+
+    original = (folder / file).read_bytes()
+    return Parser(parse, [original], (PenstockError,), is_json=True, is_measured=True)
 
 
 def _tiny_folder() -> Path:
@@ -589,6 +608,9 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "safetensors": functools.partial(_safetensors, "safetensors", is_json=False),
     "safetensors json": functools.partial(_safetensors, "safetensors-json", is_json=True),
     "config.json": lambda: _file_of_model("config.json", _headers),
+    "config.json of texts": lambda: _file_of_texts("config.json"),
+    "modules.json": lambda: _file_of_texts("modules.json"),
+    "pooling": lambda: _file_of_texts("1_Pooling/config.json"),
     "generation_config.json": lambda: _file_of_model("generation_config.json", _headers),
     "tokenizer.json": lambda: _file_of_model("tokenizer.json", _tokenizer),
     "tokenizer_config.json": lambda: _file_of_model("tokenizer_config.json", _tokenizer),

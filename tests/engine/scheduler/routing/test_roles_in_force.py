@@ -99,6 +99,15 @@ def test_an_idle_worker_lends_its_cores_and_has_them_back_when_work_comes():
     assert machine.settle(PREFILLING) == [[0, 1], []]
 
 
+def test_a_worker_with_texts_has_its_cores_as_one_with_a_prompt_has():
+    machine = Machine()
+    machine.roles.text_workers = frozenset({"prefill"})
+    assert machine.settle(DECODING) == [[0], [1]]
+    assert machine.settle() == [[0, 1], []]
+    machine.roles.text_workers = frozenset()
+    assert machine.settle(DECODING) == [[], [0, 1]]
+
+
 def known(what, size, depth, *, own_ms, lent_ms):
     """A profile of what a step takes on one core and on two."""
     profile = Profile()
