@@ -26,7 +26,16 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Caches": (*("prefix_cache", "cache_isolation", "dram_cache", "ssd_cache", "ssd_dir"),),
     "Network and access": (
-        *("socket", "listen", "tls_cert", "tls_key", "open_metrics", "operators", "viewers"),
+        *(
+            "socket",
+            "listen",
+            "tls_cert",
+            "tls_key",
+            "open_metrics",
+            "page",
+            "operators",
+            "viewers",
+        ),
         *("cors_origins", "max_connections", "max_body"),
     ),
     "Queue and log": (

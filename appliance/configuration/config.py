@@ -71,6 +71,7 @@ class ServeConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     open_metrics: bool = False
+    page: bool = True
     api_keys: Path | None = None
     auth: bool = True
     operators: tuple[str, ...] = DEFAULT_OPERATORS

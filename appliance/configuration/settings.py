@@ -151,6 +151,7 @@ SETTINGS: Mapping[str, Setting] = {
     "tls_cert": Setting(a_path, "certificate chain (PEM) for TLS on TCP; read again at a reload"),
     "tls_key": Setting(a_path, "private key (PEM) of the certificate; read again at a reload"),
     "open_metrics": Setting(on_or_off, "serve /metrics on TCP without a key: on or off", True),
+    "page": Setting(on_or_off, "answer browsers at / with a page: on or off", True),
     "api_keys": Setting(a_path, "file of the API keys of clients on TCP", True),
     "auth": Setting(
         a_flag, "ask TCP clients for API keys; without, on loopback only, each has the role user"

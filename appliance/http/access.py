@@ -101,6 +101,8 @@ class AccessPolicy:
     """The TLS context for TCP; None: plain TCP, for loopback only."""
     has_open_metrics: bool = False
     """Whether /metrics on TCP is open without a key."""
+    has_page: bool = True
+    """Whether browsers get a page at /, without a key; what it shows needs one."""
     asks_for_keys: bool = True
     """False: programs of this machine may use TCP, all as one user; web pages may not."""
 
@@ -126,6 +128,7 @@ class AccessPolicy:
             cors_origins=config.cors_origins,
             tls=tls_context(*config.tls) if config.tls is not None else None,
             has_open_metrics=config.open_metrics,
+            has_page=config.page,
             asks_for_keys=config.auth,
         )
 

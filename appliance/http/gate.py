@@ -36,6 +36,7 @@ from appliance.http.cross_origin import (
     readable,
     single_header,
 )
+from appliance.http.page import asks_for_page, page
 from engine.errors import Forbidden, RequestError, Unavailable
 
 MAX_HEADERS = 100
@@ -107,6 +108,9 @@ class Gate:
                 await preflight(scope, origin)(scope, receive, send)
                 return
             send = readable(send, origin)
+        if self.policy.has_page and asks_for_page(scope):
+            await page()(scope, receive, send)
+            return
         line = _line(scope)
         arrival = Arrival(
             line.write_part,
