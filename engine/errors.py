@@ -8,6 +8,7 @@ PenstockError                 what, where, hint; exit_code for the CLI
 ├── FileError                 a file that was named cannot be read or made (exit 2, 4, 5)
 ├── AlreadyRunning            another daemon has what this one needs (exit 9)
 ├── WorkerFailed              a worker process could not start or keep running
+│   └── WorkerUnfit           and no start succeeds until a person acts (exit 78)
 ├── ChannelClosed             the other end of a worker channel is gone
 │   └── ChannelGarbled        it sent bytes that are no message
 ├── InvariantViolated         the ledger does not add up: a bug of ours
@@ -163,6 +164,12 @@ class AlreadyRunning(PenstockError):
 
 class WorkerFailed(PenstockError):
     """A worker process could not start or keep running."""
+
+
+class WorkerUnfit(WorkerFailed):
+    """No start of this worker succeeds until a person changes the machine or the settings."""
+
+    exit_code = ConfigError.exit_code
 
 
 class ChannelClosed(PenstockError):

@@ -9,11 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.devices.nvml import MEMORY_V2, Nvml, open_nvml
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Holder(NamedTuple):
+    """A process that computes on a GPU."""
+
+    pid: int
+    num_bytes: int | None
+    """Its part of the GPU's memory; None: not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,8 @@ class Gpu:
     """CUDA's number for it among the visible ones; None: CUDA does not see it."""
     node: int | None = None
     """The nearest NUMA node; None: not reported."""
+    holders: tuple[Holder, ...] = ()
+    """The processes that hold its memory, the largest first; empty where none is reported."""
 
     @property
     def is_instance(self) -> bool:
@@ -91,8 +101,23 @@ def _listed(nvml: Nvml, name: str, handle: Any) -> Gpu | None:
     capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)
     known = None if capability is None else (capability[0], capability[1])
     free_bytes = getattr(memory, "free", None)
-    node = nvml.node(handle)
-    return Gpu(name, model, uuid, memory.total, known, free_bytes=free_bytes, node=node)
+    node, holders = nvml.node(handle), _holders(nvml, handle)
+    return Gpu(
+        name,
+        model,
+        uuid,
+        memory.total,
+        known,
+        free_bytes=free_bytes,
+        node=node,
+        holders=holders,
+    )
+
+
+def _holders(nvml: Nvml, handle: Any) -> tuple[Holder, ...]:
+    running = nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or []
+    found = [Holder(each.pid, getattr(each, "usedGpuMemory", None)) for each in running]
+    return tuple(sorted(found, key=lambda holder: -(holder.num_bytes or 0)))
 
 
 def _instances(nvml: Nvml, gpu: Gpu, handle: Any) -> Iterator[Gpu]:

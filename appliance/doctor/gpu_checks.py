@@ -12,11 +12,12 @@ import math
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from appliance.devices.gpu_list import Gpu, list_gpus
+from appliance.devices.gpu_list import Gpu, Holder, list_gpus
 from appliance.devices.inventory import mps_runs
 from appliance.devices.nvml import Nvml, open_nvml
 from appliance.doctor.finding import Finding
@@ -90,6 +91,7 @@ def layouts(
             yield name, about, True
 
 
+_MOST_HOLDERS = 3
 _RING_BYTES = 1 << 30
 """Approximate bytes that the shm transport locks."""
 _UVM = Path("/dev/nvidia-uvm")
@@ -277,17 +279,28 @@ def _memory(gpu: Gpu, weights_bytes: int | None) -> Iterator[Finding]:
         return
     free, needed = gpu.free_bytes, weights_bytes + WORKER_BYTES
     found = f"{part_text(free, gpu.memory_bytes)} free, weights {size_text(weights_bytes)}"
+    holders = "; ".join(map(_holder_text, gpu.holders[:_MOST_HOLDERS]))
     if weights_bytes >= free:
         end = "end other processes: nvidia-smi --query-compute-apps=pid,used_memory --format=csv"
+        end = f"end it, or serve on another GPU: {holders}" if holders else end
         hint = end if needed < gpu.memory_bytes else "serve a smaller model, or with --devices cpu"
         yield Finding("gpu memory", "bad", f"{found}: they do not fit, so the worker ends", hint)
     elif needed >= free:
         yield Finding(
             "gpu memory", "note", f"{found}: almost no memory is left for KV",
-            "serve a smaller model; nvidia-smi shows what else uses the GPU",
+            f"serve a smaller model; {holders or 'nvidia-smi shows what else uses the GPU'}",
         )  # fmt: skip
     else:
         yield Finding("gpu memory", "ok", found)
+
+
+def _holder_text(holder: Holder) -> str:
+    """Name a process that holds a GPU's memory; in a container the kernel may not know it."""
+    name = "another process"
+    with suppress(OSError):
+        name = (Path("/proc") / str(holder.pid) / "comm").read_text().strip()
+    held = "memory" if holder.num_bytes is None else size_text(holder.num_bytes)
+    return f"pid {holder.pid} ({name}) holds {held}"
 
 
 def _memlock(host: GpuHost) -> Finding:

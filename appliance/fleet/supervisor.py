@@ -27,7 +27,7 @@ from appliance.daemon.process.limits import SpareDescriptors
 from appliance.fleet.peer_memory import MemorySharing, PeerPools, log, remove_counters
 from appliance.fleet.placement import WorkerPlan
 from appliance.fleet.worker_state import WorkerState, weights_progress
-from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed
+from engine.errors import ChannelClosed, ChannelGarbled, WorkerFailed, WorkerUnfit
 from engine.system.python_child import python_command
 from engine.units import part_text, size_text
 from engine.wire import beats
@@ -263,6 +263,8 @@ class Supervisor:
                 if not self._started.done():
                     self._started.set_exception(worker.failure or self._died_early(worker))
                 return
+            if isinstance(worker.failure, WorkerUnfit):
+                return
             await self._respawn(worker)
 
     def _watch_ended(self, worker: WorkerState, task: asyncio.Task[None]) -> None:
@@ -316,6 +318,9 @@ class Supervisor:
     def _note_failed_start(self, worker: WorkerState, cause: str) -> None:
         worker.num_failed_starts += 1
         about = f"worker {worker.plan.name} could not be restarted: {cause}"
+        if isinstance(worker.failure, WorkerUnfit):
+            worker.num_failed_starts = MAX_FAILED_STARTS
+            about += f"; not tried again: {worker.failure.hint}"
         log.error("%s", about)
         if worker.num_failed_starts == MAX_FAILED_STARTS:
             self._on_lost(worker.plan.name, about)
@@ -354,10 +359,9 @@ class Supervisor:
                         self._ready(worker)
                     case Unmapped(pool):
                         self._peers.unmapped(worker.plan.name, pool)
-                    case Failed(what, where, hint):
-                        worker.failure = WorkerFailed(
-                            what, where=where or worker.plan.name, hint=hint
-                        )
+                    case Failed(what, where, hint, is_lasting):
+                        kind = WorkerUnfit if is_lasting else WorkerFailed
+                        worker.failure = kind(what, where=where or worker.plan.name, hint=hint)
                     case _:
                         if not worker.has_stepped:
                             worker.has_stepped = _has_ended_well(report)

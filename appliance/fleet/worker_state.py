@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from appliance.fleet.placement import WorkerPlan
-from engine.errors import WorkerFailed
+from engine.errors import WorkerFailed, WorkerUnfit
 from engine.units import size_text
 from engine.wire.beats import Beats
 from engine.wire.channel import DaemonChannel
@@ -85,6 +85,8 @@ class WorkerState:
     def trouble(self) -> str | None:
         """A description of its trouble, for people; None: it serves."""
         name = self.plan.name
+        if isinstance(self.failure, WorkerUnfit):
+            return f"worker {name} is not started again: {self.failure}"
         is_looping = self.num_short_lives >= MANY_SHORT_LIVES
         so_far = f"worker {name} died {self.num_short_lives} times in a row"
         if self.state == "ready":

@@ -505,6 +505,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     what: str
     where: str
     hint: str
+    is_lasting: bool = False
+    """Whether each later start would fail, too, until a person changes something."""
 
 
 Command = (

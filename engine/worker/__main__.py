@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from engine.errors import ChannelClosed, PenstockError
+from engine.errors import ChannelClosed, PenstockError, WorkerUnfit
 from engine.wire.beats import Beats
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
@@ -83,7 +83,8 @@ def main() -> int:
     except ChannelClosed:
         return 0
     except PenstockError as error:
-        channel.send(Failed(error.what, error.where, error.hint))
+        is_lasting = isinstance(error, WorkerUnfit)
+        channel.send(Failed(error.what, error.where, error.hint, is_lasting))
         return 1
     except Exception as error:  # noqa: BLE001  # the process border: the daemon must hear of it
         traceback.print_exc()
@@ -100,6 +101,7 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     from engine.worker.loop import StepLoop
     from engine.worker.model.transformer import Transformer
     from engine.worker.runner import Runner
+    from engine.worker.self_test import faults_of_cores
 
     use_cores(setup.cpus)
     progress = _Progress(channel)
@@ -118,16 +120,10 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     specs = setup.other_pools
     others = {s.name: map_pool(s, config, setup.block_size, setup.pool_dtype) for s in specs}
     probes = {name: probe(pool, other) for name, other in others.items()}
-    transformer = Transformer(
-        config,
-        weights,
-        setup.dtype,
-        setup.max_model_len,
-        setup.block_size,
-        variants,
-        setup.attention_variant,
-        None if beats is None else beats.beat,
-    )
+    faults = faults_of_cores(checkpoint, setup)
+    shape = setup.dtype, setup.max_model_len, setup.block_size
+    beat, variant = None if beats is None else beats.beat, setup.attention_variant
+    transformer = Transformer(config, weights, *shape, variants, variant, beat, faults)
     progress.heartbeat()
     groups = config.kv_groups.num_groups
     runner = Runner(transformer, pool, setup.block_size, grammars, num_groups=groups)
@@ -148,7 +144,8 @@ def _serve(channel: WorkerChannel, setup: Setup, beats: Beats | None) -> NoRetur
     alive, model = progress.heartbeat, (transformer, checkpoint)
     loss = weights_loss(*model, setup.dtype, alive) if is_measurer else None
     of_kv = kv_loss(*model, setup.kv_dtype, alive) if setup.measures_kv else None
-    attention, notes = transformer.attention_backend, [*near.notes(pool), *why_not]
+    attention = transformer.attention_backend
+    notes = [*near.notes(pool), *why_not, *faults.values()]
     channel.send(Ready(attention, notes=notes, probes=probes, weights_loss=loss, kv_loss=of_kv))
     worker.run()
 

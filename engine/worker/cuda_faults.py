@@ -16,13 +16,18 @@ class CudaFault(NamedTuple):
 
     what: str
     hint: str
+    is_lasting: bool = True
+    """Whether it stays until a person changes something; a driver may still be starting."""
 
 
 _OF_CODES = {
-    100: CudaFault("the driver sees no GPU", "CUDA_VISIBLE_DEVICES may hide it; see nvidia-smi"),
+    100: CudaFault(
+        "the driver sees no GPU", "CUDA_VISIBLE_DEVICES may hide it; see nvidia-smi", False
+    ),
     802: CudaFault(
         "GPUs on NVSwitch wait for their fabric manager (CUDA error 802)",
         "systemctl start nvidia-fabricmanager, in the driver's version",
+        False,
     ),
     803: CudaFault(
         "the driver's library is of another version than its module (CUDA error 803)",
@@ -35,6 +40,7 @@ _OF_CODES = {
     999: CudaFault(
         "the driver does not start (CUDA error 999)",
         "sudo nvidia-modprobe -u -c 0, or see dmesg for XIDs",
+        False,
     ),
 }
 """By what cuInit returns."""
@@ -54,7 +60,7 @@ def cuda_fault() -> CudaFault:
     code = int(driver.cuInit(0))
     if code:
         about = f"the driver does not start (CUDA error {code})"
-        return _OF_CODES.get(code) or CudaFault(about, "nvidia-smi and dmesg say more")
+        return _OF_CODES.get(code) or CudaFault(about, "nvidia-smi and dmesg say more", False)
     version = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(version))
     known, wanted = version.value // 1000, int(built.partition(".")[0])
@@ -62,7 +68,7 @@ def cuda_fault() -> CudaFault:
         about = f"the driver knows CUDA {known}, torch {torch.__version__} is built for {wanted}"
         return CudaFault(about, f"install a driver for CUDA {wanted}, or torch for CUDA {known}")
     about = f"torch {torch.__version__} finds no GPU that it can use"
-    return CudaFault(about, "CUDA_VISIBLE_DEVICES may hide it")
+    return CudaFault(about, "CUDA_VISIBLE_DEVICES may hide it", False)
 
 
 def _driver() -> Any:

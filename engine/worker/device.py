@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
-from engine.errors import WorkerFailed
+from engine.errors import WorkerFailed, WorkerUnfit
 from engine.worker.cuda_faults import cuda_fault
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -288,12 +288,12 @@ def check_allocator() -> None:
     """Refuse an allocator whose memory cannot be shared by CUDA IPC.
 
     Raises:
-        WorkerFailed: naming the variable that chose it.
+        WorkerUnfit: naming the variable that chose it.
     """
     for name in _ALLOCATOR_VARIABLES:
         setting = os.environ.get(name, "")
         if any(word in setting.replace(" ", "").lower() for word in _UNSHAREABLE):
-            raise WorkerFailed(
+            raise WorkerUnfit(
                 f"{setting!r} allocates memory that no other process can map",
                 where=name,
                 hint="leave out expandable_segments and backend:cudaMallocAsync",
@@ -304,7 +304,8 @@ def _index_of(uuid: str) -> int:
     """Return torch's number of a GPU, which depends on the visible ones and their order."""
     if not torch.cuda.is_available():
         fault = cuda_fault()
-        raise WorkerFailed(fault.what, where=uuid, hint=fault.hint)
+        kind = WorkerUnfit if fault.is_lasting else WorkerFailed
+        raise kind(fault.what, where=uuid, hint=fault.hint)
     if uuid.startswith("MIG-") and torch.cuda.device_count() == 1:
         return 0  # an instance is the only device that there is where CUDA_VISIBLE_DEVICES names it
     wanted = uuid.removeprefix("GPU-")

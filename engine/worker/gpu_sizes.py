@@ -78,5 +78,5 @@ def check_blocks(num_fitting: int, min_blocks: int, block_bytes: int, uuid: str)
             f"memory for {num_fitting} KV blocks of {size_text(block_bytes)} is left, "
             f"{min_blocks} are needed",
             where=uuid,
-            hint="end other processes on the GPU, or serve a smaller model",
+            hint="end the processes that penstock doctor names, or serve a smaller model",
         )

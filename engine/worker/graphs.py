@@ -19,16 +19,18 @@ Never: allocates after capture; decides which sequences step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import is_
 
 import torch
 
+from engine.wire.sampling import SamplingParams
 from engine.worker.device import Device
 from engine.worker.model.attention import StepBatch
+from engine.worker.model.proof_judge import difference
 from engine.worker.model.records import RecordBlocks, record_rows
-from engine.worker.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, is_plain
+from engine.worker.model.sampler import NO_DRAW, NUM_DRAW_FIELDS, draw_of, is_plain
 from engine.worker.model.transformer import Transformer
 from engine.worker.worker_request import WorkerRequest, draws_of
 
@@ -44,6 +46,16 @@ _NUM_FIELDS = 6
 def _padding(table: int) -> tuple[int, ...]:
     """Fill a row that no token needs; its table belongs to no sequence."""
     return 0, 0, 0, 1, -1, table
+
+
+def _made_up_draws(size: int) -> torch.Tensor:
+    """Make draws of a batch: with filters and without, and greedy ones."""
+    kinds = [(1.0, 1.0), (1.0, 0.9), (0.0, 1.0)]
+    params = [
+        SamplingParams(1, 5, temperature=temperature, top_p=top_p) for temperature, top_p in kinds
+    ]
+    rows = [draw_of(params[i % len(params)], i) for i in range(size)]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def bucket_of(size: int, sizes: Sequence[int]) -> int | None:
@@ -111,6 +123,64 @@ class DecodeGraphs:
                 self._steps[size, width] = self._device.capture(self._step(size, width))
             heartbeat()
         self.capture_ms = (time.monotonic_ns() - started_ns) / 1e6
+
+    @torch.inference_mode()
+    def wrong_replay(self) -> str | None:
+        """Describe a replay that is not what its kernels compute one by one; None: all are right.
+
+        Rows are of sequences in blocks of their own, as far as the pool goes: short ones, and ones
+        as long as a table. Nothing else may be in the pool.
+        """
+        dtype, generator = self._pool.dtype, torch.Generator().manual_seed(0)
+        for (size, width), replay in self._steps.items():
+            num = self._make_up(size, width, generator)
+            found = self._compared(replay, self._step(size, width), self._logits[:num])
+            about = difference("replay", *found, dtype)
+            if about is not None:
+                return f"{size} rows, tables of {width} blocks: {about}"
+        for (size, is_greedy), replay in self._samplers.items():
+            logits = torch.randn(size, self._logits.shape[1], generator=generator) * 4
+            self._logits[:size].copy_(logits)
+            self._draws[:size].copy_(_made_up_draws(size))
+            tokens = self._tokens[:size]
+            if not torch.equal(*self._compared(replay, self._sampler(size, is_greedy), tokens)):
+                return f"{size} rows: other tokens"
+        self._pool[: 1 + self.batch_sizes[-1] * (1 + 2 * self._record_blocks)].zero_()
+        return None
+
+    def _compared(
+        self, replay: Callable[[], None], step: Callable[[], None], made: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replay a graph, then run its kernels one by one; return what each made, on the host."""
+        results = []
+        for run in (replay, step):
+            made.fill_(-1)
+            run()
+            results.append(made.cpu())
+        return results[0], results[1]
+
+    def _make_up(self, size: int, width: int, generator: torch.Generator) -> int:
+        """Write the rows of a step: as many sequences as there are blocks for, then padding."""
+        block_size, records = self._block_size, self._record_blocks
+        num = min(size, (len(self._pool) - 1) // (1 + 2 * records))
+        lengths = [1, block_size, block_size + 1, width * block_size, 2]
+        vocab_size = self._logits.shape[1]
+        ids = torch.randint(vocab_size, (size,), generator=generator).tolist()
+        rows, tables, blocks = [], {}, []
+        for place in range(num):
+            position = min(lengths[place % len(lengths)], width * block_size) - 1
+            block = 1 + place
+            slot = block * block_size + position % block_size
+            rows.append((ids[place], position, slot, position + 1, -1, place))
+            tables[place] = [block] * width
+            first = 1 + num + 2 * records * place
+            written = range(first + records, first + 2 * records)
+            blocks.append(RecordBlocks(range(first, first + records), written))
+        self._write_tables(tables)
+        self._write(rows + [_padding(0)] * (size - num))
+        if records:
+            self._write_record_blocks(blocks + [RecordBlocks()] * (size - num), range(size + 1))
+        return num
 
     @property
     def num_graphs(self) -> int:
@@ -223,7 +293,11 @@ class DecodeGraphs:
         starts = list(accumulate((1 + len(r.draft) for r in sequences), initial=0))
         starts += range(starts[-1] + 1, size + 1)
         starts += [size] * (size + 1 - len(starts))
-        flat = record_rows(records, self._record_blocks) + starts
+        self._write_record_blocks(records, starts)
+
+    def _write_record_blocks(self, records: list[RecordBlocks], starts: Iterable[int]) -> None:
+        """Write the blocks of each record, then where the rows of each begin."""
+        flat = [*record_rows(records, self._record_blocks), *starts]
         values = self._device.pinned(flat, torch.int32)
         self._records[: len(values)].copy_(values, non_blocking=True)
 

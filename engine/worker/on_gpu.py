@@ -55,7 +55,7 @@ from engine.worker.model.transformer import Transformer
 from engine.worker.model.weight import Weight
 from engine.worker.model.weights import convert_weights, quantised_weights
 from engine.worker.runner import Runner
-from engine.worker.self_test import proof_of
+from engine.worker.self_test import proof_of, proved_graphs, routed
 from engine.worker.weight_streaming import (
     Progress,
     arena_views,
@@ -96,34 +96,31 @@ def start(
     Raises:
         WorkerFailed: the GPU has no memory for a pool, or another's memory could not be mapped.
     """
+    proof = None if device.card is None else proof_of(setup, gpu, checkpoint, device)
+    gpu = gpu if proof is None else routed(setup, gpu, proof.refused)
+    heartbeat()
     shared, arena = _weights(channel, setup, gpu, checkpoint, device, progress)
     config, block_size = checkpoint.config, setup.block_size
-    transformer, proof = _transformer(checkpoint, setup, gpu, arena, device)
-    has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
-    if shared is not None:
-        pool = _mapped_pool(device.map(shared.pool), shared, setup, gpu, transformer)
-    else:
-        num_blocks = _num_blocks(setup, gpu, transformer, device, grammars, has_graphs=has_graphs)
-        memory = _pool_memory(num_blocks, setup, transformer)
-        pool = _as_pool(memory, num_blocks, setup, transformer)
-        exported = None
-        if gpu.shares == "exports" or gpu.exports_pool:
-            seal = _sealed(memory)
-            weights_at = device.export(arena) if gpu.shares == "exports" else b""
-            exported = SharedMemory(weights_at, device.export(memory), num_blocks, seal)
-        channel.send(PoolMade(num_blocks, exported))
+    transformer = _transformer(checkpoint, setup, gpu, arena)
 
     def map_exported(exported: SharedMemory) -> torch.Tensor:
         return _mapped_pool(device.map(exported.pool), exported, setup, gpu, transformer)
 
+    has_graphs = gpu.has_graphs and gpu.shares != "maps" and transformer.is_capturable
+    if shared is not None:
+        pool = map_exported(shared)
+    else:
+        num_blocks = _num_blocks(setup, gpu, transformer, device, grammars, has_graphs=has_graphs)
+        memory = _pool_memory(num_blocks, setup, transformer)
+        pool = _as_pool(memory, num_blocks, setup, transformer)
+        channel.send(PoolMade(num_blocks, _exported(gpu, device, arena, memory, num_blocks)))
     others, unmapped = _other_pools(channel, setup, config, device, map_exported)
     before, graphs = device.memory(), None
     if has_graphs:
-        longest = setup.max_model_len
-        graphs = DecodeGraphs(
-            transformer, pool, device, block_size=block_size, max_model_len=longest
-        )
+        how = {"block_size": block_size, "max_model_len": setup.max_model_len}
+        graphs = DecodeGraphs(transformer, pool, device, **how)
         graphs.capture(heartbeat)
+        graphs, proof = proved_graphs(graphs, proof)
     runner = Runner(transformer, pool, block_size, grammars, device, graphs)
     runner.warm_up(setup.max_num_batched_tokens, setup.max_model_len)
     heartbeat()
@@ -143,16 +140,22 @@ def start(
     return Started(transformer, runner, {setup.pool.name: pool, **others}, map_exported, ready)
 
 
+def _exported(
+    gpu: GpuSpec, device: Device, arena: torch.Tensor, memory: torch.Tensor, num_blocks: int
+) -> SharedMemory | None:
+    """Export what other workers map; None: nobody does."""
+    if gpu.shares != "exports" and not gpu.exports_pool:
+        return None
+    weights_at = device.export(arena) if gpu.shares == "exports" else b""
+    return SharedMemory(weights_at, device.export(memory), num_blocks, _sealed(memory))
+
+
 def _transformer(
-    checkpoint: Checkpoint, setup: Setup, gpu: GpuSpec, arena: torch.Tensor, device: Device
-) -> tuple[Transformer, Proof | None]:
-    """Build the model over a filled arena, of kernels that compute rightly here."""
-    proof, faults = None, gpu.faults
-    if device.card is not None:
-        proof = proof_of(setup, gpu, checkpoint.config, device)
-        faults = {**(gpu.faults or {}), **proof.refused}
+    checkpoint: Checkpoint, setup: Setup, gpu: GpuSpec, arena: torch.Tensor
+) -> Transformer:
+    """Build the model over a filled arena."""
     weights, shape = _views(checkpoint, setup, gpu, arena), (setup.max_model_len, setup.block_size)
-    return Transformer(checkpoint.config, weights, setup.dtype, *shape, faults=faults), proof
+    return Transformer(checkpoint.config, weights, setup.dtype, *shape, faults=gpu.faults)
 
 
 def _notes(transformer: Transformer, proof: Proof | None) -> list[str]:

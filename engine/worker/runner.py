@@ -441,8 +441,8 @@ class Runner:
     def warm_up(self, max_num_batched_tokens: int, max_model_len: int) -> None:
         """Run a prefill and a decode step into block 0, so that the first request is not slow.
 
-        On a device also run a decode step after the longest context, which is computed in parts: a
-        serving step must not wait for the compiler of a new kernel.
+        On a device also run a decode step and a short chunk after the longest context, which are
+        computed in parts: a serving step must not wait for the compiler of a new kernel.
 
         Raises:
             WorkerFailed: the model computes NaN or infinity.
@@ -450,7 +450,8 @@ class Runner:
         for length in (min(max_num_batched_tokens, self.block_size, max_model_len), 1):
             self._check_numbers(length)
         if self._device is not None:
-            self.dummy_step(1, max_model_len, num_new_tokens=1)
+            for num_new_tokens in (1, min(2, max_model_len)):
+                self.dummy_step(1, max_model_len, num_new_tokens)
             if self._record_blocks and self._transformer.rewrites_records:
                 self._transformer.write_records([(0, 1)], [RecordBlocks()], self._pool)
 

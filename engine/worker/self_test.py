@@ -1,4 +1,4 @@
-"""Prove a GPU's attention and small operations before its pool is sized, and route around faults.
+"""Prove a GPU's kernels before its weights are read, its graphs later, and route around faults.
 
 Owns: which faults end a worker, which make another kernel serve, and what a proof holds for.
 Invariant: what serves was right on every shape, or was so at an earlier start under the same key.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -17,15 +16,22 @@ import msgspec
 import torch
 
 import engine.worker.model
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from engine.errors import WorkerFailed
+from engine.checkpoint.weights_layout import PanelsLayout, gpu_layout, panels_layout
+from engine.errors import WorkerUnfit
 from engine.kernels.attention_backends import refusal_of, this_machine
 from engine.wire.messages import GpuSpec, Proof, Setup
 from engine.worker.device import Device
-from engine.worker.model.backend import Backend, choose_backend
+from engine.worker.graphs import DecodeGraphs
+from engine.worker.model.backend import COMPILED, Backend, choose_backend
 from engine.worker.model.proving import Prover, Wrong
 from engine.worker.model.torch_backend import TorchBackend
+from engine.worker.model.weight import MatrixRows
+from engine.worker.model.weights import first_rows
 
+GRAPHS, PRODUCTS = "graphs", "products"
+"""Names of refusals beside kernels'."""
 _PACKAGES = ("torch", "triton", "flash-attn")
 Choose = Callable[[Mapping[str, str]], Backend]
 """Chooses the backend of a machine with these faults."""
@@ -40,14 +46,13 @@ def proved(prover: Prover, choose: Choose, faults: Mapping[str, str], key: str) 
         key: of what the proof holds for.
 
     Raises:
-        WorkerFailed: something is computed wrongly by every kernel that there is.
+        WorkerUnfit: something is computed wrongly by every kernel that there is.
     """
     started_s = time.monotonic()
-    twin = TorchBackend()
-    twins = {wrong.operation: wrong for wrong in _faults_of(prover, twin)}
+    twins = {wrong.operation: wrong for wrong in prover.faults(TorchBackend())}
     refused: dict[str, str] = {}
     while not isinstance(backend := choose({**faults, **refused}), TorchBackend):
-        wrong = _tried(partial(prover.attention, backend))
+        wrong = prover.attention(backend)
         if wrong is None:
             break
         refused[refusal_of(backend.name.partition(" ")[0].rstrip(";"))] = wrong.about
@@ -55,32 +60,99 @@ def proved(prover: Prover, choose: Choose, faults: Mapping[str, str], key: str) 
     if isinstance(backend, TorchBackend):
         _end_if_wrong(twins.values())
     else:
-        found = {wrong.operation: wrong for wrong in prover.small(backend)}
-        _end_if_wrong([wrong for name, wrong in found.items() if name in twins])
+        found = {wrong.operation: wrong for wrong in prover.others(backend)}
+        has_no_twin = twins.keys() | {"mixture"}  # torch computes it, whatever the backend
+        _end_if_wrong([wrong for name, wrong in found.items() if name in has_no_twin])
         refused |= {name: wrong.about for name, wrong in found.items()}
         notes = [
             f"self-test: torch's {name} is wrong here, {wrong.about}"
             for name, wrong in twins.items()
         ]
+    wrong = prover.products(prover.matrices)
+    if wrong is not None:
+        refused[PRODUCTS] = wrong.about
+        widened = prover.products(tuple(rows.widened for rows in prover.matrices))
+        _end_if_wrong([] if widened is None else [widened])
     took_ms = (time.monotonic() - started_s) * 1e3
     return Proof(key, refused, notes, took_ms)
 
 
-def proof_of(setup: Setup, gpu: GpuSpec, config: ModelConfig, device: Device) -> Proof:
+def proof_of(setup: Setup, gpu: GpuSpec, checkpoint: Checkpoint, device: Device) -> Proof:
     """Take an earlier start's proof of the same kernels on the same card, or make one."""
     card, dtype, block_size = device.card, getattr(torch, setup.dtype), setup.block_size
     assert card is not None
-    faults = this_machine(faults=gpu.faults).faults
-    key = proof_key(config, dtype, block_size, f"{card.name} {card.driver} {sorted(faults)}")
+    config, faults = checkpoint.config, this_machine(faults=gpu.faults).faults
+    about = f"{card.name} {card.driver} {sorted(faults)} {gpu.packing}"
+    key = proof_key(config, dtype, block_size, about)
     for proof in gpu.proofs:
         if proof.key == key:
             return msgspec.structs.replace(proof, took_ms=0.0)
-    prover = Prover(config, dtype, device.torch_device, block_size, card.num_processors)
+    layout = gpu_layout(checkpoint, setup.dtype, gpu.packing)
+    matrices = first_rows(checkpoint, layout) if isinstance(layout, PanelsLayout) else ()
+    how = (config, dtype, device.torch_device, block_size, card.num_processors)
+    prover = Prover(*how, matrices)
 
     def choose(faults: Mapping[str, str]) -> Backend:
         return choose_backend(device.torch_device, dtype, config, block_size, faults=faults)
 
     return proved(prover, choose, faults, key)
+
+
+def routed(setup: Setup, gpu: GpuSpec, refused: Mapping[str, str]) -> GpuSpec:
+    """Leave out what was refused; widen quantised matrices where products with them are wrong.
+
+    Raises:
+        WorkerUnfit: others have them in the same memory, in their bits.
+    """
+    gpu = msgspec.structs.replace(
+        gpu,
+        faults={**this_machine(faults=gpu.faults).faults, **refused},
+        has_graphs=gpu.has_graphs and GRAPHS not in refused,
+    )
+    if PRODUCTS not in refused or gpu.packing == "widened":
+        return gpu
+    if gpu.shares is not None or setup.weights is not None:
+        raise WorkerUnfit(
+            f"self-test: quantised products are wrong, {refused[PRODUCTS]}",
+            where=gpu.uuid,
+            hint="serve with --safe-kernels, which widens them for all workers",
+        )
+    return msgspec.structs.replace(gpu, packing="widened")
+
+
+def proved_graphs(
+    graphs: DecodeGraphs, proof: Proof | None
+) -> tuple[DecodeGraphs | None, Proof | None]:
+    """Refuse graphs if a replayed step is not the step that its kernels compute one by one."""
+    about = None if proof is None else graphs.wrong_replay()
+    if proof is None or about is None:
+        return graphs, proof
+    return None, msgspec.structs.replace(proof, refused={**proof.refused, GRAPHS: about})
+
+
+def faults_of_cores(checkpoint: Checkpoint, setup: Setup) -> dict[str, str]:
+    """Prove compiled kernels in a fraction of a second; return why they are not used.
+
+    Raises:
+        WorkerUnfit: torch is wrong, too, or products are, which nothing replaces.
+    """
+    config, dtype, on = checkpoint.config, getattr(torch, setup.dtype), torch.device("cpu")
+    variant = setup.attention_variant
+    backend = choose_backend(on, dtype, config, setup.block_size, attention_variant=variant)
+    if isinstance(backend, TorchBackend):  # its name says why
+        return {}
+    spec = setup.weights
+    matrices: tuple[MatrixRows, ...] = ()
+    if spec is not None and spec.is_packed:
+        layout = panels_layout(checkpoint, setup.dtype, spec.weights)
+        matrices = () if layout is None else first_rows(checkpoint, layout)
+    prover = Prover(config, dtype, on, setup.block_size, len(setup.cpus), matrices, is_brief=True)
+    _end_if_wrong(filter(None, [prover.products(matrices)]))
+    found = next(prover.faults(backend), None)
+    if found is None:
+        return {}
+    _end_if_wrong(prover.faults(TorchBackend()))
+    return {COMPILED: f"self-test: {found.operation} is wrong, {found.about}"}
 
 
 def proof_key(config: ModelConfig, dtype: torch.dtype, block_size: int, card: str) -> str:
@@ -102,7 +174,7 @@ def proof_key(config: ModelConfig, dtype: torch.dtype, block_size: int, card: st
     shapes = (
         config.num_heads, config.heads, config.sliding_windows, config.attention_softcap,
         config.hidden_size, config.hidden_act, config.vocab_size, config.family.has_sinks,
-        config.delta is not None,
+        config.delta, config.experts,
     )  # fmt: skip
     parts = (card, versions, _build(), flags, shapes, str(dtype), block_size)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -117,21 +189,9 @@ def _build() -> str:
     return made.hexdigest()
 
 
-def _faults_of(prover: Prover, backend: Backend) -> list[Wrong]:
-    wrong = _tried(partial(prover.attention, backend))
-    return [*([] if wrong is None else [wrong]), *prover.small(backend)]
-
-
-def _tried(prove: Callable[[], Wrong | None]) -> Wrong | None:
-    try:
-        return prove()
-    except Exception as error:  # noqa: BLE001  # a kernel that fails is as bad as a wrong one
-        return Wrong("attention", f"{type(error).__name__}: {str(error)[:200]}")
-
-
-def _end_if_wrong(wrong: Collection[Wrong]) -> None:
+def _end_if_wrong(wrong: Iterable[Wrong]) -> None:
     for each in wrong:
-        raise WorkerFailed(
+        raise WorkerUnfit(
             f"self-test: {each.operation} is wrong, {each.about}",
             where="this device, by every kernel",
             hint="penstock doctor --self-test makes a report; another driver or torch may help",

@@ -45,7 +45,8 @@ class Variant:
 
     capability: int
     kernel: str
-    """`several`, `single`, `parts` (of single queries), `join`, or an operation."""
+    """`several`, `chunk` (the same in parts), `single`, `parts` (of single queries), `join` and
+    `join chunk` of such parts, or an operation."""
     head_dim: int = 128
     dtype: str = "bfloat16"
     group_size: int = 4
@@ -88,6 +89,8 @@ SUITE = [
     *(Variant(capability, kernel) for capability in (80, 90) for kernel in ("several", "parts")),
     Variant(100, "several"),
     Variant(120, "parts"),
+    Variant(90, "chunk"),
+    Variant(80, "join chunk"),
     Variant(90, "several", 64, "float16", has_extras=True),
     Variant(86, "several", group_size=8, block_size=16),
     Variant(90, "sample"),
@@ -119,20 +122,22 @@ def _launch(v):
         return OPERATIONS[v.kernel](dtype)
     num_heads = NUM_KV_HEADS * v.group_size
     kv = torch.zeros(3, 2, 2, v.block_size, NUM_KV_HEADS, v.head_dim, dtype=dtype)
-    lens = [1, 1] if v.kernel != "several" else [70, 2]
+    has_chunks = v.kernel in ("several", "chunk", "join chunk")
+    lens = [70, 2] if has_chunks else [1, 1]
     qkv = torch.zeros(sum(lens), num_heads + 2 * NUM_KV_HEADS, v.head_dim, dtype=dtype)
     q = qkv[:, :num_heads]
     starts = torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
     tables = torch.zeros(2, 2, dtype=torch.int32)
-    tiles = torch.zeros(2 if v.kernel == "several" else 0, 2, dtype=torch.int32)
+    tiles = torch.zeros(2 if has_chunks else 0, 2, dtype=torch.int32)
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     step = PagedStep(tables, starts, starts, seq_lens, tiles, max(lens), max(lens), True)
     extras = (64, 30.0, torch.zeros(num_heads)) if v.has_extras else (None, None, None)
     how = (step, 0.1, *extras)
     shape = (v.group_size, v.head_dim, dtype.itemsize, SHARED_BYTES[v.capability])
     out = torch.empty(q.shape, dtype=dtype)
-    if v.kernel == "several":
-        return attend_several(out, q, kv, 0, *how, several_queries_tiling(*shape))
+    if has_chunks:
+        parts = 1 if v.kernel == "several" else NUM_PARTS
+        return attend_several(out, q, kv, 0, *how, several_queries_tiling(*shape), parts)
     parts = NUM_PARTS if v.kernel in ("parts", "join") else 1
     return attend_single(out, q, kv, 0, *how, single_query_tiling(*shape), parts)
 
@@ -197,6 +202,8 @@ OPERATIONS = (
 
 FUNCTIONS = {
     "several": triton_attention._several_queries_kernel,
+    "chunk": triton_attention._several_queries_kernel,
+    "join chunk": triton_attention._join_tiles_kernel,
     "single": triton_attention._single_query_kernel,
     "parts": triton_attention._single_query_kernel,
     "join": triton_attention._join_kernel,

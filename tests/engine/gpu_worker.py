@@ -1,15 +1,22 @@
 """A worker's start on a GPU in a thread, with the test as its daemon: on a real GPU, or a fake."""
 
 import contextlib
+import random
 import socket
 import threading
 
+import msgspec
+import torch
+
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import WorkerFailed
 from engine.wire.channel import WorkerChannel
 from engine.wire.messages import (
     Admit,
     GpuSpec,
+    PoolMade,
     PoolSpec,
+    Records,
     Setup,
     Stepped,
     WeightsComplete,
@@ -20,11 +27,15 @@ from engine.wire.sampling import SamplingParams
 from engine.worker.grammars import Grammars
 from engine.worker.loop import StepLoop
 from engine.worker.on_gpu import start
+from tests.checkpoints import load_oracle, make_checkpoint
 from tests.worlds.worker_loop import reports_in
 
 BLOCK_SIZE = 4
 SERVED = [("float32", BLOCK_SIZE), ("bfloat16", BLOCK_SIZE), ("bfloat16", 256)]
 """Dtypes and block sizes of tests on a real GPU: between them every backend that it may choose."""
+DTYPES = ("float32", "bfloat16")
+MAX_MARGIN = {"float32": 1e-4, "bfloat16": 0.15}
+"""Of the reference's two likeliest, where rounding may turn them."""
 PROMPT = [5, 80, 33, 7, 210, 9]
 
 
@@ -164,3 +175,60 @@ def start_alone(checkpoint, device, gpu=None, **options):
     worker.report(WeightsLoaded)
     worker.send(WeightsComplete())
     return worker
+
+
+def tokens_by_id(entries):
+    tokens = {}
+    for entry in entries:
+        tokens.setdefault(entry.seq_id, []).extend(entry.token_ids)
+    return tokens
+
+
+def prompts(vocab_size, count, longest=24):
+    rng = random.Random(0)
+    return {
+        i: [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
+        for i in range(1, count + 1)
+    }
+
+
+def assert_like_the_oracle(oracle, prompt, tokens, max_margin):
+    """Each token is the reference's likeliest, or tied with it."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.inference_mode():
+        logits = oracle(ids).logits[0, len(prompt) - 1 : -1].float()
+    for row, token in zip(logits, tokens, strict=True):
+        assert row.max() - row[token] <= max_margin
+
+
+def admits(config, asked, dtype, block_size):
+    """Commands for prompts by sequence, with records behind all their blocks."""
+    size = config.record_blocks(block_size, dtype)
+    commands = [admit(seq_id=i, prompt=prompt) for i, prompt in asked.items()]
+    if not size:
+        return commands
+    first_free = 1 + 10 * len(asked)
+    for place, command in enumerate(commands):
+        first = first_free + 2 * size * place
+        blocks = [list(range(start, start + size)) for start in (first, first + size)]
+        commands[place] = msgspec.structs.replace(command, records=Records(blocks, 0, [], []))
+    return commands
+
+
+def check_family(folder, family, dtype, device):
+    """A worker's greedy tokens are transformers' likeliest, or tied with them."""
+    checkpoint = Checkpoint.open(make_checkpoint(folder, family))
+    asked = prompts(250, 3)
+    commands = admits(checkpoint.config, asked, dtype, BLOCK_SIZE)
+    size = checkpoint.config.record_blocks(BLOCK_SIZE, dtype)
+    how = {"num_blocks": 1 + len(asked) * (10 + 2 * size), "dtype": dtype}
+    gpu = GpuSpec("GPU-0", has_graphs=False)
+    worker = start_alone(checkpoint, device, gpu, **how)
+    with contextlib.closing(worker):
+        worker.report(PoolMade)
+        worker.loop()
+        tokens = tokens_by_id(worker.run(*commands))
+    oracle = load_oracle(checkpoint.folder)
+    for seq_id, prompt in asked.items():
+        assert len(tokens[seq_id]) == 12
+        assert_like_the_oracle(oracle, prompt, tokens[seq_id], MAX_MARGIN[dtype])

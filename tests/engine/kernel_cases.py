@@ -152,7 +152,7 @@ def check_attention(step: Step, device: str, tiling: Tiling, parts: int) -> None
     paged = paged_step(case.batch, case.kv.device, queries_per_tile)
     out = torch.full_like(case.q, torch.nan)
     how = (LAYER, paged, step.scale, step.window, step.softcap, case.sinks)
-    attend_several(out, case.q, case.kv, *how, tiling)
+    attend_several(out, case.q, case.kv, *how, tiling, parts)
     is_single = torch.tensor([n == 1 for n in case.batch.query_lens for _ in range(n)])
     assert out[is_single.to(device)].isnan().all()
     attend_single(out, case.q, case.kv, *how, tiling, parts)

@@ -28,6 +28,13 @@ def uuid():
     return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
+@pytest.fixture
+def cuda_device(uuid):
+    from engine.worker.device import CudaDevice
+
+    return CudaDevice(uuid)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     from engine.checkpoint.checkpoint import Checkpoint

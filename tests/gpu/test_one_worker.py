@@ -2,22 +2,28 @@
 
 import contextlib
 import copy
-import random
 
-import msgspec
 import pytest
 import torch
 
 from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.wire.messages import GpuSpec, PoolMade, Records
+from engine.wire.messages import GpuSpec, PoolMade
 from engine.worker.device import CudaDevice
 from engine.worker.speculation import Speculation
 from tests.checkpoints import load_oracle, make_checkpoint
-from tests.engine.gpu_worker import BLOCK_SIZE, SERVED, admit, start_alone
+from tests.engine.gpu_worker import (
+    BLOCK_SIZE,
+    MAX_MARGIN,
+    SERVED,
+    admit,
+    admits,
+    assert_like_the_oracle,
+    prompts,
+    start_alone,
+    tokens_by_id,
+)
 
-MAX_MARGIN = {"float32": 1e-4, "bfloat16": 0.15}
-"""Of the reference's two likeliest, where rounding may turn them."""
 NUM_BLOCKS = 1 + 10 * 64
 
 
@@ -30,30 +36,6 @@ def worker_on(checkpoint, uuid, served=SERVED[0], *, has_graphs=True, speculatio
         assert worker.report(PoolMade).num_blocks == NUM_BLOCKS
         worker.loop(speculation)
         yield worker
-
-
-def tokens_by_id(entries):
-    tokens = {}
-    for entry in entries:
-        tokens.setdefault(entry.seq_id, []).extend(entry.token_ids)
-    return tokens
-
-
-def prompts(vocab_size, count, longest=24):
-    rng = random.Random(0)
-    return {
-        i: [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
-        for i in range(1, count + 1)
-    }
-
-
-def assert_like_the_oracle(oracle, prompt, tokens, max_margin):
-    """Each token is the reference's likeliest, or tied with it."""
-    ids = torch.tensor([[*prompt, *tokens]])
-    with torch.inference_mode():
-        logits = oracle(ids).logits[0, len(prompt) - 1 : -1].float()
-    for row, token in zip(logits, tokens, strict=True):
-        assert row.max() - row[token] <= max_margin
 
 
 @pytest.mark.parametrize("served", SERVED)
@@ -100,15 +82,9 @@ def test_graphs_change_no_token(checkpoint, uuid, served):
 @pytest.mark.parametrize("has_graphs", [True, False])
 def test_recurrent_layers_yield_transformers_tokens(tmp_path, uuid, has_graphs):
     hybrid = Checkpoint.open(make_checkpoint(tmp_path / "hybrid", "qwen3_5_text"))
-    size = hybrid.config.record_blocks(BLOCK_SIZE, "float32")
-    asked, commands = prompts(250, 4), []
-    for seq_id, prompt in asked.items():
-        first = 100 + 2 * size * seq_id
-        blocks = [list(range(start, start + size)) for start in (first, first + size)]
-        command = admit(seq_id=seq_id, prompt=prompt)
-        commands.append(msgspec.structs.replace(command, records=Records(blocks, 0, [], [])))
+    asked = prompts(250, 4)
     with worker_on(hybrid, uuid, has_graphs=has_graphs) as worker:
-        tokens = tokens_by_id(worker.run(*commands))
+        tokens = tokens_by_id(worker.run(*admits(hybrid.config, asked, "float32", BLOCK_SIZE)))
     oracle = load_oracle(hybrid.folder)
     for seq_id, prompt in asked.items():
         assert_like_the_oracle(oracle, prompt, tokens[seq_id], MAX_MARGIN["float32"])

@@ -12,8 +12,7 @@ from appliance.fleet.spread import GPU_STEP_TOKENS
 from appliance.fleet.supervisor import Supervisor
 from engine.wire.messages import Copied, Copy, GpuSpec, PoolMade, PoolSpec, Setup, Stepped
 from tests.checkpoints import load_oracle
-from tests.engine.gpu_worker import PROMPT, SERVED, admit
-from tests.gpu.test_one_worker import MAX_MARGIN, assert_like_the_oracle
+from tests.engine.gpu_worker import MAX_MARGIN, PROMPT, SERVED, admit, assert_like_the_oracle
 
 START_S = 120
 

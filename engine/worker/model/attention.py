@@ -535,7 +535,7 @@ def _staged_rows(num_rows: int, num_keys: int, row_bytes: int) -> int:
 def num_parts(
     num_sequences: int, num_kv_heads: int, max_visible_keys: int, num_processors: int
 ) -> int:
-    """Choose how many parts to cut each sequence's keys into, to fill the processors."""
+    """Choose how many parts to cut the keys of each sequence, or tile, into: to fill processors."""
     programs = num_sequences * num_kv_heads
     wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // programs)
     return max(1, min(wanted, max_visible_keys // _MIN_KEYS_PER_PART, MAX_PARTS))

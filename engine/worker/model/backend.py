@@ -132,6 +132,9 @@ class Backend(Protocol):
         """Compute log-probabilities, as engine.worker.model.draw_rows.rate_by_torch does."""
 
 
+COMPILED = "compiled kernels"
+
+
 def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
@@ -149,12 +152,14 @@ def choose_backend(
         block_size: the pool's; None: it will be what the chosen one likes.
         take: where results lie.
         attention_variant: how compiled kernels multiply what many queries meet.
-        faults: why packages are not used on a GPU; None: they are tried.
+        faults: why packages are not used on a GPU, None: they are tried; or COMPILED on cores.
     """
     if device.type == "cuda":
         machine = this_machine(torch.cuda.get_device_capability(device), faults)
         return _choose_cuda_backend(device, dtype, config, block_size, machine)
     kernels, name = find_kernels(device.type, dtype)
+    if faults is not None and COMPILED in faults:
+        kernels, name = None, f"torch ({faults[COMPILED]})"
     if kernels is None:
         return TorchBackend(name)
     return CompiledBackend(kernels, name, take, attention_variant)

@@ -87,7 +87,12 @@ class TritonAttention:
         """Attend from the step's queries, [num_tokens, num_heads, head_dim]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         how = (layer, step, scale, window, softcap, sinks)
-        attend_several(out, q, kv, *how, self._several)
+        visible = step.max_tiled_len
+        if window is not None:
+            visible = min(window + self.queries_per_tile, visible)
+        num_tiles = max(len(step.query_tiles), 1)
+        parts = num_parts(num_tiles, kv.shape[4], visible, self._num_processors)
+        attend_several(out, q, kv, *how, self._several, parts)
         if step.has_single_queries:
             visible = step.max_seq_len if window is None else min(window, step.max_seq_len)
             parts = num_parts(len(step.seq_lens), kv.shape[4], visible, self._num_processors)

@@ -35,6 +35,8 @@ class PagedStep:
     max_seq_len: int
     """An upper bound of the lengths: it chooses grids, and may be a captured graph's."""
     has_single_queries: bool
+    max_tiled_len: int = 0
+    """The longest of the sequences with tiles."""
 
 
 def paged_step(batch: StepBatch, device: torch.device, queries_per_tile: int) -> PagedStep:
@@ -70,6 +72,7 @@ def paged_step(batch: StepBatch, device: torch.device, queries_per_tile: int) ->
         max(batch.query_lens),
         max(batch.seq_lens),
         1 in batch.query_lens,
+        max((batch.seq_lens[i] for i, _ in tiles), default=0),
     )
 
 

@@ -86,10 +86,41 @@ def attention_steps(
         return own_parts(count, keys if heads.window is None else min(keys, heads.window))
 
     is_packed = heads.group_size > 1 and heads.window is None
-    for new, parts in ((3, chunks), (1, packed if is_packed else chunks), (1, own)):
+    steps = ((3, chunks), (1, packed if is_packed else chunks), (3, own), (1, own))
+    for new, parts in steps:
         for is_cut in (True, False):
             found += _first_step(heads, new, parts, is_cut=is_cut)
     return list(dict.fromkeys(found))
+
+
+def brief_steps(heads: Heads) -> list[Sequences]:
+    """List a few steps of all kinds: a new prompt, a continued one, rows that decode."""
+    before = 290 if heads.window is None else heads.window + 40
+    return [((0, 97),), ((45, 33),), ((before, 1), (37, 1), (0, 19), (3, 6))]
+
+
+def recurrent_steps(conv_size: int, num_kept: int, chunk: int) -> list[Sequences]:
+    """List the steps that recurrent heads are proved on.
+
+    Args:
+        conv_size: tokens that the convolution sees.
+        num_kept: tokens of a step whose inputs our kernels keep.
+        chunk: tokens that torch computes at once.
+    """
+    tail = max(conv_size - 1, 1)
+    return [
+        # records that are read or not, tails that are moved or new, runs within a tile and beyond
+        ((0, 1), (40, 1), (0, tail), (7, conv_size), (3, conv_size + 1), (0, 9)),
+        ((0, num_kept),),
+        ((9, num_kept + 1), (2, 1)),
+        ((0, chunk),),
+        ((chunk - 3, 7), (0, chunk + 1)),
+    ]
+
+
+def product_rows(tile: int) -> tuple[int, ...]:
+    """List how many tokens products are proved with: on both sides of tiles of 16 and of `tile`."""
+    return 1, 16, 17, tile, tile + 1
 
 
 def _plain_steps(heads: Heads) -> Iterator[Sequences]:

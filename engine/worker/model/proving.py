@@ -6,8 +6,9 @@ Never: chooses a backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,13 +21,26 @@ from engine.worker.model.attention import StepBatch, num_parts
 from engine.worker.model.backend import Backend
 from engine.worker.model.layers import gated, rms_norm, rope_table, rotate
 from engine.worker.model.proof_judge import difference, judged_attention, poison
-from engine.worker.model.proof_shapes import SHORT_WINDOW, Heads, Sequences, attention_steps
+from engine.worker.model.proof_shapes import (
+    SHORT_WINDOW,
+    Heads,
+    Sequences,
+    attention_steps,
+    brief_steps,
+)
+from engine.worker.model.proving_layers import (
+    mixture_difference,
+    product_difference,
+    recurrent_difference,
+)
 from engine.worker.model.sampler import draw_of, sample_rows
+from engine.worker.model.weight import MatrixRows
 
 _LAYER, _NUM_LAYERS = 1, 2
 _ROWS = (1, 17)
 """Tokens of the small operations: a lone one, and more than a tile of 16."""
 _POSITIONS = 512
+_BRIEF_VOCABULARY = 4096
 _UNREAD = 9.0
 """What lies where no query may read."""
 
@@ -46,6 +60,8 @@ class Prover:
 
     Args:
         num_processors: of the device.
+        matrices: rows of the model's own, one of each form.
+        is_brief: few steps of attention, and few logits: a start on cores has little time.
     """
 
     config: ModelConfig
@@ -53,10 +69,58 @@ class Prover:
     device: torch.device
     block_size: int
     num_processors: int
+    matrices: tuple[MatrixRows, ...] = ()
+    is_brief: bool = False
 
-    @torch.inference_mode()
+    def faults(self, backend: Backend) -> Iterator[Wrong]:
+        """Yield all that this backend computes wrongly, or fails to."""
+        found = self.attention(backend)
+        if found is not None:
+            yield found
+        yield from self.others(backend)
+
     def attention(self, backend: Backend) -> Wrong | None:
         """Find a step whose attention is wrong; None: all are right."""
+        return _tried("attention", lambda: self._attention(backend))
+
+    def others(self, backend: Backend) -> Iterator[Wrong]:
+        """Yield the small operations and layers that are wrong."""
+        proofs: dict[str, Callable[[], str | None]] = {
+            name: partial(self._in_rows, prove, backend)
+            for name, prove in (
+                ("norm", self._norm),
+                ("norm_rows", self._norm_rows),
+                ("gated", self._gated),
+                ("place", self._place),
+                ("draws", self._draws),
+            )
+        }
+        proofs["delta"] = partial(self._recurrent, backend)
+        proofs["mixture"] = partial(self._mixture, backend)
+        for name, prove in proofs.items():
+            found = _tried(name, prove)
+            if found is not None:
+                yield found
+
+    def products(self, matrices: tuple[MatrixRows, ...]) -> Wrong | None:
+        """Find a product that is wrong; None: all are right."""
+        how = matrices, self.dtype, self.device
+        return _tried("products", lambda: product_difference(*how))
+
+    def _recurrent(self, backend: Backend) -> str | None:
+        if self.config.delta is None:
+            return None
+        how = (self.config, self.dtype, self.block_size, self.device)
+        return recurrent_difference(*how, backend)
+
+    def _mixture(self, backend: Backend) -> str | None:
+        if self.config.experts is None:
+            return None
+        return mixture_difference(self.config, self.dtype, self.device, backend)
+
+    @torch.inference_mode()
+    def _attention(self, backend: Backend) -> str | None:
+        """Describe a step whose attention is wrong."""
         for number, heads in enumerate(self._kinds_of_heads()):
             generator = torch.Generator().manual_seed(number)
             for sequences in self._steps(heads):
@@ -66,25 +130,19 @@ class Prover:
                 ):
                     found = case.difference(backend, batch)
                     if found is not None:
-                        return Wrong("attention", f"{case} {found}")
+                        return f"{case} {found}"
         return None
 
     @torch.inference_mode()
-    def small(self, backend: Backend) -> Iterator[Wrong]:
-        """Yield the small operations that are wrong."""
-        for operation, prove in (
-            ("norm", self._norm),
-            ("norm_rows", self._norm_rows),
-            ("gated", self._gated),
-            ("place", self._place),
-            ("draws", self._draws),
-        ):
-            for num_rows in _ROWS:
-                generator = torch.Generator().manual_seed(num_rows)
-                found = prove(backend, num_rows, generator)
-                if found is not None:
-                    yield Wrong(operation, f"{num_rows} tokens: {found}")
-                    break
+    def _in_rows(
+        self, prove: Callable[[Backend, int, torch.Generator], str | None], backend: Backend
+    ) -> str | None:
+        """Describe a number of tokens for which a small operation is wrong."""
+        for num_rows in _ROWS:
+            found = prove(backend, num_rows, torch.Generator().manual_seed(num_rows))
+            if found is not None:
+                return f"{num_rows} tokens: {found}"
+        return None
 
     @property
     def num_steps(self) -> int:
@@ -101,6 +159,9 @@ class Prover:
         return list(kinds)
 
     def _steps(self, heads: Heads) -> list[Sequences]:
+        if self.is_brief:
+            return brief_steps(heads)
+
         def own_parts(num_sequences: int, num_keys: int) -> int:
             return num_parts(num_sequences, heads.num_kv_heads, num_keys, self.num_processors)
 
@@ -168,7 +229,9 @@ class Prover:
         return rope_table(rope, _POSITIONS, _POSITIONS, self.dtype, torch.device(device))
 
     def _draws(self, backend: Backend, num_rows: int, generator: torch.Generator) -> str | None:
-        logits = torch.randn(num_rows, self.config.vocab_size, generator=generator) * 4
+        size = self.config.vocab_size
+        size = min(size, _BRIEF_VOCABULARY) if self.is_brief else size
+        logits = torch.randn(num_rows, size, generator=generator) * 4
         kinds: tuple[dict[str, Any], ...] = (
             {},
             {"top_p": 0.9},
@@ -189,6 +252,15 @@ class Prover:
     def _differs(self, operation: str, *pairs: tuple[torch.Tensor, torch.Tensor]) -> str | None:
         found = (difference(operation, *pair, self.dtype) for pair in pairs)
         return next((about for about in found if about is not None), None)
+
+
+def _tried(operation: str, prove: Callable[[], str | None]) -> Wrong | None:
+    """Prove an operation; a kernel that fails is as bad as a wrong one."""
+    try:
+        about = prove()
+    except Exception as error:  # noqa: BLE001  # whatever a library raises
+        about = f"{type(error).__name__}: {str(error)[:200]}"
+    return None if about is None else Wrong(operation, about)
 
 
 class _AttentionCase:

@@ -2,7 +2,8 @@
 
 Both walk a sequence's keys in tiles through its block table and keep a running softmax in float32.
 The rows of a tile are the queries of all heads that share a key head, so that a key is read once.
-A single query's keys are cut among several programs, whose parts a third kernel joins.
+Where few programs would read many keys, those are cut among several, whose parts a third kernel
+joins: of single queries, and of a short chunk after a long prompt.
 Invariant: what is launched depends on shapes and the step's host numbers alone, never on a device
 value, so that a launch can be captured; offsets into the pool are 64 bits wide.
 Never: tunes itself while it serves, keeps anything after the launch.
@@ -28,6 +29,8 @@ _NUM_STAGES = 5
 Keys wait for their place in the block table; loads two steps ahead run only if the place is known
 two tiles earlier."""
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
+_JOINED_ROWS = 16
+"""Rows of a tile whose parts one program joins."""
 _HIDDEN = tl.constexpr(-1e30)
 """Score of a key that is not seen: finite, so that a row may begin with a tile of them."""
 _kernel = triton.jit(
@@ -48,6 +51,7 @@ def attend_several(
     softcap: float | None,
     sinks: torch.Tensor | None,
     tiling: Tiling,
+    parts: int = 1,
 ) -> None:
     """Attend from all sequences with several queries, tile by tile.
 
@@ -61,11 +65,20 @@ def attend_several(
         softcap: where scores are bent to; None: nowhere.
         sinks: float32 [num_heads], a learnt score of each head; None: the model has none.
         tiling: a program has num_rows // (num_heads // num_kv_heads) queries.
+        parts: programs that share a tile's keys, MAX_PARTS at most.
     """
-    if len(step.query_tiles):
+    num_tiles, num_kv_heads = len(step.query_tiles), kv.shape[4]
+    if num_tiles:
         keys, values = kv[:, layer].unbind(1)
-        _several_queries_kernel[(len(step.query_tiles), kv.shape[4])](
+        mixed = sums = out  # not touched where there is nothing to join
+        if parts > 1:
+            shape = (num_tiles, num_kv_heads, parts, tiling.num_rows)
+            mixed = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
+            sums = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
+        _several_queries_kernel[(num_tiles, num_kv_heads, parts)](
             out,
+            mixed,
+            sums,
             q,
             keys,
             values,
@@ -78,8 +91,38 @@ def attend_several(
             window or 0,
             q if sinks is None else sinks,
             HAS_SINKS=sinks is not None,
+            IS_PART=parts > 1,
             **_constants(q, kv, window, softcap, tiling),
         )
+    if num_tiles and parts > 1:
+        _join_tiles(out, mixed, sums, step, num_kv_heads, tiling.num_rows)
+
+
+def _join_tiles(
+    out: torch.Tensor,
+    mixed: torch.Tensor,
+    sums: torch.Tensor,
+    step: PagedStep,
+    num_kv_heads: int,
+    num_rows: int,
+) -> None:
+    """Join the parts of each tile, [num_tiles, num_kv_heads, parts, num_rows, ...]."""
+    num_heads, head_dim = out.shape[1:]
+    grid = (len(step.query_tiles), num_kv_heads, triton.cdiv(num_rows, _JOINED_ROWS))
+    _join_tiles_kernel[grid](
+        out,
+        mixed,
+        sums,
+        step.query_starts,
+        step.query_tiles,
+        out.stride(0),
+        mixed.shape[2],
+        GROUP_SIZE=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim(head_dim),
+        NUM_ROWS=num_rows,
+        JOINED_ROWS=_JOINED_ROWS,
+    )
 
 
 def attend_single(
@@ -222,18 +265,69 @@ def _add_tile(
     return new_best, total, mixed
 
 
+@triton.jit
+def _add_tiles(
+    best, total, mixed, queries, query_positions, first, last, end, table, keys, values,
+    block_stride, token_stride, inner_scale, outer_scale, window,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the keys of [first, last) into the running softmax, tile by tile."""
+    for start in range(first, last, NUM_KEYS):
+        best, total, mixed = _add_tile(
+            best, total, mixed, queries, query_positions, start, end, table, keys, values,
+            block_stride, token_stride, inner_scale, outer_scale, window, HEAD_DIM, PADDED_DIM,
+            BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, NUM_KEYS, IS_MASKED,
+        )  # fmt: skip
+    return best, total, mixed
+
+
+@triton.jit
+def _visible_keys(
+    first, end, part, window,
+    HAS_WINDOW: tl.constexpr, NUM_KEYS: tl.constexpr, IS_PART: tl.constexpr,
+):  # fmt: skip
+    """Find the keys of a tile's part: where they begin, [all_from, all_to) and where they end.
+
+    All of the tile's queries see [all_from, all_to); before and after it masks are needed.
+    """
+    begin, all_from, all_to, stop = 0, 0, (first + 1) // NUM_KEYS * NUM_KEYS, end
+    if HAS_WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // NUM_KEYS * NUM_KEYS
+        all_from = (tl.maximum(end - window, 0) + NUM_KEYS - 1) // NUM_KEYS * NUM_KEYS
+    if IS_PART:
+        part_len = tl.cdiv(tl.cdiv(end - begin, NUM_KEYS), tl.num_programs(2)) * NUM_KEYS
+        begin += part * part_len
+        stop = tl.minimum(begin + part_len, end)
+    return begin, all_from, all_to, stop
+
+
+@triton.jit
+def _softmax_start(
+    sinks, head, rows, part,
+    HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Begin a running softmax; with its head's sink in the first part, so that it counts once."""
+    best, total = tl.full([NUM_ROWS], _HIDDEN, tl.float32), tl.zeros([NUM_ROWS], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE) * _BASE_2
+        best, total = tl.where(part == 0, sink, best), total + tl.where(part == 0, 1.0, 0.0)
+    return best, total
+
+
 @_kernel
 def _several_queries_kernel(
-    out, q, keys, values, block_tables, query_starts, seq_lens, query_tiles,
+    out, part_mixed, part_sums, q, keys, values, block_tables, query_starts, seq_lens, query_tiles,
     out_stride, q_stride, block_stride, token_stride, table_stride,
     inner_scale, outer_scale, window, sinks,
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, NUM_ROWS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
+    NUM_KEYS: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
-    """Run a program for each tile of queries and each key head."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    """Run a program for each tile of queries, key head and part of the keys."""
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first_query = tl.load(query_tiles + 2 * tile), tl.load(query_tiles + 2 * tile + 1)
     first_row = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - first_row
@@ -245,44 +339,49 @@ def _several_queries_kernel(
     is_query = is_query[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = (first_row + own_queries).to(tl.int64)
     own = (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
-    queries = tl.load(
-        q + (tokens * q_stride + own)[:, None] + dims[None, :], mask=is_query, other=0.0
-    )
-    positions = seq_len - query_len + own_queries
-    first = seq_len - query_len + first_query
+    query_places = q + (tokens * q_stride + own)[:, None] + dims[None, :]
+    queries = tl.load(query_places, mask=is_query, other=0.0)
+    positions, first = seq_len - query_len + own_queries, seq_len - query_len + first_query
     end = tl.minimum(first + queries_per_tile, seq_len)
-    # all of the tile's queries see [all_from, all_to); before and after it masks are needed
-    begin, all_from, all_to = 0, 0, (first + 1) // NUM_KEYS * NUM_KEYS
-    if HAS_WINDOW:
-        begin = tl.maximum(first - window + 1, 0) // NUM_KEYS * NUM_KEYS
-        all_from = (tl.maximum(end - window, 0) + NUM_KEYS - 1) // NUM_KEYS * NUM_KEYS
-    best, total = tl.full([NUM_ROWS], _HIDDEN, tl.float32), tl.zeros([NUM_ROWS], tl.float32)
+    begin, all_from, all_to, stop = _visible_keys(
+        first, end, part, window, HAS_WINDOW, NUM_KEYS, IS_PART
+    )
+    best, total = _softmax_start(sinks, head, rows, part, HAS_SINKS, GROUP_SIZE, NUM_ROWS)
     mixed = tl.zeros([NUM_ROWS, PADDED_DIM], tl.float32)
-    if HAS_SINKS:  # the running softmax begins with it
-        best, total = tl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE) * _BASE_2, total + 1.0
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys, values = keys + head * HEAD_DIM, values + head * HEAD_DIM
     if HAS_WINDOW:
-        for start in range(begin, tl.minimum(all_from, end), NUM_KEYS):
-            best, total, mixed = _add_tile(
-                best, total, mixed, queries, positions, start, end, table, keys, values,
-                block_stride, token_stride, inner_scale, outer_scale, window, HEAD_DIM, PADDED_DIM,
-                BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, NUM_KEYS, True,
-            )  # fmt: skip
-    for start in range(all_from, all_to, NUM_KEYS):
-        best, total, mixed = _add_tile(
-            best, total, mixed, queries, positions, start, end, table, keys, values,
-            block_stride, token_stride, inner_scale, outer_scale, window, HEAD_DIM, PADDED_DIM,
-            BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, NUM_KEYS, False,
+        best, total, mixed = _add_tiles(
+            best, total, mixed, queries, positions, begin, tl.minimum(all_from, stop), end, table,
+            keys, values, block_stride, token_stride, inner_scale, outer_scale, window, HEAD_DIM,
+            PADDED_DIM, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, NUM_KEYS, True,
         )  # fmt: skip
-    for start in range(tl.maximum(all_from, all_to), end, NUM_KEYS):
-        best, total, mixed = _add_tile(
-            best, total, mixed, queries, positions, start, end, table, keys, values,
-            block_stride, token_stride, inner_scale, outer_scale, window, HEAD_DIM, PADDED_DIM,
-            BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, NUM_KEYS, True,
-        )  # fmt: skip
-    places = out + (tokens * out_stride + own)[:, None] + dims[None, :]
-    tl.store(places, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_query)
+    best, total, mixed = _add_tiles(
+        best, total, mixed, queries, positions, tl.maximum(all_from, begin),
+        tl.minimum(all_to, stop), end, table, keys, values, block_stride, token_stride,
+        inner_scale, outer_scale, window, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_WINDOW,
+        HAS_SOFTCAP, PRECISION, NUM_KEYS, False,
+    )  # fmt: skip
+    best, total, mixed = _add_tiles(
+        best, total, mixed, queries, positions, tl.maximum(tl.maximum(all_from, all_to), begin),
+        stop, end, table, keys, values, block_stride, token_stride, inner_scale, outer_scale,
+        window, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, NUM_KEYS,
+        True,
+    )  # fmt: skip
+    if IS_PART:
+        parts = (tile * tl.num_programs(1) + head).to(tl.int64) * tl.num_programs(2) + part
+        places = parts * NUM_ROWS + rows
+        tl.store(part_mixed + places[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_query)
+        _store_sums(part_sums, places, best, total)
+    else:
+        places = out + (tokens * out_stride + own)[:, None] + dims[None, :]
+        tl.store(places, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_query)
+
+
+@triton.jit
+def _store_sums(part_sums, places, best, total):
+    tl.store(part_sums + places * 2, best)
+    tl.store(part_sums + places * 2 + 1, total)
 
 
 @_kernel
@@ -314,11 +413,8 @@ def _single_query_kernel(
         begin = tl.maximum(seq_len - window, 0) // NUM_KEYS * NUM_KEYS
     part_len = tl.cdiv(tl.cdiv(seq_len - begin, NUM_KEYS), num_parts) * NUM_KEYS
     begin += part * part_len
-    best, total = tl.full([NUM_ROWS], _HIDDEN, tl.float32), tl.zeros([NUM_ROWS], tl.float32)
+    best, total = _softmax_start(sinks, head, rows, part, HAS_SINKS, GROUP_SIZE, NUM_ROWS)
     mixed = tl.zeros([NUM_ROWS, PADDED_DIM], tl.float32)
-    if HAS_SINKS:  # of the first part, so that it is counted once
-        sink = tl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE) * _BASE_2
-        best, total = tl.where(part == 0, sink, best), total + tl.where(part == 0, 1.0, 0.0)
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys, values = keys + head * HEAD_DIM, values + head * HEAD_DIM
     for start in range(begin, tl.minimum(begin + part_len, seq_len), NUM_KEYS):
@@ -364,3 +460,38 @@ def _join_kernel(
     result = tl.sum(weights[:, None] * mixed, 0) / tl.where(total > 0, total, 1.0)
     places = out + row.to(tl.int64) * out_stride + head * HEAD_DIM + dims
     tl.store(places, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@_kernel
+def _join_tiles_kernel(
+    out, part_mixed, part_sums, query_starts, query_tiles, out_stride, num_parts,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    NUM_ROWS: tl.constexpr, JOINED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Run a program for some rows of each tile and key head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, first_query = tl.load(query_tiles + 2 * tile), tl.load(query_tiles + 2 * tile + 1)
+    first_row = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - first_row
+    rows = tl.program_id(2) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
+    own_queries, dims = first_query + rows // GROUP_SIZE, tl.arange(0, PADDED_DIM)
+    is_query = (own_queries < query_len) & (rows < NUM_ROWS // GROUP_SIZE * GROUP_SIZE)
+    is_query = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    best, total = tl.full([JOINED_ROWS], _HIDDEN, tl.float32), tl.zeros([JOINED_ROWS], tl.float32)
+    mixed = tl.zeros([JOINED_ROWS, PADDED_DIM], tl.float32)
+    first_part = (tile * tl.num_programs(1) + head).to(tl.int64) * num_parts
+    for part in range(num_parts):
+        places = (first_part + part) * NUM_ROWS + rows
+        part_best, part_total = tl.load(part_sums + places * 2), tl.load(part_sums + places * 2 + 1)
+        own = part_mixed + places[:, None] * HEAD_DIM + dims[None, :]
+        new_best = tl.maximum(best, part_best)
+        shrink, weight = tl.exp2(best - new_best), tl.exp2(part_best - new_best)
+        total = total * shrink + part_total * weight
+        own_mixed = tl.load(own, mask=is_query, other=0.0)
+        mixed = mixed * shrink[:, None] + own_mixed * weight[:, None]
+        best = new_best
+    tokens = (first_row + own_queries).to(tl.int64)
+    own_heads = head * GROUP_SIZE + rows % GROUP_SIZE
+    places = out + (tokens * out_stride + own_heads * HEAD_DIM)[:, None] + dims[None, :]
+    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(places, result.to(out.dtype.element_ty), mask=is_query)

@@ -13,6 +13,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its name everywhere
@@ -93,6 +94,19 @@ class Weight:
             hint = f"only {', '.join(PLAIN)} are read value by value"
             raise CheckpointError(f"{self.scheme} has no values", where="weight", hint=hint)
         return self.data
+
+
+class MatrixRows(NamedTuple):
+    """The first rows of a matrix, as they are multiplied here, and their values."""
+
+    weight: Weight
+    values: torch.Tensor
+    """float32 [num_rows, depth]."""
+
+    @property
+    def widened(self) -> MatrixRows:
+        """The same rows without a form."""
+        return MatrixRows(Weight.plain(self.values), self.values)
 
 
 _PIECE_VALUES = 4 << 20  # converted between two looks at the clock: some milliseconds

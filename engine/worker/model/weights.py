@@ -20,6 +20,7 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import DTYPE_BYTES
+from engine.checkpoint.packed_layouts import FP8_ROWS, panels_shape
 from engine.checkpoint.tensor_info import TensorInfo
 from engine.checkpoint.weights_layout import (
     AS_STORED,
@@ -33,8 +34,10 @@ from engine.errors import CheckpointError, unreadable
 from engine.worker.model.stored_tensors import Stored
 from engine.worker.model.weight import (
     _PIECE_VALUES,
+    MatrixRows,
     Weight,
     memory_of,
+    pack_panels,
     pack_weights,
     packed_weights,
 )
@@ -42,6 +45,8 @@ from engine.worker.model.weight import (
 Progress = Callable[[int, int], None]
 
 _PROGRESS_INTERVAL_NS = 100_000_000
+_FEW_ROWS = 80
+"""Whole panels, and no whole tile of 32 or 64 rows."""
 
 
 def load_weights(
@@ -117,6 +122,23 @@ def quantised_weights(
         else:
             weights[name] = Weight(stored[name].blocks, None, f"{info.dtype}_rows", info.shape)
     return weights | packed_weights(stored, layout, memory, share, progress)
+
+
+def first_rows(checkpoint: Checkpoint, layout: PanelsLayout) -> tuple[MatrixRows, ...]:
+    """Pack the first rows of one matrix of each form, and read their values."""
+    stored = _map_files(checkpoint, _ignore)
+    by_form = {panels.form: panels.source for panels in reversed(layout.panels.values())}
+    return tuple(_few_rows(stored[source], form) for form, source in by_form.items())
+
+
+def _few_rows(matrix: Stored, form: str) -> MatrixRows:
+    num_rows = min(matrix.num_rows, _FEW_ROWS)
+    shape = panels_shape(form, num_rows, matrix.depth)
+    data = torch.zeros(shape, dtype=torch.uint8)
+    pack_panels(matrix, form, data, 0, len(data))
+    scheme = FP8_ROWS if form == FP8_ROWS else f"{form}_panels"
+    values = matrix.parts(0, num_rows, None if form == FP8_ROWS else form).values()
+    return MatrixRows(Weight(data, None, scheme, (num_rows, matrix.depth)), values)
 
 
 def layout_views(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from appliance.devices.gpu_list import Gpu, list_gpus
+from appliance.devices.gpu_list import Gpu, Holder, list_gpus
 from appliance.devices.nvml import Nvml
 from appliance.doctor import gpu_checks
 from appliance.doctor.gpu_checks import (
@@ -67,6 +69,17 @@ MACHINES = {
             "gpu memory": ("bad", "10.0 of 80.0 GiB free", "nvidia-smi --query-compute-apps"),
             "memlock": ("note", "8.0 MiB", "ulimit -l unlimited"),
         },
+    ),
+    "held by another process": (
+        replace(
+            GOOD,
+            gpus=[replace(H100, free_bytes=10 * GIB, holders=(Holder(os.getpid(), 69 * GIB),))],
+        ),
+        {"gpu memory": ("bad", "10.0 of 80.0 GiB free", f"pid {os.getpid()} (")},
+    ),
+    "held by a process that a container does not show": (
+        replace(GOOD, gpus=[replace(H100, free_bytes=10 * GIB, holders=(Holder(1 << 30, None),))]),
+        {"gpu memory": ("bad", "10.0 of 80.0 GiB free", f"pid {1 << 30} (another process)")},
     ),
     "barely enough": (
         replace(GOOD, gpus=[replace(H100, memory_bytes=18 * GIB, free_bytes=17 * GIB)]),
@@ -148,3 +161,14 @@ def test_gpus_that_cannot_reach_each_other_are_found(monkeypatch: pytest.MonkeyP
     host = GpuHost.of_machine()
     assert (host.driver, host.driver_cuda) == ("550.1", (12, 4))
     assert [gpu.name for gpu in host.gpus] == ["gpu0", "gpu1/mig0", "gpu1/mig2"]
+
+
+def test_who_holds_a_gpus_memory_is_listed_the_largest_first() -> None:
+    gpu = h100()
+    running = [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in ((7, 1), (8, 5))]
+    running.append(SimpleNamespace(pid=9, usedGpuMemory=None))
+    gpu.readings["ComputeRunningProcesses"] = running
+    (listed,) = list_gpus(Nvml(FakeNvml(gpu)), None)
+    assert listed.holders == (Holder(8, 5), Holder(7, 1), Holder(9, None))
+    (quiet,) = list_gpus(Nvml(FakeNvml(h100())), None)
+    assert quiet.holders == ()

@@ -32,7 +32,7 @@ from appliance.fleet.supervisor import (
     Supervisor,
 )
 from appliance.fleet.worker_state import WorkerState, weights_progress
-from engine.errors import WorkerFailed
+from engine.errors import WorkerFailed, WorkerUnfit
 from engine.wire.messages import (
     Command,
     GpuSpec,
@@ -359,6 +359,61 @@ async def test_only_lives_without_a_good_step_count_for_the_back_off(
     supervisor.spawn_all()
     await supervisor.run()
     assert [await next_of(died) for _ in range(4)] == counted
+    await supervisor.stop()
+
+
+UNFIT = f"""
+import os, sys
+path = sys.argv[1]
+is_first = not os.path.exists(path)
+open(path, "a").write("x")
+if is_first:
+    exec({SHORT_LIVED!r})
+else:
+    import socket
+    from engine.wire.channel import WorkerChannel
+    from engine.wire.messages import Failed, Setup
+    channel = WorkerChannel(socket.socket(fileno=int(sys.argv[3])))
+    channel.expect(Setup)
+    channel.send(Failed("attention is wrong", "gpu0", "another driver", True))
+"""
+"""A worker that serves once, and never again."""
+
+
+async def test_a_fault_that_stays_is_not_tried_again_and_ends_requests_at_once(
+    tmp_path: Path,
+) -> None:
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    state, lives = loading(0, 0), tmp_path / "lives"
+    supervisor = Supervisor(
+        [(state.plan, state.setup)],
+        [],
+        on_report=lambda *report: None,
+        on_ready=lambda name: None,
+        on_died=lambda *died: None,
+        on_lost=lambda name, about: lost.put_nowait(about),
+        program=(sys.executable, "-c", UNFIT, str(lives)),
+    )
+    supervisor.spawn_all()
+    await supervisor.run()
+    about = await next_of(lost)
+    assert ("attention is wrong" in about, "another driver" in about) == (True, True)
+    assert supervisor.is_lost
+    await asyncio.wait_for(asyncio.gather(*supervisor._tasks), 120)  # nobody watches any more
+    assert lives.read_text() == "xx"
+    assert "attention is wrong" in (supervisor.workers["w"].trouble or "")
+    await supervisor.stop()
+
+
+async def test_a_first_start_that_cannot_succeed_ends_as_a_wrong_setting_does() -> None:
+    script = UNFIT.replace("is_first = not os.path.exists(path)", "is_first = False")
+    state = loading(0, 0)
+    program = (sys.executable, "-c", script, os.devnull)
+    supervisor = unheard([(state.plan, state.setup)], program=program)
+    supervisor.spawn_all()
+    with pytest.raises(WorkerUnfit) as raised:
+        await supervisor.run()
+    assert raised.value.exit_code == 78  # upon which systemd starts nothing again
     await supervisor.stop()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-ATTENTION = {"several", "parts"}
+ATTENTION = {"several", "chunk", "parts"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def compiled(tmp_path_factory):
     )
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == 18
+    assert len(rows) == 20
     return rows
 
 

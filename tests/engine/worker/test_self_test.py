@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812  # its name everywhere
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.layer_heads import LayerHeads
-from engine.errors import WorkerFailed
+from engine.errors import WorkerUnfit
 from engine.kernels.attention_backends import SMALL_OPERATIONS, refusal_of
 from engine.wire.messages import GpuSpec, PoolMade
 from engine.worker.device import Card
@@ -251,7 +251,7 @@ def test_a_wrong_small_operation_is_torchs_from_then_on(bed, name, wrong):
 def test_wrong_draws_are_found(bed, monkeypatch):
     backend = chosen()({})
     backend.sample_rows = wrong_draws
-    assert [wrong.operation for wrong in bed.small(backend)] == ["draws"]
+    assert [wrong.operation for wrong in bed.others(backend)] == ["draws"]
 
 
 def test_keys_in_anothers_block_are_found(bed):
@@ -263,7 +263,7 @@ def test_keys_in_anothers_block_are_found(bed):
         kv[0, layer, 0, 3] = 1.0
 
     backend.place = place
-    assert [wrong.operation for wrong in bed.small(backend)] == ["place"]
+    assert [wrong.operation for wrong in bed.others(backend)] == ["place"]
 
 
 def test_a_wrong_twin_is_said_and_the_kernels_serve(bed, monkeypatch):
@@ -293,7 +293,7 @@ def test_a_card_that_fails_everything_ends_its_worker_with_what_and_where(bed, m
         return copied
 
     monkeypatch.setattr(torch.Tensor, "cpu", damaged)
-    with pytest.raises(WorkerFailed) as raised:
+    with pytest.raises(WorkerUnfit) as raised:
         proved(bed, chosen(), {}, "key")
     assert "attention is wrong" in raised.value.what
     assert "row" in raised.value.what
@@ -315,11 +315,11 @@ def test_a_worker_proves_its_card_and_takes_an_earlier_proof(checkpoint):
     assert proof.took_ms > 0
     assert proof.refused == {}
     spec = GpuSpec("GPU-0", proofs=[proof])
-    again = proof_of(worker.setup, spec, checkpoint.config, device)
+    again = proof_of(worker.setup, spec, checkpoint, device)
     assert (again.key, again.took_ms) == (proof.key, 0)
     keys = set()
     for name, driver in (("made up", "570.1"), ("another", "580.65")):
         device.card = Card(name, driver, 8)
         with device.accelerator.on():
-            keys.add(proof_of(worker.setup, spec, checkpoint.config, device).key)
+            keys.add(proof_of(worker.setup, spec, checkpoint, device).key)
     assert len(keys - {proof.key}) == 2

@@ -8,7 +8,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.kernels.costs import AttentionShape, Cost, attention_cost, product_cost
 from engine.worker.kernel_cases import KernelFixture
-from engine.worker.model import transformer
+from engine.worker.model import cuda, transformer
 from engine.worker.model.attention import (
     StepBatch,
     num_parts,
@@ -23,6 +23,7 @@ from tests.engine.kernel_cases import LAYER, MIXED, SINGLES, TOLERANCES, Step, f
 from tests.engine.upstream import flash_attn_varlen_func, varlen_attn
 from tests.engine.worker.model.test_transformer import load
 
+CPU = torch.device("cpu")
 LIMITS = DeviceLimits(num_processors=132, shared_bytes=232_448)
 
 
@@ -89,6 +90,23 @@ def test_a_steps_longest_work_comes_first_and_single_queries_have_no_tile():
 )
 def test_keys_are_cut_in_parts_until_all_processors_are_busy(num_sequences, num_keys, expected):
     assert num_parts(num_sequences, 8, num_keys, LIMITS.num_processors) == expected
+
+
+def test_a_short_chunk_after_a_long_prefix_keeps_every_processor_busy(monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        cuda, "attend_several", lambda *args: launched.append((len(args[4].query_tiles), args[-1]))
+    )
+    attention = TritonAttention(4, 128, 2, LIMITS)
+    kv = torch.empty(1, 1, 2, 256, 8, 128, device="meta", dtype=torch.bfloat16)
+    for sequences in ([(31_000, 20)], [(0, 20)], [(31_000, 20), (900, 300)], [(0, 8192)]):
+        tables = [[0] * -(-(start + new) // 256) for start, new in sequences]
+        step = paged_step(batch(sequences, tables, 256), CPU, attention.queries_per_tile)
+        q = torch.empty(sum(new for _, new in sequences), 32, 128, device="meta")
+        attention(q, kv, 0, step, 1.0, None, None)
+    programs = [tiles * 8 * parts for tiles, parts in launched]
+    assert [count >= LIMITS.num_processors for count in programs] == [True, False, True, True]
+    assert [parts for _, parts in launched] == [33, 1, 3, 1]
 
 
 @pytest.mark.parametrize("shared_bytes", [101_376, 166_912, 232_448])

@@ -1,6 +1,7 @@
 """Triton's attention is attention, whatever the tiles, parts and blocks; by its interpreter."""
 
 import pytest
+import torch
 
 from engine.worker.model.attention import Tiling
 from tests.engine.kernel_cases import (
@@ -20,6 +21,24 @@ pytestmark = pytest.mark.usefixtures("real_bfloat16")
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_every_sequence_gets_what_it_would_get_alone(step, parts, tiling):
     check_attention(step, "cpu", tiling, parts)
+
+
+LATER = ((70, 20), (0, 5), (40, 1), (33, 18))
+"""Chunks after cached prefixes, whose keys are cut into parts; some parts are empty."""
+
+
+@pytest.mark.parametrize(
+    ("step", "parts"),
+    [
+        (Step(LATER), 7),
+        (Step(LATER, heads=(6, 2), window=40, has_sinks=True), 3),
+        (Step(LATER, heads=(6, 1), head_dim=80, block_size=7, dtype=torch.bfloat16), 2),
+        (Step(LATER, softcap=3.0), 2),
+    ],
+    ids=str,
+)
+def test_a_chunk_after_a_long_prefix_is_joined_from_its_parts(step, parts):
+    check_attention(step, "cpu", SMALL, parts)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
