@@ -143,7 +143,7 @@ def start(
 def _exported(
     gpu: GpuSpec, device: Device, arena: torch.Tensor, memory: torch.Tensor, num_blocks: int
 ) -> SharedMemory | None:
-    """Export what other workers map; None: nobody does."""
+    """Export what other workers map; None: none does."""
     if gpu.shares != "exports" and not gpu.exports_pool:
         return None
     weights_at = device.export(arena) if gpu.shares == "exports" else b""
