@@ -126,7 +126,7 @@ def quantised_weights(
 
 def first_rows(checkpoint: Checkpoint, layout: PanelsLayout) -> tuple[MatrixRows, ...]:
     """Pack the first rows of one matrix of each form, and read their values."""
-    stored = map_files(checkpoint, _ignore)
+    stored = map_files(checkpoint.tensors, _ignore)
     by_form = {panels.form: panels.source for panels in reversed(layout.panels.values())}
     return tuple(_few_rows(stored[source], form) for form, source in by_form.items())
 
