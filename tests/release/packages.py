@@ -34,20 +34,21 @@ class Builder:
     """The tools in an environment of their own, and the commit that they build."""
 
     root: Path
+    commit: str
     tools: Path
 
     @classmethod
     def installed(cls, root: Path, tools: Path) -> Builder:
-        """Install the tools."""
+        """Install the tools, for the commit that is checked out now."""
         subprocess.run([sys.executable, "-m", "venv", str(tools)], check=True)
         pip = [str(tools / "bin/pip"), "install", "-q", "--no-compile", "-r", str(TOOLS)]
         subprocess.run(pip, check=True)
-        return cls(root, tools)
+        return cls(root, commit_of(root), tools)
 
     @property
     def epoch(self) -> str:
         """The commit's time, which every file of a package gets."""
-        return git(self.root, "log", "-1", "--format=%ct")
+        return git(self.root, "log", "-1", "--format=%ct", self.commit)
 
     def run(self, folder: Path, *command: str, **environ: str) -> str:
         """What a tool prints."""
@@ -73,7 +74,7 @@ class Builder:
         dist.mkdir(parents=True)
         source = folder / "commit"
         source.mkdir()
-        archive = ["git", "-c", "tar.umask=0022", "archive", "--format=tar", commit_of(self.root)]
+        archive = ["git", "-c", "tar.umask=0022", "archive", "--format=tar", self.commit]
         data = subprocess.run(archive, cwd=self.root, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", str(source)], input=data, check=True)
         shutil.copy(source / "constraints.txt", dist)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.release.__main__ import try_commit
 from tests.release.fitness import faults_of_suite, faults_of_tree, git
 
 PASSED = '<testcase classname="a" name="passes"/>'
@@ -96,3 +97,28 @@ def test_the_command_refuses_before_it_does_anything(tree: Path) -> None:
     assert ended.returncode == 1
     assert "tests/" in ended.stderr
     assert not (tree / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "is_fit"),
+    [
+        ("", 0, True),
+        ("", 1, False),
+        ('<skipped message="no gcc"/>', 0, False),
+        ('<failure message="assert 0"/>', 0, False),
+    ],
+)
+def test_the_suite_of_the_clone_decides(tree: Path, tmp_path_factory, result, code, is_fit) -> None:
+    told = tmp_path_factory.mktemp("told") / "results.xml"
+    (tree / ".ci").mkdir()
+    (tree / ".ci/run").write_text(
+        f"cat > ${{PYTEST_ADDOPTS##*=}} << 'XML'\n{RESULTS.format(PASSED + case(result))}\nXML\n"
+        f"exit {code}\n"
+    )
+    commit(tree)
+    if is_fit:
+        try_commit(tree, told)
+    else:
+        with pytest.raises(SystemExit) as ended:
+            try_commit(tree, told)
+        assert ended.value.code != 0
