@@ -340,7 +340,7 @@ async def test_a_body_that_decompresses_to_too_much_is_refused(running):
     assert await running.works()
 
 
-async def test_of_one_owners_bodies_one_at_a_time_becomes_large(running, monkeypatch):
+async def test_of_one_owners_bodies_one_at_a_time_becomes_large(patient, monkeypatch):
     """A few KiB make MiB: of hundreds at once, all would be in memory."""
     inside, most = [], []
     to_thread = asyncio.to_thread
@@ -356,11 +356,11 @@ async def test_of_one_owners_bodies_one_at_a_time_becomes_large(running, monkeyp
     monkeypatch.setattr("appliance.http.body_encoding.asyncio.to_thread", watched)
     body = gzip.compress(b" " * (MAX_BODY_BYTES - 99) + b"{")
     headers = {"content-encoding": "gzip"}
-    asked = [running.http.post("/v1/completions", content=body, headers=headers) for _ in range(20)]
+    asked = [patient.http.post("/v1/completions", content=body, headers=headers) for _ in range(20)]
     replies = await asyncio.gather(*asked)
     assert {reply.status_code for reply in replies} <= {400, 429, 503}
     assert (max(most), len(most) >= 20) == (1, True)
-    assert await running.works()
+    assert await patient.works()
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip", "\x01"])
