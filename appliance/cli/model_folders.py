@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from appliance.api.formats.format_choice import output_format_of
 from appliance.cli import text_model_folders
 from appliance.cli.model_sources import sources
-from appliance.cli.text_model_folders import read_any_model
+from appliance.cli.text_model_folders import MODULES, read_any_model
 from appliance.hub import cache, fits
 from appliance.hub.names import STARTER_FOLDER
 from engine.checkpoint.checkpoint import Checkpoint, choose_dtype
@@ -55,6 +55,8 @@ def under(root: Path) -> Iterator[FoundModel]:
     """Yield the models in the folder and in two levels below."""
     for pattern in ("config.json", "*/config.json", "*/*/config.json"):
         for path in sorted(root.glob(pattern)):
+            if (path.parent.parent / MODULES).exists():  # it is a part of that model
+                continue
             name = root.name if path.parent == root else str(path.parent.relative_to(root))
             yield FoundModel(name, path.parent)
     for folder in (root, *sorted(path for path in root.glob("*") if path.is_dir())):

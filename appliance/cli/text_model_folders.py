@@ -15,7 +15,7 @@ from engine.checkpoint.text_model import TextModelConfig
 from engine.errors import CheckpointError
 from engine.text.read_models import find_text_model, read_checkpoint, read_tokenizer
 
-_MODULES = "modules.json"
+MODULES = "modules.json"
 """What only models of vectors have; some of them are chat models by their configuration."""
 _KINDS = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
 
@@ -26,7 +26,7 @@ def read_any_model(folder: Path) -> Checkpoint | TextModelConfig:
     Raises:
         CheckpointError: it is neither; why it is no chat model.
     """
-    texts = find_text_model(folder) if (folder / _MODULES).exists() else None
+    texts = find_text_model(folder) if (folder / MODULES).exists() else None
     if texts is not None:
         return texts
     try:

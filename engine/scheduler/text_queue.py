@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import QueueFull
+from engine.scheduler.queue.waiting_limit import OWNER_SHARE
 
 MAX_TEXTS = 256
 """The most texts of a batch: their vectors are one message."""
@@ -52,13 +53,20 @@ class TextQueue:
         """Queue all of a call's texts behind their owners' others, or none.
 
         Raises:
-            QueueFull: too many tokens wait.
+            QueueFull: too many tokens wait, of all owners or of this one.
         """
         waiting = [text for each in self._waiting.values() for text in each if not text.is_dropped]
-        num_tokens = sum(len(text.token_ids) for text in (*waiting, *texts))
-        if waiting and num_tokens > self.max_tokens:
+        wanted = sum(len(text.token_ids) for text in texts)
+        free = self.max_tokens - sum(len(text.token_ids) for text in waiting)
+        if waiting and wanted > free:
+            num_tokens = self.max_tokens - free + wanted
             what = f"texts of {num_tokens:,} tokens would wait, at most {self.max_tokens:,} may"
             raise QueueFull(what, retry_after_ms=RETRY_MS)
+        owners = {text.owner for text in texts}
+        held = sum(len(text.token_ids) for text in waiting if text.owner in owners)
+        if held and wanted > (share := (OWNER_SHARE * free - held) // (1 + OWNER_SHARE)):
+            what = f"{held:,} of your texts' tokens wait, your share allows {max(share, 0):,} more"
+            raise QueueFull(what, code="user_quota", retry_after_ms=RETRY_MS)
         for text in texts:
             self._of(text.owner).append(text)
 

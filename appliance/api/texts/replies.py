@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from appliance.observe.frame.figures import things
+
 Json = dict[str, Any]
 
 
@@ -84,7 +86,7 @@ def rerank_reply(
             result["document"] = {"text": documents[result["index"]]}
     meta: Json = {"api_version": {"version": "2"}, "tokens": {"input_tokens": num_tokens}}
     if num_cut:
-        meta["warnings"] = [f"the ends of {num_cut} documents were left out: they are too long"]
+        meta["warnings"] = [f"{things(num_cut, 'document')} cut: longer than the model takes"]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"id": request_id, "model": model, "results": results, "usage": usage, "meta": meta}
 

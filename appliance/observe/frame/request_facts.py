@@ -135,8 +135,10 @@ def _found(request: Mapping[str, Any]) -> str:
 
 
 def _output(request: Mapping[str, Any]) -> str:
-    text = f"{count(request.get('output_tokens'))} of {count(request.get('max_tokens'))} tok"
     number = request.get("num_sequences") or 1
+    if request.get("max_tokens") == 0:  # vectors, or scores
+        return f"of {things(number, 'text')}"
+    text = f"{count(request.get('output_tokens'))} of {count(request.get('max_tokens'))} tok"
     return text if number == 1 else f"{text}, {things(number, 'sequence')}"
 
 

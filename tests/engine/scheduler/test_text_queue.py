@@ -1,3 +1,5 @@
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,4 +89,17 @@ def test_too_much_is_refused_but_one_call_alone_is_not():
         queue.push([text(length=1)])
     queue.next_batch(16)
     queue.push([text(length=8)])
-    queue.push([text(length=2)])
+    queue.push([text("b", length=2)])
+
+
+def test_one_owner_leaves_room_for_another():
+    queue = TextQueue()
+    queue.max_tokens = 100
+    queue.push([text("a", 40)])
+    for _ in range(100):
+        with suppress(QueueFull):
+            queue.push([text("a", 1)])
+    with pytest.raises(QueueFull) as refused:
+        queue.push([text("a", 1)])
+    assert refused.value.code == "user_quota"
+    queue.push([text("b", 25)])
