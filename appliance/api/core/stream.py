@@ -92,20 +92,38 @@ class Delta:
         self.has_called = later.has_called
         self.finish_reason, self.stop_text = later.finish_reason, later.stop_text
 
-    def apart(self) -> list[Delta]:
-        """Split the delta into deltas of one call each, and the end alone, as clients read them."""
+    def apart(self, *, tells_tokens: bool) -> list[Delta]:
+        """Split the delta into deltas of one call each, and the end alone, as clients read them.
+
+        Args:
+            tells_tokens: ids or log-probabilities are told, so that they are news without a text.
+        """
+        is_said = self.reasoning or self.text or self.calls or (tells_tokens and self.token_ids)
+        if self.finish_reason is not None and is_said:  # some clients read nothing else in an end
+            end = Delta(
+                self.sequence,
+                num_tokens=self.num_tokens,
+                num_reasoning_tokens=self.num_reasoning_tokens,
+                has_called=self.has_called,
+                finish_reason=self.finish_reason,
+                stop_text=self.stop_text,
+            )
+            said = dataclasses.replace(self, finish_reason=None, stop_text=None)
+            return [*said.apart(tells_tokens=tells_tokens), end]
         num_kinds = bool(self.reasoning) + bool(self.text) + len(self.calls)
         if num_kinds > 1 and self.reasoning:
             first = Delta(self.sequence, reasoning=self.reasoning, num_tokens=self.num_tokens)
-            return [first, *dataclasses.replace(self, reasoning="").apart()]
-        if not self.calls or (len(self.calls) == 1 and not self.finish_reason):
+            rest = dataclasses.replace(self, reasoning="")
+            return [first, *rest.apart(tells_tokens=tells_tokens)]
+        if len(self.calls) < 2:
             return [self]
         deltas = [
             Delta(self.sequence, calls=[call], num_tokens=self.num_tokens, has_called=True)
             for call in self.calls
         ]
         deltas[0].text = self.text
-        return [*deltas, dataclasses.replace(self, text="", calls=[])]
+        rest = dataclasses.replace(self, text="", calls=[])
+        return [*deltas, rest] if tells_tokens and self.token_ids else deltas
 
     def add_part(self, part: Part) -> None:
         """Add text, reasoning, or a part of a call."""

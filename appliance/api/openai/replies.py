@@ -113,8 +113,9 @@ class ReplyShape:
         is_first = index not in self._around
         if is_first:
             self._around[index] = self._plain_event(delta.sequence)
+        parts = delta.apart(tells_tokens=self.ask.wants_tokens)
         role = event(self._role_chunk(delta.sequence)) if is_first and self.ask.is_chat else b""
-        return role + b"".join(event(self._delta_chunk(one, is_first)) for one in delta.apart())
+        return role + b"".join(event(self._delta_chunk(one, is_first)) for one in parts)
 
     def closing(self) -> bytes:
         if not self.ask.include_usage:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.api.core.stream import Delta
+from appliance.api.formats.text_reading import CallDelta
 from appliance.api.openai.ask import chat_ask, completion_ask
 from appliance.api.openai.replies import ReplyShape
 from appliance.daemon.requests.request import ModelInfo, Peer, Request
@@ -47,6 +48,11 @@ def said(shape: ReplyShape, index: int, text: str, **fields) -> Delta:
     return Delta(shape.request.sequences[index], text, token_ids=[5], num_tokens=3, **fields)
 
 
+def choices_of(written: bytes) -> list[dict]:
+    events = written.removesuffix(b"\n\n").split(b"\n\n")
+    return [json.loads(one.removeprefix(b"data: "))["choices"][0] for one in events]
+
+
 def last_event(written: bytes) -> bytes:
     assert written.endswith(b"\n\n")
     return written.removesuffix(b"\n\n").rpartition(b"\n\n")[2] + b"\n\n"
@@ -68,8 +74,28 @@ def test_an_event_with_an_end_or_a_call_is_written_in_full():
     shape = shape_of({})
     shape.events(said(shape, 0, "begun"))
     ended = shape.events(said(shape, 0, "x", finish_reason=FinishReason.LENGTH))
-    (choice,) = json.loads(ended.removeprefix(b"data: "))["choices"]
-    assert (choice["delta"], choice["finish_reason"]) == ({"content": "x"}, "length")
+    first, last = choices_of(ended)
+    assert (first["delta"], first["finish_reason"]) == ({"content": "x"}, None)
+    assert (last["delta"], last["finish_reason"]) == ({}, "length")
+
+
+@pytest.mark.parametrize("fields", [*ASKS.values(), {"return_token_ids": True}])
+def test_an_end_has_an_event_of_its_own_without_text_tokens_or_calls(fields):
+    shape = shape_of(fields)
+    calls = [CallDelta(0, "c", "f", "{}")] if shape.ask.is_chat else []
+    ended = shape.events(
+        said(shape, 0, "x", reasoning="why" * shape.ask.is_chat, calls=calls,
+             finish_reason=FinishReason.STOP)
+    )  # fmt: skip
+    *before, last = choices_of(ended)
+    assert {choice["finish_reason"] for choice in before} == {None}
+    assert last["finish_reason"] == "stop"
+    assert not last.get("text")
+    assert last.get("delta", {}) == {}
+    assert not last["logprobs"]
+    assert not last.get("token_ids")
+    told = sum(len(choice.get("token_ids", ())) for choice in before)
+    assert told == shape.ask.return_token_ids
 
 
 def test_an_event_that_must_tell_ids_is_written_in_full():
