@@ -13,7 +13,9 @@ import typer
 from appliance.cli import listings, terminal
 from appliance.cli.tables import Format
 from appliance.cli.terminal import Output
+from appliance.configuration import client_settings
 from appliance.http import api_keys
+from engine.errors import UsageError
 from engine.printable import printable
 
 keys = typer.Typer(help="API keys for clients on TCP.", no_args_is_help=True)
@@ -50,10 +52,25 @@ def add_key(
 
 @keys.command("list")
 def list_keys(
-    file: Annotated[str, typer.Option("--file", help="File of keys.")],
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="File of keys. Default: the one of api_keys."),
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """List the names and roles of a file's keys."""
-    found = api_keys.read_keys(Path(file))
+    found = api_keys.read_keys(_file_in_use() if file is None else file)
     rows = [{"name": key.name, "role": key.role.name.lower()} for key in found]
     terminal.write(terminal.listing("keys", listings.KEYS, output).render(rows))
+
+
+def _file_in_use() -> Path:
+    """Find the file that a start from this shell would read.
+
+    Raises:
+        UsageError: it would read none.
+    """
+    found = client_settings.load_asked({}).api_keys
+    if found is None:
+        raise UsageError("no file of keys is set", hint="name it: --file FILE, or set api_keys")
+    return found

@@ -15,8 +15,29 @@ from appliance.cli import terminal
 from appliance.cli.serve_help import GroupedHelp, show_all
 from appliance.configuration import config, sources
 from appliance.configuration.setting_kinds import a_flag
-from appliance.configuration.settings import SETTINGS
+from appliance.configuration.settings import SETTINGS, Setting
 from engine.printable import printable
+
+_VALUES = {
+    **dict.fromkeys(("one_of", "a_number_or"), "CHOICE"),
+    **dict.fromkeys(("parse_bytes", "a_size_or"), "SIZE"),
+    **dict.fromkeys(("a_duration", "a_stay"), "TIME"),
+    **dict.fromkeys(("names", "aliases"), "NAMES"),
+    "at_least": "NUMBER",
+    "on_or_off": "on|off",
+    "a_path": "PATH",
+    "an_address": "ADDRESS",
+    "origins": "ORIGINS",
+    "some_weights": "SHARES",
+    "some_devices": "DEVICES",
+    "parse_place": "WORKERS",
+    "a_model": "MODEL",
+}
+"""Names of values in help, by the parser or the function that makes it."""
+
+
+def _value(setting: Setting) -> str:
+    return _VALUES[setting.parse.__qualname__.partition(".")[0]]
 
 
 def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
@@ -24,7 +45,11 @@ def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
     flags = {
         name: Annotated[
             bool | None if setting.parse is a_flag else str | None,
-            typer.Option(*_decls(name), help=f"{setting.about[0].upper()}{setting.about[1:]}."),
+            typer.Option(
+                *_decls(name),
+                metavar=None if setting.parse is a_flag else _value(setting),
+                help=f"{setting.about[0].upper()}{setting.about[1:]}.",
+            ),
         ]
         for name, setting in SETTINGS.items()
     }
@@ -123,7 +148,7 @@ def _check(settings: config.ServeConfig) -> None:
     sentence, where = check_plan(settings, placed)
     for each in (settings, *settings.models.values()):  # a start finds it when the model is loaded
         if not is_to_be_fetched(each.model):
-            check_files(each)
+            others += [f"{each.model}: {about}" for about in check_files(each).misfits]
     asked = dram_forecast(settings, placed), ssd_forecast(settings, placed.placement)
     caches = [each for each in asked if each is not None]
     verdict = "the configuration is good"
